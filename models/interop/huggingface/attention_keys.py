@@ -200,11 +200,17 @@ def attention_differences(model: ModelConfig, family: Family) -> Iterator[str]:
     by_type = len(family.rope.bases) > 1
     allowed = {"window", *(("position",) if family.layers.no_rope else ())}
     allowed |= {"rope_base", "rope_scaling"} if by_type else set()
+    allowed |= set() if family.experts is None else {"mlp"}
     for name, kind in model.layer_kinds.items():
         if others := sorted(set(kind) - allowed):
             yield f"model.layer_kinds.{name} has {', '.join(others)}, which no layer of it has on its own"
     if len(windows := {kind.window for kind in model.kinds if kind.window is not None}) > 1:
         yield f"windows of {', '.join(map(str, sorted(windows)))} keys, there all have one length"
+    if "layers" in family.fields and family.layers.windows != "some":
+        if len({kind.window for kind in model.kinds}) > 1:
+            yield "windows on some layers, there all layers are alike in this"
+        elif family.layers.windows == "none" and any("window" in kind for kind in model.layer_kinds.values()):
+            yield "layers with a window, which it does not have"
     if any(kind.sinks for kind in model.kinds):
         yield "attention sinks, which it does not have"
     for has_window, words in ((False, "without"), (True, "with")) if by_type else ():

@@ -15,8 +15,10 @@ from pydantic import ValidationError
 
 from engine.config.attention_kinds import beyond_plain
 from engine.config.model import MOST_LAYERS, ModelConfig
+from engine.config.moe import BalanceConfig
 from engine.errors import ConfigError
 from models.interop.huggingface.attention_keys import attention_differences, attention_keys, read_attention
+from models.interop.huggingface.expert_keys import expert_differences, expert_keys, expert_notes, read_experts
 from models.interop.huggingface.families import FAMILIES
 from models.interop.huggingface.family import Family
 from models.interop.huggingface.record import SPECIAL_IDS
@@ -34,6 +36,9 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "partial_rotary_factor": ((1.0, None), "RoPE on a part of each head is not built yet"),
     "scale_attn_weights": ((True,), "attention without 1 / sqrt(head_dim) is not built"),
     "scale_attn_by_inverse_layer_idx": ((False,), "attention scaled by layer is not built"),
+    "shared_expert_intermediate_size": ((0, None), "shared experts behind a gate of their own are not built"),
+    "expert_capacity": ((None,), "experts that leave tokens out are not built"),
+    "capacity_factor": ((None,), "experts that leave tokens out are not built"),
     "add_cross_attention": ((False,), "cross-attention is not built: Triaxis trains decoders"),
     "is_encoder_decoder": ((False,), "encoders are not built: Triaxis trains decoders"),
     "quantization_config": ((None,), "quantized weights are not trained"),
@@ -166,6 +171,7 @@ def from_hugging_face(
         model["mla"] = {field: keys.get(key, default) for key, (field, default) in family.latents.items()}
     if isinstance(num_layers := model.get("num_layers"), int) and 0 < num_layers <= MOST_LAYERS:
         problems += read_attention(keys, family, model)
+        problems += read_experts(keys, family, model)
     problems += _read_functions(keys, family, model)
     if seq_length is not None:
         problems += _too_long(model, seq_length)
@@ -184,7 +190,10 @@ def from_hugging_face(
     try:
         built = ModelConfig.model_validate(section)
     except ValidationError as error:
-        wrong = [f"model.{detail['loc'][0]} = {detail['input']!r}: {detail['msg']}." for detail in error.errors()]
+        wrong = [
+            f"model.{'.'.join(map(str, detail['loc']))} = {detail['input']!r}: {detail['msg']}."
+            for detail in error.errors()
+        ]
         raise ConfigError(wrong, source) from error
     if wrong := list(_not_derived(keys, family, built)):
         raise ConfigError(wrong, source)
@@ -258,7 +267,7 @@ def passed_over(keys: Keys) -> list[str]:
 
 
 def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
-    """Return a line on the keys without effect, and one on those that `--ignore` named; empty where there is none."""
+    """Return lines on the keys without effect, and one on those that `--ignore` named; empty where there are none."""
     found, notes = passed_over(text_keys(keys)), []
     if "text_config" in keys:
         others = sorted(key for key, value in keys.items() if isinstance(value, Mapping) and key != "text_config")
@@ -267,6 +276,8 @@ def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
         )
     if found:
         notes.append(f"keys of config.json that compute nothing were passed over: {', '.join(found)}")
+    if (family := FAMILIES.get(str(text_keys(keys).get("model_type")))) is not None:
+        notes += expert_notes(text_keys(keys), family)
     if ignore:
         notes.append(
             f"keys of config.json that are not known here were ignored (--ignore): {', '.join(sorted(ignore))}"
@@ -325,6 +336,7 @@ def to_hugging_face(
     keys[chosen.activation_key] = model.activation_kind.hugging_face[0]
     keys |= {theirs: getattr(model.mla, ours) for theirs, (ours, _) in chosen.latents.items()}
     keys |= {theirs: derived.value(model) for theirs, derived in chosen.derived.items()}
+    keys |= dict(expert_keys(model, chosen)) | ({chosen.further[0]: 0} if chosen.further else {})
     notes = []
     if chosen.embedding_dropout is not None:
         keys["embd_pdrop"] = model.hidden_dropout
@@ -332,6 +344,8 @@ def to_hugging_face(
         notes.append(f"model.hidden_dropout = {model.hidden_dropout} has no key in {family}: it acts in training only")
     if model.z_loss:
         notes.append(f"model.z_loss = {model.z_loss} has no key in {family}: it acts in training only")
+    if model.moe is not None and model.moe.balance != BalanceConfig():
+        notes.append(f"model.moe.balance has no keys in {family}: it acts in training only")
     keys |= dict(attention_keys(model, chosen))
     # Left out, these would be ids of the family's own vocabulary: generation would stop at a token that means something else.
     none_but_eos = {"bos_token_id": None, "eos_token_id": end_of_document, "pad_token_id": None}
@@ -361,6 +375,7 @@ def _differences(model: ModelConfig, name: str) -> Iterator[str]:
     for given in beyond_plain(model, family.fields):
         yield f"{given}, which it does not have"
     yield from attention_differences(model, family)
+    yield from expert_differences(model, family)
     if family.latents:
         if model.mla is None:
             yield "model.mla = null, there attention is through latents"

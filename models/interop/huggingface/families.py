@@ -7,139 +7,32 @@ that a file may leave out, and for names of tensors; files of published models f
 """
 
 import math
-import re
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from models.interop.huggingface.family import (
     FULL,
     SLIDING,
     DerivedKey,
+    ExpertKeys,
     Family,
     LayerKeys,
     Names,
     Naming,
     RopeKeys,
     ScaleKey,
-    Table,
 )
-
-# Names of tensors ------------------------------------------------------------------------------------------------------
-
-_LLAMA_QKV: Table = (
-    (("attention.q.weight",), ("self_attn.q_proj.weight",)),
-    (("attention.kv.weight",), ("self_attn.k_proj.weight", "self_attn.v_proj.weight")),
-    (("attention.q.bias",), ("self_attn.q_proj.bias",)),
-    (("attention.kv.bias",), ("self_attn.k_proj.bias", "self_attn.v_proj.bias")),
+from models.interop.huggingface.namings import (
+    DEEPSEEK_NAMING,
+    GPT2_NAMING,
+    LLAMA_NAMING,
+    NEOX_NAMING,
+    NORMS_AFTER,
+    NORMS_BOTH,
+    PHI3_NAMING,
+    llama_naming,
+    with_experts,
 )
-_LLAMA_GATE_UP: Table = ((("mlp.gate_up.weight",), ("mlp.gate_proj.weight", "mlp.up_proj.weight")),)
-_LLAMA_NORMS: Table = (
-    (("attention.norm.weight",), ("input_layernorm.weight",)),
-    (("mlp.norm.weight",), ("post_attention_layernorm.weight",)),
-)
-_NORMS_AFTER: Table = (
-    (("attention.post_norm.weight",), ("post_attention_layernorm.weight",)),
-    (("mlp.post_norm.weight",), ("post_feedforward_layernorm.weight",)),
-)
-_NORMS_BOTH: Table = (
-    (("attention.norm.weight",), ("input_layernorm.weight",)),
-    (("mlp.norm.weight",), ("pre_feedforward_layernorm.weight",)),
-    *_NORMS_AFTER,
-)
-
-
-def _llama_naming(norms: Table = _LLAMA_NORMS, qkv: Table = _LLAMA_QKV, gate_up: Table = _LLAMA_GATE_UP) -> Naming:
-    """Build the names of a family like Llama with these rows in place of Llama's."""
-    return Naming(
-        first=((("embedding.word.weight",), ("model.embed_tokens.weight",)),),
-        layer=(
-            *norms,
-            *qkv,
-            (("attention.q_norm.weight",), ("self_attn.q_norm.weight",)),
-            (("attention.k_norm.weight",), ("self_attn.k_norm.weight",)),
-            (("attention.proj.weight",), ("self_attn.o_proj.weight",)),
-            *gate_up,
-            (("mlp.down.weight",), ("mlp.down_proj.weight",)),
-        ),
-        last=((("final_norm.weight",), ("model.norm.weight",)), (("head.weight",), ("lm_head.weight",))),
-        layer_prefix="model.layers.{}.",
-        base_prefix="model.",
-    )
-
-
-_LLAMA_NAMING = _llama_naming()
-_PHI3_NAMING = _llama_naming(
-    qkv=((("attention.q.weight", "attention.kv.weight"), ("self_attn.qkv_proj.weight",)),),
-    gate_up=((("mlp.gate_up.weight",), ("mlp.gate_up_proj.weight",)),),
-)
-
-
-_DEEPSEEK_QKV: Table = (
-    (("attention.q_a.weight",), ("self_attn.q_a_proj.weight",)),
-    (("attention.q_a_norm.weight",), ("self_attn.q_a_layernorm.weight",)),
-    (("attention.q_b.weight",), ("self_attn.q_b_proj.weight",)),
-    (("attention.q.weight",), ("self_attn.q_proj.weight",)),
-    (("attention.kv_a.weight",), ("self_attn.kv_a_proj_with_mqa.weight",)),
-    (("attention.kv_a_norm.weight",), ("self_attn.kv_a_layernorm.weight",)),
-    (("attention.kv_b.weight",), ("self_attn.kv_b_proj.weight",)),
-)
-_ROTATED = ("self_attn.q_b_proj.weight", "self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
-_DEEPSEEK_NAMING = replace(_llama_naming(qkv=_DEEPSEEK_QKV), interleaved=frozenset(_ROTATED))
-
-
-def _with_biases(*rows: tuple[Names, Names]) -> Table:
-    """Return rows of weights, each followed by the row of its biases."""
-
-    def bias(names: Names) -> Names:
-        return tuple(name.replace(".weight", ".bias") for name in names)
-
-    return [each for row in rows for each in (row, (bias(row[0]), bias(row[1])))]
-
-
-_GPT2_NAMING = Naming(
-    first=(
-        (("embedding.word.weight",), ("transformer.wte.weight",)),
-        (("embedding.position.weight",), ("transformer.wpe.weight",)),
-    ),
-    layer=_with_biases(
-        (("attention.norm.weight",), ("ln_1.weight",)),
-        (("attention.q.weight", "attention.kv.weight"), ("attn.c_attn.weight",)),
-        (("attention.proj.weight",), ("attn.c_proj.weight",)),
-        (("mlp.norm.weight",), ("ln_2.weight",)),
-        (("mlp.up.weight",), ("mlp.c_fc.weight",)),
-        (("mlp.down.weight",), ("mlp.c_proj.weight",)),
-    ),
-    last=(
-        *_with_biases((("final_norm.weight",), ("transformer.ln_f.weight",))),
-        (("head.weight",), ("lm_head.weight",)),
-    ),
-    layer_prefix="transformer.h.{}.",
-    base_prefix="transformer.",
-    transposed=True,
-    buffers=re.compile(r".*h\.\d+\.attn\.(masked_)?bias"),
-)
-_NEOX_NAMING = Naming(
-    first=((("embedding.word.weight",), ("gpt_neox.embed_in.weight",)),),
-    layer=_with_biases(
-        (("attention.norm.weight",), ("input_layernorm.weight",)),
-        (("attention.q.weight", "attention.kv.weight"), ("attention.query_key_value.weight",)),
-        (("attention.proj.weight",), ("attention.dense.weight",)),
-        (("mlp.norm.weight",), ("post_attention_layernorm.weight",)),
-        (("mlp.up.weight",), ("mlp.dense_h_to_4h.weight",)),
-        (("mlp.down.weight",), ("mlp.dense_4h_to_h.weight",)),
-    ),
-    last=(
-        *_with_biases((("final_norm.weight",), ("gpt_neox.final_layer_norm.weight",))),
-        (("head.weight",), ("embed_out.weight",)),
-    ),
-    layer_prefix="gpt_neox.layers.{}.",
-    base_prefix="gpt_neox.",
-    by_head=frozenset({"attention.query_key_value.weight", "attention.query_key_value.bias"}),
-    buffers=re.compile(r".*\.attention\.(masked_bias|bias|rotary_emb\.inv_freq)"),
-)
-
-# Keys ------------------------------------------------------------------------------------------------------------------
 
 _LLAMA_NAMES = {
     "num_hidden_layers": "num_layers",
@@ -177,17 +70,22 @@ def _llama_like(
     fixed: Mapping[str, object] | None = None,
     defaults: Mapping[str, object] | None = None,
     names: Mapping[str, str] | None = None,
-    naming: Naming = _LLAMA_NAMING,
+    naming: Naming = LLAMA_NAMING,
     rope: RopeKeys | None = None,
+    without: Names = (),
     **others: Any,
 ) -> Family:
-    """Build a family with Llama's keys and names, with what differs from them."""
+    """Build a family with Llama's keys and names, with what differs from them; `without` some of its keys."""
+
+    def kept(table: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in table.items() if key not in without}
+
     return Family(
         architecture,
         naming,
-        {**_LLAMA_NAMES, **(names or {})},
+        {**kept(_LLAMA_NAMES), **(names or {})},
         {**_LLAMA_FIXED, **(fixed or {})},
-        {**_LLAMA_DEFAULTS, **(defaults or {})},
+        {**kept(_LLAMA_DEFAULTS), **(defaults or {})},
         rope=rope or _one_base(10000.0),
         **others,
     )
@@ -209,7 +107,7 @@ _GEMMA_DEFAULTS: Mapping[str, object] = {
     "tie_word_embeddings": True,
 }
 _GEMMA_PARTS: Mapping[str, Any] = {
-    "naming": _llama_naming(_NORMS_BOTH),
+    "naming": llama_naming(NORMS_BOTH),
     "activation_key": "hidden_activation",
     "scale": ScaleKey("query_pre_attn_scalar", 256, lambda scalar: scalar**-0.5, _scalar),
     "computed": {"embedding_multiplier": ("hidden_size", math.sqrt)},
@@ -218,12 +116,36 @@ _GEMMA_PARTS: Mapping[str, Any] = {
 _LATER_TOKENS = ((False, None), "attention to later tokens is not built: Triaxis trains decoders")
 
 
-def _deepseek(architecture: str, **others: Any) -> Family:
-    """Build a family with latent attention. Its layers are dense: those with experts are not built."""
+def _expert_keys(
+    num_experts: Names,
+    ffn_hidden_size: str,
+    *,
+    defaults: tuple[int | None, int | None, int | None],
+    names: Mapping[str, tuple[str, object]] | None = None,
+    **others: Any,
+) -> ExpertKeys:
+    """Build keys of experts from those of their number and width.
+
+    Args:
+        num_experts: spellings of the key of the number of experts.
+        ffn_hidden_size: key of the width of one.
+        defaults: of the number, of a token's experts and of the width; None: a file must have the key.
+        names: further keys.
+    """
+    sizes = {
+        num_experts: ("num_experts", defaults[0]),
+        ("num_experts_per_tok",): ("top_k", defaults[1]),
+        (ffn_hidden_size,): ("ffn_hidden_size", defaults[2]),
+    }
+    return ExpertKeys(sizes | {(key,): value for key, value in (names or {}).items()}, **others)
+
+
+def _deepseek(architecture: str, experts: ExpertKeys, off: Mapping[str, Any], **others: Any) -> Family:
+    """Build a family with latent attention and with experts behind some dense layers."""
     absent = ("num_key_value_heads", "head_dim")
     return Family(
         architecture,
-        _DEEPSEEK_NAMING,
+        DEEPSEEK_NAMING,
         {theirs: ours for theirs, ours in _LLAMA_NAMES.items() if theirs not in absent},
         # The norms of latents have an epsilon of their own in transformers, which is no key.
         {**_LLAMA_FIXED, "norm_eps": 1e-6},
@@ -232,6 +154,8 @@ def _deepseek(architecture: str, **others: Any) -> Family:
         off={
             "rope_interleave": ((True,), "RoPE whose pairs are no neighbours is not read for this family"),
             "rms_norm_eps": ((1e-6,), "norms of latents have the epsilon 1e-6, and here all norms have one"),
+            "moe_layer_freq": ((1,), "transformers has experts in every layer behind the first ones"),
+            **off,
         },
         latents={
             "q_lora_rank": ("q_lora_rank", 1536),
@@ -241,11 +165,6 @@ def _deepseek(architecture: str, **others: Any) -> Family:
             "v_head_dim": ("v_head_dim", 128),
         },
         derived={
-            "first_k_dense_replace": DerivedKey(
-                lambda model: model.num_layers,
-                "layers with experts are not built with latent attention",
-                may_lack=False,
-            ),
             "num_key_value_heads": DerivedKey(
                 lambda model: model.num_attention_heads,
                 "each head has keys and values of its own, made from the latent",
@@ -258,39 +177,43 @@ def _deepseek(architecture: str, **others: Any) -> Family:
                 "in files of this family it is the part that rotates",
             ),
         },
-        unused=_OF_EXPERTS,
+        unused=frozenset({"ep_size"}),
+        experts=experts,
+        further=("num_nextn_predict_layers", "num_mtp_layers"),
         **others,
     )
 
 
-_OF_EXPERTS = frozenset(
-    {
-        "aux_loss_alpha",
-        "ep_size",
-        "moe_intermediate_size",
-        "moe_layer_freq",
-        "n_group",
-        "n_routed_experts",
-        "n_shared_experts",
-        "norm_topk_prob",
-        "num_experts_per_tok",
-        "num_mtp_layers",
-        "num_nextn_predict_layers",
-        "output_router_logits",
-        "routed_scaling_factor",
-        "router_aux_loss_coef",
-        "scoring_func",
-        "seq_aux",
-        "topk_group",
-        "topk_method",
+def _deepseek_experts(
+    groups: tuple[int | None, int | None], sizes: tuple[int, int | None, int, int], scaling: float, **others: Any
+) -> ExpertKeys:
+    """Build the keys of DeepSeek's experts from defaults.
+
+    Args:
+        groups: of the number of groups, and of those that a token may use.
+        sizes: of experts, of experts of a token, of their width, of shared experts.
+        scaling: of the routed output.
+    """
+    names = {
+        "n_shared_experts": ("shared_experts", sizes[3]),
+        "routed_scaling_factor": ("scaling", scaling),
+        "n_group": ("groups", groups[0]),
+        "topk_group": ("top_groups", groups[1]),
     }
-)
-"""Keys of layers with experts, of which a file with dense layers alone has none, and of heads that predict further tokens."""
+    return _expert_keys(
+        ("n_routed_experts",),
+        "moe_intermediate_size",
+        defaults=sizes[:3],
+        names=names | others.pop("names", {}),
+        has_shared=True,
+        **others,
+    )
+
 
 FAMILIES: Mapping[str, Family] = {
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
-        naming=_GPT2_NAMING,
+        naming=GPT2_NAMING,
         names={
             "n_layer": "num_layers",
             "n_embd": "hidden_size",
@@ -333,7 +256,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_neox": Family(
         architecture="GPTNeoXForCausalLM",
-        naming=_NEOX_NAMING,
+        naming=NEOX_NAMING,
         names={
             "num_hidden_layers": "num_layers",
             "hidden_size": "hidden_size",
@@ -398,13 +321,13 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "olmo2": _llama_like(
         "Olmo2ForCausalLM",
-        naming=_llama_naming(_NORMS_AFTER),
+        naming=llama_naming(NORMS_AFTER),
         fixed={"norm_placement": "after", "qk_norm": "all_heads"},
         defaults={"rms_norm_eps": 1e-5},
     ),
     "olmo3": _llama_like(
         "Olmo3ForCausalLM",
-        naming=_llama_naming(_NORMS_AFTER),
+        naming=llama_naming(NORMS_AFTER),
         fixed={"norm_placement": "after", "qk_norm": "all_heads"},
         defaults={"rms_norm_eps": 1e-5},
         rope=RopeKeys({FULL: (("rope_theta",), 500000.0), SLIDING: (("rope_theta",), 500000.0)}),
@@ -412,7 +335,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "phi3": _llama_like(
         "Phi3ForCausalLM",
-        naming=_PHI3_NAMING,
+        naming=PHI3_NAMING,
         names={"resid_pdrop": "hidden_dropout"},
         defaults={"rms_norm_eps": 1e-5, "resid_pdrop": 0.0},
         rope=RopeKeys({"": (("rope_theta",), 10000.0)}, share=(("partial_rotary_factor",), 1.0), original_length=4096),
@@ -435,7 +358,86 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0},
         scale=ScaleKey("attention_multiplier", 1.0, float, float),
     ),
-    "deepseek_v3": _deepseek("DeepseekV3ForCausalLM"),
-    "deepseek_v2": _deepseek("DeepseekV2ForCausalLM", heads_divide_hidden=True),
+    "mixtral": _llama_like(
+        "MixtralForCausalLM",
+        without=("intermediate_size",),
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        naming=with_experts(LLAMA_NAMING, "block_sparse_moe", ("w1", "w3", "w2")),
+        rope=_one_base(1e6),
+        layers=LayerKeys("all"),
+        experts=_expert_keys(
+            ("num_local_experts",),
+            "intermediate_size",
+            defaults=(8, 2, 14336),
+            fixed={"score": "softmax", "normalize": True},
+        ),
+        off={"router_jitter_noise": ((0.0, None), "noise on the input of routers in training is not built")},
+    ),
+    "qwen3_moe": _llama_like(
+        "Qwen3MoeForCausalLM",
+        fixed={"qk_norm": True},
+        defaults={"num_key_value_heads": 4, "head_dim": None},
+        naming=with_experts(LLAMA_NAMING),
+        layers=LayerKeys("all", 4096, "use_sliding_window"),
+        experts=_expert_keys(
+            ("num_experts", "num_local_experts"),
+            "moe_intermediate_size",
+            defaults=(128, 8, 768),
+            names={"norm_topk_prob": ("normalize", False)},
+            fixed={"score": "softmax"},
+            step=("decoder_sparse_step", 1),
+            listed="mlp_only_layers",
+        ),
+    ),
+    "olmoe": _llama_like(
+        "OlmoeForCausalLM",
+        without=("intermediate_size", "head_dim"),
+        fixed={"qk_norm": "all_heads"},
+        defaults={"rms_norm_eps": 1e-5},
+        naming=with_experts(LLAMA_NAMING),
+        experts=_expert_keys(
+            ("num_experts",),
+            "intermediate_size",
+            defaults=(64, 8, 2048),
+            names={"norm_topk_prob": ("normalize", False)},
+            fixed={"score": "softmax"},
+        ),
+        off={"clip_qkv": ((None,), "queries, keys and values that are clipped are not built")},
+    ),
+    "deepseek_v3": _deepseek(
+        "DeepseekV3ForCausalLM",
+        _deepseek_experts(
+            (8, 4),
+            (256, 8, 2048, 1),
+            2.5,
+            names={"norm_topk_prob": ("normalize", True)},
+            fixed={"score": "sigmoid", "group_score": "top2"},
+            has_bias=True,
+            first=("first_k_dense_replace", 3),
+        ),
+        {
+            "scoring_func": (("sigmoid", None), "transformers has sigmoid scores in this family"),
+            "topk_method": (("noaux_tc", None), "transformers has groups by their best two experts in this family"),
+        },
+    ),
+    "deepseek_v2": _deepseek(
+        "DeepseekV2ForCausalLM",
+        _deepseek_experts(
+            (None, None),
+            (64, None, 1407, 2),
+            1.0,
+            fixed={"score": "softmax", "group_score": "max", "normalize": False},
+            method=("topk_method", "greedy", "group_limited_greedy"),
+            first=("first_k_dense_replace", 0),
+        ),
+        {
+            "scoring_func": (("softmax", None), "transformers has softmax scores in this family"),
+            "norm_topk_prob": (
+                (False, None),
+                "transformers divides by no sum in this family, DeepSeek's own code does",
+            ),
+        },
+        heads_divide_hidden=True,
+    ),
 }
 """By `model_type`, those first that an export takes where several would do."""

@@ -34,6 +34,8 @@ class Naming:
         transposed: their linear layers keep [in, out].
         interleaved: names of `layer` in whose rows the pairs of RoPE are neighbours, (2 i, 2 i + 1), at the end of each head.
         by_head: names of `layer` whose rows are [heads, (query, key, value), d]; elsewhere all queries come first.
+        experts: tensors of one expert of a layer, with {} for its number; without {}: of all of them, [E, out, in].
+        fused: names where all experts of a layer are one tensor, as in the modules of transformers 5; None: there are none.
         buffers: tensors of old files that are constants, not weights.
     """
 
@@ -45,6 +47,8 @@ class Naming:
     transposed: bool = False
     by_head: frozenset[str] = frozenset()
     interleaved: frozenset[str] = frozenset()
+    experts: Table = ()
+    fused: "Naming | None" = None
     buffers: re.Pattern[str] = re.compile(r".*\.self_attn\.rotary_emb\.inv_freq")
 
 
@@ -142,6 +146,47 @@ class DerivedKey:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertKeys:
+    """The keys of layers with experts.
+
+    Attributes:
+        names: spellings of a key, of which an export writes the first -> (field of `model.moe`, default). A field without a default
+            in `model.moe` must be in a file whose default is null.
+        fixed: fields of `model.moe` that the family decides.
+        has_bias: the choice of experts has a bias.
+        has_shared: there are shared experts.
+        method: key that says whether groups count, its value where they do not (the default), and where they do; "": they do.
+        first: key of the number of dense layers before all others, and its default. A key "" is none.
+        step: key of p, and its default: each p-th layer has experts. A key "" is none.
+        listed: key of a list of dense layers; "": there is none.
+        in_training: keys that only transformers' training loss reads.
+    """
+
+    names: Mapping[Names, tuple[str, object]]
+    fixed: Mapping[str, object]
+    has_bias: bool = False
+    has_shared: bool = False
+    method: Names = ()
+    first: tuple[str, int] = ("", 0)
+    step: tuple[str, int] = ("", 1)
+    listed: str = ""
+    in_training: frozenset[str] = frozenset(
+        {"aux_loss_alpha", "output_router_logits", "router_aux_loss_coef", "seq_aux"}
+    )
+
+    @property
+    def may_be_dense(self) -> bool:
+        """Return whether layers may have no experts."""
+        return bool(self.first[0] or self.listed)
+
+    @property
+    def keys(self) -> set[str]:
+        """Return all of them."""
+        others = {self.first[0], self.step[0], self.listed, *self.method[:1]} - {""}
+        return {key for names in self.names for key in names} | others | self.in_training
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """The keys, rules and names of one `model_type`.
 
@@ -163,6 +208,8 @@ class Family:
         latents: key -> (field of `model.mla`, default), of a family with latent attention; empty: it has none.
         derived: keys whose value follows from our `model`.
         unused: keys that nothing reads in the models of this family that are built.
+        experts: keys of layers with experts; None: there are none.
+        further: spellings of the number of layers behind the last that predict further tokens; an export has none of them.
     """
 
     architecture: str
@@ -182,6 +229,8 @@ class Family:
     latents: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
     derived: Mapping[str, DerivedKey] = field(default_factory=dict)
     unused: frozenset[str] = frozenset()
+    experts: ExpertKeys | None = None
+    further: Names = ()
 
     @property
     def activations(self) -> dict[str, str]:
@@ -193,7 +242,8 @@ class Family:
     def keys(self) -> set[str]:
         """Return the keys of a file that say what the model is."""
         keys = {*self.names, *self.off, *self.latents, *self.derived, self.activation_key}
-        keys |= self.layers.keys | self.unused
+        keys |= self.layers.keys | self.unused | set(self.further)
+        keys |= set() if self.experts is None else self.experts.keys
         keys |= set() if self.rope is None else self.rope.keys
         keys |= set() if self.scale is None else {self.scale.key}
         return keys | (set() if self.embedding_dropout is None else {"embd_pdrop"})
@@ -203,5 +253,6 @@ class Family:
         """Return our fields of `model` that the family decides or has a key for."""
         fields = {*self.names.values(), *self.fixed, *self.computed} | self.layers.fields
         fields |= {"mla"} if self.latents else set()
+        fields |= set() if self.experts is None else {"moe", "layers", "layer_kinds"}
         fields |= set() if self.rope is None else self.rope.fields
         return fields | (set() if self.scale is None else {"attention_scale"})

@@ -9,10 +9,13 @@ result into equal parts that are theirs; GPT-2 keeps matrices as [in, out]. RoPE
 for DeepSeek: its heads are [others | pairs (2 i, 2 i + 1)], ours [first halves | second halves | others]. The order of gate before
 up, and of keys before values, is that of the tables (`families.py`).
 
-Memory: one exchange at a time, here and in what reads and writes the files (`files.py`).
+Experts are [E, ..] here. In most files each is alone, in the order of an exchange's names; in others they are one [E, out, in].
+
+Memory: one exchange at a time, of experts one expert on the way in, here and in what reads and writes the files (`files.py`).
 """
 
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -27,11 +30,12 @@ from engine.checkpoint.import_weights import read_tensor, whole
 from engine.config.model import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.layout.shard_spec import ParamSpec
+from engine.numerics.precision import accumulation_dtype
 from engine.storage.json_text import parse_json
 from models.interop.finite import check_finite
 from models.interop.huggingface.config import from_hugging_face, passed_over_notes, text_keys
 from models.interop.huggingface.families import FAMILIES
-from models.interop.huggingface.family import Names, Naming, Table
+from models.interop.huggingface.family import Family, Names, Naming, Table
 from models.interop.huggingface.files import DTYPES, TensorPlan, WeightFiles, format_name
 from models.interop.huggingface.gguf_file import GgufFile
 from models.interop.huggingface.record import ImportRecord, record_of
@@ -50,6 +54,8 @@ class Exchange:
         theirs: names of the equal parts into which the join is cut.
         transposed: theirs are [in, out].
         num_heads: of theirs whose rows are [heads, parts, d]; 0: rows are those of one part after the other, as ours.
+        num_experts: of ours, which are one tensor of experts; 0: they are none. Theirs are as many tensors for each expert, one
+            expert after the other, or one tensor [E, out, in] of them all.
         row_order: in each group of so many rows, ours number i is theirs number `row_order[i]`; empty: they are in one order.
     """
 
@@ -57,7 +63,19 @@ class Exchange:
     theirs: Names
     transposed: bool
     num_heads: int = 0
+    num_experts: int = 0
     row_order: tuple[int, ...] = ()
+
+    @property
+    def is_by_expert(self) -> bool:
+        """Return whether each of theirs is of one expert."""
+        return 0 < self.num_experts <= len(self.theirs)
+
+    def by_expert(self) -> Iterator[tuple[int, Names]]:
+        """Yield each expert's number and the names of its tensors; nothing where theirs are not of one expert each."""
+        count = len(self.theirs) // self.num_experts if self.num_experts else 0
+        for expert in range(self.num_experts if self.is_by_expert else 0):
+            yield expert, self.theirs[expert * count : (expert + 1) * count]
 
     def to_theirs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Convert tensors in our shapes, in the order of `ours`, to theirs in the order of `theirs`."""
@@ -67,11 +85,13 @@ class Exchange:
             joined = _swapped(joined, len(joined) // self._rows_of_a_part, self.num_heads)
         if self.row_order:
             joined = _reordered(joined, sorted(range(len(self.row_order)), key=self.row_order.__getitem__))
+        if self.num_experts and not self.is_by_expert:
+            return [joined.unflatten(0, (self.num_experts, -1))]
         return [self._transpose(part) for part in joined.chunk(len(self.theirs))]
 
     def to_ours(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Convert the other way."""
-        parts = [self._transpose(tensor) for tensor in tensors]
+        parts = [self._transpose(tensor if tensor.ndim < 3 else tensor.flatten(0, 1)) for tensor in tensors]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.num_heads:
             joined = _swapped(joined, self.num_heads, len(joined) // self._rows_of_a_part)
@@ -95,9 +115,12 @@ class Exchange:
         return tensor.t() if self.transposed and tensor.ndim == 2 else tensor
 
 
-def exchanges(family: str, model: ModelConfig) -> list[Exchange]:
-    """List the exchanges of all of the model's tensors, in forward order."""
-    naming = FAMILIES[family].naming
+def exchanges(family: str, model: ModelConfig, naming: Naming | None = None) -> list[Exchange]:
+    """List the exchanges of all of the model's tensors, in forward order.
+
+    `naming` is that of the family, or its `fused`; None: the first, which files of the family have.
+    """
+    naming = naming or FAMILIES[family].naming
     specs = {spec.name: spec for spec in model_specs(model)}
     found: list[Exchange] = []
 
@@ -114,13 +137,22 @@ def exchanges(family: str, model: ModelConfig) -> list[Exchange]:
                         tuple(f"{prefix}{name}" for name in theirs),
                         naming.transposed and bool(prefix),
                         num_heads,
-                        order,
+                        row_order=order,
                     )
                 )
+
+    def add_experts(ours_prefix: str, prefix: str) -> None:
+        for (ours,), theirs in naming.experts:
+            if (spec := specs.pop(f"{ours_prefix}{ours}", None)) is not None:
+                count = spec.shape[0]
+                is_each = any("{}" in name for name in theirs)
+                names = [name.format(expert) for expert in range(count if is_each else 1) for name in theirs]
+                found.append(Exchange((spec,), tuple(f"{prefix}{name}" for name in names), False, num_experts=count))
 
     add(naming.first)
     for number in range(model.num_layers):
         add(naming.layer, f"layers.{number}.", naming.layer_prefix.format(number))
+        add_experts(f"layers.{number}.", naming.layer_prefix.format(number))
     add(naming.last)
     assert not specs, f"no tensor of a {family} holds {sorted(specs)}"
     return found
@@ -160,15 +192,28 @@ class HuggingFaceModel:
             CheckpointError: a tensor has elements that are not finite.
         """
         for exchange in self.exchanges:
-            names = [self.spelling(name) for name in exchange.theirs]
-            theirs = [self.files.read(name) for name in names]
-            for name, tensor in zip(names, theirs, strict=True):
-                check_finite(tensor, name, self.files.folder)
+            for expert, names in exchange.by_expert():
+                (spec,), theirs = exchange.ours, self._read(names)
+                values = torch.cat(theirs).reshape(-1)
+                box = ((expert, expert + 1), *((0, size) for size in spec.shape[1:]))
+                yield Shard(spec.name, "master", spec.shape, box, 0, values if dtype is None else values.to(dtype))
+                on_tensor(sum(tensor.nbytes for tensor in theirs))
+            if exchange.is_by_expert:
+                continue
+            theirs = self._read(exchange.theirs)
             for spec, values in zip(exchange.ours, exchange.to_ours(theirs), strict=True):
                 if spec.name == "embedding.position.weight":
                     values = values[: self.model.seq_length]
-                yield whole(spec.name, values if dtype is None else values.to(dtype))
+                yield whole(spec.name, values if dtype is None else values.to(_kept(spec, dtype)))
             on_tensor(sum(tensor.nbytes for tensor in theirs))
+
+    def _read(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Read tensors of the family from the files."""
+        theirs = []
+        for name in map(self.spelling, names):
+            theirs.append(self.files.read(name))
+            check_finite(theirs[-1], name, self.files.folder)
+        return theirs
 
     @property
     def num_bytes(self) -> int:
@@ -203,16 +248,17 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
     if model.position_kind.has_table:
         stored = ModelConfig.model_validate(from_hugging_face(keys, None, source, ignore)["model"])
     files = WeightFiles(folder) if gguf is None else gguf
+    naming = _naming(files, FAMILIES[family].naming)
     found = HuggingFaceModel(
         family=family,
         model=model,
         sections=sections,
-        exchanges=exchanges(family, stored),
+        exchanges=exchanges(family, stored, naming),
         files=files,
         spelling=_spelling(files, FAMILIES[family].naming),
         is_part="text_config" in whole_keys,
         notes=(
-            *_notes(model, stored.seq_length),
+            *_notes(model, stored.seq_length, files, FAMILIES[family]),
             *(() if gguf is None else gguf.notes),
             *passed_over_notes(whole_keys, ignore),
         ),
@@ -290,8 +336,13 @@ def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: to
     plans: list[TensorPlan] = []
     for exchange in found:
         source = reduce(torch.promote_types, (by_name[saved[spec.name]] for spec in exchange.ours))
-        plans += exchange.plans(source if dtype is None else dtype)
+        plans += exchange.plans(source if dtype is None else _kept(exchange.ours[0], dtype))
     return Export(candidate, found, plans, DTYPE_NAMES[DTYPES[plans[0].dtype]])
+
+
+def _kept(spec: ParamSpec, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor where weights get `dtype`: the bias of a choice, which small steps move, stays at least fp32."""
+    return dtype if spec.is_trained else accumulation_dtype(dtype)
 
 
 def _row_order(spec: ParamSpec, model: ModelConfig) -> tuple[int, ...]:
@@ -342,10 +393,25 @@ def _spelling(files: WeightFiles | GgufFile, naming: Naming) -> Callable[[str], 
     return next((way for way in ways if way(embedding) in files.tensors), ways[0] if has_base else ways[1])
 
 
-def _notes(model: ModelConfig, rows: int) -> tuple[str, ...]:
+def _naming(files: WeightFiles | GgufFile, naming: Naming) -> Naming:
+    """Return the names that the files have: those of experts in one tensor, where there is such a tensor."""
+    stacked = () if naming.fused is None else tuple(name for _, names in naming.fused.experts for name in names)
+    is_fused = bool(stacked) and any(name.endswith(stacked) for name in files.tensors)
+    return naming.fused if is_fused and naming.fused is not None else naming
+
+
+def _notes(model: ModelConfig, rows: int, files: WeightFiles | GgufFile, family: Family) -> Iterator[str]:
     if model.position_kind.has_table and rows != model.seq_length:
-        return (f"of the {rows:,} learned positions the first {model.seq_length:,} are kept",)
-    return ()
+        yield f"of the {rows:,} learned positions the first {model.seq_length:,} are kept"
+    if left_out := sum(_is_further(name, model, family) for name in files.tensors):
+        yield f"{left_out:,} tensors of layers behind the last, which predict further tokens, were left out"
+
+
+def _is_further(name: str, model: ModelConfig, family: Family) -> bool:
+    """Return whether a tensor is of a layer behind the last."""
+    prefix = re.escape(family.naming.layer_prefix.removeprefix(family.naming.base_prefix)).replace(r"\{\}", r"(\d+)")
+    match = re.search(rf"(?:^|\.){prefix}", name) if family.further else None
+    return match is not None and int(match[1]) >= model.num_layers
 
 
 def _mismatches(found: HuggingFaceModel) -> Iterator[str]:
@@ -359,10 +425,13 @@ def _mismatches(found: HuggingFaceModel) -> Iterator[str]:
                 yield f"{stored.name} has the shape {list(stored.shape)}; the config makes it {list(plan.shape)}"
             elif stored.dtype not in DTYPES:
                 yield f"{stored.name} is {stored.dtype}; weights may be {', '.join(DTYPES)}"
-    naming = FAMILIES[found.family].naming
+    family = FAMILIES[found.family]
+    naming = family.naming
     head = found.spelling(naming.last[-1][1][0])
     for name, stored in there.items():
         if naming.buffers.fullmatch(name) or (found.is_part and OF_LANGUAGE not in name and name != head):
+            continue
+        if _is_further(name, found.model, family):
             continue
         if name == head and found.model.tie_embeddings:
             word = found.spelling(found.exchanges[0].theirs[0])

@@ -59,7 +59,48 @@ _MSCALE: dict[str, Any] = {
     "mscale": 0.7,
     "mscale_all_dim": 0.9,
 }
+_EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+_ROUTED: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+    "n_shared_experts": 2,
+}
 MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"model_type": "mixtral", **_LLAMA, **_NO_IDS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral_window_tied": {
+        "model_type": "mixtral",
+        **_LLAMA,
+        **_NO_IDS,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 3,
+        "sliding_window": 5,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", **_LLAMA, **_EXPERTS, "head_dim": 8, "norm_topk_prob": True},
+    "qwen3_moe_some_dense": {"model_type": "qwen3_moe", **_LLAMA, **_EXPERTS, "mlp_only_layers": [1]},
+    "qwen3_moe_every_second_tied": {
+        "model_type": "qwen3_moe",
+        **_LLAMA,
+        **_EXPERTS,
+        "decoder_sparse_step": 2,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "tie_word_embeddings": True,
+    },
+    "olmoe": {"model_type": "olmoe", **_LLAMA, **_NO_IDS, "num_experts": 6, "num_experts_per_tok": 3},
+    "deepseek_v2_lite_experts": {"model_type": "deepseek_v2", **_DEEPSEEK, **_ROUTED, "q_lora_rank": None},
+    "deepseek_v2_groups": {
+        "model_type": "deepseek_v2",
+        **_DEEPSEEK,
+        **_ROUTED,
+        "topk_method": "group_limited_greedy",
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+    },
+    "deepseek_v3_experts": {"model_type": "deepseek_v3", **_DEEPSEEK, **_ROUTED, "n_group": 4, "topk_group": 2},
     "deepseek_v2_lite": {"model_type": "deepseek_v2", **_DEEPSEEK, "q_lora_rank": None},
     "deepseek_v2_mscale_tied": {
         "model_type": "deepseek_v2",

@@ -101,7 +101,7 @@ def test_scaled_rope_is_read_in_every_form() -> None:
     assert yarn["rope_scaling"] == {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
     with pytest.raises(ConfigError, match="rope_parameters and rope_scaling differ"):
         from_hugging_face({**keys, "rope_scaling": LLAMA3_SCALING, "rope_parameters": {**new, "factor": 4.0}})
-    with pytest.raises(ConfigError, match=r"model\.rope_scaling = .*dynamic"):
+    with pytest.raises(ConfigError, match=r"model\.rope_scaling\.type = .*dynamic"):
         from_hugging_face({**keys, "rope_scaling": {"type": "dynamic", "factor": 2.0}})
 
 

@@ -11,6 +11,7 @@ from models.interop.huggingface.config import from_hugging_face, passed_over, pa
 from models.interop.huggingface.families import FAMILIES
 from models.specs import model_specs
 from tests.models.interop.huggingface.published import PUBLISHED, model_of, without
+from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -21,9 +22,8 @@ def test_published_models_have_their_published_size(name: str) -> None:
 
 
 def test_every_family_has_a_published_model() -> None:
-    """Those of DeepSeek have experts: `test_deepseek.py`."""
-    of_experts = {"deepseek_v2", "deepseek_v3"}
-    assert {text_keys(keys)["model_type"] for keys, _ in PUBLISHED.values()} == FAMILIES.keys() - of_experts
+    with_experts = {keys["model_type"] for keys, _, _ in PUBLISHED_EXPERTS.values()}
+    assert {text_keys(keys)["model_type"] for keys, _ in PUBLISHED.values()} | with_experts == FAMILIES.keys()
 
 
 def test_a_gemma_has_its_norms_multipliers_caps_and_windows() -> None:
@@ -127,7 +127,7 @@ def test_key_value_heads_that_a_file_leaves_out_are_those_of_transformers(name: 
         ("llama3_8b", {"hidden_act": ["silu"]}, r"hidden_act = \['silu'\]"),
         ("llama3_8b", {"num_local_experts": 8}, "num_local_experts = 8: not a key that is known here"),
         ("llama3_8b", {"hidden_size": "wide"}, "model.hidden_size = 'wide'"),
-        ("llama3_8b", {"model_type": "mixtral"}, "model_type = 'mixtral': must be one of gpt2, llama"),
+        ("llama3_8b", {"model_type": "qwen2_moe"}, "model_type = 'qwen2_moe': must be one of gpt2, llama"),
         ("gpt2", {"activation_function": "relu"}, "activation_function = 'relu'"),
         ("gpt2", {"embd_pdrop": 0.0}, "embd_pdrop = 0.0 and resid_pdrop = 0.1"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scaled by layer is not built"),

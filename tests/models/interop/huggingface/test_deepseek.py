@@ -1,4 +1,4 @@
-"""Files of DeepSeek-V2 and V3: their attention is read, layers with experts and other attention are refused in words."""
+"""Files of DeepSeek-V2 and V3: their attention is read, other attention is refused in words. `test_experts.py` has experts."""
 
 from typing import Any
 
@@ -8,44 +8,9 @@ from engine.config.model import ModelConfig
 from engine.errors import ConfigError
 from models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face
 from models.specs import layer_specs
+from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
 
-V3: dict[str, Any] = {
-    # The published file, without keys of generation, of its quantization and of its MTP layer's weights.
-    "model_type": "deepseek_v3",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "initializer_range": 0.02,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": {
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "factor": 40,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "type": "yarn",
-    },
-    "rope_theta": 10000,
-    "tie_word_embeddings": False,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
+V3 = {key: value for key, value in PUBLISHED_EXPERTS["deepseek_v3"][0].items() if key != "quantization_config"}
 DENSE = V3 | {"first_k_dense_replace": 61}
 
 
@@ -68,7 +33,6 @@ def test_there_and_back_is_the_same_model() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"first_k_dense_replace": 3}, "first_k_dense_replace = 3: must be 61 here: layers with experts"),
         ({"num_key_value_heads": 8}, "num_key_value_heads = 8: must be 128 here: each head has keys and values"),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps = 1e-05: norms of latents have the epsilon 1e-6"),
         ({"rope_interleave": False}, "rope_interleave = False: RoPE whose pairs are no neighbours"),

@@ -55,6 +55,9 @@ def random_model(name: str) -> Any:
             is_gain = parameter.ndim == 1 and parameter_name.endswith("weight")
             # Rounded to what fp32 holds, so that the model in fp32 is the same one.
             parameter.copy_((1.0 + 0.2 * noise if is_gain else 0.15 * noise).float().double())
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.copy_((0.1 * torch.randn(buffer.shape, generator=generator)).double())
     return model
 
 
@@ -158,7 +161,16 @@ def test_logits_are_theirs_and_there_and_back_is_bit_identical(name: str, tmp_pa
     assert (single - of_them).abs().max() <= 2e-6 * of_them.abs().max()
     assert (of_them - expected).abs().max() > 0, "fp32 was compared with itself"
     source_config = transformers.AutoConfig.from_pretrained(source)
-    for key in (*FAMILIES[family].names, "rope_parameters", "activation_function", "hidden_act", "tie_word_embeddings"):
+    experts = FAMILIES[family].experts
+    of_experts = () if experts is None else [key for names in experts.names for key in names]
+    for key in (
+        *FAMILIES[family].names,
+        *of_experts,
+        "rope_parameters",
+        "activation_function",
+        "hidden_act",
+        "tie_word_embeddings",
+    ):
         if (value := getattr(source_config, key, None)) is not None:  # null, or missing: what follows from other keys
             assert getattr(again.config, key) == value, key
 

@@ -1,6 +1,7 @@
 """Models of transformers whose norms and RoPE compute in float64, where transformers computes in fp32."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,15 +45,17 @@ def wide_frequencies(config: Any, of_type: str | None, length: int) -> tuple[tor
 
 
 def wide(model: Any) -> Any:
-    """Return the model with RMSNorm, the angles of RoPE and the softmax of Gemma 2 in float64.
+    """Return the model with RMSNorm, the angles of RoPE, the softmax of Gemma 2 and routers in float64.
 
     transformers computes them in fp32 whatever the model's dtype is.
     """
+    # The grouped products of torch take no float64.
+    model.set_experts_implementation("eager")
     forward = model.forward
 
     def with_wide_softmax(*args: Any, **kwargs: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype: torch.softmax(x, dim))
+            patch.setattr(torch.nn.functional, "softmax", lambda x, dim, dtype=None: torch.softmax(x, dim))
             of_family = sys.modules[type(model).__module__]
             if hasattr(of_family, "apply_rotary_emb"):
                 patch.setattr(of_family, "apply_rotary_emb", turned)
@@ -80,12 +83,21 @@ def wide(model: Any) -> Any:
         angles = torch.cat((position_ids[..., None] * frequencies,) * 2, dim=-1)
         return angles.cos() * factor, angles.sin() * factor
 
+    def route(forward: Any, *args: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            patch.setattr(torch.Tensor, "type", lambda x, _: x.double())
+            patch.setattr(torch.Tensor, "softmax", lambda x, dim, dtype: torch.softmax(x, dim))
+            return forward(*args)
+
     for module in model.modules():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):
             module.forward = lambda x, module=module: norm(module, x)
         elif kind.endswith("RotaryEmbedding"):
             module.forward = lambda *args, module=module, **kwargs: rotary(module, *args, **kwargs)
+        elif kind.lower().endswith("topkrouter"):
+            module.forward = partial(route, module.forward)
         elif kind.endswith("ScaledWordEmbedding"):
             module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
     return model

@@ -1,0 +1,150 @@
+"""Layers with experts in a Hugging Face config.json: our `model.moe` and `model.layers`, and the reverse (no torch here).
+
+num_experts, num_experts_per_tok, norm_topk_prob ..                          <->  model.moe
+first_k_dense_replace | decoder_sparse_step, mlp_only_layers                 <->  model.layers: [dense*3, moe*58]
+
+The keys of a family are data (`family.py`). What transformers adds to its own training loss is not taken over: it is a mean over
+the tokens of one micro batch and depends on the layout. `model.moe.balance` has terms that do not.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+from engine.config.model import ModelConfig
+from engine.config.moe import MoEConfig
+from models.interop.huggingface.family import ExpertKeys, Family
+
+Keys = Mapping[str, Any]
+Fields = dict[str, Any]
+
+DENSE, MOE = "dense", "moe"
+"""Names of the two kinds of layers that every model with experts has."""
+
+IN_TRAINING = ("router_aux_loss_coef", "aux_loss_alpha")
+"""Factors of losses on the load of experts."""
+
+NO_PART_OF_A_MODEL = frozenset({"balance", "choice_bias", "row_headroom"})
+"""Fields of `model.moe` that change no logits, and the one for which `ExpertKeys.has_bias` stands."""
+
+
+def read_experts(keys: Keys, family: Family, model: Fields) -> list[str]:
+    """Write `moe` and `layers` to our fields `model`; return problems, and write nothing where there are some."""
+    experts = family.experts
+    if experts is None:
+        return []
+    kinds, problems = _kinds(keys, experts, model["num_layers"])
+    if problems or MOE not in kinds:
+        return problems
+    moe, problems = _section(keys, experts)
+    if problems:
+        return problems
+    assert "layers" not in model, "layers of this family differ by their attention too"
+    model["moe"] = moe
+    model["layers"] = [name if (count := len(list(run))) == 1 else f"{name}*{count}" for name, run in groupby(kinds)]
+    return []
+
+
+def _kinds(keys: Keys, experts: ExpertKeys, num_layers: int) -> tuple[list[str], list[str]]:
+    """Return the kind of each layer, and problems."""
+    first, step = (keys.get(key, default) if key else default for key, default in (experts.first, experts.step))
+    listed = keys.get(experts.listed) or []
+    problems = [
+        f"{key} = {value!r}: must be a whole number of at least {least}; which layers have experts would be a guess."
+        for (key, _), value, least in ((experts.first, first, 0), (experts.step, step, 1))
+        if isinstance(value, bool) or not isinstance(value, int) or value < least
+    ]
+    if not isinstance(listed, list):
+        problems.append(
+            f"{experts.listed} = {listed!r}: must be a list of layers; which have experts would be a guess."
+        )
+    if problems:
+        return [], problems
+    has_experts = (layer >= first and (layer + 1) % step == 0 and layer not in listed for layer in range(num_layers))
+    return [MOE if each else DENSE for each in has_experts], []
+
+
+def _section(keys: Keys, experts: ExpertKeys) -> tuple[Fields, list[str]]:
+    """Return our `model.moe`, and problems."""
+    moe: Fields = dict(experts.fixed) | ({"choice_bias": True} if experts.has_bias else {})
+    problems = []
+    for names, (field, default) in experts.names.items():
+        given = {name: keys[name] for name in names if keys.get(name) is not None}
+        value = next(iter(given.values()), default)
+        if any(other != value for other in given.values()):
+            spelled = " and ".join(f"{name} = {other!r}" for name, other in given.items())
+            problems.append(
+                f"{spelled}: both are our model.moe.{field}, and which is meant would be a guess. Remove one."
+            )
+        elif value is not None:
+            moe[field] = value
+        elif MoEConfig.model_fields[field].is_required():
+            problems.append(f"{names[0]} is missing: it is our model.moe.{field}. Add it to the file.")
+    if experts.method:
+        key, without, with_groups = experts.method
+        given_method = keys.get(key) or without
+        if given_method not in (without, with_groups):
+            problems.append(f"{key} = {given_method!r}: must be {without} or {with_groups}; no other choice is built.")
+        elif given_method == without:
+            moe |= {"groups": 1, "top_groups": 1}
+    return moe, problems
+
+
+def expert_notes(keys: Keys, family: Family) -> Iterator[str]:
+    """Yield a line for a reader where transformers would add a loss on the load of experts."""
+    given = [f"{key} = {keys[key]}" for key in IN_TRAINING if keys.get(key)]
+    if family.experts is not None and given:
+        yield (
+            f"{', '.join(given)} acts in training only and is not taken over: model.moe.balance has the losses of Triaxis"
+        )
+
+
+def expert_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
+    """Yield the keys that give a family's layers their experts."""
+    experts = family.experts
+    if experts is None:
+        return
+    dense = [number for number, kind in enumerate(model.kinds) if not kind.has_experts]
+    if experts.first[0]:
+        yield experts.first[0], len(dense)
+    if experts.step[0]:
+        yield experts.step[0], 1
+    if experts.listed:
+        yield experts.listed, dense
+    if model.moe is None:
+        return
+    for (key, *_), (field, _) in experts.names.items():
+        yield key, getattr(model.moe, field)
+    if experts.method:
+        yield experts.method[0], experts.method[2 if model.moe.groups > 1 else 1]
+
+
+def expert_differences(model: ModelConfig, family: Family) -> Iterator[str]:
+    """List what the experts of a model have that a family's cannot have."""
+    experts, moe = family.experts, model.moe
+    if experts is None:
+        return
+    if moe is None:
+        if not experts.may_be_dense:
+            yield "model.moe = null, there every layer has experts"
+        return
+    known = {field for field, _ in experts.names.values()} | NO_PART_OF_A_MODEL
+    for field, info in MoEConfig.model_fields.items():
+        value = getattr(moe, field)
+        if field in experts.fixed:
+            is_idle = field == "group_score" and moe.groups == 1
+            if value != experts.fixed[field] and not is_idle:
+                yield f"model.moe.{field} = {value}, there it is {experts.fixed[field]}"
+        elif field not in known and value != info.get_default(call_default_factory=True):
+            yield f"model.moe.{field} = {value}, which it does not have"
+    if moe.has_bias and not experts.has_bias:
+        yield "a bias of the choice (model.moe.choice_bias or balance.bias_rate), which it does not have"
+    elif experts.has_bias and not moe.has_bias:
+        yield "no bias of the choice, there is one: model.moe.choice_bias = True"
+    if experts.has_shared and not moe.shared_experts:
+        yield "model.moe.shared_experts = 0, there is at least one"
+    dense = [number for number, kind in enumerate(model.kinds) if not kind.has_experts]
+    if dense and not experts.may_be_dense:
+        yield f"layer {dense[0]} without experts, there every layer has some"
+    elif not experts.listed and dense != list(range(len(dense))):
+        yield f"layer {dense[-1]} without experts behind layers with some, there all dense layers come first"
