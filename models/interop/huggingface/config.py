@@ -41,7 +41,6 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "capacity_factor": ((None,), "experts that leave tokens out are not built"),
     "add_cross_attention": ((False,), "cross-attention is not built: Triaxis trains decoders"),
     "is_encoder_decoder": ((False,), "encoders are not built: Triaxis trains decoders"),
-    "quantization_config": ((None,), "quantized weights are not trained"),
 }
 """Keys that must be absent or have one of these values, and why."""
 
@@ -130,6 +129,26 @@ OF_OTHERS = frozenset(
 
 OF_BOTH = frozenset({"tie_word_embeddings", *SPECIAL_IDS})
 """Keys of a language model that a file with a `text_config` may have outside it."""
+
+
+QUANTIZATION = "quantization_config"
+"""Key of the way in which the weights of the files are quantized."""
+
+
+def fp8_block(quantization: object) -> tuple[int, int] | None:
+    """Return the rows and columns of a block of FP8 weights that has one scale; None: they are not quantized in this way."""
+    if not isinstance(quantization, Mapping):
+        return None
+    block = quantization.get("weight_block_size")
+    if quantization.get("quant_method") != "fp8" or quantization.get("fmt", "e4m3") != "e4m3":
+        return None
+    if (
+        not isinstance(block, list | tuple)
+        or len(block) != 2
+        or any(type(size) is not int or size < 1 for size in block)
+    ):
+        return None
+    return block[0], block[1]
 
 
 def from_hugging_face(
@@ -237,7 +256,13 @@ def _read_functions(keys: Keys, family: Family, model: dict[str, Any]) -> Iterat
 def _unusable(keys: Keys, family: Family) -> Iterator[str]:
     known, rules = family.keys, {**OFF_ONLY, **family.off}
     for key, value in keys.items():
-        if key in family.off or (key in OFF_ONLY and key not in known):
+        if key == QUANTIZATION:
+            if value is not None and fp8_block(value) is None:
+                yield (
+                    f"{key} = {value!r}: of quantized weights only FP8 (e4m3) with a weight_block_size is read, and expanded to "
+                    "bf16. Get the model in bf16, or have it expanded."
+                )
+        elif key in family.off or (key in OFF_ONLY and key not in known):
             off, why = rules[key]
             if value not in off:
                 yield f"{key} = {value!r}: {why}; the model would be another one."
@@ -252,7 +277,7 @@ def _not_to_ignore(keys: Keys, family: Family, ignore: Collection[str]) -> Itera
     for key in ignore:
         if key not in keys:
             yield f"--ignore {key}: the file has no such key, so another one may be meant. Remove the option."
-        elif key in family.keys or key in OF_OTHERS or key == "model_type" or key in OFF_ONLY:
+        elif key in family.keys or key in OF_OTHERS or key in ("model_type", QUANTIZATION) or key in OFF_ONLY:
             yield f"--ignore {key}: the key changes the model, which would be another one without it. Remove the option."
 
 

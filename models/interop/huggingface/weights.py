@@ -16,7 +16,7 @@ Memory: one exchange at a time, of experts one expert on the way in, here and in
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -33,13 +33,22 @@ from engine.layout.shard_spec import ParamSpec
 from engine.numerics.precision import accumulation_dtype
 from engine.storage.json_text import parse_json
 from models.interop.finite import check_finite
-from models.interop.huggingface.config import from_hugging_face, passed_over_notes, text_keys
+from models.interop.huggingface.config import (
+    QUANTIZATION,
+    fp8_block,
+    from_hugging_face,
+    passed_over_notes,
+    text_keys,
+)
 from models.interop.huggingface.families import FAMILIES
 from models.interop.huggingface.family import Family, Names, Naming, Table
 from models.interop.huggingface.files import DTYPES, TensorPlan, WeightFiles, format_name
+from models.interop.huggingface.fp8_files import Fp8Files
 from models.interop.huggingface.gguf_file import GgufFile
 from models.interop.huggingface.record import ImportRecord, record_of
 from models.specs import model_specs
+
+Files = WeightFiles | Fp8Files | GgufFile
 
 OF_LANGUAGE = "language_model."
 """Prefix of the language model's tensors in a model of several parts."""
@@ -175,7 +184,7 @@ class HuggingFaceModel:
     model: ModelConfig
     sections: dict[str, dict[str, Any]]
     exchanges: Sequence[Exchange]
-    files: WeightFiles | GgufFile
+    files: Files
     spelling: Callable[[str], str]
     is_part: bool
     notes: tuple[str, ...]
@@ -247,7 +256,7 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
     stored = model
     if model.position_kind.has_table:
         stored = ModelConfig.model_validate(from_hugging_face(keys, None, source, ignore)["model"])
-    files = WeightFiles(folder) if gguf is None else gguf
+    files: Files = gguf if gguf is not None else _files(folder, keys)
     naming = _naming(files, FAMILIES[family].naming)
     found = HuggingFaceModel(
         family=family,
@@ -259,7 +268,7 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
         is_part="text_config" in whole_keys,
         notes=(
             *_notes(model, stored.seq_length, files, FAMILIES[family]),
-            *(() if gguf is None else gguf.notes),
+            *(() if isinstance(files, WeightFiles) else files.notes),
             *passed_over_notes(whole_keys, ignore),
         ),
         record=record_of(folder, keys, {key: keys[key] for key in ignore}),
@@ -271,6 +280,12 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
             "lose some. Get files and config of one model:\n" + "\n".join(f"  {text}" for text in shown)
         )
     return found
+
+
+def _files(folder: Path, keys: Mapping[str, Any]) -> WeightFiles | Fp8Files:
+    """Open the safetensors of a folder, as bf16 where they are FP8."""
+    files, block = WeightFiles(folder), fp8_block(keys.get(QUANTIZATION))
+    return files if block is None else Fp8Files(files, block)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -375,7 +390,7 @@ def _matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
     return (out, spec.numel // out)
 
 
-def _spelling(files: WeightFiles | GgufFile, naming: Naming) -> Callable[[str], str]:
+def _spelling(files: Files, naming: Naming) -> Callable[[str], str]:
     """Return the way in which names of the family are spelled in the files, found by the name of the word embedding.
 
     A file of the model without its head lacks a prefix; in a model of several parts the language model has one more (before
@@ -393,14 +408,14 @@ def _spelling(files: WeightFiles | GgufFile, naming: Naming) -> Callable[[str], 
     return next((way for way in ways if way(embedding) in files.tensors), ways[0] if has_base else ways[1])
 
 
-def _naming(files: WeightFiles | GgufFile, naming: Naming) -> Naming:
+def _naming(files: Files, naming: Naming) -> Naming:
     """Return the names that the files have: those of experts in one tensor, where there is such a tensor."""
     stacked = () if naming.fused is None else tuple(name for _, names in naming.fused.experts for name in names)
     is_fused = bool(stacked) and any(name.endswith(stacked) for name in files.tensors)
     return naming.fused if is_fused and naming.fused is not None else naming
 
 
-def _notes(model: ModelConfig, rows: int, files: WeightFiles | GgufFile, family: Family) -> Iterator[str]:
+def _notes(model: ModelConfig, rows: int, files: Files, family: Family) -> Iterator[str]:
     if model.position_kind.has_table and rows != model.seq_length:
         yield f"of the {rows:,} learned positions the first {model.seq_length:,} are kept"
     if left_out := sum(_is_further(name, model, family) for name in files.tensors):

@@ -10,7 +10,7 @@ from models.interop.huggingface.config import family_of, from_hugging_face, to_h
 from models.specs import layer_specs
 from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
 
-V3 = {key: value for key, value in PUBLISHED_EXPERTS["deepseek_v3"][0].items() if key != "quantization_config"}
+V3 = PUBLISHED_EXPERTS["deepseek_v3"][0]
 DENSE = V3 | {"first_k_dense_replace": 61}
 
 

@@ -34,7 +34,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def keys_of(name: str, **change: Any) -> dict[str, Any]:
-    return {key: value for key, value in PUBLISHED_EXPERTS[name][0].items() if key != "quantization_config"} | change
+    return PUBLISHED_EXPERTS[name][0] | change
 
 
 def model_of(name: str, **change: Any) -> ModelConfig:

@@ -1,0 +1,77 @@
+"""Files whose weights are FP8 with a scale per block, read as bf16, such as DeepSeek-V3's.
+
+    name                [out, in]  F8_E4M3
+    name_scale_inv      [out / 128, in / 128]  F32, each dim rounded up      w[i, j] = fp8[i, j] x scale_inv[i / 128, j / 128]
+
+Source: 2412.19437, section 3.3.2, and `weight_dequant` of inference/kernel.py in DeepSeek-V3's repository. Products are fp32 and
+rounded to bf16 once.
+"""
+
+import torch
+
+from engine.checkpoint.format.store import TORCH_DTYPES
+from engine.errors import CheckpointError
+from engine.numerics.precision import accumulate
+from models.interop.huggingface.files import TensorPlan, WeightFiles
+
+FP8 = "F8_E4M3"
+"""The name of the dtype in a safetensors file."""
+
+SCALE = "_scale_inv"
+"""Suffix of the name of a weight's scales."""
+
+
+class Fp8Files:
+    """The tensors of a folder as if none were FP8. They are expanded when they are read.
+
+    Attributes:
+        folder: the folder.
+        tensors: by name, without the scales.
+        notes: what a reader should know.
+
+    Raises:
+        CheckpointError: the scales of a weight are missing or have another shape.
+    """
+
+    def __init__(self, files: WeightFiles, block: tuple[int, int]) -> None:
+        self.folder = files.folder
+        self._files, self._block = files, block
+        self._scales = {name: f"{name}{SCALE}" for name, plan in files.tensors.items() if plan.dtype == FP8}
+        if problems := list(self._problems()):
+            raise CheckpointError(
+                f"{self.folder}: {problems[0]} ({len(problems)} such weights): they would be of another size. Get the folder again."
+            )
+        scales = set(self._scales.values())
+        self.tensors = {
+            name: TensorPlan(name, plan.shape, "BF16") if name in self._scales else plan
+            for name, plan in files.tensors.items()
+            if name not in scales
+        }
+        size = " x ".join(map(str, block))
+        count = len(self._scales)
+        self.notes = (
+            (f"{count:,} tensors are FP8 with a scale per {size} block and were expanded to bf16",) if count else ()
+        )
+
+    def read(self, name: str) -> torch.Tensor:
+        """Read one tensor to the CPU, in the dtype of its plan."""
+        values = self._files.read(name)
+        if name not in self._scales:
+            return values
+        scales = accumulate(self._files.read(self._scales[name]))
+        (rows, columns), (height, width) = values.shape[-2:], self._block
+        of_rows = scales.repeat_interleave(height, dim=-2)[..., :rows, :]
+        return (accumulate(values) * of_rows.repeat_interleave(width, dim=-1)[..., :columns]).to(
+            TORCH_DTYPES["bfloat16"]
+        )
+
+    def _problems(self) -> list[str]:
+        found = []
+        for name, scale in self._scales.items():
+            *others, rows, columns = self._files.tensors[name].shape
+            wanted = (*others, -(-rows // self._block[0]), -(-columns // self._block[1]))
+            there = self._files.tensors.get(scale)
+            if there is None or there.shape != wanted:
+                what = "is missing" if there is None else f"has the shape {list(there.shape)}"
+                found.append(f"{scale} {what}, and {name} has {list(wanted)} blocks of {list(self._block)}")
+        return found
