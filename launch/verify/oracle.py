@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from engine.config.load import to_yaml
+from engine.config.moe import BalanceConfig
 from engine.config.tree import Config
 from engine.errors import ConfigError
 from launch.inference.request import JOB
@@ -149,6 +150,15 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
             )
     if config.optimizer.name != "adamw":
         yield f"optimizer.name = {config.optimizer.name}: {oracle} is compared with AdamW alone. Add optimizer.name=adamw."
+    if (moe := config.model.moe) is not None:
+        for name in BalanceConfig.model_fields:
+            if rate := getattr(moe.balance, name):
+                yield (
+                    f"model.moe.balance.{name} = {rate}: {oracle} trains without it, so gradients and choices would differ. Add "
+                    f"model.moe.balance.{name}=0."
+                )
+        if moe.choice_bias:
+            yield f"model.moe.choice_bias = True: {oracle} trains no bias of a choice. Add model.moe.choice_bias=false."
     try:
         if oracle == "megatron-core":
             if megatron_args(config.model)["apply_layernorm_1p"]:

@@ -37,8 +37,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": BASE | LLAMA | {"bias": "qkv", "tie_embeddings": True},
     "qwen3": BASE | LLAMA | {"qk_norm": True, "head_dim": 8, "norm_eps": 1e-6},
     "qwen2 and qwen3": BASE | LLAMA | {"bias": "qkv", "qk_norm": True},
+    "mixtral": BASE | LLAMA | {"layers": ["moe"], "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16}},
 }
 ONLY_MEGATRON = ("one kv head", "qwen2 and qwen3")
+ONLY_TRANSFORMERS = ("mixtral",)
 COMPARED = [
     "samples",
     "start",

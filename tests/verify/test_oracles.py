@@ -16,7 +16,7 @@ from tests.verify.loader_bugs import (
     the_last_label_of_a_row_is_its_first_token,
     the_last_label_of_a_row_is_not_counted,
 )
-from tests.verify.oracles import COMPARED, MODELS, ONLY_MEGATRON, asked, verdicts
+from tests.verify.oracles import COMPARED, MODELS, ONLY_MEGATRON, ONLY_TRANSFORMERS, asked, verdicts
 
 pytestmark = pytest.mark.distributed
 
@@ -24,7 +24,7 @@ TP2_PP2 = ("parallel.tp=2", "parallel.pp=2", "parallel.dp=1")
 TP2_SP = ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.dp=1")
 ONE = ("parallel.dp=1",)
 
-CASES = [("megatron-core", name) for name in MODELS]
+CASES = [("megatron-core", name) for name in MODELS if name not in ONLY_TRANSFORMERS]
 CASES += [("transformers", name) for name in MODELS if name not in ONLY_MEGATRON]
 
 
@@ -52,6 +52,11 @@ def test_gpt_in_tensor_and_pipeline_parallel_trains_as_in_megatron_core(dtype: s
 
 def test_llama_with_sequence_parallelism_trains_as_in_transformers(references: Path) -> None:
     assert_equal(references, "transformers", "llama", layout=TP2_SP, dtype="float64", num_layouts=2)
+
+
+@pytest.mark.slow
+def test_experts_train_as_in_transformers(references: Path) -> None:
+    assert_equal(references, "transformers", "mixtral", layout=TP2_SP, dtype="float64", num_layouts=2)
 
 
 @pytest.mark.slow

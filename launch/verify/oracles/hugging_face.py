@@ -8,6 +8,7 @@ from engine.data.loader import MicroBatch
 from engine.numerics.precision import DTYPES
 from launch.verify.verdict.records import TensorKind
 from models.interop.huggingface.config import family_of, to_hugging_face
+from models.interop.huggingface.families import FAMILIES
 from models.interop.huggingface.weights import exchanges
 
 
@@ -21,8 +22,11 @@ class HuggingFace:
         dtype = DTYPES[config.precision.dtype]
         keys, _ = to_hugging_face(config.model, family, dtype=str(dtype).removeprefix("torch."))
         self._gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).to(dtype)
+        # Its products of several experts at once take no float64.
+        self._gpt.set_experts_implementation("eager")
         self._named: dict[str, nn.Parameter] = dict(self._gpt.named_parameters())
-        self.pairs = exchanges(family, config.model)
+        naming = FAMILIES[family].naming
+        self.pairs = exchanges(family, config.model, naming.fused or naming)
         optimizer = config.optimizer
         weights = list(self._named.values())
         self._clip = optimizer.clip_grad or float("inf")
