@@ -10,9 +10,11 @@ from engine.config.load import load_config
 from engine.errors import ConfigError
 from engine.pipeline.lowering import Program
 from engine.pipeline.validate import ScheduleFacts, check
+from engine.telemetry.record.parameters import num_active
 from launch.cli import command_module, command_parser, main
-from models.interop.huggingface.config import family_of
-from models.specs import model_specs
+from models.interop.huggingface.config import family_of, to_hugging_face
+from models.specs import model_specs, num_parameters
+from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 WORLD_SIZES = {
@@ -34,8 +36,12 @@ WORLD_SIZES = {
     "olmo2_7b": 128,
     "smollm3_3b": 384,
     "llama3_8b_128k": 64,
+    "mixtral_8x7b": 64,
+    "qwen3_30b_a3b": 64,
+    "olmoe_1b_7b": 256,
+    "deepseek_v3": 2048,
 }
-LONG_PIPELINES = ("gpt_530b", "gpt_1t")
+LONG_PIPELINES = ("gpt_530b", "gpt_1t", "deepseek_v3")
 """A check of their schedules takes a minute or more."""
 TINY = str(CONFIGS / "gpt_tiny.yaml")
 LLAMA = {
@@ -136,6 +142,33 @@ def gpt_parameters(layers: int, hidden: int, vocabulary: int, length: int = 2048
 def test_shipped_models_have_the_size_in_their_name(name: str, num_parameters: int) -> None:
     model = load_config(CONFIGS / f"{name}.yaml").model
     assert sum(spec.numel for spec in model_specs(model)) == num_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("mixtral_8x7b", "mixtral"),
+        ("qwen3_30b_a3b", "qwen3_moe"),
+        ("olmoe_1b_7b", "olmoe"),
+        ("deepseek_v3", "deepseek_v3"),
+    ],
+)
+def test_shipped_models_with_experts_are_the_published_ones(name: str, family: str) -> None:
+    """In all and active: and as an export the published file, but for the context that is extended later."""
+    keys, total, active = PUBLISHED_EXPERTS[name]
+    model = load_config(CONFIGS / f"{name}.yaml").model
+    assert (num_parameters(model), num_active(model), family_of(model)) == (total, active, family)
+    exported, _ = to_hugging_face(model, family, dtype="bfloat16")
+    later = {"max_position_embeddings", "rope_scaling", "num_nextn_predict_layers", "torch_dtype", "initializer_range"}
+    assert {key: exported[key] for key in keys.keys() & exported.keys() - later} == {
+        key: keys[key] for key in keys.keys() & exported.keys() - later
+    }
+    assert {"hidden_size", "num_experts_per_tok", "rms_norm_eps", "rope_theta"} <= keys.keys() & exported.keys()
+    assert (
+        f"{total / 1e9:.1f} billion" in (text := (CONFIGS / f"{name}.yaml").read_text())
+        or f"{total // 10**9} billion" in text
+    )
+    assert f"a token uses {active / 1e9:.1f}" in text
 
 
 @pytest.mark.parametrize(
