@@ -1,11 +1,13 @@
 """The choice of a layout for a model and a machine, by predicted memory alone (no torch here).
 
-    tp x pp = 1, 2, 3, ..   ->   legal layouts   ->   those whose fullest rank fits   ->   least recomputation, then least pp
+    tp x pp x ep = 1, 2, ..  ->  legal layouts  ->  those whose fullest rank fits  ->  least recomputation, then least pp and tp
     the smallest model-parallel size that fits is taken: it sends least, and has the most replicas
 
 tp is a power of two within a node and brings sequence parallelism, which sends as much as without and holds less. dp is the rest of
-the ranks. `recompute.granularity=auto` finds what each layout must recompute. A MARGIN of the memory stays free: a prediction has
-neither the workspace of operators, nor CUDA's context, nor an allocator's rounding. No layout is measured here; `triaxis try` does.
+the ranks. ep is 1 without experts; with ep, tokens go by all-to-all. Its memory follows the load, here an even one; all-gather has
+buffers for the worst load. `recompute.granularity=auto` finds what each layout must recompute. A MARGIN of the memory stays free: a
+prediction has neither the workspace of operators, nor CUDA's context, nor an allocator's rounding. No layout is measured here;
+`triaxis try` does.
 """
 
 from collections.abc import Iterator
@@ -71,35 +73,60 @@ def choose_layout(config: Config, machine: Machine) -> ChosenLayout:
     require_legal(alone, "the run with tp=1 pp=1", machine.num_ranks, machine.ranks_per_node)
     usable_bytes = floor(machine.memory_bytes * (1 - MARGIN))
     too_large: list[_Least] = []
-    for size in _divisors(machine.num_ranks):
+    for size in _model_sizes(config, machine):
         least = [_Least.of(trial, machine) for trial in legal_layouts(config, machine, size)]
         found = [one for each in least if (one := _fit(each, machine, usable_bytes)) is not None]
         if found:
-            best = min(found, key=lambda one: (_WEIGHT[one.recompute.granularity], one.sizes.pp))
+            best = min(found, key=lambda one: (_WEIGHT[one.recompute.granularity], one.sizes.pp, one.sizes.tp))
             return _with_larger_microbatches(best, machine)
         too_large += least
     raise _nothing_fits(config, machine, min(too_large, key=lambda each: each.held.total), usable_bytes)
 
 
 def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Config]:
-    """Yield the run in every legal layout with tp x pp = `size` on all ranks of a machine, tp within a node a power of two."""
-    tps = [2**power for power in range(machine.ranks_per_node.bit_length())]
-    for tp in (tp for tp in tps if size % tp == 0 and machine.ranks_per_node % tp == 0):
+    """Yield the run in every legal layout with tp x pp x ep = `size` on all ranks of a machine, tp within a node a power of two."""
+    for tp, pp, ep in _model_cuts(config, machine):
+        if tp * pp * ep != size:
+            continue
         for sequence_parallel in (True, False) if tp > 1 else (False,):
-            trial = _with_layout(config, machine, tp=tp, pp=size // tp, sequence_parallel=sequence_parallel)
+            trial = _with_layout(config, machine, tp=tp, pp=pp, ep=ep, sequence_parallel=sequence_parallel)
             if not broken_keys(Subject(trial, machine.num_ranks, machine.ranks_per_node), RULES):
                 yield trial
                 break
 
 
-def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence_parallel: bool) -> Config:
+def _model_cuts(config: Config, machine: Machine) -> list[tuple[int, int, int]]:
+    """List tp, pp and ep of all layouts that deal out a machine's ranks and a model's experts evenly."""
+    moe, num_ranks = config.model.moe, machine.num_ranks
+    eps = [1] if moe is None else [ep for ep in _divisors(num_ranks) if moe.num_experts % ep == 0]
+    tps = [2**power for power in range(machine.ranks_per_node.bit_length())]
+    return [
+        (tp, pp, ep)
+        for tp in tps
+        if machine.ranks_per_node % tp == 0
+        for pp in _divisors(num_ranks)
+        if num_ranks % (tp * pp) == 0
+        for ep in eps
+        if num_ranks // pp % ep == 0
+    ]
+
+
+def _model_sizes(config: Config, machine: Machine) -> list[int]:
+    """List tp x pp x ep of all layouts, from the smallest on."""
+    return sorted({tp * pp * ep for tp, pp, ep in _model_cuts(config, machine)})
+
+
+def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence_parallel: bool, ep: int = 1) -> Config:
     """Return the run in a layout; nothing recomputed."""
     dp = machine.num_ranks // (tp * pp)
     num_microbatches = max(pp, four_digits(config.train.global_batch_size / dp))
-    layout = {"tp": tp, "pp": pp, "vpp": 1, "dp": dp, "sequence_parallel": sequence_parallel, "layers_per_stage": None}
+    layout: dict[str, object] = {"tp": tp, "pp": pp, "vpp": 1, "dp": dp, "ep": ep, "etp": 1}
+    layout |= {"sequence_parallel": sequence_parallel, "layers_per_stage": None}
+    dispatch = "all_to_all" if ep > 1 else "auto"
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update=layout),
+            "kernels": config.kernels.model_copy(update={"dispatch": dispatch}),
             "recompute": RecomputeConfig(),
             "train": config.train.model_copy(update={"global_batch_size": num_microbatches * dp}),
             "runtime": config.runtime.model_copy(update={"ranks_per_node": machine.ranks_per_node}),
@@ -193,7 +220,7 @@ def _enough_gpus(config: Config, machine: Machine, usable_bytes: int) -> int | N
             continue
         larger = gpus(count, machine.memory_bytes)
         # From the largest model-parallel size on, the one that holds least.
-        for size in reversed(_divisors(count)):
+        for size in reversed(_model_sizes(config, larger)):
             trials = legal_layouts(config, larger, size)
             if any(_Least.of(trial, larger).held.total <= usable_bytes for trial in trials):
                 return count

@@ -164,7 +164,8 @@ def to_commented_yaml(run: ContinuedRun, heading: str) -> str:
     for name, own in run.own_fields.items():
         kind = Config.section_type(name)
         assert kind is not None, "a section of the configuration"
-        lines += _section(run, name, {field: kind.model_fields[field].description for field in own})
+        described = {field: kind.model_fields[field].description for field in own}
+        lines += _section(run, name, {**described, **(_dispatch(run) if name == "kernels" else {})})
     for name, (fields, *remarks) in _chosen_sections(run).items():
         lines += _section(run, name, fields, *remarks)
     return "\n".join(lines) + "\n"
@@ -173,6 +174,8 @@ def to_commented_yaml(run: ContinuedRun, heading: str) -> str:
 def _chosen_sections(run: ContinuedRun) -> Mapping[str, tuple[Any, ...]]:
     """Return the sections that follow from corpus, tokens and machine: their fields, and remarks above them."""
     which = "first in its table that is as large" if run.recipe.is_as_large else "largest in its table"
+    sizes = "tp x pp x ep" if run.config.model.has_experts else "tp x pp"
+    has_kernels = bool(_dispatch(run)) and "kernels" not in run.own_fields
     return {
         "data": (
             _data(run),
@@ -182,10 +185,11 @@ def _chosen_sections(run: ContinuedRun) -> Mapping[str, tuple[Any, ...]]:
         "train": (_train(run),),
         "parallel": (
             _parallel(run),
-            f"For {run.machine.name}: the smallest tp x pp with which each rank fits {1 - MARGIN:.0%} of its memory,",
+            f"For {run.machine.name}: the smallest {sizes} with which each rank fits {1 - MARGIN:.0%} of its memory,",
             f"{gigabytes(run.chosen.usable_bytes)}. {memory_line(run.chosen.prediction)}.",
             "`triaxis try run.yaml --layouts ..` measures this and other layouts.",
         ),
+        **({"kernels": (_dispatch(run),)} if has_kernels else {}),
         "recompute": (_recompute(run),),
         "optimizer": (
             _optimizer(run),
@@ -239,11 +243,21 @@ def _train(run: ContinuedRun) -> Fields:
 
 def _parallel(run: ContinuedRun) -> Fields:
     sizes = run.chosen.sizes
+    of_experts = {"ep": "ranks that share the experts of a layer"} if run.config.model.has_experts else {}
     return {
         "tp": "ranks of a node that share each matrix",
         "pp": "ranks that share the layers",
         "dp": f"the other ranks: {sizes.world_size:,} / (tp x pp) replicas",
+        **of_experts,
         "sequence_parallel": "with tp: norms and residuals on a part of the sequence",
+    }
+
+
+def _dispatch(run: ContinuedRun) -> Fields:
+    if run.config.kernels.dispatch == "auto":
+        return {}
+    return {
+        "dispatch": "memory follows the load, and was predicted for an even one; all_gather has buffers for the worst"
     }
 
 

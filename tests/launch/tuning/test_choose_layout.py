@@ -120,7 +120,7 @@ def test_a_layout_is_legal_and_fits_and_is_the_smallest_that_does(data: st.DataO
 
 def run(name: str) -> Config:
     """A shipped config in no layout."""
-    sizes = ("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.sequence_parallel=false")
+    sizes = ("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.ep=1", "parallel.sequence_parallel=false")
     return load_config(CONFIGS / f"{name}.yaml", [*sizes, "train.micro_batch_size=1"], {})
 
 
@@ -131,12 +131,28 @@ def run(name: str) -> Config:
         ("llama3_8b", "8x141GB", "tp=1 pp=1 vpp=1 dp=8", "none"),
         ("llama3_8b", "64x80GB", "tp=1 pp=1 vpp=1 dp=64", "selective"),
         ("llama3_70b", "64x40GB", "tp=8 pp=4 vpp=1 dp=2", "full"),
+        ("olmoe_1b_7b", "8x80GB", "tp=1 pp=1 vpp=1 dp=8", "none"),
+        ("qwen3_30b_a3b", "16x80GB", "tp=1 pp=1 vpp=1 dp=16 ep=8", "selective"),
+        pytest.param("qwen3_30b_a3b", "8x80GB", "tp=4 pp=1 vpp=1 dp=2 ep=8", "full", marks=pytest.mark.slow),
+        ("mixtral_8x7b", "16x80GB", "tp=1 pp=2 vpp=1 dp=8 ep=8", "selective"),
     ],
 )
 def test_the_layouts_of_known_models(name: str, machine: str, layout: str, recompute: str) -> None:
     chosen = choose_layout(run(name), written_machine(machine))
     assert (str(chosen.sizes), chosen.recompute.granularity) == (layout, recompute)
     assert chosen.config.parallel.sequence_parallel == (chosen.sizes.tp > 1)
+    assert chosen.config.kernels.dispatch == ("all_to_all" if chosen.sizes.ep > 1 else "auto")
+
+
+@pytest.mark.slow
+def test_experts_without_a_layout_are_refused_with_the_nearest_and_how_many_gpus_are_enough() -> None:
+    with pytest.raises(ConfigError) as error:
+        choose_layout(run("qwen3_30b_a3b"), written_machine("8x64GB"))
+    text = str(error.value)
+    assert "of the nearest layout, tp=8 pp=1 vpp=1 dp=1 ep=8" in text and "at most 57.6 GB" in text
+    assert "--gpus 16x64GB" in text
+    chosen = choose_layout(run("qwen3_30b_a3b"), written_machine("16x64GB"))
+    assert chosen.sizes.ep > 1 and chosen.prediction.fullest.total <= chosen.usable_bytes
 
 
 def test_short_samples_share_a_microbatch() -> None:

@@ -36,11 +36,13 @@ WINDOWS: dict[str, Any] = {
     "layers": ["local*2", "global"],
     "layer_kinds": {"local": {"window": 16, "rope_base": 1000.0}, "global": {"rope_base": 5000.0}},
 }
+EXPERTS: dict[str, Any] = {"layers": ["moe"], "moe": {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 96}}
 MACHINES = {
     "one core": Machine(1, 1, 10**9, False, "1 CPU core"),
     "three cores": Machine(1, 3, 10**9, False, "3 CPU cores"),
     "GPUs": Machine(2, 8, 80 * 10**9, True, "16 GPUs"),
     "small cores": Machine(1, 8, 2 * 10**6, False, "8 small CPU cores"),
+    "cores for experts": Machine(1, 8, 4 * 10**6, False, "8 CPU cores"),
 }
 
 
@@ -70,7 +72,17 @@ def planned(text: IndexedTokens, machine: str, num_tokens: int = 10**6, **more: 
     ids=["alike", "kinds of layers", "kernels"],
 )
 def test_the_yaml_is_the_planned_run(tmp_path: Path, machine: str, more: dict[str, Any]) -> None:
-    run = planned(corpus(tmp_path / "corpus", 200), machine, **more)
+    assert_yaml_is_the_run(planned(corpus(tmp_path / "corpus", 200), machine, **more), tmp_path, machine)
+
+
+@pytest.mark.parametrize("more", [{}, {"kernels": {"attention": "explicit"}}], ids=["alone", "with kernels"])
+def test_the_yaml_has_the_ranks_of_experts_and_their_dispatch(tmp_path: Path, more: dict[str, Any]) -> None:
+    run = planned(corpus(tmp_path / "corpus", 200), "cores for experts", model=LLAMA | EXPERTS, **more)
+    assert run.config.parallel.ep == 4 and run.config.kernels.dispatch == "all_to_all"
+    assert_yaml_is_the_run(run, tmp_path, "cores for experts")
+
+
+def assert_yaml_is_the_run(run: ContinuedRun, tmp_path: Path, machine: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(to_commented_yaml(run, "two\nlines"))
     assert load_config(path, [], {}, world_size=MACHINES[machine].num_ranks) == run.config
