@@ -268,8 +268,10 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
     """Print the terms of a layer and their sum, with the measured bytes."""
     from launch.footprint.run import assumed_documents
     from models.predict.activation_memory import block_terms, paper_per_token, per_token
+    from models.predict.experts.memory import worst_load
+    from models.predict.recompute_choice import usual_layer
 
-    terms = block_terms(config, parallel_sizes(config))
+    terms = block_terms(config, parallel_sizes(config), usual_layer(config))
     h = config.model.hidden_size
     again = " (recomputed here: of each group of layers only the input is kept)"
     title = f"the formula for a layer, bytes per token{again if config.recompute.granularity == 'full' else ''}"
@@ -288,6 +290,12 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
     console.print(
         f"the formula for this rank's microbatch: {in_bytes(round(expected))}; kept: {in_bytes(measured)}{off}"
     )
+    if config.model.has_experts:
+        console.print(
+            "experts: chosen in turn, so that all get equally many rows (model.moe.force_balanced); with dispatch by all_to_all "
+            "another routing sends and keeps other rows, at worst "
+            f"{float(worst_load(config, parallel_sizes(config))):.3g} times as many on a rank"
+        )
     if (lengths := assumed_documents(config)) is not None:
         console.print(
             f"documents: each sample has {len(lengths)}, of {lengths[0]:,} tokens (data.synthetic_document_length); others keep "

@@ -84,6 +84,29 @@ def test_gathers_of_keys_and_values_and_sums_of_their_gradients_are_measured() -
     assert gathered.num_bytes * gathered.calls in (rows * model.num_layers // 2, rows * model.num_layers)
 
 
+def test_rows_of_experts_are_measured() -> None:
+    """All experts get equally many: of k rows per token, those to the 3 of 4 ranks that are others, and as many back (fp32)."""
+    asked = config(
+        "parallel.pp=1",
+        "parallel.vpp=1",
+        "parallel.tp=1",
+        "parallel.sequence_parallel=false",
+        "parallel.dp=4",
+        "parallel.ep=4",
+        "model.bias=none",
+        "model.layers=[moe]",
+        "model.moe={num_experts: 8, top_k: 2, ffn_hidden_size: 64}",
+        "kernels.dispatch=all_to_all",
+    )
+    found = {(one.axis, one.op): one for one in message_sizes(asked, ParallelSizes(dp=4, ep=4))}
+    rows, model = found["experts", "all_to_all_rows"], asked.model
+    tokens = asked.train.global_batch_size // 4 * model.seq_length
+    sent = model.num_layers * 2 * tokens * (2 * model.hidden_size + 1) * 4 * 3 // 4
+    # A measured call also has the rows that stay on the rank: a quarter.
+    assert rows.num_bytes * rows.calls == pytest.approx(sent * 4 // 3, rel=1e-3)
+    assert ("expert_dp", "all_gather") not in found and ("dp", "all_gather") in found
+
+
 def test_one_rank_sends_nothing() -> None:
     assert message_sizes(config("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1"), ParallelSizes()) == []
 

@@ -48,12 +48,13 @@ class Found:
 
 
 def cp_rates(rank: int) -> list[GroupRate]:
-    """Of a gather of keys and values, of the sum of their gradients, and of an exchange of heads, on each of two replicas."""
-    topology = Topology(RankGrid(ParallelSizes(cp=2, dp=2)), rank, CPU)
+    """Of a gather of keys and values, of the sum of their gradients, of an exchange of heads, and of one of experts' rows."""
+    topology = Topology(RankGrid(ParallelSizes(cp=2, dp=2, ep=2)), rank, CPU, has_experts=True)
     sizes = [
         Size("cp", "all_gather", 4096, 8),
         Size("cp", "reduce_scatter", 8192, 4),
         Size("cp", "all_to_all", 8192, 4),
+        Size("experts", "all_to_all_rows", 8192, 4),
     ]
     return gather_rates(topology.axis("world"), group_rates(topology, sizes, DTYPES["fp32"]), CPU)
 
@@ -62,9 +63,12 @@ def test_groups_that_share_samples_have_rates() -> None:
     for rates in run_ranks(cp_rates, 4):
         found = [(one.axis, one.op, one.ranks, one.num_bytes) for one in rates]
         assert sorted(found) == [
-            ("cp", op, ranks, size)
-            for op, size in (("all_gather", 4096), ("all_to_all", 8192), ("reduce_scatter", 8192))
-            for ranks in ((0, 1), (2, 3))
+            *(
+                ("cp", op, ranks, size)
+                for op, size in (("all_gather", 4096), ("all_to_all", 8192), ("reduce_scatter", 8192))
+                for ranks in ((0, 1), (2, 3))
+            ),
+            *(("experts", "all_to_all_rows", ranks, 8192) for ranks in ((0, 1), (2, 3))),
         ]
         assert all(one.seconds > 0 and one.bytes_per_second > 0 for one in rates)
 
