@@ -23,6 +23,7 @@ class StepResult:
         flags: how many ranks raised each flag.
         flaw: why the step has updated nothing; "": it has.
         load: tokens of the global batch that chose each expert, by layer with experts; (): the model has none.
+        dropped: rows of tokens that found no room in the buffers of their experts; a step with any has a flaw.
     """
 
     loss: float
@@ -31,6 +32,7 @@ class StepResult:
     flags: StepFlags = NO_FLAGS
     flaw: str = ""
     load: tuple[tuple[int, ...], ...] = ()
+    dropped: int = 0
 
 
 class PendingResult:
@@ -71,7 +73,7 @@ class PendingResult:
                 flaw = f"loss {loss:.4f} over {int(num_tokens)} tokens is above the limit of {self._loss_limit:.4f}"
             else:
                 flaw += "are finite, but those of a step before were not"
-        return StepResult(loss, grad_norm, int(num_tokens), StepFlags.of(flags), flaw, by_layer)
+        return StepResult(loss, grad_norm, int(num_tokens), StepFlags.of(flags), flaw, by_layer, int(overflow))
 
     def wait(self) -> StepResult:
         """Read the result of a step that must have updated the weights.

@@ -40,6 +40,7 @@ from engine.telemetry.outlets.banner import End, Start, show_end, show_start
 from engine.telemetry.outlets.hub import Telemetry, open_telemetry
 from engine.telemetry.outlets.notices import CheckpointNotices, TroubleNotices, say_beginning, say_stopped
 from engine.telemetry.outlets.rank_log import RankStreams, rank_log
+from engine.telemetry.record.expert_load import LoadMeter
 from engine.telemetry.record.metrics import Meter
 from engine.train import TrainingRun, build, train
 from launch.rank.banner import corpus_entropies, count_parameters, describe, predicted_memory
@@ -233,6 +234,7 @@ def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoint
         times=times,
         slow_ranks=open_slow_ranks(engine, times),
         memory=open_memory_check(engine),
+        experts=LoadMeter.of(config, engine.plan.num_steps),
     )
     valid = datasets.valid
     validation = None if valid is None else lambda: open_batches(config, engine.topology, valid)

@@ -25,6 +25,7 @@ from engine.run.phases import Phase, StepWatcher
 from engine.step_result import StepResult
 from engine.telemetry.outlets.hub import Telemetry
 from engine.telemetry.outlets.memory_check import MemoryCheck
+from engine.telemetry.record.expert_load import LoadMeter
 from engine.telemetry.record.metrics import Meter
 from engine.telemetry.timing.phases import Timers
 from engine.telemetry.timing.slow_ranks import SlowRanks
@@ -52,6 +53,7 @@ class TrainingObserver:
         times: measure where the time of the steps goes, on all ranks; None: the configuration has no use for it.
         slow_ranks: compares the ranks, on the logging rank.
         memory: compares the ranks' memory with a prediction, once; None: there is nothing to compare.
+        experts: measures the load of experts; None: the model has none.
         loss: of the last step; None before the first.
         val_loss: of the last validation; None before the first.
     """
@@ -64,6 +66,7 @@ class TrainingObserver:
     times: StepTimes | None = None
     slow_ranks: SlowRanks | None = None
     memory: MemoryCheck | None = None
+    experts: LoadMeter | None = None
     loss: float | None = field(default=None, init=False)
     val_loss: float | None = field(default=None, init=False)
     _cp_imbalance: float | None = field(default=None, init=False)
@@ -73,6 +76,8 @@ class TrainingObserver:
         """Begin after `steps_made` steps; after a rollback, discard the posted steps that were not reported yet."""
         self.timers.end_step()
         self._ended.clear()
+        if self.experts is not None:
+            self.experts.begin()
         for watcher in self.watchers:
             watcher.begin(steps_made)
 
@@ -117,7 +122,8 @@ class TrainingObserver:
             peak_memory_bytes=ended.peak_memory_bytes,
             cp_imbalance=ended.cp_imbalance,
         )
-        self.telemetry.step(replace(metrics, time_split=split))
+        experts = None if self.experts is None else self.experts.measure(step + 1, result.load, result.dropped)
+        self.telemetry.step(replace(metrics, time_split=split, experts=experts))
         if compared is not None:
             self.telemetry.notice("memory", str(compared), style="", step=step + 1, **compared.to_record())
         if split is not None and self.slow_ranks is not None:

@@ -221,9 +221,9 @@ class Report:
             for outlet, table in self._outlets:
                 for line in table.lines(row, outlet.width):
                     outlet.write(line)
-                if metrics.time_split is not None:
-                    indent = " " * (table.first_width + 2)
-                    for text in _wrapped(str(metrics.time_split), outlet.text_width - len(indent)):
+                indent = " " * (table.first_width + 2)
+                for below in (metrics.time_split, metrics.experts):
+                    for text in [] if below is None else _wrapped(str(below), outlet.text_width - len(indent)):
                         outlet.write(Text(indent + text, "dim"))
 
     def validation(self, step: int, loss: float, seconds: float) -> None:

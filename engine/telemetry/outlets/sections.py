@@ -6,6 +6,7 @@ time/compute_seconds  time/bubble_seconds  time/schedule_bubble_seconds ...     
 pipeline/bubble_fraction  pipeline/schedule_bubble_fraction  comm/exposed_tp_fraction ...     of the step, 0 to 1
 optim/lr  optim/grad_norm
 data/loss_tokens
+experts/load_max_over_mean  experts/dropped     the worst layer's;  experts/layer_7/load_max_over_mean  experts/layer_7/entropy
 memory/peak_gib
 """
 
@@ -45,5 +46,10 @@ def sections(metrics: StepMetrics) -> dict[str, float]:
         for section, part in _FRACTIONS:
             values[f"{section}/{part}_fraction"] = split[f"{part}_seconds"] / split["step_seconds"]
     values["perf/cp_imbalance"] = metrics.cp_imbalance
+    if (experts := metrics.experts) is not None:
+        values["experts/load_max_over_mean"], values["experts/dropped"] = experts.worst[0], experts.dropped
+        for layer, ratio, entropy in zip(experts.layers, experts.load_max_over_mean, experts.entropy, strict=True):
+            values[f"experts/layer_{layer}/load_max_over_mean"] = ratio
+            values[f"experts/layer_{layer}/entropy"] = entropy
     values["memory/peak_gib"] = metrics.peak_memory_bytes / 2**30
     return {name: value for name, value in values.items() if value is not None}

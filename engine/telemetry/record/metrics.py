@@ -14,8 +14,12 @@ from engine.config.plan import BatchPlan
 from engine.config.tree import Config
 from engine.data.document_statistics import DocumentStatistics
 from engine.run.phases import Phase
+from engine.telemetry.record.expert_load import ExpertsRecord
 from engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
 from engine.telemetry.timing.time_split import TimeSplit
+
+_OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "experts")
+"""Fields that are left out of a record where they are None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,7 @@ class StepMetrics:
         val_loss: nats per token of the validation that followed this step; None where none did.
         time_split: where the time of the steps before this one went, on all ranks (`engine.telemetry.timing.step_times`); None but
             on steps with a line.
+        experts: the load of the experts; None: the model has none.
     """
 
     step: int
@@ -65,15 +70,14 @@ class StepMetrics:
     cp_imbalance: float | None = None
     val_loss: float | None = None
     time_split: TimeSplit | None = None
+    experts: ExpertsRecord | None = None
 
     def to_record(self) -> dict[str, Any]:
-        """Return a JSON object, without those of `cp_imbalance`, `val_loss` and `time_split` (an object) that are None."""
-        record = asdict(replace(self, time_split=None))
-        record["time_split"] = None if self.time_split is None else self.time_split.to_record()
-        for optional in ("cp_imbalance", "val_loss", "time_split"):
-            if record[optional] is None:
-                del record[optional]
-        return record
+        """Return a JSON object, without `cp_imbalance`, `val_loss`, `time_split` and `experts` where they are None."""
+        record = asdict(replace(self, time_split=None, experts=None))
+        for name, part in (("time_split", self.time_split), ("experts", self.experts)):
+            record[name] = None if part is None else part.to_record()
+        return {name: value for name, value in record.items() if name not in _OPTIONAL or value is not None}
 
 
 class Meter:

@@ -1,0 +1,102 @@
+"""The load of experts as numbers: exact words of the line, what files get, and how often they get the counts."""
+
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.comm.agreement import NO_FLAGS
+from engine.config.tree import Config
+from engine.run.phases import Phase
+from engine.step_result import PendingResult, StepResult
+from engine.telemetry.observer import TrainingObserver
+from engine.telemetry.outlets.console import Report
+from engine.telemetry.outlets.hub import Telemetry
+from engine.telemetry.outlets.metrics_log import MetricsLog
+from engine.telemetry.outlets.sections import sections
+from engine.telemetry.record.expert_load import MOST_COUNTS, LoadMeter, entropy, max_over_mean
+from engine.telemetry.record.metrics import StepMetrics
+from tests.engine.telemetry.test_observer import meter_of
+
+EVEN, UNEVEN, ONE = (25, 25, 25, 25), (25, 25, 21, 29), (0, 100, 0, 0)
+
+
+def test_ratios_of_a_load() -> None:
+    assert [max_over_mean(counts) for counts in (EVEN, UNEVEN, ONE)] == [1.0, 1.16, 4.0]
+    assert entropy(EVEN) == pytest.approx(1.0) and entropy(ONE) == 0.0
+    assert entropy((50, 50, 0, 0)) == pytest.approx(math.log(2) / math.log(4))
+    assert math.isnan(max_over_mean((0, 0))) and math.isnan(entropy((0, 0)))
+
+
+def test_the_line_names_the_worst_layer(make_metrics: Callable[..., StepMetrics]) -> None:
+    file = io.StringIO()
+    report = Report(30, 10, terminal=file, log=None, show_mfu=False)
+    meter = LoadMeter((1, 7, 8), num_steps=30, log_interval=10)
+    for step in range(1, 11):
+        load = (EVEN, ONE, EVEN) if step < 10 else (EVEN, UNEVEN, UNEVEN)
+        report.step(make_metrics(step=step, experts=meter.measure(step, load, dropped=0)))
+    lines = file.getvalue().splitlines()
+    assert lines[2] == "         experts load max/mean 4.00 (layer 7), dropped 0", "the first step has a line too"
+    assert lines[-1] == "         experts load max/mean 1.16 (layer 7), dropped 0"
+
+
+def test_sections_have_each_layer(make_metrics: Callable[..., StepMetrics]) -> None:
+    experts = LoadMeter((1, 7), num_steps=30, log_interval=10).measure(1, (EVEN, ONE), dropped=3)
+    values = {name: value for name, value in sections(make_metrics(experts=experts)).items() if "experts/" in name}
+    assert values == {
+        "experts/load_max_over_mean": 4.0,
+        "experts/dropped": 3,
+        "experts/layer_1/load_max_over_mean": 1.0,
+        "experts/layer_1/entropy": pytest.approx(1.0),
+        "experts/layer_7/load_max_over_mean": 4.0,
+        "experts/layer_7/entropy": 0.0,
+    }
+
+
+def test_counts_add_up_and_are_rare_in_long_runs() -> None:
+    short, long = LoadMeter((0,), num_steps=25, log_interval=10), LoadMeter((0,), num_steps=1_000_003, log_interval=7)
+    records = [short.measure(step, (UNEVEN,), 0) for step in range(1, 26)]
+    since = [each.since for each in records if each.since is not None]
+    assert [(each.first_step, each.last_step) for each in since] == [(1, 10), (11, 20), (21, 25)]
+    assert [each.counts[0] for each in since] == [tuple(n * count for count in UNEVEN) for n in (10, 10, 5)]
+    due = [step for step in range(1, long.num_steps + 1) if long.has_counts(step)]
+    assert MOST_COUNTS / 2 < len(due) <= MOST_COUNTS + 1 and due[-1] == long.num_steps
+    assert all(step % long.log_interval == 0 for step in due[:-1])
+
+
+def test_a_rollback_forgets_what_was_counted() -> None:
+    meter = LoadMeter((0,), num_steps=20, log_interval=10)
+    for step in range(1, 9):
+        meter.measure(step, (ONE,), 0)
+    meter.begin()
+    last = [meter.measure(step, (EVEN,), 0) for step in range(5, 11)][-1]
+    assert last.since is not None
+    assert (last.since.first_step, last.since.counts) == (5, (tuple(6 * count for count in EVEN),))
+
+
+def test_a_step_reads_its_load_with_its_other_numbers() -> None:
+    """The counts are part of the one vector that is copied to the host; rows without room are `dropped`."""
+    head = [2.5, 0.5, 100.0, 250.0, 0.25, 3.0, 1.0, *NO_FLAGS.values()]
+    result = PendingResult(torch.tensor([*head, *EVEN, *UNEVEN], dtype=torch.float64), num_experts=4).read()
+    assert result.load == (EVEN, UNEVEN) and result.dropped == 3 and "no room" in result.flaw
+
+
+def test_the_observer_writes_the_load_of_each_step(make_config: Callable[..., Config], tmp_path: Path) -> None:
+    config, log = make_config(parallel={"dp": 1}), MetricsLog(tmp_path / "metrics.jsonl")
+    report = Report(2, 10, terminal=io.StringIO(), log=None, show_mfu=False)
+    experts = LoadMeter((3,), num_steps=2, log_interval=10)
+    observer = TrainingObserver(Telemetry(report, None, [log]), meter_of(config), torch.device("cpu"), experts=experts)
+    for step, load in enumerate((EVEN, UNEVEN)):
+        observer.phase(Phase.DATA)
+        observer.end_step()
+        observer.on_step(step, StepResult(3.0, 0.5, 100, load=(load,)), lr=0.1)
+    observer.telemetry.close()
+    first, second = (json.loads(line)["experts"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first == {"layers": [3], "load_max_over_mean": [1.0], "entropy": [1.0], "dropped": 0}
+    assert second["load_max_over_mean"] == [1.16]
+    assert (second["first_step"], second["last_step"]) == (1, 2)
+    assert second["counts"] == [[a + b for a, b in zip(EVEN, UNEVEN, strict=True)]]
