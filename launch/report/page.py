@@ -13,7 +13,7 @@ from engine.storage.redaction import without_secrets
 from engine.telemetry.outlets.format import compact, duration, in_bytes, significant
 from engine.telemetry.record.events import ALERTS, Event
 from launch.pictures.document import html_document, tiles
-from launch.report import parts
+from launch.report import experts, parts
 from launch.report.predicted import predicted_beside_measured
 from launch.report.record import RunRecord, number
 from models.predict.step_time.cluster import Cluster
@@ -45,6 +45,7 @@ def render(run: RunRecord, now: float, cluster: Cluster | None = None) -> str:
         "throughput": ("Throughput", parts.throughput(run)),
         "time": ("Where the time goes", parts.times(run)),
         "predicted": ("Predicted beside measured", predicted_beside_measured(run, cluster)),
+        "experts": ("Load of experts", experts.load(run)),
         "memory": ("Memory per rank", parts.memory(run)),
         "schedule": ("Pipeline schedule and bubble", parts.schedule(run)),
         "checkpoints": ("Checkpoints", _checkpoints(run)),
@@ -53,6 +54,7 @@ def render(run: RunRecord, now: float, cluster: Cluster | None = None) -> str:
         "versions": ("Layout and versions", _layout(run)),
         "config": ("Configuration", _config(run)),
     }
+    sections = {key: section for key, section in sections.items() if section[1] or key != "experts"}
     state = f'<span class="state {STATES.get(run.state, "warn")}">{escape(run.state)}</span>'
     footer = f"Made by triaxis report from {run.path} on {_when(now)}."
     before = tiles(_numbers(run)) + _unreadable(run)

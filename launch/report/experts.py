@@ -1,0 +1,215 @@
+"""The load of experts as heat maps: expert by layer, and layer by step (no torch here).
+
+tokens of an expert / the mean of its layer      0 is the full first colour, 1 none, `full` and more the full second colour
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
+from statistics import fmean
+
+from engine.telemetry.record.expert_load import max_over_mean
+from launch.report.charts import WIDTH, scrolling, tick, ticks
+from launch.report.record import RunRecord, number
+
+MOST_COLUMNS = 150
+"""Of a map over steps; of more steps, a column has the mean of several."""
+MOST_EXPERTS = 256
+"""Columns of a map of experts; of more, a column has the fullest of several neighbours."""
+FULL_EXPERT, FULL_LAYER = 2.0, 3.0
+"""Ratios with the full colour: of an expert, and of a layer's fullest expert."""
+MOST_TITLES = 2048
+"""Cells of a map that show their numbers under the pointer; a map of more is drawn without."""
+LEVELS = 10
+"""Shades of each colour."""
+
+_LEFT, _TOP, _BOTTOM = 62, 6, 36
+
+
+def load(run: RunRecord) -> str:
+    """Render the load of the experts; "" for a run whose steps have none."""
+    known = [(number(each, "step"), each["experts"]) for each in run.steps if isinstance(each.get("experts"), Mapping)]
+    steps = [(step, dict(zip(layers, ratios, strict=False))) for step, layers, ratios in _ratios(known)]
+    if not steps:
+        return ""
+    dropped = sum(number(experts, "dropped") for _, experts in known if math.isfinite(number(experts, "dropped")))
+    step, last = steps[-1]
+    layer = max(last, key=last.__getitem__)
+    said = (
+        f"In step {step:,.0f} the fullest expert has {last[layer]:.2f} times the mean load, in layer {layer}. "
+        f"Rows of tokens dropped in all steps: {dropped:,.0f}."
+    )
+    return f'<p class="soft">{escape(said)}</p>{_by_expert(known)}{_by_step(steps)}'
+
+
+def _ratios(known: Sequence[tuple[float, Mapping[str, object]]]) -> Iterator[tuple[float, list[int], list[float]]]:
+    for step, experts in known:
+        layers, ratios = experts.get("layers"), experts.get("load_max_over_mean")
+        if isinstance(layers, list) and isinstance(ratios, list) and layers and len(layers) == len(ratios):
+            yield step, layers, [float(ratio) if isinstance(ratio, int | float) else math.nan for ratio in ratios]
+
+
+def _by_expert(known: Sequence[tuple[float, Mapping[str, object]]]) -> str:
+    """Draw the counts that were recorded last."""
+    experts = next((experts for _, experts in reversed(known) if isinstance(experts.get("counts"), list)), None)
+    if experts is None:
+        return '<p class="missing">No step has recorded the counts of all experts yet.</p>'
+    counts, layers = experts["counts"], experts.get("layers")
+    if not isinstance(counts, list) or not isinstance(layers, list) or not _are_counts(counts, len(layers)):
+        return '<p class="missing">The counts of the experts cannot be read.</p>'
+    shares = [[count * len(row) / (sum(row) or 1) for count in row] for row in counts]
+    size = -(-len(shares[0]) // MOST_EXPERTS)
+    cells = [[max(row[at : at + size]) for at in range(0, len(row), size)] for row in shares]
+    first, last = number(experts, "first_step"), number(experts, "last_step")
+    title = f"Load of each expert, steps {first:,.0f} to {last:,.0f}"
+    merged = f" Each column is the fullest of {size} neighbours." if size > 1 else ""
+    worst = max(zip(map(max_over_mean, counts), layers, strict=True))
+    note = f"Added over these steps, the fullest expert has {worst[0]:.2f} times the mean, in layer {worst[1]}.{merged}"
+    drawn = heat_map(
+        title,
+        [f"layer {layer}" for layer in layers],
+        cells,
+        "expert",
+        _places(len(shares[0]), size),
+        lambda row, column: f"layer {layers[row]}, expert {column * size}: {cells[row][column]:.2f} of the mean",
+        full=FULL_EXPERT,
+    )
+    return f'<h3>{escape(title)}</h3><p class="soft">{escape(note)}</p>{_key(0, FULL_EXPERT)}{drawn}'
+
+
+def _are_counts(counts: Sequence[object], layers: int) -> bool:
+    """Return whether these are rows of equal length, one for each layer, of numbers from 0 on with some above 0."""
+    rows = [row for row in counts if isinstance(row, list) and row]
+    return (
+        len(rows) == len(counts) == layers
+        and len({len(row) for row in rows}) == 1
+        and all(isinstance(count, int) and count >= 0 for row in rows for count in row)
+        and all(map(any, rows))
+    )
+
+
+def _by_step(steps: Sequence[tuple[float, Mapping[int, float]]]) -> str:
+    """Draw the most uneven load of each layer over the steps."""
+    layers = sorted({layer for _, ratios in steps for layer in ratios})
+    size = -(-len(steps) // MOST_COLUMNS)
+    groups = [steps[at : at + size] for at in range(0, len(steps), size)]
+    cells = [
+        [fmean([*(ratios[layer] for _, ratios in group if layer in ratios)] or [math.nan]) for group in groups]
+        for layer in layers
+    ]
+    places = [
+        (next(at for at, group in enumerate(groups) if group[-1][0] >= step), tick(step))
+        for step in ticks(steps[0][0], steps[-1][0], most=10)
+    ]
+    title = "Fullest expert over the mean, by layer"
+    drawn = heat_map(
+        title,
+        [f"layer {layer}" for layer in layers],
+        cells,
+        "step",
+        places,
+        lambda row, column: f"layer {layers[row]}, step {tick(groups[column][0][0])}: {cells[row][column]:.2f}",
+        full=FULL_LAYER,
+        stretched=True,
+    )
+    of = f'<p class="soft">Each column is the mean of {size} steps.</p>' if size > 1 else ""
+    return f"<h3>{escape(title)}</h3>{of}{_key(1, FULL_LAYER)}{drawn}"
+
+
+def _places(experts: int, size: int) -> list[tuple[int, str]]:
+    every = next(step for step in (1, 2, 4, 8, 16, 32, 64, 2**20) if -(-experts // (size * step)) <= 32)
+    return [(at, str(at * size)) for at in range(0, -(-experts // size), every)]
+
+
+def heat_map(
+    label: str,
+    rows: Sequence[str],
+    cells: Sequence[Sequence[float]],
+    axis: str,
+    places: Sequence[tuple[int, str]],
+    title: Callable[[int, int], str],
+    *,
+    full: float,
+    stretched: bool = False,
+) -> str:
+    """Draw ratios to a mean as shades.
+
+    Args:
+        label: what it shows.
+        rows: their names.
+        cells: by row and column; NaN is a gap.
+        axis: what the columns are.
+        places: (column, text) of the marks below.
+        title: of a cell, by row and column.
+        full: the ratio with the full colour.
+        stretched: the columns fill the width however few they are.
+    """
+    columns = len(cells[0])
+    room = (WIDTH - _LEFT - 8) / columns
+    wide = room if stretched else min(room, 34.0)
+    high = min(24.0, max(7.0, 360 / len(rows)))
+    bottom = _TOP + high * len(rows)
+    height = math.ceil(bottom + _BOTTOM)
+    parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(label)}">']
+    parts.append(
+        f'<rect class="idle" x="{_LEFT}" y="{_TOP}" width="{wide * columns:.1f}" height="{high * len(rows):.1f}"/>'
+    )
+    gap = 1.0 if min(wide, high) > 10 else 0.0
+    has_titles = len(rows) * columns <= MOST_TITLES
+    shades: dict[tuple[str, int], list[str]] = {}
+    for row, values in enumerate(cells):
+        for column, value in enumerate(values):
+            if not math.isfinite(value):
+                continue
+            x, y = _LEFT + column * wide, _TOP + row * high
+            shade = _shade(value, full)
+            if has_titles:
+                parts.append(
+                    f'<rect class="{shade[0]}" fill-opacity="{shade[1] / LEVELS:g}" x="{x:.1f}" y="{y:.1f}" '
+                    f'width="{wide - gap:.1f}" height="{high - gap:.1f}"><title>{escape(title(row, column))}</title></rect>'
+                )
+            elif shade[1]:
+                shades.setdefault(shade, []).append(
+                    f"M{x:.1f} {y:.1f}h{wide - gap:.1f}v{high - gap:.1f}h{gap - wide:.1f}z"
+                )
+    parts += [
+        f'<path class="{style}" fill-opacity="{level / LEVELS:g}" d="{"".join(outlines)}"/>'
+        for (style, level), outlines in shades.items()
+    ]
+    every = -(-len(rows) // max(1, int(high * len(rows) / 14)))
+    parts += [
+        f'<text class="tick" x="{_LEFT - 8}" y="{_TOP + (at + 0.5) * high + 4:.1f}" text-anchor="end">{escape(name)}</text>'
+        for at, name in enumerate(rows)
+        if at % every == 0
+    ]
+    parts += [
+        f'<text class="tick" x="{_LEFT + (at + 0.5) * wide:.1f}" y="{bottom + 15:.1f}" text-anchor="middle">{escape(text)}</text>'
+        for at, text in places
+    ]
+    middle = _LEFT + wide * columns / 2
+    parts.append(f'<text class="tick" x="{middle:.1f}" y="{bottom + 30:.1f}" text-anchor="middle">{axis}</text>')
+    return scrolling("".join([*parts, "</svg>"]))
+
+
+def _shade(ratio: float, full: float) -> tuple[str, int]:
+    """Return the colour and its level, 0 to `LEVELS`, of a ratio to the mean."""
+    if ratio < 1:
+        return "c0", round((1 - ratio) * LEVELS)
+    return "c1", min(LEVELS, round((ratio - 1) / (full - 1) * LEVELS))
+
+
+def _key(low: float, full: float) -> str:
+    """Draw the scale of the shades from `low`, 0 or 1, to `full`."""
+    shades = [_shade(low + (full - low) * step / LEVELS, full) for step in range(LEVELS + 1)]
+    even = round((1 - low) / (full - low) * LEVELS)
+    texts = {0: f"{low:g}", even: "1, the mean", LEVELS: f"{full:g}+"}
+    drawn = "".join(
+        f'<rect class="idle" x="{_LEFT + 26 * at}" y="0" width="26" height="12"/>'
+        f'<rect class="{style}" fill-opacity="{level / LEVELS:g}" x="{_LEFT + 26 * at}" y="0" width="26" height="12"/>'
+        for at, (style, level) in enumerate(shades)
+    )
+    marks = "".join(
+        f'<text class="tick" x="{_LEFT + 26 * at + 13}" y="26" text-anchor="middle">{text}</text>'
+        for at, text in texts.items()
+    )
+    return f'<svg viewBox="0 0 {WIDTH} 30" role="img" aria-label="scale: load over the mean of the layer">{drawn}{marks}</svg>'
