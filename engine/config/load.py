@@ -30,6 +30,8 @@ ENVIRONMENT = {
     "VPP": "parallel.vpp",
     "CP": "parallel.cp",
     "DP": "parallel.dp",
+    "EP": "parallel.ep",
+    "ETP": "parallel.etp",
     "MICRO_BATCH_SIZE": "train.micro_batch_size",
     "GLOBAL_BATCH_SIZE": "train.global_batch_size",
     "RUN_NAME": "runtime.name",

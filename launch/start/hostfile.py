@@ -36,7 +36,19 @@ from launch.start.srun_task import LOOPBACK
 VARIABLE = "HOSTFILE"
 DEFAULT_PORT = "29500"
 
-_PASSED_ON = ("TP", "PP", "VPP", "CP", "DP", "MICRO_BATCH_SIZE", "GLOBAL_BATCH_SIZE", "RUN_NAME", "OMP_NUM_THREADS")
+_PASSED_ON = (
+    "TP",
+    "PP",
+    "VPP",
+    "CP",
+    "DP",
+    "EP",
+    "ETP",
+    "MICRO_BATCH_SIZE",
+    "GLOBAL_BATCH_SIZE",
+    "RUN_NAME",
+    "OMP_NUM_THREADS",
+)
 _PASSED_ON_BEGINNINGS = (
     "TRIAXIS_",
     "WANDB_",

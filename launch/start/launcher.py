@@ -3,7 +3,7 @@
     bash launch/pretrain_gpt.sh [config.yaml] [dotted=overrides] [--dry-run]
         |  config        YAML < environment < dotted, all problems at once
         |  world         NPROC_PER_NODE, else the GPUs, else tp pp dp of the config (launch/start/world.py)
-        |  corpus        prepared first, where the default command finds none
+        |  corpus        prepared first, where a tiny config finds none
         v
     one machine, or one call per node:  torchrun  ->  N x launch/pretrain_gpt.py     RANK, WORLD_SIZE, ... set by torchrun
     one task of srun per GPU:           launch/pretrain_gpt.py here, now             the same variables, from SLURM's
@@ -58,6 +58,9 @@ from models.predict.rank_memory import predict
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
 
+TINY_CONFIGS = (DEFAULT_CONFIG, DEFAULT_CONFIG.with_name("moe_tiny.yaml"))
+"""Configs whose corpus is prepared first, from text that every machine has."""
+
 WORKER = "launch.pretrain_gpt"
 """The module that each rank runs: `main(argv) -> int` with the config's path and the overrides."""
 
@@ -72,7 +75,7 @@ DEFAULT_MASTER_PORT = "29500"
 
 @dataclass(frozen=True)
 class Request:
-    """A run to start. `config_path` None: the default command, which also prepares its corpus."""
+    """A run to start. `config_path` None: the default command."""
 
     config_path: Path | None
     overrides: tuple[str, ...]
@@ -129,7 +132,8 @@ def _launch(request: Request, variables: Mapping[str, str]) -> int:
     if request.dry_run:
         return 0
     allow_open_files()
-    if request.config_path is None and not any(word.startswith("data.") for word in request.overrides):
+    has_data = any(word.startswith("data.") for word in request.overrides)
+    if request.worker == WORKER and plan.config_path.resolve() in TINY_CONFIGS and not has_data:
         exit_code = _prepare_corpus(console, plan.config, os.environ | environment)
         if exit_code:
             return exit_code
@@ -235,7 +239,7 @@ def show(console: Console, plan: Plan, arguments: Sequence[str], environment: Ma
 
 
 def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, str]) -> int:
-    """Prepare the corpus of the default command, from text that every machine has, if it is missing; return an exit code."""
+    """Prepare the corpus of a tiny config, from text that every machine has, if it is missing; return an exit code."""
     for _, prefix in config.data.train:
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
             console.print(f"[bold]{'corpus':<8}[/bold]{prefix} is not there yet, so it is prepared first")
