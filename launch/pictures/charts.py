@@ -1,6 +1,6 @@
 """Charts as inline SVG: lines, dots, stacked columns, bars (no torch, no drawing library).
 
-Colours come from the page's CSS (`--c0` .. `--c9`, light or dark as the reader's system is), so a chart holds classes and no
+Colours come from the page's CSS (`--c0` .. `--c10`, light or dark as the reader's system is), so a chart holds classes and no
 colours. Every text passes through `escape`.
 """
 
@@ -30,7 +30,7 @@ class Line:
     Attributes:
         name: in the legend.
         points: (x, y), x ascending; a y that is not finite is a gap.
-        style: CSS class: c0 .. c9 for the colour, `broad`, `dashed`, `dots` (no line) after it.
+        style: CSS class: c0 .. c10 for the colour, `broad`, `dashed`, `dots` (no line) after it.
     """
 
     name: str

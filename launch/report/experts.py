@@ -9,7 +9,7 @@ from html import escape
 from statistics import fmean
 
 from engine.telemetry.record.expert_load import max_over_mean
-from launch.report.charts import WIDTH, scrolling, tick, ticks
+from launch.pictures.charts import WIDTH, scrolling, tick, ticks
 from launch.report.record import RunRecord, number
 
 MOST_COLUMNS = 150
@@ -112,7 +112,7 @@ def _by_step(steps: Sequence[tuple[float, Mapping[int, float]]]) -> str:
         full=FULL_LAYER,
         stretched=True,
     )
-    of = f'<p class="soft">Each column is the mean of {size} steps.</p>' if size > 1 else ""
+    of = f" Each column is the mean of {size} steps." if size > 1 else ""
     return f"<h3>{escape(title)}</h3>{of}{_key(1, FULL_LAYER)}{drawn}"
 
 

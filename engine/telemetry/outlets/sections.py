@@ -27,6 +27,7 @@ _FRACTIONS = (
     ("pipeline", "schedule_bubble"),
     ("comm", "exposed_tp"),
     ("comm", "exposed_cp"),
+    ("comm", "exposed_ep"),
     ("comm", "exposed_pp"),
     ("comm", "exposed_dp"),
 )

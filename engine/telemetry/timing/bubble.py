@@ -20,7 +20,7 @@ beyond it is exposed_dp in the sum over first and last stage (tied embeddings), 
 **Echoes.** The ranks of one stage of a replica (tp x cp) get one message each. One whose message is there goes on, and waits in its
 next tensor- or context-parallel call for one whose message is late. As far as it waited less for its input than another, and
 its action took longer, it waited for the message; this is taken out of the action, and of exposed_tp and exposed_cp in the
-proportion in which the rank waited for the calls of both.
+proportion in which the rank waited for the calls of both. Calls to experts also join replicas, so what they wait stays exposed_ep.
 
 `schedule_bubbles` are the simulator's: mean durations of forwards and backwards per stage. The bubble that is measured beyond them
 comes of actions that did not always take the same time.

@@ -3,6 +3,7 @@
     compute        actions of the schedule, less what is waited for in them
     exposed_tp     waits for tensor-parallel calls, the cross-entropy's too
     exposed_cp     waits for keys and values of the other context-parallel ranks, and for sums of their gradients
+    exposed_ep     waits for tokens on their way to experts and back, for counts of rows, and for the load within samples
     bubble         idle time that would remain with messages that take no time
     exposed_pp     what the pipeline's messages cost: posting, waits beyond the bubble, waits until the last sends have left
     exposed_dp     waits for gradients to be reduced (sums of replicated parameters too), and for parameters to be gathered
@@ -36,6 +37,7 @@ Part = Literal[
     "compute",
     "exposed_tp",
     "exposed_cp",
+    "exposed_ep",
     "bubble",
     "exposed_pp",
     "exposed_dp",
@@ -82,6 +84,8 @@ def _span_of_wait(wait: Event) -> str:
         return END_WAIT
     if wait.axis == "cp":
         return "exposed_cp"
+    if wait.axis in ("experts", "sample"):
+        return "exposed_ep"
     return "exposed_tp" if wait.axis == "tp" and wait.purpose != REPLICA_GRADIENTS else "exposed_dp"
 
 

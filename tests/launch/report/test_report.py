@@ -90,13 +90,13 @@ def page_of(run: Path) -> Page:
 
 
 def test_context_parallelism_is_next_to_the_parts_of_a_step(tmp_path: Path) -> None:
-    """40 ms exposed and 9 ms hidden; each of the ten parts has a colour of its own."""
+    """40 ms exposed and 9 ms hidden; each of the eleven parts has a colour of its own."""
     run = make_run(tmp_path / "cut", replace(STEP, cp_imbalance=1.25), replace(SPLIT, hidden_cp=(0.009,)))
     said = page_of(run).sections["time"]
     assert "Calls of context parallelism took 49.0 ms of a step, 9.0 ms of it hidden." in said
     assert "most attention work of a microbatch had 25.0% more than the mean, 25.0% in the most unequal step." in said
     html = render(read_run(run), 1.7e9)
-    keys = re.findall(r'<i class="key (c\d)"></i>', html)
+    keys = re.findall(r'<i class="key (c\d+)"></i>', html)
     assert len(keys) == len(set(keys)) == len(PARTS) and all(f"--{key}: #" in html for key in keys)
     plain = page_of(make_run(tmp_path / "whole")).sections["time"]
     assert "context parallelism" not in plain and "attention work" not in plain
