@@ -25,6 +25,7 @@ COMPONENTS_OF: Mapping[Part, tuple[str, ...]] = {
     "compute": ("compute", "recompute"),
     "exposed_tp": ("tp",),
     "exposed_cp": ("cp",),
+    "exposed_ep": ("experts",),
     "bubble": ("pipeline bubble",),
     "exposed_pp": ("transfers",),
     "exposed_dp": ("dp",),
