@@ -114,8 +114,7 @@ class Contest:
         self.rank, self.engine, self.folder = rank, engine, folder
         self.world = rank.topology.axis("world")
         self.watch = Watch()
-        shapes = {spec.name: spec.shape for spec in model_specs(engine.config.model)}
-        facts = RunFacts("benchmark", 0, {}, (), lambda: None, shapes)
+        facts = RunFacts("benchmark", 0, {}, (), lambda: None, model_specs(engine.config.model))
         self.directory = CheckpointDirectory(folder / "ours")
         self.checkpoints = CheckpointSaver(engine, self.directory, facts, self.watch)
         self.flats = [

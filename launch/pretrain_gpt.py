@@ -209,7 +209,7 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
         data=data,
         lineage=beginning.lineage,
         wandb_id=directory.known_wandb_id,
-        shapes={spec.name: spec.shape for spec in model_specs(config.model)},
+        specs=model_specs(config.model),
         history=beginning.history,
     )
 

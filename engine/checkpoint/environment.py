@@ -23,7 +23,7 @@ def describe_layout(engine: Engine) -> dict[str, Any]:
     return {
         "world_size": topology.grid.world_size,
         "nodes": topology.grid.num_nodes,
-        **{name: getattr(sizes, name) for name in ("tp", "pp", "vpp", "dp", "cp", "ep")},
+        **{name: getattr(sizes, name) for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")},
         "sequence_parallel": config.parallel.sequence_parallel,
         "layers_per_stage": [len(stage.layers) for stage in engine.stages],
         "schedule": engine.schedule.name,

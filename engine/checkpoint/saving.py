@@ -14,7 +14,7 @@ training continues to the next interval. Only the last save of a run must succee
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -42,6 +42,7 @@ from engine.checkpoint.writer import RankWriter, Written
 from engine.comm.agreement import SaveFlags
 from engine.comm.texts import gather_text
 from engine.errors import CheckpointError, SaveError
+from engine.layout.shard_spec import ParamSpec
 from engine.step import Engine
 
 
@@ -55,7 +56,7 @@ class RunFacts:
         data: fingerprints of the data, by part.
         lineage: ancestors of the run.
         wandb_id: returns the id of the wandb run, once it is known.
-        shapes: logical global shape of every parameter of the model (a rank's engine holds only its own).
+        specs: every parameter of the model (a rank's engine holds only its own).
         history: faults of the run so far; it changes during the run.
     """
 
@@ -64,7 +65,7 @@ class RunFacts:
     data: dict[str, Any]
     lineage: tuple[Ancestor, ...]
     wandb_id: Callable[[], str | None]
-    shapes: dict[str, tuple[int, ...]]
+    specs: Sequence[ParamSpec]
     history: RunHistory = field(default_factory=RunHistory)
 
 
@@ -297,7 +298,7 @@ class CheckpointSaver:
             layout=self._layout,
             config=self._engine.config.model_dump(mode="json"),
             lineage=self._facts.lineage,
-            tensors={name: TensorInfo(shape=shape) for name, shape in self._facts.shapes.items()},
+            tensors={spec.name: TensorInfo(shape=spec.shape, is_trained=spec.is_trained) for spec in self._facts.specs},
             files=tuple(files),
         )
         write_manifest(partial, manifest)

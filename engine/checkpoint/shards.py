@@ -6,7 +6,7 @@ Each element is saved once over the world: by its data-parallel owner in the fir
 that it owns; the other data-parallel ranks then get the weights by the step's usual all-gather.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, TypeVar
 
 import torch
@@ -40,6 +40,11 @@ def saved_buckets(optimizer: DistributedOptimizer) -> list[OwnedBucket]:
     return [owned for owned in optimizer.owned if owned.buffer.replica_index == 0]
 
 
+def having(buckets: Sequence[OwnedBucket], kind: Kind) -> Iterator[OwnedBucket]:
+    """Yield the buckets with state of a kind: parameters that are not trained have no moments."""
+    return (owned for owned in buckets if kind in owned.state.kinds)
+
+
 def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingState:
     """Load weights (and moments, with `all`) of this rank from a checkpoint of any layout; every rank calls it.
 
@@ -63,10 +68,9 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
     kinds = optimizer.state_kinds if what == "all" else (MASTER,)
     engine.buffers.wait_all()
     for kind in kinds:
-        values = [owned.state.read(kind) for owned in optimizer.owned]
-        pairs = zip(optimizer.owned, values, strict=True)
-        load(candidate.folder, manifest, [shard for owned, flat in pairs for shard in shards(owned, flat, kind)])
-        for owned, flat in zip(optimizer.owned, values, strict=True):
+        filled = [(owned, owned.state.read(kind)) for owned in having(optimizer.owned, kind)]
+        load(candidate.folder, manifest, [shard for owned, flat in filled for shard in shards(owned, flat, kind)])
+        for owned, flat in filled:
             owned.state.write({kind: flat})
     state = manifest.state if what == "all" else TrainingState.at_start()
     optimizer.restored(state.num_updates)
@@ -82,8 +86,9 @@ def fingerprint(engine: Engine) -> dict[Kind, int]:
     """Compute the fingerprint of the live state over all ranks (see `fingerprint.py`); every rank calls it."""
     kinds = engine.optimizer.state_kinds
     sums = torch.zeros(len(kinds), dtype=torch.int64, device=engine.topology.device)
-    for owned in saved_buckets(engine.optimizer):
-        for number, kind in enumerate(kinds):
+    saved = saved_buckets(engine.optimizer)
+    for number, kind in enumerate(kinds):
+        for owned in having(saved, kind):
             for shard in shards(owned, owned.state.read(kind), kind):
                 sums[number] += signed(
                     range_fingerprint(shard.values, shard.name, kind, shard.shape, shard.box, shard.start)

@@ -79,7 +79,7 @@ class RankWriter:
         self._thread = thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         device = optimizer.buffers.device
         self._to_host: ToHost = to_host or (FromCuda() if device.type == "cuda" else FromCpu())
-        live = [{kind: owned.state.stored(kind) for kind in optimizer.state_kinds} for owned in self._buckets]
+        live = [{kind: owned.state.stored(kind) for kind in owned.state.kinds} for owned in self._buckets]
         self._sources: Sequence[dict[Kind, StoredState]] = live
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         if in_background:
@@ -130,4 +130,5 @@ class RankWriter:
     def _shards(self) -> Iterator[Shard[StoredState]]:
         for kind in self._kinds:
             for owned, by_kind in zip(self._buckets, self._sources, strict=True):
-                yield from shards(owned, by_kind[kind], kind)
+                if kind in by_kind:
+                    yield from shards(owned, by_kind[kind], kind)

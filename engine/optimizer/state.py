@@ -90,6 +90,11 @@ class OptimizerState:
         }
 
     @property
+    def kinds(self) -> tuple[StateKind, ...]:
+        """Return the kinds of this part, the master first."""
+        return tuple(self._kept)
+
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors besides the parameters."""
         return [tensor for tensor in self._kept.values() if tensor is not self._parameters]

@@ -84,8 +84,7 @@ def engine_of(rank: int, case: Case, checkpoint: dict[str, Any]) -> Engine:
 
 
 def facts_of(config: Config, attempt: int = 0, lineage: tuple[Ancestor, ...] = ()) -> RunFacts:
-    shapes = {spec.name: spec.shape for spec in model_specs(config.model)}
-    return RunFacts("test", attempt, {"samples": "same"}, lineage, lambda: None, shapes)
+    return RunFacts("test", attempt, {"samples": "same"}, lineage, lambda: None, model_specs(config.model))
 
 
 def run(

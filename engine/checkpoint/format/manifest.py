@@ -100,9 +100,10 @@ class DataFile(_Record):
 
 
 class TensorInfo(_Record):
-    """A parameter of the model: its logical global shape."""
+    """A parameter of the model: its logical global shape, and whether it has moments of the optimizer."""
 
     shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)]
+    is_trained: bool = True
 
 
 class Ancestor(_Record):
@@ -191,8 +192,12 @@ class Manifest(_Record):
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
-        """Return the state kinds of every tensor in it."""
+        """Return the state kinds of its trained tensors."""
         return OPTIMIZERS[self.optimizer].state_kinds if self.content == "training" else (MASTER,)
+
+    def kinds_of(self, tensor: TensorInfo) -> tuple[StateKind, ...]:
+        """Return the state kinds of one tensor."""
+        return self.kinds if tensor.is_trained else (MASTER,)
 
     @property
     def num_bytes(self) -> int:
@@ -317,7 +322,7 @@ def manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
                 misplaced.add((piece.name, piece.kind))
             pieces.setdefault((piece.name, piece.kind), []).append(piece)
     for name, tensor in manifest.tensors.items():
-        for kind in manifest.kinds:
+        for kind in manifest.kinds_of(tensor):
             mine, whole = pieces.get((name, kind), []), math.prod(tensor.shape)
             there = sum(piece.numel for piece in mine)
             if (name, kind) in misplaced:
@@ -380,7 +385,11 @@ def _to_json(manifest: Manifest) -> str:
     tree = manifest.model_dump(mode="json")
     files, tensors = tree.pop("files"), tree.pop("tensors")
     head = json.dumps(tree, indent=2, allow_nan=False).removesuffix("\n}")
-    tensor_lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(info)}" for name, info in tensors.items())
+    described = {
+        name: {field: value for field, value in info.items() if (field, value) != ("is_trained", True)}
+        for name, info in tensors.items()
+    }
+    tensor_lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(info)}" for name, info in described.items())
     file_texts = []
     for file in files:
         pieces = ",\n".join(f"      {json.dumps(piece)}" for piece in file["pieces"])

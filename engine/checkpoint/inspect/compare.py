@@ -78,7 +78,7 @@ def tensors_of(manifest: Manifest) -> dict[tuple[str, Kind], Tensor]:
             sum(int(piece.fingerprint, 16) for piece in mine) % (1 << 64),
         )
         for name, info in manifest.tensors.items()
-        for kind in manifest.kinds
+        for kind in manifest.kinds_of(info)
         if (mine := pieces.get((name, kind)))
     }
 

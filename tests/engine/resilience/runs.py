@@ -17,10 +17,11 @@ from engine.checkpoint.resume import resume_or_start
 from engine.checkpoint.saving import CheckpointSaver, RunFacts
 from engine.comm.stop import Stop, StopRequest
 from engine.comm.topology import Topology
+from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
 from engine.data.loader import Batches
 from engine.errors import TriaxisError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.layout.rank_grid import RankGrid
 from engine.resilience.guard import Guard
 from engine.resilience.rollback import Rollback
 from engine.run.validation import StepSource
@@ -125,7 +126,7 @@ def config_of(case: Case, sections: dict[str, dict[str, Any]]) -> Config:
 
 
 def engine_of(rank: int, config: Config, case: Case) -> Engine:
-    sizes = ParallelSizes(tp=case.tp, pp=case.pp, dp=case.dp, vpp=case.vpp)
+    sizes = parallel_sizes(config)
     topology = Topology(
         RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads, has_experts=config.model.has_experts
     )
@@ -170,8 +171,7 @@ def run(
     directory = CheckpointDirectory(Path(folder))
     beginning = resume_or_start(engine, directory, has_saved=False, data=DATA)
     history, trace = beginning.history, Trace(history=beginning.history)
-    shapes = {spec.name: spec.shape for spec in model_specs(config.model)}
-    facts = RunFacts("test", attempt, DATA, beginning.lineage, lambda: None, shapes, history)
+    facts = RunFacts("test", attempt, DATA, beginning.lineage, lambda: None, model_specs(config.model), history)
     guard = Guard(engine, history, open_batches(engine, history), trace)
     if change is not None:
         checked, changed = guard.before_update, change

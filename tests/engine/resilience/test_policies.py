@@ -36,9 +36,11 @@ def few(num_steps: int = NUM_STEPS) -> dict[str, int]:
 # Skip --------------------------------------------------------------------------------------------------------------------
 
 
-def without_one_update(rank: int, case: Case, left_out: int) -> tuple[dict[int, float], dict[str, str]]:
+def without_one_update(
+    rank: int, case: Case, left_out: int, train: dict[str, int]
+) -> tuple[dict[int, float], dict[str, str]]:
     """Losses by step and the state at the end of a run that makes no use of one step."""
-    engine = engine_of(rank, config_of(case, {"train": steps()}), case)
+    engine = engine_of(rank, config_of(case, {"train": train}), case)
     losses = {}
     with closing(open_batches(engine, RunHistory())(0)) as batches:
         for step in range(NUM_STEPS):
@@ -52,7 +54,9 @@ def without_one_update(rank: int, case: Case, left_out: int) -> tuple[dict[int, 
 def test_a_skipped_update_is_as_if_it_had_been_left_out(tmp_path: Path) -> None:
     sections = {"train": steps(), "resilience": {"on_nonfinite": "skip"}}
     traces: list[Trace] = run_ranks(run, 4, SPLIT, str(tmp_path), sections, BAD)
-    for trace, (losses, fingerprint) in zip(traces, run_ranks(without_one_update, 4, SPLIT, BAD_STEP), strict=True):
+    for trace, (losses, fingerprint) in zip(
+        traces, run_ranks(without_one_update, 4, SPLIT, BAD_STEP, steps()), strict=True
+    ):
         assert trace.error == "" and [step for step, _ in trace.told] == list(range(NUM_STEPS))
         assert {step: loss for step, loss in trace.told if step != BAD_STEP} == losses
         assert trace.fingerprint == fingerprint and trace.num_updates == NUM_STEPS - 1
