@@ -20,11 +20,12 @@ from engine.config.plan import local_seq_length
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.loader import MicroBatch
 from engine.data.samples import Sample
-from engine.errors import DataError
+from engine.errors import DataError, DivergenceError
 from engine.numerics.precision import DTYPES
 from engine.pipeline.executor import Executor
 from engine.pipeline.forwards import of_forward
 from engine.pipeline.programs import Programs
+from engine.step_result import without_room
 from models.inference.load import LoadedModel
 
 
@@ -117,12 +118,18 @@ def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[
 
     Args:
         steps: this data-parallel rank's microbatches of each global batch; every step has as many.
+
+    Raises:
+        DivergenceError: on every rank: experts' buffers were too small for the tokens.
     """
     config, topology = model.config, model.topology
     sizes = topology.sizes
     shape = (local_seq_length(config), config.train.micro_batch_size, config.model.hidden_size)
     executor = Executor(topology, [chunk.queue for chunk in model.chunks], shape, DTYPES[config.precision.dtype])
     loss_sum, num_tokens = 0.0, 0
+    load = model.chunks[0].load
+    if load is not None:
+        load.begin()
     programs: Programs | None = None
     for microbatches in steps:
         if programs is None:
@@ -132,5 +139,9 @@ def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[
         if losses and topology.coordinates.tp == 0:
             loss_sum += sum(float(loss) for loss in losses)
             num_tokens += sum(microbatch.num_tokens for microbatch in microbatches)
-    loss_sum, total = topology.axis("world").sum_values([loss_sum, num_tokens], topology.device, "evaluation")
+    lost = 0 if load is None else int(load.overflow)
+    sums = topology.axis("world").sum_values([loss_sum, num_tokens, lost], topology.device, "evaluation")
+    loss_sum, total, lost_anywhere = sums
+    if lost_anywhere:
+        raise DivergenceError(f"Evaluation: {without_room(int(lost_anywhere))}.")
     return loss_sum, int(total)

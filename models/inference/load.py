@@ -20,7 +20,7 @@ from engine.config.plan import stages_of
 from engine.config.tree import Config
 from engine.errors import CheckpointError
 from engine.kernels.registry import open_kernels
-from engine.numerics.precision import DTYPES
+from engine.numerics.precision import DTYPES, accumulation_dtype
 from engine.pipeline.forwards import of_forward
 from engine.tensor_parallel.parameter import ShardedParameter
 from models.gpt.chunk import GPTChunk, build_chunks
@@ -88,17 +88,22 @@ def _refuse_other_tensors(candidate: Candidate, config: Config) -> None:
 
 
 def _allocate(parameters: Sequence[ShardedParameter], dtype: torch.dtype, device: torch.device) -> list[Shard]:
-    """Allocate one flat tensor for all parameters; return the logical parts to be filled (padding stays zero).
+    """Allocate one flat tensor for all trained parameters; return the logical parts to be filled (padding stays zero).
 
-    In forward order, so that weights which share a GEMM are adjacent and stay one matrix.
+    In forward order, so that weights which share a GEMM are adjacent and stay one matrix. A parameter that is not trained has
+    the accumulation dtype, as in training: a router's bias that is rounded would choose other experts.
     """
-    flat = torch.zeros(sum(parameter.record.numel for parameter in parameters), dtype=dtype, device=device)
+    trained = [parameter.record.numel for parameter in parameters if parameter.record.spec.is_trained]
+    flat = torch.zeros(sum(trained), dtype=dtype, device=device)
     targets = []
     at = 0
     for parameter in parameters:
         record = parameter.record
-        part = flat[at : at + record.numel]
-        at += record.numel
+        if record.spec.is_trained:
+            part = flat[at : at + record.numel]
+            at += record.numel
+        else:
+            part = torch.zeros(record.numel, dtype=accumulation_dtype(dtype), device=device)
         parameter.value = nn.Parameter(part.view(record.local_shape), requires_grad=False)
         targets.append(Shard(record.name, "master", record.spec.shape, record.box, 0, part[: record.box_numel]))
     return targets

@@ -26,6 +26,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "moe": _MIXTRAL | {"num_experts": 8, "groups": 4, "top_groups": 2, "group_score": "max", "normalize": False},
     },
     "moe one of many": {"layers": ["moe"], "moe": _MIXTRAL | {"num_experts": 16, "top_k": 1, "normalize": False}},
+    "moe biased": {"layers": ["moe"], "moe": _MIXTRAL | {"choice_bias": True}},
+    "moe one biased": {"layers": ["moe"], "moe": _MIXTRAL | {"choice_bias": True, "top_k": 1, "normalize": False}},
     "moe all": {"layers": ["moe"], "moe": _MIXTRAL | {"top_k": 4}},
     "moe gelu": {"layers": ["moe"], "moe": _MIXTRAL | {"shared_experts": 1}, "activation": "gelu"},
     "moe in turn": {"layers": ["moe"], "moe": _MIXTRAL | {"force_balanced": True}},

@@ -1,11 +1,16 @@
-"""A step brings no number to the host, and what is not finite changes nothing: norm, clipping and skipping stay on the device."""
+"""A step brings no number to the host, and what is not finite changes nothing: norm, clipping and skipping stay on the device.
+
+One form of dispatch of tokens to experts is the named exception: an all-to-all of rows needs their numbers on the host.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.checkpoint.shards import fingerprint
@@ -37,18 +42,40 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Lists(TorchFunctionMode):
+    """Collects the calls that copy a whole tensor to the host, which reach no operator where it is there already."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
+            self._names.append(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 def reads_of_a_step(rank: int, case: Case, plant: bool) -> list[str]:
+    return reads_and_marks(rank, case, plant)[0]
+
+
+def reads_and_marks(rank: int, case: Case, plant: bool) -> tuple[list[str], int]:
+    """What was read in a step, and how many reads the ledger has a mark of."""
     engine, batches = build_rank(rank, case)
     engine.train_step(batches.next_step(), 1e-3)
     microbatches = batches.next_step()
-    with Reads() as reads:
+    with Reads() as reads, Lists(reads.names):
         counts = engine.forward_backward(microbatches)
         result = engine.update(counts, 1e-3)
         if plant:
             float(counts[0])
+            counts.tolist()
     batches.close()
     result.wait()
-    return reads.names
+    marks = [event for event in engine.topology.ledger.events if event.op == "host_read"]
+    return reads.names, len(marks)
 
 
 @pytest.mark.parametrize(
@@ -57,6 +84,7 @@ def reads_of_a_step(rank: int, case: Case, plant: bool) -> list[str]:
         Case("gpt_dropout", pp=2, dp=2, recompute=("selective", "uniform", 1)),
         Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True, dtype="bf16"),
         Case("llama", recompute=("full", "block", 2), modules=("norm", "rope", "activation"), offload=4),
+        Case("deepseek", dp=2, ep=2, dtype="bf16", dispatch="all_gather", experts="grouped"),
     ],
     ids=str,
 )
@@ -66,7 +94,29 @@ def test_a_step_reads_no_number_back(case: Case) -> None:
 
 def test_a_planted_read_is_seen() -> None:
     (names,) = run_ranks(reads_of_a_step, 1, Case("gpt"), True)
-    assert names == ["_local_scalar_dense"]
+    assert names == ["_local_scalar_dense", "tolist"]
+
+
+MOE_LAYERS, MICROBATCHES = 3, 4
+
+
+@pytest.mark.parametrize(
+    ("case", "reads", "marks"),
+    [
+        # Numbers of rows, once per layer and microbatch; the ends of the experts come with them.
+        (Case("deepseek", dp=2, ep=2, dispatch="all_to_all"), 1, 1),
+        # With full recompute the replay exchanges rows again.
+        (Case("deepseek", dp=2, ep=2, dispatch="all_to_all", recompute=("full", "uniform", 1)), 2, 2),
+        # A loop over experts is for the CPU: it reads their ends, which a dispatch by all-gather leaves on the device.
+        (Case("deepseek", dispatch="all_gather"), 1, 0),
+    ],
+    ids=str,
+)
+def test_reads_of_experts_are_named(case: Case, reads: int, marks: int) -> None:
+    case = replace(case, global_batch_size=MICROBATCHES * case.dp)
+    for names, marked in run_ranks(reads_and_marks, case.world_size, case, False):
+        assert names == ["tolist"] * (reads * MOE_LAYERS * MICROBATCHES)
+        assert marked == marks * MOE_LAYERS * MICROBATCHES
 
 
 @contextmanager

@@ -26,6 +26,8 @@ LAYOUTS = [
     Case("gpt_dropout", pp=2, vpp=2, schedule="zbv", num_layers=4),
     Case("kinds", cp=2, pp=2, num_layers=4),
     Case("gpt_dropout", cp=2, dp=2, cp_method="ulysses", num_layers=2),
+    Case("moe losses", dp=2, ep=2, dispatch="all_to_all", num_layers=2),
+    Case("moe losses", tp=2, ep=2, micro_batch_size=2, num_layers=2),
 ]
 
 Plant = Callable[[], None]

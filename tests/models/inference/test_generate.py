@@ -15,7 +15,7 @@ from engine.checkpoint.import_weights import whole, write_checkpoint
 from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes
 from engine.config.section import with_value
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import CheckpointError, ConfigError, DivergenceError
 from engine.kernels.attention import attention
 from engine.kernels.registry import Kernels, open_kernels
 from engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -25,6 +25,8 @@ from engine.pipeline.forwards import of_forward
 from engine.pipeline.lowering import lower
 from models.gpt.chunk import GPTChunk
 from models.gpt.kv_cache import LatentCache
+from models.gpt.moe import MoE
+from models.inference.evaluate import loss_of
 from models.inference.generate import Decoder, Model, Sampling, _batch, generate, sample_token, stream
 from models.inference.load import for_reading, load_model
 from tests.harness import run_ranks
@@ -47,6 +49,15 @@ LAYOUTS = [
     Case("mla, queries from x", tp=4, pp=2, sequence_parallel=True),
     Case("mla, mscale", tp=2, dp=2),
 ]
+
+OF_EXPERTS = [
+    Case("deepseek", tp=2, pp=2, ep=2, sequence_parallel=True),
+    Case("deepseek", dp=2, ep=2, dispatch="all_to_all"),
+    Case("deepseek", tp=2, etp=2, dp=2, ep=2),
+    Case("deepseek", pp=2, vpp=2, dp=2, ep=2, recompute=("full", "uniform", 1)),
+    Case("moe gelu", dp=4, ep=4),
+]
+"""In generation all ranks have the same tokens, and each computes the rows of its experts."""
 
 
 def engine_of(rank: int, case: Case) -> Model:
@@ -114,7 +125,7 @@ def assert_cache_changes_nothing(case: Case, lengths: Sequence[int]) -> None:
     "model",
     [
         *("gpt", "llama", "qwen", "gpt_dropout", "kinds", "kinds_capped", "olmo2", "gemma2", "neox", "granite"),
-        *("mla, kinds", "mla, dropout"),
+        *("mla, kinds", "mla, dropout", "deepseek"),
     ],
 )
 def test_logits_with_a_cache_are_those_of_the_full_forward(model: str) -> None:
@@ -123,7 +134,7 @@ def test_logits_with_a_cache_are_those_of_the_full_forward(model: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("case", with_slow(LAYOUTS, quick=slice(0, 2)))
+@pytest.mark.parametrize("case", with_slow(LAYOUTS, quick=slice(0, 2)) + with_slow(OF_EXPERTS, quick=slice(0, 1)))
 def test_logits_with_a_cache_are_those_of_the_full_forward_in_every_layout(case: Case) -> None:
     assert_cache_changes_nothing(case, (1, 3, len(WINDOW)))
 
@@ -217,6 +228,14 @@ def test_a_cache_does_not_change_the_text(sampling: Sampling) -> None:
     (with_cache,) = run_ranks(continue_prompt, 1, case, sampling, 3)
     (without,) = run_ranks(continue_without_cache, 1, case, sampling, 3)
     assert with_cache == without
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", with_slow(OF_EXPERTS, quick=slice(0, 1)))
+def test_every_layout_of_experts_writes_the_same_tokens(case: Case) -> None:
+    (alone,) = run_ranks(continue_prompt, 1, Case(case.model, num_layers=case.num_layers), SAMPLINGS[2], 12)
+    assert len(set(alone)) > 4
+    assert run_ranks(continue_prompt, case.world_size, case, SAMPLINGS[2], 12) == [alone] * case.world_size
 
 
 def text_ends(rank: int, case: Case) -> None:
@@ -326,6 +345,7 @@ def loaded(rank: int, case: Case, folder: Path) -> tuple[list[int], list[float]]
         Case("qwen", tp=8, num_layers=2),
         Case("gpt", pp=2, tp=2, num_layers=4),
         Case("gpt", pp=2, vpp=2, schedule="zbv", num_layers=4),
+        pytest.param(OF_EXPERTS[2], marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -334,8 +354,38 @@ def test_a_loaded_model_is_the_engine_s(case: Case, tmp_path: Path) -> None:
     (alone,) = run_ranks(continue_prompt, 1, Case(case.model, num_layers=case.num_layers), SAMPLINGS[1], 12)
     assert [text for text, _ in results] == [alone] * case.world_size
     differences = [difference for _, some in results for difference in some]
-    assert len(differences) == case.tp
+    assert len(differences) == case.tp * case.dp
     assert max(differences) <= 1e-13
+
+
+def test_a_loaded_bias_of_the_choice_is_not_rounded(tmp_path: Path) -> None:
+    case = Case("deepseek", dtype="bf16")
+    folder = checkpoint(tmp_path, case)
+    model = load_model(
+        find(folder), case.config(), Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"), has_experts=True)
+    )
+    for name, wanted in weights_of(case.model).items():
+        if name.endswith("router.bias"):
+            mlp = model.chunks[0].get_submodule(f"blocks.{name.split('.')[1]}.mlp")
+            assert isinstance(mlp, MoE) and mlp.bias is not None
+            assert torch.equal(mlp.bias.weight(), wanted.detach().float())
+
+
+def evaluated(headroom: float | None, folder: Path) -> float:
+    case = Case("moe biased", num_layers=2)
+    config = with_value(case.config(), "model.moe.row_headroom", headroom)
+    topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"), has_experts=True)
+    model = load_model(find(folder), config, topology)
+    unmasked = _batch(WINDOW, 0, topology.device)
+    counted = replace(unmasked, loss_mask=torch.ones_like(unmasked.loss_mask), num_tokens=len(WINDOW))
+    return loss_of(model, [[counted]])[0]
+
+
+def test_a_loss_without_room_for_all_tokens_is_an_error(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, Case("moe biased", num_layers=2))
+    assert evaluated(1.0, folder) == evaluated(None, folder) > 0
+    with pytest.raises(DivergenceError, match=r"Evaluation: 16 rows of tokens found no room .* model.moe.row_headroom"):
+        evaluated(0.5, folder)
 
 
 def test_a_model_that_is_read_needs_no_kernel_for_gradients() -> None:
