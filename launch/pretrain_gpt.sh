@@ -9,7 +9,7 @@
 #   sbatch launch/slurm/pretrain_gpt.sbatch my.yaml                # one task per GPU, requeued until it is finished
 #   sbatch --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 launch/pretrain_gpt.sh my.yaml      # the same
 #
-# YAML < environment (TP PP VPP CP DP EP ETP MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE RUN_NAME) < dotted overrides.
+# YAML < environment (TP CP PP VPP DP EP ETP MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE RUN_NAME) < dotted overrides.
 # runs/ and relative paths belong to the folder that it is started from.
 #SBATCH --output=%x-%j.out
 #SBATCH --signal=B:USR1@600

@@ -17,7 +17,7 @@ EXAMPLES = """examples:
   TP=4 PP=1 VPP=1 DP=2 triaxis train configs/gpt_tiny.yaml --dry-run
   triaxis train configs/gpt_tiny.yaml --from-scratch
 
-YAML < environment (TP PP VPP CP DP EP ETP MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE RUN_NAME) < dotted overrides.
+YAML < environment (TP CP PP VPP DP EP ETP MICRO_BATCH_SIZE GLOBAL_BATCH_SIZE RUN_NAME) < dotted overrides.
 Ranks: NPROC_PER_NODE, else the GPUs of this node, else tp pp dp of the config on the CPU.
 Several nodes: HOSTFILE=path (`host slots=8` per line) starts them over ssh; srun with one task per GPU; or the same command on each
 with NNODES NODE_RANK MASTER_ADDR MASTER_PORT.

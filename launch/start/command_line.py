@@ -30,7 +30,16 @@ HELP_WIDTH = 110
 """Columns of `--help`: the examples below the options are about as wide."""
 
 
-LAYOUT_WORDS = {"tp": "tp", "cp": "cp", "pp": "pp", "vpp": "vpp", "dp": "dp", "sp": "sequence_parallel"}
+LAYOUT_WORDS = {
+    "tp": "tp",
+    "cp": "cp",
+    "pp": "pp",
+    "vpp": "vpp",
+    "dp": "dp",
+    "ep": "ep",
+    "etp": "etp",
+    "sp": "sequence_parallel",
+}
 """Words of a layout, and the keys of the section `parallel` that they set."""
 
 

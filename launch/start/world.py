@@ -9,6 +9,7 @@
 The layout is never changed; only a dp that was left open is filled in.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,7 +98,10 @@ def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence
         model_ranks = 2**exponent
         dp = _largest_dp(config, num_ranks // model_ranks, model_ranks, num_nodes)
         for pp in (2**smaller for smaller in range(exponent + 1)):
-            sizes = {"tp": model_ranks // pp, "cp": 1, "pp": pp, "vpp": 1, "dp": dp}
+            tp = model_ranks // pp
+            etp = 1 if config.parallel.etp == 1 else tp
+            ep = math.gcd(config.parallel.ep, tp * dp // etp)
+            sizes = {"tp": tp, "cp": 1, "pp": pp, "vpp": 1, "dp": dp, "ep": ep, "etp": etp}
             parallel = config.parallel.model_copy(update=sizes)
             ranks_per_node, rest = divmod(model_ranks * dp, num_nodes)
             changed = config.model_copy(update={"parallel": parallel})
@@ -113,6 +117,7 @@ def _too_few(config: Config, ranks_per_node: int, num_gpus: int, num_nodes: int,
     choices = []
     if smaller := _smaller(config, num_gpus, num_nodes, more_rules):
         words = f"TP={smaller.tp} PP={smaller.pp} VPP={smaller.vpp} DP={smaller.dp}" + (" CP=1" if context else "")
+        words += f" EP={smaller.ep} ETP={smaller.etp}" if config.model.moe is not None else ""
         choices.append(f"Choose a smaller one, for example\n  {words} bash launch/pretrain_gpt.sh ...")
     choices.append("Train on the CPU:\n  bash launch/pretrain_gpt.sh ... runtime.device=cpu")
     shared = with_value(config, "runtime.collectives", "gloo")

@@ -21,7 +21,7 @@ TRIAXIS = (sys.executable, "-m", "launch.cli")
 
 OTHER_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "TRIAXIS_", "NNODES", "NODE_RANK", "NPROC_", "MASTER_", "WORLD_SIZE")
 OTHER_RUNS = (
-    *("TP", "PP", "VPP", "DP", "EP", "ETP", "MICRO_BATCH_SIZE", "GLOBAL_BATCH_SIZE", "RUN_NAME", "RANK"),
+    *("TP", "CP", "PP", "VPP", "DP", "EP", "ETP", "MICRO_BATCH_SIZE", "GLOBAL_BATCH_SIZE", "RUN_NAME", "RANK"),
     *("PYTHONPATH", "PYTHONSAFEPATH"),
 )
 

@@ -66,7 +66,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TP", "PP", "VPP", "DP", "MICRO_BATCH_SIZE", "GLOBAL_BATCH_SIZE", "RUN_NAME"):
+    for name in ("TP", "CP", "PP", "VPP", "DP", "EP", "ETP", "MICRO_BATCH_SIZE", "GLOBAL_BATCH_SIZE", "RUN_NAME"):
         monkeypatch.delenv(name, raising=False)
 
 

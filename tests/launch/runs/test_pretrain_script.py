@@ -18,9 +18,12 @@ ROOT = Path(__file__).resolve().parents[3]
 PREFIXES = ("SLURM_", "TORCHELASTIC_", "TRIAXIS_", "NNODES", "NODE_RANK", "NPROC_", "MASTER_")
 NAMES = (
     "TP",
+    "CP",
     "PP",
     "VPP",
     "DP",
+    "EP",
+    "ETP",
     "MICRO_BATCH_SIZE",
     "GLOBAL_BATCH_SIZE",
     "RUN_NAME",
