@@ -62,13 +62,16 @@ class Router:
 
     def choose(self, scores: torch.Tensor, bias: torch.Tensor | None, samples: int) -> Choice:
         """Choose experts by scores [T, E]; the T tokens are [T / samples, samples], samples fast."""
-        experts = top_experts(scores if bias is None else scores + bias, self.moe)
-        return Choice(experts, self._fractions(experts, scores, samples))
+        return self.chosen(top_experts(scores if bias is None else scores + bias, self.moe), scores, samples)
 
     def in_turn(self, positions: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
         """Choose experts one after the other by the tokens' int64 positions [T] in their samples."""
         k = self.moe.top_k
         experts = (positions.unsqueeze(-1) * k + torch.arange(k, device=positions.device)) % self.moe.num_experts
+        return self.chosen(experts, scores, samples)
+
+    def chosen(self, experts: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
+        """Return the choice of the experts int64 [T, k]."""
         return Choice(experts, self._fractions(experts, scores, samples))
 
     def _fractions(self, experts: torch.Tensor, scores: torch.Tensor, samples: int) -> torch.Tensor | None:

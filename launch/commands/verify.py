@@ -211,6 +211,7 @@ def _features(row: Row) -> str:
     sizes = " ".join(f"{size} {row[size]}" for size in ("tp", "cp", "pp", "vpp", "dp") if row[size] != 1)
     words = [sizes, "sp" if row["sp"] else "", str(row["schedule"]) if row["schedule"] != "auto" else ""]
     words += [f"{row['recompute']} recompute" if row["recompute"] != "none" else ""]
+    words += [f"experts {row['experts']}" if row["experts"] != "whole" else ""]
     words += [f"micro batch {row['micro batch']}" if row["micro batch"] != 1 else ""]
     return f"{row['model']}: " + ", ".join(word for word in words if word)
 
@@ -269,6 +270,13 @@ def show_certificate(console: Console, asked: Trial, verdict: Verdict, against: 
         f"errors are relative to a tensor's norm, or to its share of all of its kind; {_rounding(asked)} is rounding",
         style="dim",
     )
+    if "routing" in verdict.largest and asked.noise is not None:
+        share, layer = verdict.largest["routing"]
+        console.print(
+            f"at most {share:.2%} of a layer's choices of experts ({layer}) fell otherwise by rounding, which is no verdict; the "
+            "runs went on with those of one process",
+            style="dim",
+        )
     clip = config.optimizer.clip_grad
     unclipped = [step.grad_norm for step in verdict.reference if clip is None or step.grad_norm <= clip]
     if unclipped:

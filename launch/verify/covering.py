@@ -25,13 +25,16 @@ def covering_rows(features: Mapping[str, Sequence[Hashable]], is_legal: Callable
     """
     names = list(features)
     legal = [row for values in product(*features.values()) if is_legal(row := dict(zip(names, values, strict=True)))]
-    missing = {pair for row in legal for pair in pairs(row)}
+    bits: dict[Pair, int] = {}
+    # The pairs of each row as bits of a number, which are counted quickly.
+    masks = [sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs(row)) for row in legal]
+    missing = (1 << len(bits)) - 1
     rows = []
     while missing:
         # `max` takes the first of the best, so the order of the choices decides.
-        best = max(legal, key=lambda row: sum(pair in missing for pair in pairs(row)))
-        rows.append(best)
-        missing -= set(pairs(best))
+        best = max(range(len(legal)), key=lambda number: (masks[number] & missing).bit_count())
+        rows.append(legal[best])
+        missing &= ~masks[best]
     return rows
 
 

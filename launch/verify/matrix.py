@@ -62,11 +62,38 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "free": {"position": "none"},
         },
     },
+    "experts": _BASE
+    | {
+        "num_kv_heads": 4,
+        "ffn_hidden_size": 24,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": "none",
+        "layers": ["dense", "moe*2"],
+        "moe": {
+            "num_experts": 8,
+            "top_k": 3,
+            "ffn_hidden_size": 16,
+            "shared_experts": 1,
+            "score": "sigmoid",
+            "groups": 4,
+            "top_groups": 2,
+            "balance": {"bias_rate": 0.05, "sequence_loss": 0.3, "z_loss": 0.02},
+        },
+    },
 }
 """Models that have, between them, every parameter that is cut or summed in a way of its own, and layers that differ."""
 
 DOCUMENTS = {"kinds of layers": {"attention": "within", "positions": "document", "count_document_starts": False}}
 """Fields of `data` for the families whose samples are documents apart."""
+
+WAYS_OF_EXPERTS: dict[str, dict[str, object]] = {
+    "whole": {"ep": 1, "etp": 1, "dispatch": "auto"},
+    "ep 2, all-gather": {"ep": 2, "etp": 1, "dispatch": "all_gather"},
+    "ep 4, all-to-all": {"ep": 4, "etp": 1, "dispatch": "all_to_all"},
+    "ep 2 and etp, all-to-all": {"ep": 2, "etp": 2, "dispatch": "all_to_all"},
+}
+"""How experts are cut over ranks and reached. etp is tp, so it is two here."""
 
 OWN = "own"
 """The family of a config that was given."""
@@ -98,7 +125,14 @@ def matrix(
         "schedule": ("auto", "gpipe", "zb_h1", "zbv"),
         "recompute": ("full", "selective", "none"),
         "micro batch": (2, 1),
+        "experts": tuple(WAYS_OF_EXPERTS),
     }
+    of_families = {family for family, model in FAMILIES.items() if "moe" in model}
+    if path is not None:
+        has_experts = load_config(path, overrides, os.environ).model.has_experts
+        of_families = {OWN} if has_experts else set()
+    if not of_families:
+        features["experts"] = ("whole",)
     with tempfile.TemporaryDirectory(prefix="triaxis-") as name:
         folder = Path(name)
 
@@ -108,7 +142,9 @@ def matrix(
             return trial(source, (*overrides, *_overrides(row)), small=small, num_steps=num_steps, dtype=dtype)
 
         @cache
-        def is_legal(model: str, tp: int, cp: int, method: str, pp: int, vpp: int, sp: bool) -> bool:
+        def is_legal(
+            model: str, tp: int, cp: int, method: str, pp: int, vpp: int, sp: bool, experts: str, dp: int
+        ) -> bool:
             row: Row = {
                 "model": model,
                 "tp": tp,
@@ -116,8 +152,9 @@ def matrix(
                 "cp method": method,
                 "pp": pp,
                 "vpp": vpp,
-                "dp": 1,
+                "dp": dp,
                 "sp": sp,
+                "experts": experts,
             }
             try:
                 make(row | {"schedule": "auto", "recompute": "none", "micro batch": 1})
@@ -130,14 +167,18 @@ def matrix(
             sp, method = row["sp"], str(row["cp method"])
             has_effect = not (sp and tp == 1) and not (method == "ulysses" and cp == 1)
             fits = has_effect and 1 < tp * cp * pp * dp <= most_ranks
+            way = WAYS_OF_EXPERTS[experts := str(row["experts"])]
+            ep, etp = int(str(way["ep"])), int(str(way["etp"]))
+            if experts != "whole":
+                fits = fits and row["model"] in of_families and etp in (1, tp) and tp * cp * dp % (ep * etp) == 0
             schedule = str(row["schedule"])
             fits = fits and not any(schedule_problems(schedule, vpp)) and (vpp == 1 or pp > 1)
             # Deferred weight gradients keep what whole layers would recompute.
             fits = fits and not (schedule in DEFERS_WEIGHT_GRADIENTS and row["recompute"] == "full")
-            return fits and is_legal(str(row["model"]), tp, cp, method, pp, vpp, bool(sp))
+            # Only experts depend on dp.
+            dp_of_rules = dp if experts != "whole" else 1
+            return fits and is_legal(str(row["model"]), tp, cp, method, pp, vpp, bool(sp), experts, dp_of_rules)
 
-        if path is not None:
-            load_config(path, overrides, os.environ)
         rows = covering_rows(features, can_run)
         if not rows:
             raise ConfigError(
@@ -150,6 +191,7 @@ def _overrides(row: Row) -> list[str]:
     """Write a row as overrides; microbatches do not fill the pipeline evenly where the schedule allows that."""
     micro, dp, pp = (int(str(row[name])) for name in ("micro batch", "dp", "pp"))
     num_microbatches = 2 * pp if row["vpp"] != 1 else 2 * pp + 1
+    way = WAYS_OF_EXPERTS[str(row["experts"])]
     words: Mapping[str, Hashable] = {
         "parallel.tp": row["tp"],
         "parallel.cp": row["cp"],
@@ -157,6 +199,8 @@ def _overrides(row: Row) -> list[str]:
         "parallel.pp": row["pp"],
         "parallel.vpp": row["vpp"],
         "parallel.dp": row["dp"],
+        "parallel.ep": way["ep"],
+        "parallel.etp": way["etp"],
         "parallel.sequence_parallel": row["sp"],
         "schedule.name": row["schedule"],
         "recompute.granularity": row["recompute"],
@@ -166,6 +210,8 @@ def _overrides(row: Row) -> list[str]:
     if row["recompute"] == "selective" and row["cp"] != 1 and row["cp method"] == "all_gather":
         # Its default, attention, is never made again from gathered keys and values.
         words = {**words, "recompute.modules": "[norm]"}
+    if way["dispatch"] != "auto":
+        words = {**words, "kernels.dispatch": way["dispatch"]}
     return [*(f"{key}={str(value).lower()}" for key, value in words.items()), "schedule.file=null"]
 
 

@@ -8,7 +8,7 @@ Weights are off the initial point (norms are not one, biases not zero), since an
 not be seen. Gradients are read where the optimizer reads them: from the owned parts of the reduced main grads.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -18,8 +18,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from engine.checkpoint.shards import having
 from engine.config.optimizer_kinds import StateKind
 from engine.layout.shard_spec import Init, ParamRecord
+from engine.numerics.precision import accumulation_dtype
 from engine.step import Engine
 from engine.tensor_parallel.initial_weights import initial_box
 from launch.verify.verdict.deviation import Deviation
@@ -70,6 +72,7 @@ def start_from_rounded(engine: Engine, seed: int, dtype: torch.dtype) -> None:
 
 def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the record's box after `leave_the_initial_point`, flat, on the CPU: for a process without an engine."""
+    dtype = dtype if record.spec.is_trained else accumulation_dtype(dtype)
     return initial_box(record, seed).to(dtype) + _noise(record, seed).to(dtype)
 
 
@@ -85,6 +88,7 @@ def run_steps(
     lr: float,
     notebook: Notebook,
     watch: AbstractContextManager[None],
+    begin_step: Callable[[int], None] = lambda step: None,
 ) -> list[StepFacts]:
     """Train on the given global batches; pass every tensor of every step to the notebook.
 
@@ -92,10 +96,12 @@ def run_steps(
         engine: at its start.
         steps: this rank's microbatches, step by step.
         watch: open during the first forward and backward.
+        begin_step: called with the number of each step, from 0, before it.
     """
     _write_parameters(engine, 0, "start", notebook)
     facts = []
     for step, microbatches in enumerate(steps):
+        begin_step(step)
         if step == 0:
             with watch:
                 counts = engine.forward_backward(microbatches)
@@ -113,7 +119,7 @@ def run_steps(
 
 
 def _write_owned(engine: Engine, step: int, kind: StateKind, notebook: Notebook) -> None:
-    for owned in engine.optimizer.owned:
+    for owned in engine.optimizer.trained if kind == "gradient" else having(engine.optimizer.owned, kind):
         values = owned.grads if kind == "gradient" else owned.state.read(kind)
         for segment in owned.segments:
             at = segment.offset - owned.bucket.owned[0]

@@ -6,6 +6,7 @@ import zlib
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,10 +22,12 @@ from launch.inference.request import read_job
 from launch.rank.batches import open_batches
 from launch.rank.join import join_run
 from launch.verify.measure import Comparing, Writing, deviation, leave_the_initial_point, run_steps, start_from_rounded
+from launch.verify.routing import Routings
 from launch.verify.samples import samples_of
 from launch.verify.verdict.deviation import Deviation
 from launch.verify.verdict.records import (
     NOISE_REPORT,
+    REFERENCE_DIGESTS,
     REFERENCE_SAMPLES,
     REFERENCE_STEPS,
     RankReport,
@@ -79,10 +82,13 @@ def observe(
     else:
         start_from_rounded(engine, config.train.seed, DTYPES[noise_of])
     probes = Probes(engine.chunks)
+    is_narrow = config.precision.dtype != "float64" or noise_of is not None
+    routings = Routings(engine.chunks, None if is_reference else folder, imposed=is_narrow and not is_reference)
     notebook = Writing(folder) if is_reference else Comparing(folder)
     steps = batches_of_steps(config, topology)
     samples = tuple(_samples_of(step, topology) for step in steps)
-    facts = run_steps(engine, steps, config.optimizer.lr, notebook, probes.open())
+    begin_step = partial(setattr, routings, "step")
+    facts = run_steps(engine, steps, config.optimizer.lr, notebook, probes.open(), begin_step)
     if isinstance(notebook, Writing):
         (folder / REFERENCE_SAMPLES).write_text(json.dumps(samples))
         (folder / REFERENCE_STEPS).write_text(json.dumps([asdict(one) for one in facts]))
@@ -90,8 +96,11 @@ def observe(
             f"{site}|{samples}": value for site, found in probes.values.items() for samples, value in found.items()
         }
         save_file(outputs, folder / REFERENCE_SITES)
+        routings.write(folder)
+        (folder / REFERENCE_DIGESTS).write_text(json.dumps([asdict(one) for one in routings.reports()]))
         return
-    at = topology.coordinates
+    at, experts = topology.coordinates, topology.sizes.expert_place(topology.rank)
+    of_stage = topology.rank % (topology.sizes.world_size // topology.sizes.pp)
     RankReport(
         rank=topology.rank,
         coordinates={"pp": at.pp, "dp": at.dp, "cp": at.cp, "tp": at.tp},
@@ -99,6 +108,8 @@ def observe(
         tensors=tuple(notebook.reports()),
         sites=tuple(_sites(folder, probes, config, topology, steps, sites)),
         samples=samples,
+        experts={"edp": of_stage // topology.sizes.expert_ranks, "ep": experts.ep_index, "etp": experts.etp_index},
+        routings=routings.reports(),
     ).write(report_path(folder, topology.rank) if noise_of is None else folder / NOISE_REPORT)
 
 

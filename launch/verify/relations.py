@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads, method_of
+from engine.config.moe import dispatch_of
 from engine.config.plan import data_parallel_size, stages_of
 from engine.config.tree import Config
 from engine.context_parallel.deal import block_length
 from engine.layout.shard_spec import cut
+from launch.verify.shrink_experts import relations_of_experts
 
 MOST_ROUNDS = 3
 """A first, a last and one between them: further rounds of microbatches are like the second."""
@@ -131,11 +133,17 @@ def _kinds_of_layers(config: Config) -> list[tuple[object, ...]]:
         (
             kind.window is not None and kind.window < length,
             kind.sinks,
+            kind.has_experts,
             kind.rotary and (kind.rotary.dim < config.model.head_size, kind.rotary.is_long),
             kind.rotary and kind.rotary.scaling and kind.rotary.scaling.type,
         )
         for kind in dict.fromkeys(config.model.kinds)
     ]
+
+
+def _experts(config: Config) -> tuple[object, ...] | None:
+    moe, ep = config.model.moe, config.parallel.ep
+    return None if moe is None else (dispatch_of(config), *relations_of_experts(moe, ep))
 
 
 def _query_heads_of_a_rank(config: Config) -> tuple[bool, bool]:
@@ -172,6 +180,7 @@ RELATIONS: Mapping[str, Callable[[Config], object]] = MappingProxyType(
         "latents of queries, and values smaller than keys": lambda c: (
             c.model.mla and (c.model.mla.q_lora_rank is None, c.model.value_size < c.model.head_size)
         ),
+        "experts, choices, groups and their ranks": _experts,
         "microbatches modulo stages": lambda c: num_microbatches(c) % c.parallel.pp,
         "rounds of microbatches": lambda c: min(num_microbatches(c) // c.parallel.pp, MOST_ROUNDS),
         "several samples in a microbatch": lambda c: c.train.micro_batch_size > 1,

@@ -21,10 +21,12 @@ from launch.verify.verdict.evidence import Evidence
 from launch.verify.verdict.judge import Verdict, judge
 from launch.verify.verdict.records import (
     NOISE_REPORT,
+    REFERENCE_DIGESTS,
     REFERENCE_SAMPLES,
     REFERENCE_STEPS,
     ParameterFacts,
     RankReport,
+    RoutingReport,
     StepFacts,
     samples_of,
 )
@@ -139,7 +141,15 @@ def evidence(config: Config, folder: Path) -> Evidence:
         tuple(RankReport.read(path) for path in sorted(folder.glob("rank_*.json"))),
         samples_of(json.loads(samples.read_text())[:num_steps]) if samples.exists() else (),
         RankReport.read(noise) if noise.exists() else None,
+        routings_of(folder, num_steps),
     )
+
+
+def routings_of(folder: Path, num_steps: int | None) -> tuple[RoutingReport, ...]:
+    """Return the reference's choices of experts in the first steps; none where it has not written them."""
+    path = folder / REFERENCE_DIGESTS
+    found = [RoutingReport(**one) for one in json.loads(path.read_text())] if path.exists() else []
+    return tuple(one for one in found if num_steps is None or one.step < num_steps)
 
 
 def parameter_facts(config: Config) -> tuple[ParameterFacts, ...]:

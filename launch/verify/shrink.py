@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.config.context_parallel import gathers_keys, heads_of_pieces, method_of
 from engine.config.model import ModelConfig
+from engine.config.moe import dispatch_of
 from engine.config.plan import data_parallel_size
 from engine.config.tree import Config
 from launch.verify.relations import (
@@ -24,6 +25,7 @@ from launch.verify.relations import (
     stage_relations,
 )
 from launch.verify.shrink_attention import shrink_attention
+from launch.verify.shrink_experts import shrink_experts
 
 HEAD_DIM = 8
 ROTATED = 4
@@ -47,8 +49,8 @@ Relation = tuple[object, ...]
 def shrink(config: Config) -> dict[str, dict[str, Any]]:
     """Return the changes to a configuration, as sections of new values; `parallel.dp` left open counts as 1.
 
-    Kept: tp, cp, pp, vpp, dp, the schedule, and every relation of `launch/verify/relations.py`. Buckets and offloaded tensors
-    are always small, so that there are several.
+    Kept: the ranks of every axis, vpp, the schedule, and every relation of `launch/verify/relations.py`. Buckets and offloaded
+    tensors are always small, so that there are several.
     """
     layers, per_group, num_offloaded = _layers(config)
     seq_length = _seq_length(config)
@@ -71,6 +73,11 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
         "recompute": recompute,
         "offload": {"num_layers": num_offloaded, "min_bytes": 1},
     }
+    moe = config.model.moe
+    if moe is not None:
+        width = changes["model"]["ffn_hidden_size"]
+        changes["model"]["moe"] = shrink_experts(moe, config.parallel.ep, width)
+        changes["kernels"] = {"dispatch": dispatch_of(config)}
     # By the sizes of the small model, auto could be another method.
     changes["parallel"] = {"cp_method": method_of(config)} if config.parallel.cp > 1 else {}
     if config.parallel.layers_per_stage is not None:

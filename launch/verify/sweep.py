@@ -4,24 +4,30 @@ The reference stays the same, because no global batch changes. Where the differe
 with `dp=1`, its cause is on tp, and no table is needed for that.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config.layout import schedule_problems
 from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
 from engine.errors import ConfigError
+from engine.layout.rank_grid import ParallelSizes
 from launch.verify.trial import ONE_PROCESS, checked
 from launch.verify.verdict.causes import cause_of
 from launch.verify.verdict.evidence import Evidence, Outcome
 from launch.verify.verdict.judge import Verdict
+
+EXPERT_AXES = ("ep", "etp")
 
 COLLAPSED: Mapping[str, Mapping[str, object]] = {
     "tp": {"tp": 1, "sequence_parallel": False},
     "pp": {"pp": 1, "vpp": 1, "layers_per_stage": None},
     "cp": {"cp": 1},
     "dp": {"dp": 1},
+    "ep": {"ep": 1},
+    "etp": {"etp": 1},
 }
 """What an axis of one rank cannot have goes with it."""
 
@@ -38,7 +44,8 @@ def attributed(config: Config, evidence: Evidence, verdict: Verdict, is_equal: R
     if verdict.equal:
         return verdict
     steps = verdict.differences[0].step + 1
-    outcomes = [Outcome(change, axis, is_equal(smaller)) for change, axis, smaller in _collapsed(config, steps)]
+    collapsed = list(_collapsed(config, steps))
+    outcomes = _narrowest(config, [Outcome(one.change, one.axis, is_equal(one.config)) for one in collapsed], collapsed)
     vanished = {one.axis for one in outcomes if one.equal}
     outcomes += [
         Outcome(change, None, is_equal(smaller))
@@ -47,11 +54,50 @@ def attributed(config: Config, evidence: Evidence, verdict: Verdict, is_equal: R
     return replace(verdict, cause=cause_of(evidence, verdict.differences, outcomes))
 
 
-def _collapsed(config: Config, steps: int) -> Iterator[tuple[str, str, Config]]:
+@dataclass(frozen=True, slots=True)
+class _Collapsed:
+    """A sub-layout with one axis of one rank, and what that made impossible."""
+
+    change: str
+    axis: str
+    config: Config
+
+
+def _collapsed(config: Config, steps: int) -> Iterator[_Collapsed]:
     sizes = parallel_sizes(config)
     for axis, parallel in COLLAPSED.items():
-        if sizes.size(axis) > 1 and (smaller := _changed(config, steps, {"parallel": parallel})) is not None:
-            yield f"{axis}=1", axis, smaller
+        if sizes.size(axis) == 1:
+            continue
+        experts = _experts_of(sizes, axis)
+        smaller = _changed(config, steps, {"parallel": {**parallel, **experts}})
+        if smaller is not None:
+            words = [f"{axis}=1", *(f"{name}={size}" for name, size in experts.items() if size != sizes.size(name))]
+            yield _Collapsed(" and ".join(words), axis, smaller)
+
+
+def _experts_of(sizes: ParallelSizes, axis: str) -> dict[str, int]:
+    """Return how experts are cut once an axis of the mesh has one rank: as before, as far as the ranks that are left allow it."""
+    if axis in EXPERT_AXES:
+        return {}
+    etp = 1 if axis == "tp" else sizes.etp
+    left = sizes.tp * sizes.cp * sizes.dp // (1 if axis == "pp" else sizes.size(axis))
+    return {"ep": math.gcd(sizes.ep, left // etp), "etp": etp}
+
+
+def _narrowest(config: Config, outcomes: list[Outcome], collapsed: Sequence[_Collapsed]) -> list[Outcome]:
+    """Leave out the axis of an outcome that an axis of experts explains: it could not be collapsed without that one."""
+    sizes = parallel_sizes(config)
+    explained = {one.axis for one in outcomes if one.equal and one.axis in EXPERT_AXES}
+
+    def is_explained(smaller: Config) -> bool:
+        return any(smaller.parallel.model_dump()[name] != sizes.size(name) for name in explained if name is not None)
+
+    return [
+        replace(outcome, axis=None)
+        if outcome.equal and one.axis not in EXPERT_AXES and is_explained(one.config)
+        else outcome
+        for outcome, one in zip(outcomes, collapsed, strict=True)
+    ]
 
 
 def _features(config: Config, steps: int, vanished: set[str | None], num_axes: int) -> Iterator[tuple[str, Config]]:

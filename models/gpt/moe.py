@@ -67,18 +67,20 @@ class MoE(nn.Module):
         return y if shared is None else y + shared
 
     def _choose(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:
-        router, samples = self.experts.router, shape[1]
-        if router.moe.force_balanced:
-            positions = self._positions(keys, shape, scores)
-            choice = router.in_turn(positions, scores, samples)
-        else:
-            bias = None if self.bias is None else self.bias.weight().detach()
-            choice = router.choose(scores, bias, samples)
+        choice = self.choice(keys, shape, scores)
         if self.training:
             self.experts.load.add(self.layer, choice.experts)
         return choice
 
-    def _positions(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
+    def choice(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:
+        """Choose the experts of this rank's tokens by their scores [T, E]; `shape` is that of the layer's input."""
+        router, samples = self.experts.router, shape[1]
+        if router.moe.force_balanced:
+            return router.in_turn(self.positions(keys, shape, scores), scores, samples)
+        bias = None if self.bias is None else self.bias.weight().detach()
+        return router.choose(scores, bias, samples)
+
+    def positions(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
         """Return the places of this rank's tokens [T] in their samples."""
         region, samples = self.context.region, shape[1]
         length = shape[0] * (region.axis.size if region.sequence_parallel else 1)

@@ -20,7 +20,7 @@ def random_trial(number: int, dtype: str, *, most_ranks: int = 8) -> Trial:
     draw = random.Random(number)
     while True:
         family = draw.choice(sorted(FAMILIES))
-        words = _words(draw, dtype, most_ranks)
+        words = _words(draw, dtype, most_ranks, has_experts="moe" in FAMILIES[family])
         try:
             return _trial(family, words, dtype)
         except ConfigError:
@@ -41,7 +41,7 @@ def _trial(family: str, words: list[str], dtype: str) -> Trial:
         return trial(path, tuple(words), small=False, num_steps=NUM_STEPS, dtype=dtype)
 
 
-def _words(draw: random.Random, dtype: str, most_ranks: int) -> list[str]:
+def _words(draw: random.Random, dtype: str, most_ranks: int, *, has_experts: bool) -> list[str]:
     all_sizes = product((1, 2, 4, 8), (1, 2, 4), (1, 2, 3, 4), (1, 2, 3, 4))
     tp, cp, pp, dp = draw.choice([sizes for sizes in all_sizes if 1 < math.prod(sizes) <= most_ranks])
     vpp = draw.choice([1, 2, 3]) if pp > 1 else 1
@@ -84,6 +84,14 @@ def _words(draw: random.Random, dtype: str, most_ranks: int) -> list[str]:
     if cp > 1:
         words["parallel.cp_method"] = draw.choice(["auto", "all_gather", "ulysses"])
         words["recompute.gathered_kv"] = draw.choice(["keep", "regather"])
+    # Drawn last and by the family's need alone, so that other families keep their layouts.
+    if has_experts:
+        etp = draw.choice([1, tp])
+        words["parallel.etp"] = etp
+        words["parallel.ep"] = draw.choice([n for n in (1, 2, 4, 8) if tp * cp * dp % (n * etp) == 0] or [1])
+        words["kernels.dispatch"] = draw.choice(["auto", "all_gather", "all_to_all"])
+        words["model.moe.top_k"] = draw.choice([1, 3, 4])
+        words["model.moe.score"] = draw.choice(["sigmoid", "softmax"])
     if dtype == "bf16":
         words["precision.gradients"] = draw.choice(["full", "full", "bf16"])
         words["precision.masters"] = draw.choice(["full", "full", "split"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.config.plan import parallel_sizes
 from launch.verify.covering import Row, covering_rows, pairs
-from launch.verify.matrix import FAMILIES, matrix
+from launch.verify.matrix import FAMILIES, WAYS_OF_EXPERTS, matrix
 from tests.documented import ROOT
 from tests.verify.trials import run
 
@@ -43,7 +43,8 @@ def test_the_built_in_matrix_has_everything_and_stays_small() -> None:
     assert {one.tp for one in sizes} == {1, 2, 4, 8} and {one.pp for one in sizes} == {1, 2, 4}
     assert {one.cp for one in sizes} == {1, 2, 4}
     assert {row["cp method"] for row, _ in TRIALS if row["cp"] != 1} == {"all_gather", "ulysses"}
-    assert len(TRIALS) <= 38
+    assert {row["experts"] for row, _ in TRIALS} == set(WAYS_OF_EXPERTS)
+    assert len(TRIALS) == 50, "docs/verify.md has the number"
 
 
 def test_a_config_has_a_matrix_of_its_own() -> None:

@@ -1,5 +1,6 @@
 """A shrunk configuration is legal, small, and keeps the relations between sizes from which layout bugs come."""
 
+import math
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ def configs(draw: st.DrawFn) -> Config:
     head_dim = draw(st.sampled_from([None, 64]))
     multiple = draw(st.sampled_from([8, 64, 128, 1024]))
     methods = ["ulysses"] if max(1, kv_heads // tp) % cp == 0 else []
+    experts = _experts(draw, tp, tp * cp * dp) if draw(st.booleans()) else None
     micro = draw(st.integers(1, 4))
     num_microbatches = pp * draw(st.integers(1, 9)) if vpp > 1 else draw(st.integers(1, 20))
     return Config.model_validate(
@@ -58,6 +60,7 @@ def configs(draw: st.DrawFn) -> Config:
                 "seq_length": draw(st.integers(1, 500)) * draw(st.sampled_from([1, 8] if cp == 1 else [2 * cp * tp])),
                 "vocab_size": draw(st.integers(1, 3000) | st.integers(20, 50000)),
                 "vocab_multiple": multiple,
+                **({} if experts is None else {"bias": "none", **experts[0]}),
             },
             "data": {"synthetic": True} | (draw(st.sampled_from([{}, WITHIN])) if cp > 1 else {}),
             "train": {"steps": 1, "micro_batch_size": micro, "global_batch_size": num_microbatches * micro * dp},
@@ -70,11 +73,32 @@ def configs(draw: st.DrawFn) -> Config:
                 "cp_method": draw(st.sampled_from(["auto", "all_gather", *methods])),
                 "sequence_parallel": tp > 1 and draw(st.booleans()),
                 "layers_per_stage": layers_per_stage,
+                **({} if experts is None else experts[1]),
             },
             "recompute": recompute,
             "offload": {"num_layers": draw(st.just(0) | st.integers(0, most))},
         }
     )
+
+
+def _experts(draw: st.DrawFn, tp: int, num_ranks: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """Fields of the model and of the layout; not every draw is legal."""
+    etp = draw(st.sampled_from([1, tp]))
+    ep = draw(st.sampled_from([n for n in (1, 2, 3, 4, 8, 16) if num_ranks % (n * etp) == 0]))
+    groups = draw(st.sampled_from([1, 1, 2, 4, 8]))
+    num_experts = math.lcm(ep, groups) * draw(st.sampled_from([1, 2, 3, 8]))
+    assume(num_experts > 1)
+    top_groups = draw(st.integers(1, groups))
+    moe = {
+        "num_experts": num_experts,
+        "groups": groups,
+        "top_groups": top_groups,
+        "top_k": draw(st.integers(1, min(8, top_groups * num_experts // groups))),
+        "group_score": draw(st.sampled_from(["max", "top2"])),
+        "ffn_hidden_size": 64 * tp,
+        "shared_experts": draw(st.integers(0, 3)),
+    }
+    return {"layers": draw(st.sampled_from([["moe"], ["dense", "moe"]])), "moe": moe}, {"ep": ep, "etp": etp}
 
 
 def shrunk(config: Config) -> Config:
@@ -103,6 +127,9 @@ def test_relations_are_kept_and_sizes_are_not(config: Config) -> None:
     stages = sizes.pp * sizes.vpp
     # The largest: groups of 3 with a border of what is offloaded in the second leave stages of 7 and of 8 layers.
     assert sizes.layers_per_stage is not None or model.num_layers <= 8 * stages
+    if model.moe is not None:
+        # Twice over: more on a rank than a token chooses, of which there are more than ranks or than a group has.
+        assert model.moe.num_experts <= 8 * sizes.ep + 16 and model.moe.ffn_hidden_size <= max(20, 16 * sizes.tp)
 
 
 def _gpt_tiny(*words: str) -> Config:

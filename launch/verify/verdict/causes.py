@@ -19,7 +19,8 @@ from launch.verify.verdict.deviation import Deviation
 from launch.verify.verdict.evidence import Cause, Difference, Evidence, Outcome
 from launch.verify.verdict.records import RankReport, together
 
-AXES = ("tp", "pp", "cp", "dp")
+AXES = ("tp", "pp", "cp", "dp", "ep", "etp")
+"""The mesh's, and those of the second reading of a stage's ranks, by which experts are cut."""
 LOOSEST_SUM = 0.05
 """Projections that add up to 1 within this speak for partial sums, where the bound is not tighter."""
 
@@ -53,8 +54,8 @@ def axes_apart(evidence: Evidence, differing: Sequence[Difference]) -> dict[str,
             (wrong_ranks if is_wrong else right_ranks).append(rank)
     apart = {}
     for axis in AXES:
-        wrong = {rank.coordinates[axis] for rank in wrong_ranks}
-        right = {rank.coordinates[axis] for rank in right_ranks}
+        wrong = {rank.place(axis)[axis] for rank in wrong_ranks}
+        right = {rank.place(axis)[axis] for rank in right_ranks}
         if wrong and right and not wrong & right:
             apart[axis] = tuple(sorted(wrong))
     return apart
@@ -110,7 +111,7 @@ def _from_ranks(evidence: Evidence, differing: Sequence[Difference]) -> str | No
         and (size := evidence.sizes.size(axis)) > 1
         and any(math.isclose(factor, wanted, rel_tol=1e-3) for wanted in (size, 1 / size))
     ]
-    is_of_all = what in ("loss", "gradient norm") or len(differing) == len(evidence.parameters)
+    is_of_all = what in ("loss", "gradient norm") or _are_all(evidence, differing)
     return axes[0] if is_of_all and len(axes) == 1 else None
 
 
@@ -158,7 +159,7 @@ def _along(evidence: Evidence, axis: str) -> list[list[RankReport]]:
     """Return the ranks in groups that differ on this axis alone."""
     groups: dict[tuple[int, ...], list[RankReport]] = {}
     for rank in evidence.ranks:
-        groups.setdefault(tuple(at for name, at in rank.coordinates.items() if name != axis), []).append(rank)
+        groups.setdefault(tuple(at for name, at in rank.place(axis).items() if name != axis), []).append(rank)
     return list(groups.values())
 
 
@@ -169,6 +170,8 @@ def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
     first = differing[0]
     if first.what == "output":
         return _of_output(evidence, first)
+    if first.what == "routing":
+        return _of_routing(first)
     if first.what == "gradient":
         return _of_gradients(evidence, differing)
     if first.what in STATE_KINDS:
@@ -206,10 +209,28 @@ def _of_output(evidence: Evidence, first: Difference) -> str:
         )
     what = {
         "attention": "heads, positions (RoPE) or dropout of a rank's part",
-        "mlp": "columns, or the sum of the row-parallel output",
+        "mlp": "columns, or the sum of the row-parallel output; of experts, the way of tokens to them and back, and their weights",
         "embedding": "rows of the vocabulary, or positions of a rank's part of the sequence",
     }.get(first.name.rsplit(".", 1)[-1], "dropout or residual of a rank's part of the sequence")
     return f"{first.name} is the first wrong output, and its inputs are right: {what}"
+
+
+def _of_routing(first: Difference) -> str:
+    if first.got >= first.wanted:
+        return (
+            f"every expert that a token of {first.name} uses is right, and tokens are not: some are routed more than once, as in "
+            "a replay, or under the place of others"
+        )
+    share = f"{first.wanted - first.got:.0f} of {first.wanted:.0f} experts of {first.name} are not those that one process chooses"
+    if first.step == 0:
+        return (
+            f"{share}, and what the layer gets is right: the router's scores, its bias, the rule of ties or of groups, or tokens "
+            "that are not routed"
+        )
+    return (
+        f"{share}, from step {first.step + 1} on: the bias of its choice follows other counts than those of the global batch, or "
+        "is not moved on every rank"
+    )
 
 
 def _begins_a_stage(evidence: Evidence, site: str) -> bool:
@@ -220,8 +241,8 @@ def _begins_a_stage(evidence: Evidence, site: str) -> bool:
 
 
 def _of_gradients(evidence: Evidence, differing: Sequence[Difference]) -> str:
-    is_of_all = len(differing) == len(evidence.parameters)
-    which = "every gradient" if is_of_all else f"{len(differing)} of {len(evidence.parameters)} gradients"
+    is_of_all, num_gradients = _are_all(evidence, differing), len(_of_same_kind(evidence, differing))
+    which = "every gradient" if is_of_all else f"{len(differing)} of {num_gradients} gradients"
     for axis in AXES[:2]:
         if evidence.sizes.size(axis) > 1 and are_partial_sums(evidence, differing, axis):
             return (
@@ -248,9 +269,23 @@ def _of_gradients(evidence: Evidence, differing: Sequence[Difference]) -> str:
     )
 
 
+def _of_same_kind(evidence: Evidence, differing: Sequence[Difference]) -> Mapping[str, Deviation]:
+    """Return all tensors of the kind and step of a difference: of gradients, those of trained parameters."""
+    return evidence.tensors.get((differing[0].step, differing[0].what), {})
+
+
+def _are_all(evidence: Evidence, differing: Sequence[Difference]) -> bool:
+    return len(differing) == len(_of_same_kind(evidence, differing))
+
+
 def _of_update(evidence: Evidence, differing: Sequence[Difference]) -> str:
     decays: Mapping[str, bool] = {one.name: one.decay for one in evidence.parameters}
     kind = differing[0].what
+    if kind == "master" and all(one.name.endswith("router.bias") for one in differing):
+        return (
+            "gradients, their norm and all trained weights are right, and the bias of the choice of experts is not: it follows "
+            "other counts than those of the global batch, or is moved more than once a step"
+        )
     if kind == "master" and not any(decays[one.name] for one in differing):
         return "gradients and their norm are right, and only weights without decay are not: decay on norms or biases"
     return (

@@ -7,7 +7,15 @@ from functools import cached_property
 
 from engine.layout.rank_grid import ParallelSizes
 from launch.verify.verdict.deviation import Deviation
-from launch.verify.verdict.records import ParameterFacts, RankReport, Sample, StepFacts, TensorKind, together
+from launch.verify.verdict.records import (
+    ParameterFacts,
+    RankReport,
+    RoutingReport,
+    Sample,
+    StepFacts,
+    TensorKind,
+    together,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +24,10 @@ class Difference:
 
     Attributes:
         step: counted from 0.
-        what: a tensor kind, `samples`, `output`, `loss` or `gradient norm`.
+        what: a tensor kind, `samples`, `routing`, `output`, `loss` or `gradient norm`.
         name: of the parameter, the place or the sample; empty for scalars.
-        wanted, got: norms, or the scalars themselves; of a sample, how often it is read.
+        wanted, got: norms, or the scalars themselves; of a sample, how often it is read; of a routing, experts of all tokens
+            and those of them that the reference has chosen.
         error: of the difference, relative to `wanted` or to the tensor's share of all.
         factor: what was got is this multiple of what was wanted and nothing else; None where it is no multiple.
         bound: the largest error that is rounding.
@@ -67,6 +76,7 @@ class Evidence:
         ranks: the reports of the layout.
         samples: of the one process's steps; empty: the reference has not written them.
         noise: the report of one process in a wider dtype; None: the bound is a constant.
+        routings: the one process's choices of experts; empty: the reference has not written them.
     """
 
     sizes: ParallelSizes
@@ -76,6 +86,7 @@ class Evidence:
     ranks: tuple[RankReport, ...]
     samples: tuple[tuple[Sample, ...], ...] = ()
     noise: RankReport | None = None
+    routings: tuple[RoutingReport, ...] = ()
 
     @cached_property
     def tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:

@@ -1,8 +1,8 @@
 """From the ranks' reports to a verdict: equal, or the first difference and its place (no torch here).
 
-The order of a step is the order of the search: samples that are read, weights at the start, outputs along the model, loss,
-gradients, their norm, masters and moments, the parameters that the next forward uses. What comes later differs because of what
-came before.
+The order of a step is the order of the search: samples that are read, weights at the start, outputs and choices of experts
+along the model, loss, gradients, their norm, masters and moments, the parameters that the next forward uses. What comes later
+differs because of what came before.
 """
 
 import math
@@ -14,7 +14,7 @@ from launch.verify.verdict.bounds import TOLERANCES, Bounds
 from launch.verify.verdict.causes import cause_of
 from launch.verify.verdict.deviation import Deviation
 from launch.verify.verdict.evidence import Cause, Difference, Evidence, relative, relative_errors
-from launch.verify.verdict.records import KINDS, Sample, StepFacts
+from launch.verify.verdict.records import KINDS, RoutingReport, Sample, StepFacts
 
 __all__ = ["TOLERANCES", "Cause", "Difference", "Evidence", "Verdict", "judge"]
 
@@ -65,9 +65,17 @@ def judge(evidence: Evidence, tolerance: float | None) -> Verdict:
 
     for step, wanted in enumerate(evidence.reference):
         look(_samples(evidence, step))
+        routing = list(_routing(evidence, step))
         if step == 0:
             look(_of(step, "start", evidence.tensors.get((0, "start"), {}), bounds.tensors(0, "start")))
-            look(_of(step, "output", evidence.sites, bounds.sites()))
+            outputs = _of(step, "output", evidence.sites, bounds.sites())
+            # A router chooses by what came before it along the model, and what comes after follows from its choice.
+            place = _first_wrong_routing(outputs, routing)
+            look(outputs[:place])
+            look(routing)
+            look(outputs[place:])
+        else:
+            look(routing)
         got = [rank.steps[step] for rank in evidence.ranks]
         look(_scalars(step, "loss", wanted, got, lambda facts: facts.loss, bounds.loss(step)))
         for kind in KINDS[1:]:
@@ -94,6 +102,34 @@ def _of(step: int, what: str, tensors: Mapping[str, Deviation], bounds: Mapping[
         )
         for name, error in relative_errors(tensors).items()
     ]
+
+
+def _routing(evidence: Evidence, step: int) -> Iterator[Difference]:
+    """Compare the choices of experts, layer by layer; in a narrow dtype they are counted, and any number of flips is rounding."""
+    found: dict[int, RoutingReport] = {}
+    for rank in evidence.ranks:
+        for one in rank.routings:
+            if one.step == step:
+                found[one.layer] = found[one.layer] + one if one.layer in found else one
+    for wanted in evidence.routings:
+        if wanted.step != step:
+            continue
+        got = found.get(wanted.layer, RoutingReport(step, wanted.layer, 0, 0, 0))
+        right = got.num_choices - got.num_flipped
+        error = got.num_flipped / wanted.num_choices
+        # A narrow dtype goes on with the reference's choices: any number of flips is rounding, and the digest is still exact.
+        bound = 0.0 if evidence.noise is None else math.inf
+        if (got.digest, got.num_choices) != (wanted.digest, wanted.num_choices):
+            # Tokens that are missing or there twice, or in another place: no flip shows them.
+            missing = abs(got.num_choices - wanted.num_choices) / wanted.num_choices
+            error, bound = max(error, missing, 1 / wanted.num_choices), 0.0
+        yield Difference(step, "routing", f"layers.{wanted.layer}.mlp", wanted.num_choices, right, error, None, bound)
+
+
+def _first_wrong_routing(outputs: Sequence[Difference], routing: Sequence[Difference]) -> int:
+    """Return the place among the outputs of the first layer whose choices differ; the end where none do."""
+    wrong = next((one.name for one in routing if not one.error <= one.bound), None)
+    return next((place for place, one in enumerate(outputs) if one.name == wrong), len(outputs))
 
 
 def _scalars(

@@ -6,7 +6,7 @@ rank holds the tensors of another, so the layout may be as large as the machine 
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from engine.config.optimizer_kinds import STATE_KINDS
@@ -22,6 +22,9 @@ start: weights before the first step. parameter: what the next forward uses, on 
 
 REFERENCE_STEPS = "reference.steps.json"
 """File of the one process, with its `StepFacts`."""
+
+REFERENCE_DIGESTS = "reference.digests.json"
+"""File of the one process, with its `RoutingReport`s."""
 
 REFERENCE_SAMPLES = "reference.samples.json"
 """File of the one process, with the samples of its steps, as `RankReport.samples`."""
@@ -67,12 +70,41 @@ class SiteReport:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutingReport:
+    """The choices of experts of one layer in one step, on one rank (`launch/verify/routing.py`).
+
+    Attributes:
+        num_choices: experts of all tokens that were routed here, k each.
+        num_flipped: of these, experts that the reference has not chosen for the token.
+        digest: of tokens and experts, an int64 that adds up over ranks modulo 2^64.
+    """
+
+    step: int
+    layer: int
+    num_choices: int
+    num_flipped: int
+    digest: int
+
+    def __add__(self, other: "RoutingReport") -> "RoutingReport":
+        digest = (self.digest + other.digest + 2**63) % 2**64 - 2**63
+        return RoutingReport(
+            self.step,
+            self.layer,
+            self.num_choices + other.num_choices,
+            self.num_flipped + other.num_flipped,
+            digest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class RankReport:
     """Everything of one rank.
 
     Attributes:
-        coordinates: its place on the axes pp, dp and tp.
+        coordinates: its place on the axes pp, dp, cp and tp.
+        experts: the same rank's place on edp, ep and etp.
         samples: by step, in the order in which they are read.
+        routings: of its layers with experts.
     """
 
     rank: int
@@ -81,6 +113,14 @@ class RankReport:
     tensors: tuple[TensorReport, ...]
     sites: tuple[SiteReport, ...]
     samples: tuple[tuple[Sample, ...], ...] = ()
+    experts: dict[str, int] = field(default_factory=dict)
+    routings: tuple[RoutingReport, ...] = ()
+
+    def place(self, axis: str) -> dict[str, int]:
+        """Return the coordinates among which an axis is: those of the mesh, or those of experts with the stage."""
+        if axis in self.coordinates:
+            return self.coordinates
+        return {"pp": self.coordinates["pp"], **self.experts}
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self)))
@@ -98,6 +138,8 @@ class RankReport:
             ),
             tuple(SiteReport(one["order"], one["name"], Deviation(**one["deviation"])) for one in tree["sites"]),
             samples_of(tree["samples"]),
+            tree["experts"],
+            tuple(RoutingReport(**one) for one in tree["routings"]),
         )
 
 

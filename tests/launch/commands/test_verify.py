@@ -146,7 +146,7 @@ def test_a_matrix_says_each_verdict_and_counts_them(
         ),
         (["--oracle", "transformers", "model.norm=layernorm"], "as llama: model.norm = layernorm, there it is rmsnorm"),
         (["--oracle", "transformers", "model.num_attention_heads=1"], "model.num_attention_heads"),
-        (["--layout", "tp=2,ep=2"], "'ep=2' is not one of tp=.., cp=.., pp=.."),
+        (["--layout", "tp=2,xp=2"], "'xp=2' is not one of tp=.., cp=.., pp=.."),
         (["--layout", "tp=2,tp=4"], "each at most once"),
         (["--layout", "tp=3"], "model.num_attention_heads"),
         (["--steps", "0"], "at least one step"),

@@ -1,0 +1,119 @@
+"""The choices of experts of a verification: written down by the reference, compared and summed by each rank of a layout.
+
+    reference.routing.safetensors      experts of each token, `step|layer|sample`: int32 [s, k], by number
+    digest of a layer                  sum over its tokens of hash(sample, position, layer, experts), modulo 2^64
+
+Each token is routed on one rank, so the digests of all ranks add up to the reference's wherever tokens and experts are.
+
+In float64 every choice must be the reference's. In a narrower dtype two scores that are nearly equal may come in another order,
+and what follows is another function. So the ranks report how many choices they would have made otherwise, and go on with those
+of the reference: everything after is compared as in a dense model.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from engine.expert_parallel.routing import Choice
+from engine.numerics.hashing import GOLDEN, key64, mix_words_
+from engine.tensor_parallel.dropout import DropoutKeys
+from launch.verify.verdict.records import RoutingReport
+from models.gpt.chunk import GPTChunk
+from models.gpt.moe import MoE
+
+REFERENCE_ROUTING = "reference.routing.safetensors"
+
+
+class Routings:
+    """The choices of this rank's layers; `step` is the one that runs, counted from 0.
+
+    Args:
+        chunks: of the rank; their layers with experts are followed from now on.
+        folder: holds the reference's choices; None: this is the reference, which writes every token's.
+        imposed: replace each choice by the reference's.
+    """
+
+    def __init__(self, chunks: Sequence[Any], folder: Path | None, *, imposed: bool) -> None:
+        self.step = 0
+        self._known = None
+        if folder is not None and (folder / REFERENCE_ROUTING).exists():
+            self._known = safe_open(folder / REFERENCE_ROUTING, framework="pt")
+            self._names = set(self._known.keys())
+        self._imposed = imposed
+        self._written: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._reports: dict[tuple[int, int], RoutingReport] = {}
+        for chunk in chunks:
+            for block in cast(GPTChunk, chunk).blocks:
+                if isinstance(moe := block.get_submodule("mlp"), MoE):
+                    self._follow(moe, is_reference=folder is None)
+
+    def reports(self) -> tuple[RoutingReport, ...]:
+        """Return what was compared, by step and layer."""
+        return tuple(self._reports.values())
+
+    def write(self, folder: Path) -> None:
+        """Write the choices of the reference."""
+        whole = {}
+        for name, parts in self._written.items():
+            positions, experts = (torch.cat(each) for each in zip(*parts, strict=True))
+            whole[name] = experts[positions.argsort()].to(torch.int32)
+        save_file(whole, folder / REFERENCE_ROUTING)
+
+    def _follow(self, moe: MoE, *, is_reference: bool) -> None:
+        choose = moe.choice
+
+        def followed(keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:
+            choice = choose(keys, shape, scores)
+            if not moe.training:
+                return choice
+            num_samples = shape[1]
+            positions = moe.positions(keys, shape, scores).view(-1, num_samples).cpu()
+            experts = choice.experts.cpu().view(len(positions), num_samples, -1)
+            columns = [
+                (sample, positions[:, column], experts[:, column]) for column, sample in enumerate(keys.sample_ids)
+            ]
+            if is_reference:
+                for sample, places, chosen in columns:
+                    self._written.setdefault(self._name(moe.layer, sample), []).append((places, chosen.sort().values))
+            wanted = [self._wanted(moe.layer, sample, places, chosen) for sample, places, chosen in columns]
+            for (sample, places, chosen), known in zip(columns, wanted, strict=True):
+                self._add(moe.layer, sample, places, chosen, known)
+            if not self._imposed:
+                return choice
+            imposed = torch.stack(wanted, dim=1).flatten(0, 1).to(choice.experts.device)
+            return moe.experts.router.chosen(imposed, scores, num_samples)
+
+        moe.choice = followed  # type: ignore[method-assign]
+
+    def _name(self, layer: int, sample: int) -> str:
+        return f"{self.step}|{layer}|{sample}"
+
+    def _wanted(self, layer: int, sample: int, positions: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Return the reference's experts int64 [n, k] of a sample's tokens; the rank's own where it has none."""
+        name = self._name(layer, sample)
+        if self._known is None or name not in self._names:
+            return experts
+        return self._known.get_tensor(name)[positions].long()
+
+    def _add(
+        self, layer: int, sample: int, positions: torch.Tensor, experts: torch.Tensor, wanted: torch.Tensor
+    ) -> None:
+        is_known = (experts.unsqueeze(-1) == wanted.unsqueeze(-2)).any(-1)
+        used = wanted if self._imposed else experts
+        report = RoutingReport(
+            self.step, layer, experts.numel(), int((~is_known).sum()), routing_digest(layer, sample, positions, used)
+        )
+        before = self._reports.get((self.step, layer))
+        self._reports[self.step, layer] = report if before is None else before + report
+
+
+def routing_digest(layer: int, sample: int, positions: torch.Tensor, experts: torch.Tensor) -> int:
+    """Return the sum of the hashes of a sample's tokens, at int64 positions [n], with experts int64 [n, k] in any order."""
+    words = mix_words_(positions * GOLDEN + key64(f"{layer}/{sample}"))
+    for chosen in experts.sort().values.unbind(1):
+        words = mix_words_((words ^ (chosen + 1)) * GOLDEN)
+    return int(words.sum())

@@ -1,0 +1,314 @@
+"""Bugs that mixtures of experts have had in this field: reductions, balance, replays, and the way of tokens to experts and back."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import engine.expert_parallel.dispatch
+from engine.activations.saved_tensors import SavedTensors
+from engine.comm.collectives import Axis, Pending
+from engine.comm.topology import Topology
+from engine.config.moe import MoEConfig
+from engine.config.tree import Config
+from engine.expert_parallel.balance import ExpertLoad
+from engine.expert_parallel.dispatch import ExpertGroup, GatherDispatch, _There
+from engine.expert_parallel.region import ExpertRegion
+from engine.expert_parallel.routing import Choice, Router
+from engine.optimizer.distributed import DistributedOptimizer, add_squares
+from engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
+from engine.tensor_parallel.dropout import DropoutKeys
+from models.gpt.moe import MoE
+from tests.parity.cases import Case
+from tests.verify.bug import Bug, anything
+
+
+def is_expert(name: str) -> bool:
+    return ".experts." in name
+
+
+def is_router(name: str) -> bool:
+    return name.endswith("router.weight")
+
+
+def is_bias(name: str) -> bool:
+    return name.endswith("router.bias")
+
+
+def is_layer(name: str) -> bool:
+    return name.endswith(".mlp")
+
+
+def _of_experts(buffer: FlatBuffer) -> bool:
+    return buffer.layout.key.reduce_over == "expert_dp"
+
+
+# Reductions ---------------------------------------------------------------------------------------------------------------
+
+
+class _OverDp:
+    """An axis whose reduce-scatter adds over the dp ranks alone; parts stay those of the axis."""
+
+    def __init__(self, axis: Axis, dp: Axis) -> None:
+        self._axis, self._dp = axis, dp
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._axis, name)
+
+    def reduce_scatter(self, tensor: torch.Tensor, purpose: str, out: torch.Tensor) -> Pending:
+        self._dp.all_reduce(tensor, purpose).wait()
+        return Pending(out)
+
+
+def gradients_of_experts_are_reduced_over_dp() -> None:
+    made = GradBuffers.__init__
+
+    def init(self: GradBuffers, layouts: Any, parameters: Any, dtypes: Any, *rest: Any) -> None:
+        made(self, layouts, parameters, dtypes, *rest)
+        _, _, axes, _ = rest
+        for buffer in self.buffers:
+            if _of_experts(buffer):
+                buffer.reduce_axis = _OverDp(axes["expert_dp"], axes["dp"])  # type: ignore[assignment]
+
+    GradBuffers.__init__ = init  # type: ignore[method-assign,assignment]
+
+
+def gradient_norm_has_the_experts_of_the_first_rank() -> None:
+    square_sum = DistributedOptimizer.grad_square_sum
+
+    def of_first(self: DistributedOptimizer) -> torch.Tensor:
+        total = square_sum(self)
+        for owned in self.trained:
+            # A rank with other experts than the first ones leaves them to that rank.
+            if _of_experts(owned.buffer) and owned.segments and owned.segments[0].record.box[0][0]:
+                squares = torch.zeros_like(total)
+                add_squares(squares, owned.grads.to(owned.state.wide))
+                total -= squares
+        return total
+
+    DistributedOptimizer.grad_square_sum = of_first  # type: ignore[method-assign]
+
+
+def gradients_of_routers_are_not_summed_over_tp() -> None:
+    made = GradBuffers.__init__
+
+    def init(self: GradBuffers, *args: Any) -> None:
+        made(self, *args)
+        for buffer in self.buffers:
+            if any(is_router(entry.record.name) for bucket in buffer.layout.buckets for entry in bucket.entries):
+                buffer.sum_axis = None
+
+    GradBuffers.__init__ = init  # type: ignore[method-assign]
+
+
+def experts_are_not_gathered_after_an_update() -> None:
+    gather = GradBuffers.gather
+
+    def dense_alone(self: GradBuffers, **options: bool) -> None:
+        kept = self.buffers
+        self.buffers = [buffer for buffer in kept if not _of_experts(buffer)]
+        gather(self, **options)
+        self.buffers = kept
+
+    GradBuffers.gather = dense_alone  # type: ignore[method-assign]
+
+
+# Balance ------------------------------------------------------------------------------------------------------------------
+
+
+def losses_on_the_load_grow_with_ep() -> None:
+    made = ExpertRegion.of.__func__  # type: ignore[attr-defined]
+
+    def scaled(cls: type[ExpertRegion], config: Config, topology: Topology) -> ExpertRegion | None:
+        region = made(cls, config, topology)
+        if region is None:
+            return None
+        scale = region.router.loss_scale * config.parallel.ep
+        return replace(region, router=replace(region.router, loss_scale=scale))
+
+    ExpertRegion.of = classmethod(scaled)  # type: ignore[method-assign,assignment]
+
+
+def the_load_of_a_sample_is_that_of_each_ranks_tokens() -> None:
+    chosen = Router.chosen
+
+    def alone(self: Router, experts: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
+        # The fractions are of this rank's part of the sample, as if it were the whole.
+        part = replace(self, sample=_Alone(), seq_length=len(scores) // samples)  # type: ignore[arg-type]
+        return chosen(part, experts, scores, samples)
+
+    Router.chosen = alone  # type: ignore[method-assign]
+
+
+class _Alone:
+    """An axis of one rank."""
+
+    def all_reduce(self, tensor: torch.Tensor, purpose: str) -> Pending:
+        return Pending(tensor)
+
+
+def biases_follow_the_load_of_each_rank() -> None:
+    ExpertLoad.post = lambda self, world: Pending(self._counts.clone())  # type: ignore[method-assign]
+
+
+def biases_follow_the_last_microbatch() -> None:
+    add = ExpertLoad.add
+
+    def last(self: ExpertLoad, layer: int, experts: torch.Tensor) -> None:
+        self._counts[self._rows[layer]].zero_()
+        add(self, layer, experts)
+
+    ExpertLoad.add = last  # type: ignore[method-assign]
+
+
+# Choices ------------------------------------------------------------------------------------------------------------------
+
+
+def a_rank_has_the_bias_of_its_own_experts() -> None:
+    def own(self: MoE, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:
+        assert self.bias is not None
+        group, bias = self.experts.group, self.bias.weight().detach()
+        is_other = group.local_numbers(torch.arange(len(bias))) == group.num_local
+        return self.experts.router.choose(scores, bias.masked_fill(is_other, 0.0), shape[1])
+
+    MoE.choice = own  # type: ignore[method-assign]
+
+
+def choices_are_made_again_in_the_replay() -> None:
+    """In the replay scores have other bits: here those of bf16."""
+    SavedTensors.once = lambda self, function: function()  # type: ignore[method-assign,assignment]
+    choose, seen = MoE._choose, set[tuple[int, tuple[int, ...], int]]()
+
+    def again(self: MoE, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:
+        key = (self.layer, tuple(keys.sample_ids), id(self))
+        rounded = scores.bfloat16().to(scores.dtype) if key in seen else scores
+        seen.symmetric_difference_update({key})
+        return choose(self, keys, shape, rounded)
+
+    MoE._choose = again  # type: ignore[method-assign]
+
+
+# The way of tokens --------------------------------------------------------------------------------------------------------
+
+
+def experts_have_the_numbers_of_the_next_rank() -> None:
+    def shifted(self: ExpertGroup, experts: torch.Tensor) -> torch.Tensor:
+        local = experts - (self.place.ep_index + 1) % self.place.ep * self.num_local
+        return local.where((local >= 0) & (local < self.num_local), self.num_local)
+
+    ExpertGroup.local_numbers = shifted  # type: ignore[method-assign]
+
+
+def weights_stay_in_the_order_of_arrival() -> None:
+    def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, exchange: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.exchange, ctx.k = exchange, weights.shape[1]
+        rows = exchange.there(x, exchange.tokens, "planted").wait().index_select(0, exchange.by_expert)
+        return rows, exchange.there(weights.flatten(), exchange.slots, "planted").wait()
+
+    _There.forward = staticmethod(forward)  # type: ignore[method-assign]
+
+
+def outputs_are_combined_without_weights_on_other_ranks() -> None:
+    begin = GatherDispatch.begin
+
+    def unweighted(self: GatherDispatch, experts: torch.Tensor) -> Any:
+        dispatch = begin(self, experts)
+
+        def without(x: torch.Tensor, weights: torch.Tensor) -> Any:
+            sent = dispatch(x, weights)
+            if self._group.place.ep_index == 0:
+                return sent
+            return replace(sent, weights=torch.ones_like(sent.weights))
+
+        return without
+
+    GatherDispatch.begin = unweighted  # type: ignore[method-assign]
+
+
+def tokens_beyond_the_capacity_are_dropped() -> None:
+    def balanced(moe: MoEConfig, tokens: int, ep: int, etp: int) -> int:
+        return etp * tokens * moe.top_k
+
+    engine.expert_parallel.dispatch.buffer_rows = balanced
+    ExpertLoad.add_overflow = lambda self, rows: None  # type: ignore[method-assign]
+
+
+def parts_of_an_expert_are_averaged() -> None:
+    begin = GatherDispatch.begin
+
+    def averaged(self: GatherDispatch, experts: torch.Tensor) -> Any:
+        dispatch, etp = begin(self, experts), self._group.place.etp
+
+        def mean(x: torch.Tensor, weights: torch.Tensor) -> Any:
+            sent = dispatch(x, weights)
+            return replace(sent, combine=lambda out: sent.combine(out) / etp)
+
+        return mean
+
+    GatherDispatch.begin = averaged  # type: ignore[method-assign]
+
+
+GATHER = Case("deepseek", dp=2, ep=2, num_layers=2, dispatch="all_gather")
+EXCHANGE = replace(GATHER, dispatch="all_to_all")
+TP = Case("deepseek", tp=2, dp=2, ep=2, num_layers=2, dispatch="all_gather")
+
+BUGS = (
+    Bug(a_rank_has_the_bias_of_its_own_experts, GATHER, "routing", is_layer, "ep", "the router's scores, its bias"),
+    Bug(
+        gradients_of_experts_are_reduced_over_dp,
+        Case("deepseek", tp=4, ep=2, num_layers=2, sequence_parallel=True),
+        "gradient",
+        is_expert,
+        "tp",
+        "stays with ep=1",
+    ),
+    Bug(gradient_norm_has_the_experts_of_the_first_rank, GATHER, "gradient norm", anything, "ep", "vanishes with"),
+    Bug(gradients_of_routers_are_not_summed_over_tp, TP, "gradient", is_router, "tp", "not added over tp"),
+    Bug(
+        experts_are_not_gathered_after_an_update,
+        replace(TP, dispatch="all_to_all"),
+        "parameter",
+        is_expert,
+        None,
+        "all-gather",
+        lives_on=frozenset({"dp", "tp"}),
+    ),
+    Bug(losses_on_the_load_grow_with_ep, GATHER, "gradient", anything, "ep", "ep=1"),
+    Bug(
+        the_load_of_a_sample_is_that_of_each_ranks_tokens,
+        Case("moe losses", cp=2, dp=2, num_layers=2),
+        "gradient",
+        anything,
+        "cp",
+        "vanishes with cp=1",
+    ),
+    Bug(biases_follow_the_load_of_each_rank, GATHER, "master", is_bias, "dp", "bias of the choice of experts is not"),
+    Bug(biases_follow_the_last_microbatch, GATHER, "master", is_bias, None, "bias of the choice of experts is not"),
+    Bug(
+        choices_are_made_again_in_the_replay,
+        replace(GATHER, recompute=("full", "uniform", 1)),
+        "routing",
+        is_layer,
+        None,
+        "vanishes with recompute.granularity=none",
+    ),
+    Bug(experts_have_the_numbers_of_the_next_rank, GATHER, "output", is_layer, "ep", "the way of tokens to them"),
+    Bug(weights_stay_in_the_order_of_arrival, EXCHANGE, "output", is_layer, "ep", "the way of tokens to them"),
+    Bug(
+        outputs_are_combined_without_weights_on_other_ranks,
+        GATHER,
+        "output",
+        is_layer,
+        "ep",
+        "the way of tokens to them",
+    ),
+    Bug(tokens_beyond_the_capacity_are_dropped, GATHER, "output", is_layer, "ep", "the way of tokens to them"),
+    Bug(
+        parts_of_an_expert_are_averaged,
+        Case("deepseek", tp=2, etp=2, dp=2, num_layers=2, dispatch="all_gather"),
+        "output",
+        is_layer,
+        "etp",
+        "vanishes with tp=1 and etp=1, with etp=1",
+    ),
+)
