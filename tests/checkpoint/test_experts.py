@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import engine.checkpoint.writer
 from engine.checkpoint.directory import CheckpointDirectory, find
 from engine.checkpoint.format.manifest import MANIFEST, Manifest, manifest_problems, read_manifest
 from engine.checkpoint.import_weights import read_tensor
@@ -15,9 +16,10 @@ from engine.checkpoint.inspect.compare import differences, tensors_of
 from engine.checkpoint.inspect.verify import recompute, verify
 from engine.checkpoint.resume import resume_or_start
 from engine.config.optimizer_kinds import MASTER, OPTIMIZERS
+from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
 from models.specs import model_specs
 from tests.checkpoint.runs import Trace, engine_of, run
-from tests.harness import run_ranks
+from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
 
 NUM_BEFORE, NUM_STEPS = 2, 4
@@ -119,6 +121,39 @@ def test_a_resumed_run_with_experts_equals_the_undisturbed_one_to_the_bit(case: 
         assert second.fingerprints[NUM_BEFORE] == first.fingerprints[NUM_BEFORE]
 
 
+def only_the_first_rank_saves_experts() -> None:
+    """Plant a writer that takes the experts of other ranks for replicas of the first ones."""
+    found = engine.checkpoint.writer.saved_buckets
+
+    def of_first(optimizer: DistributedOptimizer) -> list[OwnedBucket]:
+        return [
+            owned
+            for owned in found(optimizer)
+            if owned.buffer.layout.key.reduce_over == "dp" or owned.segments[0].record.box[0][0] == 0
+        ]
+
+    engine.checkpoint.writer.saved_buckets = of_first
+
+
+def planted_run(rank: int, case: Case, folder: str, until: int, attempt: int, section: dict[str, int]) -> Trace:
+    only_the_first_rank_saves_experts()
+    return run(rank, case, folder, until, attempt, section)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_checkpoint_without_the_experts_of_a_rank_is_named_and_not_loaded(tmp_path: Path) -> None:
+    case = LAYOUTS["dp2 ep2"]
+    run_ranks(planted_run, 2, case, str(tmp_path), NUM_BEFORE, 0, {"interval": NUM_BEFORE})
+    name = "layers.1.mlp.experts.down.weight"
+    assert (
+        f"master:{name}: 512 elements saved of 1,024"
+        in verify(tmp_path / f"step_{NUM_BEFORE:08d}", lambda num_bytes: None).problems
+    )
+    with pytest.raises(RankFailedError, match=f"{name}: 512 elements saved of 1,024"):
+        run_ranks(run, 2, case, str(tmp_path), NUM_STEPS, 1, {})
+
+
 # The file, in one process -------------------------------------------------------------------------------------------------
 
 
@@ -141,12 +176,12 @@ def test_a_bias_has_no_moments_and_every_expert_is_there(checkpoint: Path) -> No
     assert sum(map(is_bias, kinds)) == 3
     assert not verify(checkpoint, lambda num_bytes: None).problems
     assert recompute(checkpoint, manifest, lambda num_bytes: None) == manifest.fingerprint
-    engine = engine_of(0, ONE, {"load": str(checkpoint)})
-    resume_or_start(engine, CheckpointDirectory(checkpoint.parent / "none"), has_saved=False, data={})
+    built = engine_of(0, ONE, {"load": str(checkpoint)})
+    resume_or_start(built, CheckpointDirectory(checkpoint.parent / "none"), has_saved=False, data={})
     for spec in specs:
         read = read_tensor(checkpoint, manifest, spec.name)
         # A padded vocabulary has more rows in memory.
-        assert torch.equal(read, engine.parameters[spec.name].value.detach()[: len(read)]), spec.name
+        assert torch.equal(read, built.parameters[spec.name].value.detach()[: len(read)]), spec.name
         if ".experts." in spec.name:
             assert len({tuple(expert.flatten().tolist()) for expert in read}) == 8, "each expert has values of its own"
 

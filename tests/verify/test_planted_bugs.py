@@ -91,7 +91,7 @@ def test_a_small_size_shows_what_the_full_one_does(
 
 
 UNSEEN = {
-    "fp32": {"masters_do_not_follow_new_weights"},
+    "fp32": {"masters_do_not_follow_new_weights", "a_rank_has_the_bias_of_its_own_experts"},
     "bf16": {
         "last_stage_takes_microbatches_in_another_order",
         "norms_are_decayed",
@@ -104,10 +104,14 @@ UNSEEN = {
         "z_loss_is_divided_by_each_ranks_own_tokens",
         "squares_of_heads_are_not_added",
         "squares_of_replicated_key_heads_are_added_whole",
+        "a_rank_has_the_bias_of_its_own_experts",
+        "gradient_norm_has_the_experts_of_the_first_rank",
+        "weights_stay_in_the_order_of_arrival",
+        "tokens_beyond_the_capacity_are_dropped",
     },
 }
-"""Bugs that are not named rightly in a dtype: below its rounding, named by the place after, or (fp32, where weights and masters
-are one) another bug."""
+"""Bugs that are not named rightly in a dtype: below its rounding, named by the place after, of choices of experts, which have no
+verdict there, or (fp32, where weights and masters are one) another bug."""
 
 
 @pytest.mark.slow
