@@ -104,6 +104,22 @@ def test_every_layout_has_the_loss_of_one_process(llama, text, evaluate, monkeyp
         assert result["tokens"] == alone["tokens"]
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_model_with_experts_has_the_oracle_s_loss_in_every_layout(tmp_path, text, evaluate, monkeypatch):
+    moe = {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 12, "score": "sigmoid", "balance": {"bias_rate": 0.01}}
+    saved, tokens = save(tmp_path, LLAMA | {"layers": ["dense", "moe"], "moe": moe}), list(TEXT.encode())
+    check(evaluate(saved, "--text", text), oracle_loss(saved, tokens), len(tokens), len(tokens))
+    fork_ranks_of(monkeypatch, "launch.inference.request")
+    layouts = (
+        ("--dp", "2", "--batch-size", "1", "parallel.ep=2", "kernels.dispatch=all_to_all"),
+        ("--tp", "2", "--pp", "2", "--batch-size", "3", "parallel.ep=2", "parallel.sequence_parallel=true"),
+        ("--tp", "2", "--dp", "2", "--batch-size", "2", "parallel.ep=2", "parallel.etp=2"),
+    )
+    for layout in layouts:
+        check(evaluate(saved, "--text", text, *layout), oracle_loss(saved, tokens), len(tokens), len(tokens))
+
+
 def test_a_corpus_counts_the_ends_of_documents_as_tokens_without_bytes(llama, tmp_path, evaluate):
     documents = [[*document.encode(), END_OF_DOCUMENT] for document in ("first €", "second", "", "third " * 10)]
     with IndexedWriter(tmp_path / "corpus", "<u2") as writer:

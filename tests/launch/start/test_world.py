@@ -50,6 +50,21 @@ def test_too_few_gpus_says_what_to_type(dp):
     assert decide(smaller, Gpus(3), {}).size == 2
 
 
+def test_too_few_gpus_for_experts_keep_what_can_be_kept_of_ep():
+    moe = {"num_experts": 8, "top_k": 2, "ffn_hidden_size": 64}
+    words = (
+        "model.layers=[moe]",
+        f"model.moe={moe}",
+        "parallel.ep=4",
+        "parallel.dp=4",
+        "parallel.tp=1",
+        "parallel.pp=1",
+    )
+    with pytest.raises(TopologyError, match="never changed") as error:
+        decide(config(*words, "parallel.vpp=1"), Gpus(2), {})
+    assert "TP=1 PP=1 VPP=1 DP=2 EP=2 ETP=1 bash launch/pretrain_gpt.sh" in str(error.value)
+
+
 def test_nproc_per_node_is_taken_as_given():
     assert decide(config(), Gpus(0), {"NPROC_PER_NODE": "3", "NNODES": "2"}).size == 6
     with pytest.raises(TopologyError, match="needs 9 GPUs per node"):
