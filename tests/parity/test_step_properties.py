@@ -126,7 +126,10 @@ TRAFFIC = [
         dtype="bf16",
         global_batch_size=3,
     ),
-    Case("moe one of many", tp=2, dp=4, ep=2, etp=2, num_layers=3, sequence_parallel=True, bucket_bytes=1),
+    pytest.param(
+        Case("moe one of many", tp=2, dp=4, ep=2, etp=2, num_layers=3, sequence_parallel=True, bucket_bytes=1),
+        marks=pytest.mark.slow,
+    ),
 ]
 """Few layers and microbatches, but in most cases numbers of their own: a formula with one size for another is seen."""
 
