@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 ON_A_CPU = ("gpt_tiny", "moe_tiny")
 """Their dp is given."""
-LONG_PIPELINES = ("gpt_530b", "gpt_1t")
+LONG_PIPELINES = ("gpt_530b", "gpt_1t", "deepseek_v3")
 """Hundreds of thousands of actions each, which the checker walks."""
 CASES = [
     pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in LONG_PIPELINES else ()) for path in CONFIGS
