@@ -260,8 +260,9 @@ def show_certificate(console: Console, asked: Trial, verdict: Verdict, against: 
         table.add_row(what, f"{error:.1e}", name, style="bold red" if what in wrong else "")
     console.print(table)
     kv = f" ({model.kv_heads} kv)" if model.kv_heads != model.num_attention_heads else ""
+    experts = "" if model.moe is None else f"{model.moe.num_experts} experts (a token has {model.moe.top_k}), "
     console.print(
-        f"{model.num_layers} layers, h {model.hidden_size}, {model.num_attention_heads} heads{kv}, "
+        f"{model.num_layers} layers, h {model.hidden_size}, {model.num_attention_heads} heads{kv}, {experts}"
         f"vocabulary {model.vocab_size} (padded {model.padded_vocab_size}), sequence {model.seq_length}; "
         f"global batch {config.train.global_batch_size}, micro batch {config.train.micro_batch_size}",
         style="dim",
