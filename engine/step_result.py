@@ -84,7 +84,7 @@ class PendingResult:
         """
         result = self.read()
         if result.flaw:
-            raise DivergenceError(explain(result.flaw))
+            raise DivergenceError(explain(result))
         return result
 
 
@@ -134,9 +134,11 @@ def without_room(rows: int) -> str:
     )
 
 
-def explain(flaw: str) -> str:
+def explain(result: StepResult) -> str:
     """Explain a step that updated nothing, and say what can be done."""
+    if result.dropped:
+        return f"{result.flaw}. Nothing was changed on any rank."
     return (
-        f"{flaw}: an update would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the warm-up, "
-        "or look at the data of the step."
+        f"{result.flaw}: an update would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the "
+        "warm-up, or look at the data of the step."
     )

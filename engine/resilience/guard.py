@@ -87,8 +87,10 @@ class Guard:
         finding = None if is_finite else self._locate(step)
         where = f"step {step + 1:,} on samples {first:,} to {stop - 1:,}"
         seen = "" if finding is None else f" {finding}."
-        message, error = f"{where}: {result.flaw}.{seen}", f"{where}: {explain(result.flaw)}{seen}"
+        message, error = f"{where}: {result.flaw}.{seen}", f"{where}: {explain(result)}{seen}"
         kind: EventKind = "loss_spike" if finding is None else "non_finite"
+        if result.dropped:
+            kind = "experts_overflow"
         details = _details(result, (first, stop), finding)
         policy = self._config.on_nonfinite
         self._num_skips_in_a_row += 1

@@ -12,7 +12,7 @@ import torch
 from engine.comm.agreement import NO_FLAGS
 from engine.config.tree import Config
 from engine.run.phases import Phase
-from engine.step_result import PendingResult, StepResult
+from engine.step_result import PendingResult, StepResult, explain
 from engine.telemetry.observer import TrainingObserver
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.hub import Telemetry
@@ -83,6 +83,7 @@ def test_a_step_reads_its_load_with_its_other_numbers() -> None:
     head = [2.5, 0.5, 100.0, 250.0, 0.25, 3.0, 1.0, *NO_FLAGS.values()]
     result = PendingResult(torch.tensor([*head, *EVEN, *UNEVEN], dtype=torch.float64), num_experts=4).read()
     assert result.load == (EVEN, UNEVEN) and result.dropped == 3 and "no room" in result.flaw
+    assert "model.moe.row_headroom" in explain(result) and "optimizer.lr" not in explain(result)
 
 
 def test_the_observer_writes_the_load_of_each_step(make_config: Callable[..., Config], tmp_path: Path) -> None:
