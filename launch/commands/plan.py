@@ -38,8 +38,7 @@ SECONDS_PER_HOUR = 3600
 
 def add_arguments(parser: CommandParser) -> None:
     parser.usage = (
-        "triaxis plan CONFIG (--gpus NxGPU | --cluster FILE) [--tokens N] [options] [section.key=value ...]\n"
-        "       triaxis plan --validate FILE.csv [--standing N]"
+        "triaxis plan (CONFIG (--gpus NxGPU | --cluster FILE) [section.key=value ...] | --validate FILE.csv) [options]"
     )
     parser.epilog = EXAMPLES
     parser.takes(CONFIG, "model and batch of the run", required=False)

@@ -32,6 +32,7 @@ def report(errors: dict[tuple[str, str], float], facts: StepFacts = FACTS, *, dp
         tuple(TensorReport(0, kind, name, off(errors.get((kind, name), 0.0))) for kind in KINDS for name in NAMES),
         (SiteReport(0, "token_losses", off(errors.get(("output", "token_losses"), 0.0))),),
         (((dp, 7),),),
+        {"edp": dp, "ep": 0, "etp": 0},
     )
 
 

@@ -19,6 +19,7 @@ from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
 CONFIGS = Path(__file__).parents[3] / "configs"
 WORLD_SIZES = {
     "gpt_tiny": 8,
+    "moe_tiny": 8,
     "gpt_125m": 8,
     "gpt_345m": 8,
     "gpt_1p3b": 8,
@@ -95,11 +96,12 @@ def test_shipped_configs_check_alone_and_at_their_world_size(capsys: pytest.Capt
     assert f"/ ({micro} x dp {dp}) = {batch // (micro * dp)} microbatches" in text
 
 
-def test_the_tiny_config_says_its_world_because_a_machine_without_gpus_has_no_size() -> None:
+def test_tiny_configs_say_their_world_because_a_machine_without_gpus_has_no_size() -> None:
     with pytest.raises(ConfigError, match="must be the world size"):
         load_config(TINY, world_size=16)
     assert {name for name in WORLD_SIZES if load_config(CONFIGS / f"{name}.yaml").parallel.dp is not None} == {
-        "gpt_tiny"
+        "gpt_tiny",
+        "moe_tiny",
     }
 
 

@@ -309,7 +309,7 @@ def test_a_browser_shows_it_without_a_complaint(tmp_path: Path, browser: str, sc
     shown = subprocess.run(
         [
             *(browser, *SILENT, f"--user-data-dir={tmp_path / 'profile'}"),
-            *(f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}", f"--window-size={width},3000"),
+            *(f"--blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}", f"--window-size={width},3200"),
             *(f"--screenshot={shot}", (tmp_path / "page.html").as_uri()),
         ],
         capture_output=True,
