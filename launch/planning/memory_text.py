@@ -1,4 +1,4 @@
-"""What ranks hold as coloured text: a bar per rank, a letter per kind of memory (no torch here).
+"""Memory of ranks as coloured text: a bar per rank, a letter per kind of memory (no torch here).
 
 pp 0  |ppppggggggggoooaaaaaaaaaaaaaaac.....|  67.6 GB
 """
