@@ -19,6 +19,7 @@ The backward of each half is the other half's forward: gradients of outputs go t
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -179,7 +180,8 @@ class GatherDispatch:
 
         def dispatch(x: torch.Tensor, weights: torch.Tensor) -> Dispatched:
             whole = gathered.wait()
-            pick = lambda: _Picked.of(group, whole, num_rows)  # noqa: E731 - under the gather of the tokens
+            # The rows are picked under the gather of the tokens.
+            pick = partial(_Picked.of, group, whole, num_rows)
             rows, row_weights, picked = _Gather.apply(x, weights, pick, group.axis)
             group.keep(picked.tokens, picked.slots)
             if self.known is not None:

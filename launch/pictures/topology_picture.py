@@ -26,7 +26,7 @@ MOST_RANKS = 8192
 LEAST_WIDTH = 14.5
 """Width that the title and the legend need."""
 LEAST_PIXELS = 760
-"""Of a large layout in a page, before it is scrolled."""
+"""Width of a large layout in a page, before it is scrolled."""
 LEGEND = "one colour: a tensor-parallel group   ·   hue: pipeline stage   ·   shade: data-parallel index"
 LEGEND_OF_CUT_SAMPLES = LEGEND.replace("data-parallel index", "index over dp and cp")
 

@@ -11,7 +11,7 @@ from launch.pictures.style import COLOURS
 from models.predict.rank_memory import KINDS, Memory, Prediction
 
 COLUMNS = 48
-"""Of a bar that stands for all usable memory of a device."""
+"""Width of a bar that stands for all usable memory of a device."""
 MOST_RANKS = 16
 """Pipeline ranks with a line of their own; of more, the first and the last are shown."""
 _FREE = "."

@@ -18,13 +18,13 @@ from models.predict.rank_memory import KINDS, Memory
 from models.predict.step_time.estimate import COMPONENTS, SIMULATED_ROUNDS, Estimator
 
 MOST_ROWS = 24
-"""Of a chart with a bar per pipeline rank; of more, the page scrolls inside of it."""
+"""Rows of a chart with a bar per pipeline rank; of more, the page scrolls inside of it."""
 MOST_REASONS = 20
 """Layouts that do not fit, with their reasons."""
 MOST_ACTIONS = 250
-"""Of a rank in the picture of the schedule: narrower ones are stripes. One round is drawn always."""
+"""Actions of a rank in the picture of the schedule: narrower ones are stripes. One round is drawn always."""
 FAR = 0.25
-"""Of the fastest step: slower layouts than the front and this much are not in the plot, which they would flatten."""
+"""Share of the fastest step: layouts slower than the front by more are not in the plot, which they would flatten."""
 GB = 1e9
 
 CHOSEN, FRONT, OTHER = "c0 large", "c1", "c7"

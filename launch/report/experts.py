@@ -13,7 +13,7 @@ from launch.pictures.charts import WIDTH, scrolling, tick, ticks
 from launch.report.record import RunRecord, number
 
 MOST_COLUMNS = 150
-"""Of a map over steps; of more steps, a column has the mean of several."""
+"""Columns of a map over steps; of more steps, a column has the mean of several."""
 MOST_EXPERTS = 256
 """Columns of a map of experts; of more, a column has the fullest of several neighbours."""
 FULL_EXPERT, FULL_LAYER = 2.0, 3.0

@@ -20,7 +20,7 @@ MOST_COUNTS = 100
 """Records of a run that have the counts."""
 
 _DIGITS = 4
-"""Of ratios in files."""
+"""Digits of ratios in files."""
 
 
 def max_over_mean(counts: Sequence[int]) -> float:
