@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from engine.activations.saved_tensors import SavedTensors
-from engine.comm.agreement import NO_FLAGS, NUM_SUMS, StepFlags, StopFlags
+from engine.comm.agreement import NO_FLAGS, NUM_NUMBERS, NUM_SUMS, StepFlags, StopFlags
 from engine.comm.topology import Topology
 from engine.config.activations import RecomputeConfig
 from engine.config.plan import BatchPlan
@@ -145,7 +145,8 @@ class Engine:
             on_grad: called with each parameter whose gradient was added (`engine.optimizer.grad_buffer.GradBuffers.start`).
 
         Returns:
-            This rank's [loss sum, tokens]; zeros off the last stage.
+            This rank's [loss sum, tokens]; zeros off the last stage. With multi-token prediction the weighted loss sums of tokens
+            ahead follow, then the numbers of those tokens.
         """
         self.topology.ledger.reset()
         for chunk in self.chunks:
@@ -156,7 +157,7 @@ class Engine:
         program = self.train_programs.next()
         scale = 1.0 / self.nominal_tokens
         losses = self.executor.run(program, microbatches, self._loss, loss_scale=scale, observers=observers)
-        counts = self._count(losses, microbatches)
+        counts = self._count(losses, microbatches, self.config.model.num_mtp_layers)
         self.buffers.finish()
         return counts
 
@@ -181,8 +182,8 @@ class Engine:
         raised = flags._replace(retried=float(self._retries > before)).values()
         load = self.load
         posted = None if load is None else load.post(self.topology.axis("world"))
-        mine = [self.optimizer.grad_square_sum().to(AGREEMENT_DTYPE).view(1), counts, self._overflow()]
-        vector = torch.cat((*mine, counts.new_zeros(len(raised))))
+        mine = [self.optimizer.grad_square_sum().to(AGREEMENT_DTYPE).view(1), counts[:2], self._overflow()]
+        vector = torch.cat((*mine, counts.new_zeros(len(raised)), counts[2:]))
         for place, flag in enumerate(raised, start=NUM_SUMS):
             if flag:
                 vector[place].fill_(flag)
@@ -198,14 +199,15 @@ class Engine:
         clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
         self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=self.diverged)
         sums = torch.stack((loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, overflow, self.diverged))
-        numbers = [sums, agreed[NUM_SUMS:]]
+        numbers = [sums, agreed[NUM_SUMS:NUM_NUMBERS], self._losses_ahead(agreed[NUM_NUMBERS:])]
         num_experts = 0
         if load is not None and posted is not None:
             by_layer = posted.wait()
             load.update(by_layer, skip=self.diverged)
             numbers.append(by_layer.flatten().to(AGREEMENT_DTYPE))
             num_experts = by_layer.shape[1]
-        return PendingResult(torch.cat(numbers), loss_limit, self.to_host, num_experts)
+        num_ahead = self.config.model.num_mtp_layers
+        return PendingResult(torch.cat(numbers), loss_limit, self.to_host, num_experts, num_ahead)
 
     def receive_late(self) -> bool:
         """Use late receives in the next runs; whether the runs before had early ones. Every rank calls it after the same step."""
@@ -249,10 +251,24 @@ class Engine:
             return torch.zeros(1, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         return self.load.overflow.to(AGREEMENT_DTYPE).view(1)
 
-    def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
-        """Return [loss sum, tokens] on the device, counted once per model replica: by the tp rank 0 of the last stage."""
+    def _losses_ahead(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the loss per token [D] at each distance, from [D weighted loss sums, D numbers of tokens]."""
+        mtp = self.config.model.mtp
+        if mtp is None:
+            return sums
+        loss_sums, num_tokens = sums.chunk(2)
+        return loss_sums * (mtp.num_layers / mtp.loss_weight) / num_tokens.clamp(min=1.0)
+
+    def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any], num_ahead: int = 0) -> torch.Tensor:
+        """Return [loss sum, tokens] on the device, counted once per model replica: by the tp rank 0 of the last stage.
+
+        The same of `num_ahead` tokens further on follows, first all sums and then all numbers.
+        """
+        device = self.topology.device
         if not losses or self.topology.coordinates.tp != 0:
-            return torch.zeros(2, dtype=AGREEMENT_DTYPE, device=self.topology.device)
-        loss_sum = torch.stack(list(losses)).sum().to(AGREEMENT_DTYPE)
+            return torch.zeros(2 + 2 * num_ahead, dtype=AGREEMENT_DTYPE, device=device)
+        sums = torch.stack(list(losses)).sum(0).to(AGREEMENT_DTYPE).view(-1)
         num_tokens = sum(microbatch.num_tokens for microbatch in microbatches)
-        return torch.stack((loss_sum, torch.full_like(loss_sum, num_tokens)))
+        ahead = [sum(microbatch.num_ahead[place] for microbatch in microbatches) for place in range(num_ahead)]
+        counts = to_device((num_tokens, *ahead), AGREEMENT_DTYPE, device)
+        return torch.cat((sums[:1], counts[:1], sums[1:], counts[1:]))

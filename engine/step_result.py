@@ -24,6 +24,7 @@ class StepResult:
         flaw: why the step has updated nothing; "": it has.
         load: tokens of the global batch that chose each expert, by layer with experts; (): the model has none.
         dropped: rows of tokens that found no room in the buffers of their experts; a step with any has a flaw.
+        ahead: loss per token of multi-token prediction, at each distance beyond the next token.
     """
 
     loss: float
@@ -33,6 +34,7 @@ class StepResult:
     flaw: str = ""
     load: tuple[tuple[int, ...], ...] = ()
     dropped: int = 0
+    ahead: tuple[float, ...] = ()
 
 
 class PendingResult:
@@ -40,9 +42,10 @@ class PendingResult:
 
     Args:
         numbers: [loss, gradient norm, tokens, loss sum, sum of squares, rows without room, whether the update was left out,
-            *`StepFlags.values`, *the load of experts by layer].
+            *`StepFlags.values`, *the loss of each token ahead, *the load of experts by layer].
         loss_limit: what the loss may be at most.
         num_experts: of a layer; 0: the model has none.
+        num_ahead: tokens ahead; 0: the model predicts none.
         to_host: copies the numbers; None: the device's way.
     """
 
@@ -52,15 +55,17 @@ class PendingResult:
         loss_limit: float = math.inf,
         to_host: ToHost | None = None,
         num_experts: int = 0,
+        num_ahead: int = 0,
     ) -> None:
         self._numbers = HostCopy(numbers, to_host)
         self._loss_limit = loss_limit
-        self._num_experts = num_experts
+        self._num_experts, self._num_ahead = num_experts, num_ahead
 
     def read(self) -> StepResult:
         """Read what all ranks agree on; `flaw` says why nothing was updated, if so."""
         loss, grad_norm, num_tokens, loss_sum, square_sum, overflow, left_out, *others = self._numbers.wait()
-        flags, load = others[:NUM_FLAGS], [int(count) for count in others[NUM_FLAGS:]]
+        flags, ahead = others[:NUM_FLAGS], tuple(others[NUM_FLAGS : NUM_FLAGS + self._num_ahead])
+        load = [int(count) for count in others[NUM_FLAGS + self._num_ahead :]]
         by_layer = tuple(tuple(load[at : at + self._num_experts]) for at in range(0, len(load), self._num_experts or 1))
         flaw = ""
         if overflow:
@@ -73,7 +78,7 @@ class PendingResult:
                 flaw = f"loss {loss:.4f} over {int(num_tokens)} tokens is above the limit of {self._loss_limit:.4f}"
             else:
                 flaw += "are finite, but those of a step before were not"
-        return StepResult(loss, grad_norm, int(num_tokens), StepFlags.of(flags), flaw, by_layer, int(overflow))
+        return StepResult(loss, grad_norm, int(num_tokens), StepFlags.of(flags), flaw, by_layer, int(overflow), ahead)
 
     def wait(self) -> StepResult:
         """Read the result of a step that must have updated the weights.

@@ -27,6 +27,13 @@ in layers with experts, E of them and of width f_e, in place of up, gate_up and 
     layers.N.mlp.experts.down.weight     [E, h, f_e]         experts cut over ep, columns over etp
     layers.N.mlp.shared.*                                    an MLP of width f_e x the shared experts, cut over tp
 
+layers of multi-token prediction are numbered on, and have besides:
+
+    layers.N.mtp.embedding_norm.*        [h]                 of the embedding of a token ahead
+    layers.N.mtp.hidden_norm.*           [h]                 of the output before
+    layers.N.mtp.projection.weight       [h, 2 h]            whole on every rank, which projects its tokens
+    layers.N.mtp.norm.*                  [h]                 before the head
+
     final_norm.{weight,bias}             [h]
     head.weight                          [V, h]              untied only
 
@@ -39,6 +46,7 @@ from typing import Protocol
 
 from engine.config.model import ModelConfig
 from engine.config.moe import MoEConfig
+from engine.layout.partition import StageLayers
 from engine.layout.shard_spec import Init, ParamSpec
 from models.attention_specs import heads_specs, initial_gain
 
@@ -52,16 +60,14 @@ class StageContents(Protocol):
     def has_embedding(self) -> bool: ...
     @property
     def has_head(self) -> bool: ...
+    @property
+    def num_mtp(self) -> int: ...
 
 
 def model_specs(model: ModelConfig) -> tuple[ParamSpec, ...]:
     """List every parameter of the model once, in forward order."""
-    specs = [*embedding_specs(model)]
-    for layer in range(model.num_layers):
-        specs += layer_specs(model, layer)
-    specs += final_norm_specs(model)
-    specs += () if model.tie_embeddings else head_specs(model)
-    return tuple(specs)
+    layers = range(model.num_layers + model.num_mtp_layers)
+    return stage_specs(model, StageLayers(layers, has_embedding=True, has_head=True, num_mtp=model.num_mtp_layers))
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -70,16 +76,24 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def stage_specs(model: ModelConfig, stage: StageContents) -> tuple[ParamSpec, ...]:
-    """List the parameters of one pipeline stage in forward order; a tied embedding is on both end stages."""
+    """List the parameters of one pipeline stage in forward order.
+
+    The word embedding is on both end stages where the last one needs it too: as the head, or for tokens ahead.
+    """
     specs: list[ParamSpec] = []
     if stage.has_embedding:
         specs += embedding_specs(model)
-    for layer in stage.layers:
+    own = len(stage.layers) - stage.num_mtp
+    for layer in stage.layers[:own]:
         specs += layer_specs(model, layer)
     if stage.has_head:
         specs += final_norm_specs(model)
-        if not (model.tie_embeddings and stage.has_embedding):
-            specs += head_specs(model)
+        if model.embedding_is_at_head and not stage.has_embedding:
+            specs.append(_word_embedding(model))
+        if not model.tie_embeddings:
+            specs.append(_vocabulary_matrix(model, "head.weight", tied_ends=False))
+    for layer in stage.layers[own:]:
+        specs += layer_specs(model, layer)
     return tuple(specs)
 
 
@@ -90,14 +104,6 @@ def embedding_specs(model: ModelConfig) -> Iterator[ParamSpec]:
         yield ParamSpec("embedding.position.weight", shape, Init("normal", model.init_std), grad_is_partial="sequence")
 
 
-def head_specs(model: ModelConfig) -> Iterator[ParamSpec]:
-    """List the output projection: the tied word embedding itself, or a matrix of its own."""
-    if model.tie_embeddings:
-        yield _word_embedding(model)
-    else:
-        yield _vocabulary_matrix(model, "head.weight", tied_ends=False)
-
-
 def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
     h = model.hidden_size
     normal = Init("normal", model.init_std)
@@ -105,6 +111,8 @@ def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
     residual = Init("normal", model.init_std / math.sqrt(2 * model.num_layers))
     attention, mlp = f"layers.{layer}.attention", f"layers.{layer}.mlp"
 
+    if layer >= model.num_layers:
+        yield from _joining(model, f"layers.{layer}.mtp", normal)
     if model.norms_before:
         yield from _norm(model, f"{attention}.norm")
     yield from heads_specs(model, layer, attention)
@@ -154,12 +162,21 @@ def _experts(model: ModelConfig, moe: MoEConfig, name: str, normal: Init, residu
         yield from _mlp(model, f"{name}.shared", moe.shared_size, normal, residual)
 
 
+def _joining(model: ModelConfig, name: str, normal: Init) -> Iterator[ParamSpec]:
+    """List what a layer of multi-token prediction has besides a layer."""
+    h = model.hidden_size
+    yield from _norm(model, f"{name}.embedding_norm")
+    yield from _norm(model, f"{name}.hidden_norm")
+    yield ParamSpec(f"{name}.projection.weight", (h, 2 * h), normal, grad_is_partial="sequence")
+    yield from _norm(model, f"{name}.norm")
+
+
 def final_norm_specs(model: ModelConfig) -> Iterator[ParamSpec]:
     yield from _norm(model, "final_norm")
 
 
 def _word_embedding(model: ModelConfig) -> ParamSpec:
-    return _vocabulary_matrix(model, "embedding.word.weight", tied_ends=model.tie_embeddings)
+    return _vocabulary_matrix(model, "embedding.word.weight", tied_ends=model.embedding_is_at_head)
 
 
 def _vocabulary_matrix(model: ModelConfig, name: str, *, tied_ends: bool) -> ParamSpec:

@@ -43,7 +43,8 @@ def fields_of_layer(model: ModelConfig, layer: int) -> Mapping[str, Any]:
         name: getattr(model, name)
         for name in ("window", "position", "rope_base", "rope_scaling", "rotary_share", "sinks")
     }
-    name = names[layer % len(names)] if names else ""
+    # A layer of multi-token prediction is of the last one's kind.
+    name = names[min(layer, model.num_layers - 1) % len(names)] if names else ""
     of_kind: Mapping[str, Any] = {"mlp": "moe"} if name == "moe" else model.layer_kinds.get(name, {})
     return {"mlp": "dense"} | own | dict(of_kind)
 
@@ -100,10 +101,11 @@ def oracle_loss_sum(
     seed: int = 0,
     documents: torch.Tensor | None = None,
     load: dict[int, torch.Tensor] | None = None,
+    ahead: list[tuple[float, int]] | None = None,
 ) -> torch.Tensor:
     """Sum of the unmasked tokens' losses. ids int64 [b, s], mask bool [b, s]; documents: number of each token's, [b, s].
 
-    `load` gets the tokens that chose each expert, [E] by layer.
+    `load` gets the tokens that chose each expert, [E] by layer; `ahead` the sum and number of losses of each token ahead.
     """
     b, s = tokens.shape
     h, d, mla = model.hidden_size, model.head_size, model.mla
@@ -229,7 +231,9 @@ def oracle_loss_sum(
     same_document = torch.ones(b, s, s, dtype=torch.bool)
     if documents is not None:
         same_document = documents.unsqueeze(-1) == documents.unsqueeze(-2)
-    for layer in range(model.num_layers):
+
+    def run_layer(layer: int, x: torch.Tensor) -> torch.Tensor:
+        nonlocal on_load
         name = f"layers.{layer}.attention"
         kind = fields_of_layer(model, layer)
         distance = torch.arange(s).view(-1, 1) - torch.arange(s)
@@ -276,17 +280,47 @@ def oracle_loss_sum(
             branch = mlp(y, weights[f"{name}.{up}.weight"], weights[f"{name}.down.weight"], name)
         if model.norm_placement != "before":
             branch = norm(branch, f"{name}.post_norm")
-        x = x + model.residual_multiplier * hidden_dropout(branch, f"{name}.residual_dropout")
+        return x + model.residual_multiplier * hidden_dropout(branch, f"{name}.residual_dropout")
+
+    for layer in range(model.num_layers):
+        x = run_layer(layer, x)
 
     head = weights["embedding.word.weight" if model.tie_embeddings else "head.weight"]
-    logits = norm(x, "final_norm") @ head.t() / model.logit_divisor
-    if model.logit_softcap is not None:
-        logits = model.logit_softcap * torch.tanh(logits / model.logit_softcap)
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(b, s)
-    extra = model.z_loss * logits.logsumexp(-1).square()
-    # The z-loss is trained and not counted.
-    losses = losses + (extra - extra.detach())
-    return (losses * loss_mask).sum() + (on_load - on_load.detach())
+
+    def losses_of(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Losses [b, s] of the head's input; the z-loss is trained and not counted."""
+        logits = x @ head.t() / model.logit_divisor
+        if model.logit_softcap is not None:
+            logits = model.logit_softcap * torch.tanh(logits / model.logit_softcap)
+        losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(b, s)
+        extra = model.z_loss * logits.logsumexp(-1).square()
+        return losses + (extra - extra.detach())
+
+    x = norm(x, "final_norm")
+    total = (losses_of(x, labels) * loss_mask).sum()
+    if model.mtp is not None:
+        for distance in range(1, model.mtp.num_layers + 1):
+            layer = model.num_layers + distance - 1
+            name = f"layers.{layer}.mtp"
+            counted = torch.zeros_like(loss_mask)
+            token, target = torch.zeros_like(labels), torch.zeros_like(labels)
+            for place in range(s):
+                if place + distance <= s:
+                    token[:, place] = labels[:, place + distance - 1]
+                if place + distance < s:
+                    target[:, place] = labels[:, place + distance]
+                    counted[:, place] = loss_mask[:, place : place + distance + 1].all(1)
+                    counted[:, place] &= same_document[:, place, place + distance]
+            embedded = F.embedding(token, weights["embedding.word.weight"]) * model.embedding_multiplier
+            embedded = hidden_dropout(embedded, f"{name}.embedding.dropout")
+            joined = torch.cat((norm(embedded, f"{name}.embedding_norm"), norm(x, f"{name}.hidden_norm")), dim=-1)
+            x = norm(run_layer(layer, joined @ weights[f"{name}.projection.weight"].t()), f"{name}.norm")
+            further = (losses_of(x, target) * counted).sum()
+            if ahead is not None:
+                ahead.append((float(further.detach()), int(counted.sum())))
+            share = model.mtp.loss_weight / model.mtp.num_layers * further
+            total = total + (share - share.detach())
+    return total + (on_load - on_load.detach())
 
 
 def oracle_choice(scores: list[float], moe: MoEConfig) -> list[int]:

@@ -25,7 +25,7 @@ def describe_layout(engine: Engine) -> dict[str, Any]:
         "nodes": topology.grid.num_nodes,
         **{name: getattr(sizes, name) for name in ("tp", "pp", "vpp", "dp", "cp", "ep", "etp")},
         "sequence_parallel": config.parallel.sequence_parallel,
-        "layers_per_stage": [len(stage.layers) for stage in engine.stages],
+        "layers_per_stage": [stage.num_own for stage in engine.stages],
         "schedule": engine.schedule.name,
         "micro_batch_size": config.train.micro_batch_size,
         "bucket_bytes": config.optimizer.bucket_bytes,

@@ -1,6 +1,7 @@
 """The numbers that all ranks sum in a step's one small all-reduce, and their order (no torch here).
 
 sums     squared gradient norm, loss sum, tokens, rows of experts' buffers that were too few     made on the device
+(a model with multi-token prediction adds the sum of losses and the number of tokens of each token ahead, after these)
 flags    of a save, of a stop, of the allocator (`StepFlags`)       known to the host; 0.0 or 1.0 before the sum
 """
 

@@ -142,9 +142,11 @@ def _schedule(subject: Subject) -> str:
 def _layers_of_the_largest_chunk(subject: Subject) -> int:
     config, parallel = subject.config, subject.config.parallel
     num_stages, given = parallel.pp * parallel.vpp, parallel.layers_per_stage
+    more = config.model.num_mtp_layers
     if given == "auto" and config.model.num_layers >= num_stages:
         return max(len(stage.layers) for stage in stages_of(config))
-    return max(given if isinstance(given, list) and given else [-(-config.model.num_layers // num_stages)])
+    *before, last = given if isinstance(given, list) and given else [-(-config.model.num_layers // num_stages)]
+    return max(*before, last + more) if before else last + more
 
 
 def recompute_has_its_fields(subject: Subject) -> Iterator[Problem]:

@@ -12,7 +12,7 @@ Readers (specs, modules, FLOPs, memory) take the record of a layer, never the fi
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -152,6 +152,7 @@ class LayerKind:
         rotary: of queries and keys; None: they do not rotate.
         sinks: whether each head has a logit without a value.
         has_experts: whether its MLP is a mixture of experts (`model.moe`).
+        is_mtp: whether it is a layer of multi-token prediction (`model.mtp`), with a projection before it and the head behind.
     """
 
     name: str
@@ -159,6 +160,7 @@ class LayerKind:
     rotary: Rotary | None
     sinks: bool
     has_experts: bool = False
+    is_mtp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,13 +206,15 @@ def layer_kinds(model: "ModelConfig") -> tuple[LayerKind, ...]:
     names = _names(model)
     by_name = {name: _resolved(model, name) for name in dict.fromkeys(names)}
     period = tuple(by_name[name] for name in names)
-    return (period * -(-model.num_layers // len(period)))[: model.num_layers]
+    own = (period * -(-model.num_layers // len(period)))[: model.num_layers]
+    return own + (replace(own[-1], is_mtp=True),) * model.num_mtp_layers
 
 
 def layer_kind(model: "ModelConfig", layer: int) -> LayerKind:
     """Return one of these records."""
-    names = _names(model)
-    return _resolved(model, names[layer % len(names)])
+    names, is_mtp = _names(model), layer >= model.num_layers
+    kind = _resolved(model, names[min(layer, model.num_layers - 1) % len(names)])
+    return replace(kind, is_mtp=True) if is_mtp else kind
 
 
 def known_kinds(model: "ModelConfig") -> Mapping[str, KindFields]:

@@ -18,6 +18,7 @@ from engine.config.attention_kinds import (
 from engine.config.layer_kinds import Activation, Norm, Position
 from engine.config.mla import MLA_RULES, MLAConfig
 from engine.config.moe import MOE_RULES, MoEConfig
+from engine.config.mtp import MTP_RULES, MTPConfig
 from engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject, divisors, multiples
 
 MOST_LAYERS = 10_000
@@ -129,6 +130,9 @@ class ModelConfig(Section):
         default_factory=dict, description="by name, what differs from the model's: window, position, rope_*, sinks, mlp"
     )
     moe: MoEConfig | None = Field(None, description="experts of the layers of kind moe; null: no layer has any")
+    mtp: MTPConfig | None = Field(
+        None, description="multi-token prediction: layers that predict tokens further ahead; null: none"
+    )
 
     @property
     def kv_heads(self) -> int:
@@ -178,7 +182,7 @@ class ModelConfig(Section):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Return the record of each layer, in order."""
+        """Return the record of each layer, in order; those of multi-token prediction follow the model's `num_layers`."""
         return attention_kinds.layer_kinds(self)
 
     def layer_kind(self, layer: int) -> LayerKind:
@@ -194,6 +198,16 @@ class ModelConfig(Section):
     def expert_layers(self) -> tuple[int, ...]:
         """Return the numbers of the layers with experts, in order."""
         return tuple(layer for layer, kind in enumerate(self.kinds) if kind.has_experts)
+
+    @property
+    def num_mtp_layers(self) -> int:
+        """Return the number of layers of multi-token prediction."""
+        return 0 if self.mtp is None else self.mtp.num_layers
+
+    @property
+    def embedding_is_at_head(self) -> bool:
+        """Return whether the last stage needs the word embedding: as the head, or for tokens ahead."""
+        return self.tie_embeddings or self.mtp is not None
 
     @property
     def padded_vocab_size(self) -> int:
@@ -345,4 +359,5 @@ MODEL_RULES: tuple[Rule, ...] = (
     *ATTENTION_KIND_RULES,
     *MLA_RULES,
     *MOE_RULES,
+    *MTP_RULES,
 )

@@ -163,7 +163,7 @@ def stages_of(config: "Config", memo: dict[object, Any] | None = None) -> tuple[
     )
     if key not in memo:
         counts = balance(*_work(config), _ranks(config)) if given == "auto" else given
-        memo[key] = partition(model.num_layers, parallel.pp, parallel.vpp, counts)
+        memo[key] = partition(model.num_layers, parallel.pp, parallel.vpp, counts, model.num_mtp_layers)
     stages: tuple[StageLayers, ...] = memo[key]
     return stages
 
@@ -177,7 +177,7 @@ def balance_line(config: "Config") -> str:
     def above_mean(counts: Sequence[int]) -> str:
         return f"{largest_work(layers, head, counts, ranks)[0] / mean - 1:.1%}"
 
-    chosen = above_mean([len(stage.layers) for stage in stages_of(config)])
+    chosen = above_mean([stage.num_own for stage in stages_of(config)])
     even = above_mean(even_counts(len(layers), len(ranks)))
     return f"chosen by FLOPs: the busiest rank has {chosen} more than the mean, with even stages {even}"
 

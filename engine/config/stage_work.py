@@ -3,6 +3,7 @@
     a layer    2 per weight of its GEMMs, and GEMMs of (keys that a query sees) x heads x size of a query, and of a value
     experts    in place of an MLP: the router, a token's k experts and the shared ones
     the head   2 h V;  the embedding is a look-up and costs nothing
+    a layer of multi-token prediction   a layer, 2 x 2 h^2 of its projection, and the head once more, all on the last stage
 
 Per token and of a forward; a backward has twice as much of each, so shares of work are the same. `engine/telemetry/record/flops.py`
 adds up the same terms for a step.
@@ -50,6 +51,11 @@ def layer_weights(model: "ModelConfig", kind: "LayerKind") -> int:
     return attention_weights(model) + router + mlp
 
 
+def projection_weights(model: "ModelConfig", kind: "LayerKind") -> int:
+    """Count the weights by which a layer of multi-token prediction joins a token's embedding to what is known of those before."""
+    return 2 * model.hidden_size * model.hidden_size if kind.is_mtp else 0
+
+
 def mlp_width(model: "ModelConfig", kind: "LayerKind") -> int:
     """Return the inner width of what a token goes through in place of an MLP: of its k experts and the shared ones together."""
     moe = model.moe
@@ -60,13 +66,19 @@ def mlp_width(model: "ModelConfig", kind: "LayerKind") -> int:
 
 def layer_work(model: "ModelConfig") -> tuple[int, ...]:
     """Return the FLOPs of each layer's forward per token; samples count as one document, whose lengths are not known yet."""
-    s = model.seq_length
-    return tuple(
-        2 * layer_weights(model, kind) + round(flops_of_a_key(model) * keys_of(s, kind.window) / s)
-        for kind in model.kinds
-    )
+    return tuple(_of_layer(model, kind) for kind in model.kinds[: model.num_layers])
 
 
 def head_work(model: "ModelConfig") -> int:
-    """Return the FLOPs of the output head's forward per token, padded columns included."""
-    return 2 * model.hidden_size * model.padded_vocab_size
+    """Return the FLOPs of the last stage's forward per token besides its own layers, padded columns included.
+
+    That is the output head, and the layers of multi-token prediction, each with the head again.
+    """
+    head = 2 * model.hidden_size * model.padded_vocab_size
+    ahead = model.kinds[model.num_layers :]
+    return head + sum(_of_layer(model, kind) + 2 * projection_weights(model, kind) + head for kind in ahead)
+
+
+def _of_layer(model: "ModelConfig", kind: "LayerKind") -> int:
+    s = model.seq_length
+    return 2 * layer_weights(model, kind) + round(flops_of_a_key(model) * keys_of(s, kind.window) / s)

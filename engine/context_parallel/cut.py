@@ -1,6 +1,6 @@
 """The cut of a microbatch along its rows, made once, on the host, after labels were shifted.
 
-    tokens, labels, loss_mask, position_ids  [b, s]  ->  [b, s/c]: the runs of this rank, row by row
+    tokens, labels, loss_mask, position_ids  [b, s]  ->  [b, s/c]: the runs of this rank, row by row; tokens ahead likewise
 
 Documents stay whole: masks come from positions in the row. Every cp rank of a replica reads the same samples.
 """
@@ -49,6 +49,11 @@ class ContextCut:
         tokens, labels, loss_mask, position_ids = (
             each.gather(1, part.positions) for each in (whole.tokens, whole.labels, whole.loss_mask, whole.position_ids)
         )
+        if whole.ahead is not None and whole.mask_ahead is not None:
+            index = part.positions.expand(len(whole.ahead), *part.positions.shape)
+            ahead, mask_ahead = (each.gather(2, index) for each in (whole.ahead, whole.mask_ahead))
+            counts = tuple(int(count) for count in mask_ahead.sum((1, 2)))
+            whole = replace(whole, ahead=ahead, mask_ahead=mask_ahead, num_ahead=counts)
         return replace(
             whole,
             tokens=tokens,

@@ -3,6 +3,7 @@
     samples (mmap)  --thread, `prefetch_steps` ahead-->  CPU tensors [b, s] (pinned for CUDA)  --next_step-->  device
 
     tokens  t_0 t_1 ... t_{s-1}       labels  t_1 t_2 ... t_s       of the s + 1 tokens of a sample
+    ahead   t_2 t_3 ... t_s 0, and so on, a row for each layer of multi-token prediction
     positions   0 .. s - 1, or from 0 in every document; documents with `data.attention: within` only
 
 Every rank of a pipeline reads its own samples from the mmap, since every stage needs the positions; nothing is broadcast. One
@@ -20,7 +21,7 @@ import torch
 from engine.config.data import AttentionScope, PositionOrigin
 from engine.data.documents import Documents, document_positions
 from engine.data.sampler import NOTHING_SKIPPED, step_sample_ids
-from engine.data.samples import SampleSource, input_lengths
+from engine.data.samples import Sample, SampleSource, input_lengths, mask_ahead
 from engine.data.sequence_part import SequencePart
 from engine.data.skipped import SkippedRanges
 from engine.errors import DataError
@@ -46,6 +47,12 @@ class MicroBatch:
     """The documents within which tokens attend; None: each token attends to all before it in its row."""
     part: SequencePart | None = None
     """The part of each row that the tensors above have, where a row is cut over ranks; s is s/cp then, documents are of the row."""
+    ahead: torch.Tensor | None = None
+    """int64 [D, b, s]: the tokens 1 .. D beyond the labels, 0 where there is none; None: nothing predicts them."""
+    mask_ahead: torch.Tensor | None = None
+    """bool [D, b, s]: where such a token is predicted."""
+    num_ahead: tuple[int, ...] = ()
+    """Numbers of tokens that are predicted at each of these distances."""
     rank_work: tuple[int, ...] | None = None
     """Keys that the queries of each rank that shares the rows see, over all layers; None: rows are not cut, or are one document."""
 
@@ -61,6 +68,7 @@ class Batches:
         skipped: sample ids that are left out.
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
         attention, positions: `data.attention` and `data.positions`.
+        num_ahead: D, tokens beyond the next that each position predicts (`model.mtp.num_layers`).
         cut: takes this rank's part of a microbatch (`engine.context_parallel.cut`); None: ranks hold whole rows.
 
     Raises:
@@ -81,6 +89,7 @@ class Batches:
         prefetch_steps: int = 2,
         attention: AttentionScope = "across",
         positions: PositionOrigin = "sample",
+        num_ahead: int = 0,
         cut: Callable[[MicroBatch], MicroBatch] | None = None,
     ) -> None:
         if prefetch_steps < 1:
@@ -90,7 +99,7 @@ class Batches:
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.dp, self.dp_rank = dp, dp_rank
         self.attention, self.positions = attention, positions
-        self._cut = cut
+        self._num_ahead, self._cut = num_ahead, cut
         self.skipped = skipped
         self.device = torch.device(device)
         self.consumed_samples = consumed_samples
@@ -146,10 +155,24 @@ class Batches:
             num_tokens=int(loss_mask.sum()),
             documents=Documents.of(lengths) if self.attention == "within" else None,
         )
+        microbatch = self._with_tokens_ahead(microbatch, samples)
         # Labels were shifted above, in the whole row: a part's last label is the first token of another rank.
         microbatch = microbatch if self._cut is None else self._cut(microbatch)
         # Only a copy from pinned memory overlaps with work of the GPU.
         return self._map(microbatch, torch.Tensor.pin_memory) if self.device.type == "cuda" else microbatch
+
+    def _with_tokens_ahead(self, microbatch: MicroBatch, samples: list[Sample]) -> MicroBatch:
+        if not self._num_ahead:
+            return microbatch
+        distances = range(1, self._num_ahead + 1)
+        ahead = torch.zeros(self._num_ahead, *microbatch.labels.shape, dtype=torch.int64)
+        for row, distance in zip(ahead, distances, strict=True):
+            row[:, :-distance] = microbatch.labels[:, distance:]
+        within = self.attention == "within"
+        masks = [[mask_ahead(one, distance, within_documents=within) for one in samples] for distance in distances]
+        counted = torch.from_numpy(np.array(masks))
+        counts = tuple(int(count) for count in counted.sum((1, 2)))
+        return replace(microbatch, ahead=ahead, mask_ahead=counted, num_ahead=counts)
 
     def _to_device(self, microbatch: MicroBatch) -> MicroBatch:
         return self._map(microbatch, lambda tensor: tensor.to(self.device, non_blocking=True))
@@ -164,4 +187,6 @@ class Batches:
             position_ids=change(microbatch.position_ids),
             documents=None if microbatch.documents is None else microbatch.documents.map(change),
             part=None if microbatch.part is None else microbatch.part.map(change),
+            ahead=None if microbatch.ahead is None else change(microbatch.ahead),
+            mask_ahead=None if microbatch.mask_ahead is None else change(microbatch.mask_ahead),
         )

@@ -47,6 +47,21 @@ def input_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
     return (*others, last - 1) if last > 1 else tuple(others)
 
 
+def mask_ahead(sample: Sample, distance: int, *, within_documents: bool) -> NDArray[np.bool_]:
+    """Return which positions count for the token that is `distance` beyond the next one, bool [s].
+
+    All labels up to that token are counted by the loss itself, and `within_documents` they are in the document of the input.
+    """
+    mask = np.zeros_like(sample.loss_mask)
+    length = len(mask) - distance
+    windows = np.lib.stride_tricks.sliding_window_view(sample.loss_mask, distance + 1)
+    mask[:length] = windows.all(axis=1)
+    if within_documents:
+        documents = np.repeat(np.arange(len(sample.lengths)), sample.lengths)
+        mask[:length] &= documents[:length] == documents[distance + 1 :]
+    return mask
+
+
 class SampleSource(Protocol):
     """A source of sample i for every i >= 0, always the same."""
 

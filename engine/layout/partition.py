@@ -17,18 +17,25 @@ class StageLayers:
     """The contents of one stage.
 
     Attributes:
-        layers: global layer numbers, consecutive.
+        layers: global layer numbers, consecutive; on the last stage those of multi-token prediction follow.
         has_embedding: true of the first stage.
         has_head: true of the last stage (final norm, output head, loss).
+        num_mtp: of the layers, how many predict tokens further ahead; the last ones.
     """
 
     layers: range
     has_embedding: bool
     has_head: bool
+    num_mtp: int = 0
+
+    @property
+    def num_own(self) -> int:
+        """Return the number of the model's layers, without those of multi-token prediction."""
+        return len(self.layers) - self.num_mtp
 
 
 def partition(
-    num_layers: int, pp: int, vpp: int, layers_per_stage: Sequence[int] | None = None
+    num_layers: int, pp: int, vpp: int, layers_per_stage: Sequence[int] | None = None, num_mtp: int = 0
 ) -> tuple[StageLayers, ...]:
     """Cut the layers into pp x vpp stages; every layer is in exactly one.
 
@@ -40,6 +47,7 @@ def partition(
         num_layers: layers of the model.
         pp, vpp: pipeline ranks, chunks per rank.
         layers_per_stage: layers of each stage in stage order; only here 0 is allowed.
+        num_mtp: layers of multi-token prediction, which the last stage has besides.
 
     Returns:
         One entry per stage, in stage order.
@@ -50,6 +58,8 @@ def partition(
     stages = []
     first = 0
     for stage, count in enumerate(counts):
-        stages.append(StageLayers(range(first, first + count), stage == 0, stage == len(counts) - 1))
+        is_last = stage == len(counts) - 1
+        more = num_mtp if is_last else 0
+        stages.append(StageLayers(range(first, first + count + more), stage == 0, is_last, more))
         first += count
     return tuple(stages)

@@ -180,7 +180,7 @@ def _check_programs(config: Config, sizes: ParallelSizes) -> None:
 
 
 def _stages(config: Config) -> str:
-    counts = [len(stage.layers) for stage in stages_of(config)]
+    counts = [stage.num_own for stage in stages_of(config)]
     chosen = f"; {balance_line(config)}" if config.parallel.layers_per_stage == "auto" else ""
     stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
     each = f"{counts[0]} each" if len(set(counts)) == 1 else " ".join(map(str, counts))

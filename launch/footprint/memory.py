@@ -310,4 +310,4 @@ class MemoryWatch(TorchDispatchMode):
         chunk, module = self._site
         if self._is_first:
             self.saved.append(SavedTensor(chunk + module, tuple(tensor.shape), tensor.dtype, storage.num_bytes))
-        self.label(tensor, "logits" if module.split(".")[0] in self._logits else "activations")
+        self.label(tensor, "logits" if set(self._logits) & set(module.split(".")) else "activations")

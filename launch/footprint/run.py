@@ -10,7 +10,7 @@ program of the whole step (`launch.footprint.parts`). The tests prove it equal t
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -44,6 +44,7 @@ PLACES = {
     "": "positions",
     "embedding": "embedding",
     "blocks": "blocks",
+    "ahead": "tokens ahead",
     "final_norm": "loss",
     "head": "loss",
     "losses": "loss",
@@ -277,7 +278,11 @@ def microbatches(engine: Engine) -> list[MicroBatch]:
     counted = torch.ones(shape, dtype=torch.bool, device=device)
     documents = None if config.data.attention == "across" else Documents.of(rows).map(lambda tensor: tensor.to(device))
     part = None if part is None else part.map(lambda tensor: tensor.to(device))
+    num_ahead = config.model.num_mtp_layers
     one = MicroBatch(ids, ids, counted, ids, list(range(b)), ids.numel(), documents, part)
+    if num_ahead:
+        ahead, mask_ahead = (each.repeat(num_ahead, 1, 1) for each in (ids, counted))
+        one = replace(one, ahead=ahead, mask_ahead=mask_ahead, num_ahead=(ids.numel(),) * num_ahead)
     return [one] * engine.plan.num_microbatches
 
 

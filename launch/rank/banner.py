@@ -46,7 +46,7 @@ def describe(engine: Engine) -> Description:
     grid, schedule = topology.grid, schedules.title(config)
     nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes} nodes"
     sequence = ", sequence parallel" if config.parallel.sequence_parallel else ""
-    layers = tuple(len(stage.layers) for stage in engine.stages)
+    layers = tuple(stage.num_own for stage in engine.stages)
     chosen = f", layers {' '.join(map(str, layers))} (auto)" if config.parallel.layers_per_stage == "auto" else ""
     if topology.device.type == "cuda":
         device_name = torch.cuda.get_device_name(topology.device)
@@ -61,7 +61,7 @@ def describe(engine: Engine) -> Description:
         device=device,
         device_name=device_name,
         kernels=registry.describe(engine.kernels.choices, registry.attention_shape(config, topology)),
-        layers_per_chunk=layers,
+        layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
     )
 
 

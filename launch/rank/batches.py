@@ -44,5 +44,6 @@ def open_batches(
         skipped=skipped,
         attention=config.data.attention,
         positions=config.data.positions,
+        num_ahead=config.model.num_mtp_layers,
         cut=ContextCut.of(config, topology.sizes, at.cp),
     )

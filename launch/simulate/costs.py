@@ -48,7 +48,7 @@ def flops_costs(config: Config, sizes: ParallelSizes, documents: DocumentStatist
     forward, input_grad, weight_grad = [], [], []
     for stage in stages:
         own = [layers[number] for number in stage.layers]
-        head = head_flops(model) if stage.has_head else 0
+        head = head_flops(model) * (stage.has_head + stage.num_mtp)
         head_again = head if recompute.head_tokens is not None else 0
         forward.append((sum(layer.gemms + layer.attention for layer in own) + head) / unit)
         backward = sum(layer.gemms + 2 * layer.attention + layer.again for layer in own)

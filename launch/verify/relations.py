@@ -65,7 +65,7 @@ def recomputed_layers(config: Config) -> str:
 
 def layer_counts(config: Config) -> list[int]:
     """Return the number of layers of each stage, in stage order."""
-    return [len(stage.layers) for stage in stages_of(config)]
+    return [stage.num_own for stage in stages_of(config)]
 
 
 def num_microbatches(config: Config) -> int:

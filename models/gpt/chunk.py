@@ -3,6 +3,7 @@
     first stage    tokens -> embedding ->  layers ...                      -> hidden
     middle         hidden              ->  layers ...                      -> hidden
     last stage     hidden              ->  layers ... -> norm -> head      -> sum of token losses (or logits)
+                                                         norm -> layers of multi-token prediction -> head -> their sums too
 
 Hidden states between stages are [s, b, h], or [s/t, b, h] with sequence parallelism. Positions and labels reach every
 stage with the microbatch; nothing is broadcast.
@@ -22,6 +23,7 @@ from engine.activations.saved_tensors import SavedTensors
 from engine.comm.topology import Topology
 from engine.config.activations import RecomputeConfig
 from engine.config.context_parallel import gathers_keys
+from engine.config.model import ModelConfig
 from engine.config.tree import Config
 from engine.context_parallel.attention import ContextParallelRegion
 from engine.context_parallel.ulysses import HeadExchange
@@ -40,10 +42,11 @@ from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 from models.gpt.block import Block
-from models.gpt.context import BuildContext, Norm, Positions
+from models.gpt.context import BuildContext, LayerInputs, Norm, Positions
 from models.gpt.embedding import Embedding
 from models.gpt.kv_cache import KVCache
 from models.gpt.losses import TokenLosses, logit_options
+from models.gpt.mtp import TokensAhead
 from models.predict.rank_memory import resolve_recompute
 from models.specs import StageContents, stage_specs
 
@@ -58,6 +61,8 @@ class Batch(Protocol):
     sample_ids: Sequence[int]
     documents: Documents | None
     part: SequencePart | None
+    ahead: torch.Tensor | None
+    mask_ahead: torch.Tensor | None
 
 
 class GPTChunk(nn.Module):
@@ -73,7 +78,10 @@ class GPTChunk(nn.Module):
         self.context = context
         self.stage = stage
         self.embedding = Embedding(context) if stage.has_embedding else None
-        self.blocks = nn.ModuleList([Block(context, layer) for layer in stage.layers])
+        self.rotaries = [context.model.layer_kind(layer).rotary for layer in stage.layers]
+        num_own = len(stage.layers) - stage.num_mtp
+        self.blocks = nn.ModuleList([Block(context, layer) for layer in stage.layers[:num_own]])
+        self.ahead = TokensAhead(context, stage.layers[num_own:], num_own) if stage.num_mtp else None
         self.final_norm = Norm(context, "final_norm") if stage.has_head else None
         self.head: ColumnParallelLinear | None = None
         self.losses = TokenLosses(context) if stage.has_head else None
@@ -105,17 +113,24 @@ class GPTChunk(nn.Module):
         return self.context.recompute
 
     def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
-        """Return hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar)."""
-        hidden = self._hidden(x, batch)
+        """Return hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar).
+
+        While a model with multi-token prediction trains, the sum is the first of [1 + D]; the weighted sums of tokens ahead follow.
+        """
+        inputs = self._layer_inputs(batch)
+        hidden = self._hidden(x, batch, inputs)
         if self.losses is None:
             return self.saved.end_chunk(hidden)
         assert self.final_norm is not None
-        losses: torch.Tensor = self.losses(self.final_norm(hidden), self.head, batch.labels)
-        return self.saved.end_chunk((losses * batch.loss_mask.t()).sum())
+        hidden = self.final_norm(hidden)
+        total = (self.losses(hidden, self.head, batch.labels) * batch.loss_mask.t()).sum()
+        if self.training and self.ahead is not None:
+            total = torch.stack((total, *self.ahead(hidden, self.head, batch, inputs)))
+        return self.saved.end_chunk(total)
 
     def logits(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
         """Return hidden states for the next stage, or on the last stage this rank's columns of the logits [s, b, V_padded/t]."""
-        hidden = self._hidden(x, batch)
+        hidden = self._hidden(x, batch, self._layer_inputs(batch))
         return hidden if self.head is None else self._logits(hidden)
 
     def for_decoding(self) -> "GPTChunk":
@@ -141,17 +156,22 @@ class GPTChunk(nn.Module):
             Hidden states [s, 1, h] for the next stage; on the last stage this rank's columns of the logits that follow the
             last of the tokens, [1, 1, V_padded/t].
         """
-        hidden = self._hidden(x, batch, cache)
+        hidden = self._hidden(x, batch, self._layer_inputs(batch), cache)
         return hidden if self.head is None else self._logits(hidden[-1:])
 
-    def _hidden(self, x: torch.Tensor | None, batch: Batch, cache: KVCache | None = None) -> torch.Tensor:
+    def _layer_inputs(self, batch: Batch) -> LayerInputs:
         part = batch.part
         keys = DropoutKeys(self.context.seed, batch.sample_ids, None if part is None else part.positions)
+        tables = tables_by_rotary(self.rotaries, batch.position_ids, self.context.dtype)
+        return LayerInputs(Positions(tables, batch.documents, part), keys)
+
+    def _hidden(
+        self, x: torch.Tensor | None, batch: Batch, inputs: LayerInputs, cache: KVCache | None = None
+    ) -> torch.Tensor:
+        positions, keys = inputs
         if self.embedding is not None:
             x = self.embedding(batch.tokens, batch.position_ids, keys)
         assert x is not None, "only the first stage starts from tokens"
-        rotaries = [block.attention.kind.rotary for block in self._layers()]
-        positions = Positions(tables_by_rotary(rotaries, batch.position_ids, self.context.dtype), batch.documents, part)
         shared = positions.tables.values()
         for group in self._groups():
             run = partial(_run, group.blocks, positions=positions, keys=keys, cache=cache)
@@ -264,9 +284,7 @@ def _stage_parameters(
     """Collect the stage's parameters by name; add new ones to `held`, and another use to those held already."""
     parameters = {}
     for spec in stage_specs(config.model, stage):
-        if spec.name in held:
-            held[spec.name].num_uses += 1
-        else:
+        if spec.name not in held:
             record = localize(
                 spec,
                 tp=region.axis.size,
@@ -275,7 +293,17 @@ def _stage_parameters(
                 experts=place,
             )
             held[spec.name] = ShardedParameter(record, dtype)
+            held[spec.name].num_uses = 0
+        held[spec.name].num_uses += _num_uses(config.model, stage, spec.name)
         parameters[spec.name] = held[spec.name]
-    if config.model.tie_embeddings and stage.has_embedding and stage.has_head:
-        held["embedding.word.weight"].num_uses += 1
     return parameters
+
+
+def _num_uses(model: ModelConfig, stage: StageContents, name: str) -> int:
+    """Count the layers of a stage that use a parameter: the head, and the word embedding, serve tokens ahead as well."""
+    heads = stage.has_head + stage.num_mtp
+    if name == "head.weight":
+        return heads
+    if name == "embedding.word.weight":
+        return stage.has_embedding + stage.num_mtp + (heads if model.tie_embeddings else 0)
+    return 1

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -94,6 +95,13 @@ class Positions:
     tables: Mapping[Rotary, torch.Tensor]
     documents: Documents | None
     part: SequencePart | None
+
+
+class LayerInputs(NamedTuple):
+    """The inputs of a chunk's layers besides hidden states."""
+
+    positions: Positions
+    keys: DropoutKeys
 
 
 class Norm(torch.nn.Module):

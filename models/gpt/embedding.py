@@ -13,9 +13,11 @@ from models.gpt.context import BuildContext, hidden_dropout
 
 
 class Embedding(nn.Module):
-    def __init__(self, context: BuildContext) -> None:
+    """Embedding of tokens; `name` is that of its dropout."""
+
+    def __init__(self, context: BuildContext, name: str = "embedding") -> None:
         super().__init__()
-        self.context = context
+        self.context, self.name = context, name
         self.word = VocabParallelEmbedding(context.parameter("embedding.word.weight"), context.region)
         # Gemma's factor is a tensor of the weights' dtype (transformers' `Gemma2TextScaledWordEmbedding`).
         self.multiplier = torch.tensor(context.model.embedding_multiplier, dtype=context.dtype).item()
@@ -34,4 +36,4 @@ class Embedding(nn.Module):
             shard = self.context.region.shard_of_sequence(tokens.shape[1])
             table = accumulate(self.position.tracked())  # so that its gradient is summed over samples in that dtype
             x = x + table[position_ids.t()[shard].contiguous()].to(x.dtype)
-        return hidden_dropout(self, self.context, x, keys, "embedding.dropout")
+        return hidden_dropout(self, self.context, x, keys, f"{self.name}.dropout")

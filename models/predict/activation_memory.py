@@ -20,6 +20,7 @@ Kept here otherwise than there:
     ulysses            q, k and v a second time, for some heads and all tokens, and attention's output once more
     head_tokens        no logits; those of some tokens while the head is at work
     experts            `models/predict/experts/memory.py`, given the load of the rank's experts
+    tokens ahead       `models/predict/mtp_terms.py`, and the tensors of embedding and head once more for each
     offload            of the first layers of a chunk only small tensors, or those that are held elsewhere
 
 A term is one tensor, and one storage: what is offloaded is chosen by its bytes.
@@ -39,11 +40,10 @@ from models.predict.attention_terms import operand_terms, score_terms
 from models.predict.experts.memory import BACKWARD as MLP_BACKWARD
 from models.predict.experts.memory import BALANCED, choice_terms, deferred_expert_terms, expert_terms
 from models.predict.latent_terms import BEHIND_LATENTS, deferred_latents, latent_terms
+from models.predict.mtp_terms import BEHIND_PROJECTION, INPUTS, deferred_joining, embedding_terms, joining_terms
 from models.predict.terms import BYTES_PER_ELEMENT, INDEX_BYTES, Sizes, Term, column_input
 from models.specs import StageContents
 
-HEAD_MODULES = ("final_norm", "head", "losses")
-"""Of the last stage, behind its layers."""
 LOSS_MASK = "mask"
 
 
@@ -66,6 +66,7 @@ def _all_terms(
     dropout = whole if model.hidden_dropout else nothing
     mlp = expert_terms(config, at, sizes, load) if kind.has_experts else _mlp_terms(config, at)
     return [
+        *(joining_terms(config, at) if kind.is_mtp else []),
         *(_norm_terms(config, at, "attention_norm") if model.norms_before else []),
         *_attention_terms(config, at, kind, is_core_again=is_core_again),
         Term("attention.proj", "input", at.w * at.out, at.w * at.out),
@@ -136,32 +137,36 @@ def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_agai
 
 
 def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[Term]:
-    """List the tensors that embedding, rotation and head of a stage keep (2205.05198, section 4.3)."""
+    """List the tensors that embedding, rotation and head of a stage keep (2205.05198, section 4.3); those of tokens ahead too."""
     at = Sizes.of(config, sizes)
-    model = config.model
-    whole = at.w * at.h * at.shard
-    terms = []
-    if stage.has_embedding:
-        terms.append(Term("embedding", "rows and which are held", Fraction(0), Fraction(INDEX_BYTES + 1)))
-        if model.position_kind.has_table:
-            terms.append(Term("embedding", "positions", Fraction(0), INDEX_BYTES * at.shard))
-        terms.append(
-            Term("embedding", "dropout", at.h * at.shard, whole if model.hidden_dropout else Fraction(0)),
-        )
-    if config.recompute.granularity != "full":
-        terms += _tables(config, at, stage.layers)
+    terms = _before_layers(config, at, stage)
     if stage.has_head:
-        columns = Fraction(model.padded_vocab_size, sizes.tp)
-        # The paper keeps the logits in 32 bits; here they stay in the run's dtype and the softmax is computed again.
-        logits = at.w * columns if config.recompute.head_tokens is None else Fraction(0)
-        terms += [
-            *_norm_terms(config, at, "final_norm"),
-            column_input(config, at, "head"),
-            Term("losses", "logits", 4 * columns, logits),
-            Term("losses", "sums, targets and which are held", Fraction(0), Fraction(at.acc + INDEX_BYTES + 1)),
-            Term("losses", LOSS_MASK, Fraction(0), Fraction(1)),
-        ]
+        terms += _head_terms(config, sizes, at)
+    for _ in range(stage.num_mtp):
+        terms += [*embedding_terms(config, at), *_head_terms(config, sizes, at)]
     return terms
+
+
+def _before_layers(config: Config, at: Sizes, stage: StageContents) -> list[Term]:
+    """List the tensors of embedding and rotation."""
+    terms = embedding_terms(config, at) if stage.has_embedding else []
+    if stage.has_embedding and config.model.position_kind.has_table:
+        terms.append(Term("embedding", "positions", Fraction(0), INDEX_BYTES * at.shard))
+    return terms if config.recompute.granularity == "full" else [*terms, *_tables(config, at, stage.layers)]
+
+
+def _head_terms(config: Config, sizes: ParallelSizes, at: Sizes) -> list[Term]:
+    """List the tensors of a norm, the head and the losses."""
+    columns = Fraction(config.model.padded_vocab_size, sizes.tp)
+    # The paper keeps the logits in 32 bits; here they stay in the run's dtype and the softmax is computed again.
+    logits = at.w * columns if config.recompute.head_tokens is None else Fraction(0)
+    return [
+        *_norm_terms(config, at, "final_norm"),
+        column_input(config, at, "head"),
+        Term("losses", "logits", 4 * columns, logits),
+        Term("losses", "sums, targets and which are held", Fraction(0), Fraction(at.acc + INDEX_BYTES + 1)),
+        Term("losses", LOSS_MASK, Fraction(0), Fraction(1)),
+    ]
 
 
 def per_token(terms: Sequence[Term]) -> Fraction:
@@ -214,13 +219,21 @@ def forward_bytes(
     What a layer moves to the host stays until the layer above it is done, or the chunk.
     """
     groups = layer_groups(config, sizes, stage, load) if groups is None else groups
-    most = kept = _bytes(config, [term for term in end_terms(config, sizes, stage) if term.module not in HEAD_MODULES])
+    at, num_own = Sizes.of(config, sizes), len(groups) - stage.num_mtp
+    head = _bytes(config, _head_terms(config, sizes, at)) if stage.has_head else 0
+    logits = _logits_at_a_time(config, sizes, stage)
+    most = kept = _bytes(config, _before_layers(config, at, stage))
     below = _NOTHING
-    for group in groups:
+    for place, group in enumerate(groups):
+        if place >= num_own:
+            # Before a token ahead is another head, and its embedding.
+            kept += head
+            most = max(most, kept + below.moved + logits)
+            kept += _bytes(config, embedding_terms(config, at))
         kept += group.kept
         most = max(most, kept + group.moved + below.moved)
         below = group
-    return max(most, kept_bytes(config, sizes, stage, groups) + below.moved + _logits_at_a_time(config, sizes, stage))
+    return max(most, kept + head + below.moved + logits)
 
 
 def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Fraction = BALANCED) -> list[Term]:
@@ -254,6 +267,7 @@ def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: F
         mlp = deferred_expert_terms(config, at, sizes, load)
         is_one_gradient = is_one_gradient and any(term.module == "mlp.shared.down" for term in mlp)
     return [
+        *(deferred_joining(at) if model.layer_kind(layer).is_mtp else []),
         *before,
         Term("attention.proj", "input", nothing, at.w * at.out),
         Term("attention.proj", "gradient", nothing, nothing if is_one_gradient else shard),
@@ -285,6 +299,7 @@ def _waiting(config: Config, sizes: ParallelSizes, layer: int, load: Fraction, *
     mlp = MLP_BACKWARD if has_experts else {"mlp.down": ("mlp",), "mlp.up": ("mlp_norm",)}
     latents = {"attention.qkv": "attention_norm"} if config.model.mla is None else BEHIND_LATENTS
     behind = {**mlp, "attention.proj": ("attention",)} | {module: (freed,) for module, freed in latents.items()}
+    behind |= BEHIND_PROJECTION if config.model.layer_kind(layer).is_mtp else {}
     above = most = 0
     for module, freed in behind.items():
         made_again = [
@@ -325,23 +340,30 @@ def backward_bytes(
     The backward goes from the head to the embedding and frees what it has used. When a layer's begins, what it has moved to the
     host has come back, and what the layer below has moved is on its way.
     """
-    ends = end_terms(config, sizes, stage)
+    at = Sizes.of(config, sizes)
     # The mask is the batch's own.
-    head = _bytes(config, [term for term in ends if term.module in HEAD_MODULES and term.tensor != LOSS_MASK])
+    of_head = [term for term in _head_terms(config, sizes, at) if term.tensor != LOSS_MASK] if stage.has_head else []
+    head, logits = _bytes(config, of_head), _logits_at_a_time(config, sizes, stage)
     groups = layer_groups(config, sizes, stage, load) if groups is None else groups
     kept = kept_bytes(config, sizes, stage, groups)
     # With deferred weight gradients each group is a layer.
     layers: list[tuple[int, int]] = []
     if config.schedule.defers_weight_gradients:
         layers = _all_waiting(config, sizes, stage.layers, load)
-    most = kept + (groups[-1].moved if groups else 0) + _logits_at_a_time(config, sizes, stage)
+    most = kept + (groups[-1].moved if groups else 0) + logits
     kept -= head
+    num_own = len(groups) - stage.num_mtp
     for index in reversed(range(len(groups))):
         group, below = groups[index], groups[index - 1] if index else _NOTHING
         coming = group.moved + below.moved
         deferred, above = layers[index] if layers else (0, 0)
         most = max(most, kept + coming + above, kept - group.kept + group.whole + below.moved)
         kept += deferred - group.kept
+        if index >= num_own:
+            # Behind the layer of a token ahead come its embedding, and the head of the token before.
+            kept -= _bytes(config, embedding_terms(config, at))
+            most = max(most, kept + below.moved + logits)
+            kept -= head
     return max(most, kept)
 
 
@@ -362,6 +384,7 @@ def layer_groups(
 ) -> list[LayerGroup]:
     """List the layers of a stage in order, as `GPTChunk` groups them; `load`: of the rank's experts."""
     at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
+    num_own = num_layers - stage.num_mtp
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
     every = config.model.kinds
     kinds = [every[layer] for layer in stage.layers]
@@ -374,14 +397,17 @@ def layer_groups(
         num_again = num_layers if recompute.method == "uniform" else min(num_layers, recompute.num_layers)
     size = recompute.num_layers if recompute.method == "uniform" else 1
     groups = []
-    for start in range(0, num_again, size):
-        moved = _moved(config, at, [entry], start, stage)
+    # Layers of tokens ahead are recomputed one by one.
+    of_own = min(num_own, num_again)
+    for start in [*range(0, of_own, size), *range(num_own, num_again)]:
+        first = joining_terms(config, at)[0] if kinds[start].is_mtp else entry
+        moved = _moved(config, at, [first], start, stage)
         # One for all layers that need them; a group that is recomputed gets them from outside.
-        stop = min(start + size, num_again)
+        stop = start + 1 if kinds[start].is_mtp else min(start + size, of_own)
         in_backward = sum(_bytes(config, plain[kind]) for kind in kinds[start:stop])
         in_backward += _bytes(config, _tables(config, at, stage.layers[start:stop]))
         chosen = [term for kind in kinds[start:stop] if kind.has_experts for term in choice_terms(config, at, sizes)]
-        groups.append(LayerGroup(_bytes(config, [entry, *chosen]) - moved, in_backward, moved))
+        groups.append(LayerGroup(_bytes(config, [first, *chosen]) - moved, in_backward, moved))
     seen: set[Rotary | None] = set()
     of_kind = {kinds[start]: stage.layers[start] for start in range(num_again, num_layers)}
     kept = {kind: block_terms(config, sizes, layer, load) for kind, layer in of_kind.items()}
@@ -440,7 +466,7 @@ def _moved(config: Config, at: Sizes, terms: Sequence[Term], layer: int, stage: 
     for index, term in enumerate(terms):
         # What comes from another stage is held for its gradient; gathered for the first GEMM it is another tensor.
         is_entry = index == 0 and term.ours == at.w * at.h * at.shard
-        is_received = layer == 0 and not stage.has_embedding and is_entry
+        is_received = layer == 0 and not stage.has_embedding and is_entry and term.module != INPUTS
         num_bytes = _bytes(config, [term])
         if term.moves and num_bytes >= config.offload.min_bytes and not is_received:
             total += num_bytes

@@ -16,15 +16,17 @@ class Contents(NamedTuple):
 
     Attributes:
         layers: numbers of their kinds.
+        num_mtp: of the layers, how many predict tokens further ahead; the last ones.
     """
 
     layers: tuple[int, ...]
     has_embedding: bool
     has_head: bool
+    num_mtp: int
 
     def as_stage(self) -> StageLayers:
         """Return a stage with as many layers and the same ends."""
-        return StageLayers(range(len(self.layers)), self.has_embedding, self.has_head)
+        return StageLayers(range(len(self.layers)), self.has_embedding, self.has_head, self.num_mtp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Cut:
             numbered = tuple(numbers[kind] for kind in kinds)
             stages = stages_of(config, memo)
             contents = tuple(
-                Contents(numbered[one.layers.start : one.layers.stop], one.has_embedding, one.has_head)
+                Contents(numbered[one.layers.start : one.layers.stop], one.has_embedding, one.has_head, one.num_mtp)
                 for one in stages
             )
             mine = [placement.stages_on(rank) for rank in range(placement.pp)]

@@ -15,6 +15,7 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather, reduce-scatter and al
                       (`recompute.gathered_kv`), and a reduce-scatter of their gradients, each in pieces of heads;
                       latents: a gather forward (+ 1 recomputed) and a reduce-scatter of gradients, of r_kv + dr numbers per token
                       ulysses: an all-to-all of q, k and v and one of the output, each way (+ 2 recomputed)
+    token ahead       a layer, and the calls of embedding and head once more; two more numbers in the step's agreement
     layer, experts    of an MLP's calls those of the shared experts alone, and what `models/predict/experts/traffic.py` counts
 """
 
@@ -122,7 +123,8 @@ def expected_traffic(
         _pipeline(tally, config, sizes, stage, num_stages)
         _experts(tally, config, sizes, at, stages[stage], choices)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
-    tally.add("world", "step", "all_reduce", sizes.world_size, NUM_NUMBERS * BYTES_PER_ELEMENT["float64"])
+    agreed = NUM_NUMBERS + 2 * config.model.num_mtp_layers
+    tally.add("world", "step", "all_reduce", sizes.world_size, agreed * BYTES_PER_ELEMENT["float64"])
     if config.model.moe is not None:
         load = len(config.model.expert_layers) * config.model.moe.num_experts * COUNT_BYTES
         tally.add("world", f"{EXPERTS} load", "all_reduce", sizes.world_size, load)
@@ -154,6 +156,7 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
     mlps = sum(_has_mlp(config, layer) for layer in stage.layers)
     mlps_again = sum(_has_mlp(config, layer) for layer in stage.layers[:recomputed])
     branches, repeated = num_layers + mlps, recomputed + mlps_again
+    embeddings, heads = stage.has_embedding + stage.num_mtp, stage.has_head + stage.num_mtp
     *attention, of_mlp = _entries(config)
     counted = [*((each, num_layers, recomputed) for each in attention), (of_mlp, mlps, mlps_again)]
     entries = [
@@ -166,25 +169,24 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
             gathers = (1 + again * is_regathered) * count + count_again
             tally.add("tp", "activations", "all_gather", t, entering // t, m * gathers)
             tally.add("tp", "activations", "reduce_scatter", t, entering, m * count)
-        gathers = branches + stage.has_embedding + (1 + again) * stage.has_head
+        gathers = branches + embeddings + (1 + again) * heads
         # A deferred weight gradient of a row-parallel layer gathers its output's gradient once more.
         waiting = branches * _deferred_microbatches(config, sizes, number)
-        scatters = branches + repeated + stage.has_embedding + stage.has_head
+        scatters = branches + repeated + embeddings + heads
         tally.add("tp", "activations", "all_gather", t, shard, m * gathers + waiting)
         tally.add("tp", "activations", "reduce_scatter", t, whole, m * scatters)
     else:
         for entering, _, count, _ in entries:
             tally.add("tp", "activations", "all_reduce", t, entering, m * count)
-        reduces = branches + repeated + stage.has_embedding + stage.has_head
+        reduces = branches + repeated + embeddings + heads
         tally.add("tp", "activations", "all_reduce", t, whole, m * reduces)
     element = max(4, BYTES_PER_ELEMENT[config.precision.dtype])
     if config.model.qk_norm == "all_heads":
         # Squares of q and k forward, again where the layer is recomputed, and their gradients backward.
         tally.add("tp", QK_NORM, "all_reduce", t, 2 * element * tokens, m * (2 * num_layers + recomputed))
-    if stage.has_head:
-        # The largest logit of each token, then its sum of exponentials and target logit together.
-        for count in (1, 2):
-            tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * element * tokens, m)
+    # The largest logit of each token, then its sum of exponentials and target logit together.
+    for count in (1, 2):
+        tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * element * tokens, m * heads)
 
 
 def _entries(config: Config) -> list[tuple[int, bool]]:

@@ -29,6 +29,7 @@ from tests.parity.attention_models import ATTENTION, YARN
 from tests.parity.block_models import BLOCKS, TOGETHER
 from tests.parity.latent_models import LATENTS
 from tests.parity.moe_models import EXPERTS
+from tests.parity.mtp_models import AHEAD
 
 BASE: dict[str, Any] = {
     "num_layers": 8,
@@ -80,7 +81,7 @@ MODELS: dict[str, dict[str, Any]] = {
 _ROPE = {**MODELS["llama"], "head_dim": 6, "num_layers": 2, "rope_base": 50.0}
 for option, fields in (ATTENTION | BLOCKS | TOGETHER | EXPERTS).items():
     MODELS[option] = _ROPE | fields
-MODELS |= LATENTS
+MODELS |= LATENTS | AHEAD
 DOCUMENTS = {
     "synthetic_document_length": 3,
     "attention": "within",
@@ -352,6 +353,8 @@ class RankResult:
     grads: list[Piece]
     steps: list[tuple[float, float]]
     masters: list[Piece]
+    ahead: tuple[float, ...] = ()
+    """Losses of tokens ahead in the first step."""
 
 
 def build_rank(rank: int, case: Case, marks: Sequence[TimeMarks] = ()) -> tuple[Engine, Batches]:
@@ -377,6 +380,7 @@ def build_rank(rank: int, case: Case, marks: Sequence[TimeMarks] = ()) -> tuple[
         device=topology.device,
         attention=config.data.attention,
         positions=config.data.positions,
+        num_ahead=config.model.num_mtp_layers,
         cut=ContextCut.of(config, grid.sizes, topology.coordinates.cp),
     )
     return engine, batches
@@ -387,17 +391,18 @@ def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_ste
     engine, batches = build_rank(rank, case)
     load_weights(engine, {name: weight.detach() for name, weight in weights.items()})
     counts = engine.forward_backward(batches.next_step())
-    loss_sum, num_tokens = counts.tolist()
+    loss_sum, num_tokens = counts[:2].tolist()
     grads = owned_pieces(engine, "grads")
-    steps = []
+    steps, ahead = [], ()
     for step in range(num_steps):
         if step > 0:
             counts = engine.forward_backward(batches.next_step())
         result = engine.update(counts, lr=1e-2 / (step + 1)).wait()
         steps.append((result.loss, result.grad_norm))
+        ahead = ahead or result.ahead
     batches.close()
     engine.buffers.wait_all()
-    return RankResult(loss_sum, num_tokens, grads, steps, owned_pieces(engine, "master"))
+    return RankResult(loss_sum, num_tokens, grads, steps, owned_pieces(engine, "master"), ahead)
 
 
 def is_decayed(name: str) -> bool:
@@ -420,6 +425,7 @@ class OracleResult:
     grads: dict[str, torch.Tensor]
     steps: list[tuple[float, float]]
     weights: dict[str, torch.Tensor]
+    ahead: tuple[float, ...]
 
 
 def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) -> OracleResult:
@@ -453,7 +459,7 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
     )
     nominal = case.global_batch_size * config.model.seq_length
     grads: dict[str, torch.Tensor] = {}
-    first_loss = 0.0
+    first_loss, first_ahead = 0.0, ()
     steps = []
     for step in range(max(num_steps, 1)):
         (batch,) = batches.next_step()
@@ -469,13 +475,14 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
             seed=config.train.seed,
             documents=None if batch.documents is None else batch.documents.numbers,
             load=load,
+            ahead=(ahead := []),
         )
         tokens = int(batch.loss_mask.sum())
         optimizer.zero_grad()
         (loss_sum / tokens).backward()
         loss = float(loss_sum.detach()) / tokens
         if step == 0:
-            first_loss = loss
+            first_loss, first_ahead = loss, tuple(total / max(count, 1) for total, count in ahead)
             grads = {
                 name: weight.grad * tokens / nominal for name, weight in weights.items() if weight.grad is not None
             }
@@ -491,4 +498,4 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
                 bias += config.model.moe.balance.bias_rate * torch.sign(counts.double().mean() - counts)
     batches.close()
     final = {name: weight.detach() for name, weight in weights.items()}
-    return OracleResult(first_loss, grads, steps, final)
+    return OracleResult(first_loss, grads, steps, final, first_ahead)

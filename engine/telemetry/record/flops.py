@@ -4,6 +4,7 @@ A multiplication and an addition count as two. Forward 2 per weight and token, b
 
     model, causal      6 N + 6 L a d s      N: weights of all GEMMs, LM head once; a query sees s/2 keys on average
     experts            of N, those that a token goes through: the router, k experts and the shared ones ("active")
+    multi-token        each of its layers is one more of the L, with a projection of 2 h^2, and the head once more, in N
     model, non-causal  6 N + 12 L a d s     as if every query saw all s keys (2205.05198, NVIDIA's published tables)
     hardware           causal, plus forwards that recompute repeats, plus the padded columns of the head
     a window W         W - W^2 / 2s keys instead of s/2: of the first W queries as many as without it (causal only)
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 from engine.config.activations import RecomputeConfig
 from engine.config.model import ModelConfig
-from engine.config.stage_work import flops_of_a_key, layer_weights, made_from_latents, mlp_width
+from engine.config.stage_work import flops_of_a_key, layer_weights, made_from_latents, mlp_width, projection_weights
 from engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 
 CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
@@ -27,11 +28,12 @@ CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (caus
 
 
 def gemm_weights(model: ModelConfig) -> int:
-    """Count weights that a token is multiplied with: all linear layers, and the head once, tied or not (logical vocabulary).
+    """Count weights that a token is multiplied with: all linear layers, and the head, tied or not (logical vocabulary).
 
-    Of experts, those of one token count ("active").
+    Of experts, those of one token count ("active"). The head counts once, and again for each layer of multi-token prediction.
     """
-    return sum(layer_weights(model, kind) for kind in model.kinds) + model.vocab_size * model.hidden_size
+    heads = (1 + model.num_mtp_layers) * model.vocab_size * model.hidden_size
+    return sum(layer_weights(model, kind) + projection_weights(model, kind) for kind in model.kinds) + heads
 
 
 def model_flops_per_token(
@@ -106,10 +108,11 @@ def hardware_flops_per_token(
         layers_per_chunk: transformer layers of each of the pp x vpp chunks, in the order of the model.
         documents: within which tokens attend; None: across them.
     """
-    padding = 3 * 2 * (model.padded_vocab_size - model.vocab_size) * model.hidden_size
+    heads = 1 + model.num_mtp_layers
+    padding = heads * 3 * 2 * (model.padded_vocab_size - model.vocab_size) * model.hidden_size
     again = sum(layer.again for layer in layer_flops(model, recompute, layers_per_chunk, documents))
     if recompute.head_tokens is not None:
-        again += head_flops(model)
+        again += heads * head_flops(model)
     return model_flops_per_token(model, documents=documents) + padding + again
 
 
@@ -138,15 +141,16 @@ def layer_flops(
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
     limit = 0
     if recompute.granularity == "full":
-        limit = recompute.num_layers if recompute.method == "block" else model.num_layers
+        limit = recompute.num_layers if recompute.method == "block" else len(model.kinds)
     place_in_chunk = [place for layers in layers_per_chunk for place in range(layers)]
     layers = []
     for place, core, kind in zip(place_in_chunk, cores, model.kinds, strict=True):
-        gemms = 2 * layer_weights(model, kind)
+        repeated = 2 * layer_weights(model, kind)
+        gemms = repeated + 2 * projection_weights(model, kind)
         first_gemm = 2 * model.activation_kind.num_inputs * mlp_width(model, kind) * model.hidden_size
         in_part = {"attention": core + 2 * made_from_latents(model), "mlp": first_gemm}
         parts = sum(in_part.get(part, 0) for part in recompute.parts)
-        layers.append(LayerFlops(gemms, core, gemms + core if place < limit else parts))
+        layers.append(LayerFlops(gemms, core, repeated + core if place < limit else parts))
     return layers
 
 
@@ -161,7 +165,7 @@ def core_flops_forward(
     """Count FLOPs of each layer's scores and weighted sum per token: 2 GEMMs of keys x a d, every key without a causal mask."""
     of_a_key = flops_of_a_key(model)
     if not causal:
-        return [of_a_key * model.seq_length] * model.num_layers
+        return [of_a_key * model.seq_length] * len(model.kinds)
     statistics = documents or one_document_per_sample(model.seq_length)
     kinds = model.kinds
     keys = {window: statistics.keys_per_query(window) for window in {kind.window for kind in kinds}}

@@ -14,7 +14,7 @@ from engine.config.model import ModelConfig
 from engine.config.moe import MoEConfig
 from engine.layout.shard_spec import ParamRecord, ReduceAxis
 
-MODULES = ("embedding", "attention", "mlp", "norms", "head")
+MODULES = ("embedding", "attention", "mlp", "norms", "mtp", "head")
 """The rows of the table; a tied head is counted with the embedding, learned positions too."""
 
 
@@ -27,7 +27,8 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
         attention   L (2 a d h + 2 g d h)     biases: qkv  L (a + 2 g) d      all  + L h      sinks: a in each layer with them
         mlp         L 2 f h   (gated: 3)      biases: all  L (f + h)   (gated: 2 f + h)
                     with experts, (E + shared) f_e in place of f, and E h, with a bias of the choice + E
-        norms       (2 L + 1) h  (LayerNorm: 2 each)   before and after each branch  + 2 L h
+        mtp         D 2 h^2, of D layers of multi-token prediction, which count among the L in all rows but embedding and head
+        norms       (2 L + 3 D + 1) h  (LayerNorm: 2 each)   before and after each branch  + 2 L h
                     QK-norm  + 2 L d, over all heads  L (a + g) d      latents  + L (r_q + r)
 
     Latent attention, with latents r_q and r of queries and of keys, and heads of dn + dr and of dv:
@@ -36,7 +37,8 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
         head        V h, 0 where it is tied
     """
     h, d, f = model.hidden_size, model.head_size, model.ffn_size
-    a, g, layers = model.num_attention_heads, model.kv_heads, model.num_layers
+    ahead = 0 if model.mtp is None else model.mtp.num_layers
+    a, g, layers = model.num_attention_heads, model.kv_heads, model.num_layers + ahead
     inputs_of_mlp = model.activation_kind.num_inputs
 
     attention, latents, mla = 2 * (a + g) * d * h, 0, model.mla
@@ -61,8 +63,9 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
         "embedding": model.vocab_size * h + positions,
         "attention": layers * attention + a * sum(kind.sinks for kind in model.kinds),
         "mlp": (layers - with_experts) * mlp + with_experts * _experts(model, model.moe),
-        "norms": (2 * (model.norms_before + model.norms_after) * layers + 1) * norm
+        "norms": (2 * (model.norms_before + model.norms_after) * layers + 3 * ahead + 1) * norm
         + layers * (of_heads[model.qk_norm] + latents),
+        "mtp": ahead * 2 * h * h,
         "head": 0 if model.tie_embeddings else model.vocab_size * h,
     }
 

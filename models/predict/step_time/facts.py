@@ -22,6 +22,7 @@ from engine.config.context_parallel import exposed_share, gathers_keys, heads_of
 from engine.config.plan import part_length
 from engine.config.tree import Config
 from engine.data.document_statistics import DocumentStatistics
+from engine.layout.partition import StageLayers
 from engine.layout.rank_grid import ParallelSizes
 from engine.layout.shard_spec import ParamSpec, localize
 from engine.telemetry.record.flops import core_flops_forward
@@ -103,13 +104,15 @@ def tokens_of_microbatch(config: Config) -> int:
 def layer_gemms(config: Config, sizes: ParallelSizes, layer: int = 0) -> tuple[Gemm, ...]:
     """Return the products of a layer's forward: those before attention, then proj, up and down.
 
-    Of experts, the shared ones have up and down; a layer without any has neither.
+    Of experts, the shared ones have up and down; a layer without any has neither. A token ahead has its projection first.
     """
     model, t, rows = config.model, sizes.tp, tokens_of_microbatch(config)
     h, f = model.hidden_size, _mlp_size(config, layer) // t
     proj = Gemm(rows, h, model.num_attention_heads * model.value_size // t, column=False)
     up, down = Gemm(rows, model.activation_kind.num_inputs * f, h, column=True), Gemm(rows, h, f, column=False)
-    return (*_gemms_before_attention(config, sizes), proj, *((up, down) if f else ()))
+    own = rows // (t if config.parallel.sequence_parallel else 1)
+    joining = (Gemm(own, h, 2 * h, column=False),) if model.layer_kind(layer).is_mtp else ()
+    return (*joining, *_gemms_before_attention(config, sizes), proj, *((up, down) if f else ()))
 
 
 def _mlp_size(config: Config, layer: int) -> int:
@@ -162,13 +165,16 @@ def layer_work(
     local = rows / (t if config.parallel.sequence_parallel else 1)
     f = _mlp_size(config, layer) // t
     proj, *mlp = gemms[-3:] if f else gemms[-1:]
+    made = (gemms[-4:-3] if f else gemms[-2:-1]) if model.mla is not None else ()
     h, q = model.hidden_size, model.num_attention_heads * model.head_size // t
     # Of keys that latents make, none but one rotates, and all are copied beside it.
     kv = 2 * local_kv_heads(config) * model.head_size
     inputs = model.activation_kind.num_inputs
     # Each norm reads and writes; a residual reads two tensors and writes one; where they are not fused, once more each.
     loose = 0 if implementation.fused_elementwise else 1
-    norms = 2 * (model.norms_before + model.norms_after) * (1 + loose) * h * local * w
+    # Before a token ahead, two tensors are normalised, and put side by side.
+    joined = 2 if model.layer_kind(layer).is_mtp else 0
+    norms = 2 * (model.norms_before + model.norms_after + joined) * (1 + loose) * h * local * w
     dropped = (1 + w) * h * local if model.hidden_dropout else 0.0
     residuals = 2 * (3 + 2 * loose) * h * local * w
     rotated = implementation.rotations * (q + kv / 2) * rows * w if model.position_kind.is_rotary else 0.0
@@ -205,7 +211,7 @@ def layer_work(
         + biased
         + scores_backward,
         again_bytes=again,
-        again_gemms=tuple(mlp[:1]) * ("mlp" in parts) + gemms[2:3] * ("attention" in parts and model.mla is not None),
+        again_gemms=tuple(mlp[:1]) * ("mlp" in parts) + made * ("attention" in parts),
         core_again="attention" in parts,
         experts=experts,
         branches=1.0 if f else 0.5,
@@ -246,7 +252,8 @@ def parameters_of_layer(config: Config, sizes: ParallelSizes, layer: int) -> Par
 
 def parameters_of_ends(config: Config, sizes: ParallelSizes, stage: StageContents) -> Parameters:
     """Count the parameters of a stage on one rank without its layers."""
-    return _on_rank(config, sizes, stage_specs(config.model, _Ends(stage)))
+    ends = StageLayers(range(0), stage.has_embedding, stage.has_head)
+    return _on_rank(config, sizes, stage_specs(config.model, ends))
 
 
 def _on_rank(config: Config, sizes: ParallelSizes, specs: Iterable[ParamSpec]) -> Parameters:
@@ -256,15 +263,6 @@ def _on_rank(config: Config, sizes: ParallelSizes, specs: Iterable[ParamSpec]) -
     ]
     experts = sum(record.numel for record in records if record.reduce_over == "expert_dp")
     return Parameters(sum(record.numel for record in records), experts)
-
-
-class _Ends:
-    """A stage without its layers."""
-
-    layers = range(0)
-
-    def __init__(self, stage: StageContents) -> None:
-        self.has_embedding, self.has_head = stage.has_embedding, stage.has_head
 
 
 NOTHING = Wire()

@@ -119,8 +119,9 @@ class StageTimer:
                 )
                 self._layers[kind, recomputed] = self.layer_timer.layer(work, recomputed=recomputed)
             seconds.add(self._layers[kind, recomputed], count)
-        if contents.has_embedding:
-            seconds.add(self.layer_timer.embedding())
+        ahead = contents.num_mtp
+        if contents.has_embedding or ahead:
+            seconds.add(self.layer_timer.embedding(), contents.has_embedding + ahead)
         if contents.has_head:
-            seconds.add(self.layer_timer.head(head_gemm(self._config, self._sizes)))
+            seconds.add(self.layer_timer.head(head_gemm(self._config, self._sizes)), 1 + ahead)
         return seconds

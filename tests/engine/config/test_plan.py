@@ -38,6 +38,15 @@ def test_auto_stages_count_the_head_and_windows() -> None:
     assert "busiest rank" in balance_line(with_windows)
 
 
+def test_tokens_ahead_are_on_the_last_stage_and_weigh_on_it() -> None:
+    with_ahead = config_with("parallel={pp: 4, layers_per_stage: auto}", "model.mtp={num_layers: 1}")
+    without = config_with("parallel={pp: 4, layers_per_stage: auto}")
+    stages, own = stages_of(with_ahead), stages_of(without)
+    assert [stage.num_mtp for stage in stages] == [0, 0, 0, 1]
+    assert stages[-1].num_own < own[-1].num_own and sum(stage.num_own for stage in stages) == 8
+    assert stages[-1].layers.stop == 9 and with_ahead.model.kinds[8].is_mtp and not with_ahead.model.kinds[7].is_mtp
+
+
 @pytest.mark.parametrize("given", ["atuo", "3", "[1, a]", "[1, 2.5]"])
 def test_other_layers_than_numbers_are_one_problem(given: str) -> None:
     with pytest.raises(ValidationError, match=r"auto, or null \(even\)") as raised:

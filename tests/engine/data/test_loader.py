@@ -83,6 +83,39 @@ def test_documents_and_positions(attention: AttentionScope, positions: PositionO
     assert microbatch.position_ids.tolist() == (restarts if positions == "document" else [list(range(12))] * 2)
 
 
+@pytest.mark.parametrize("attention", ["across", "within"])
+def test_tokens_ahead_are_those_of_the_row(attention: AttentionScope) -> None:
+    dataset = SyntheticDataset(3, 50, 12, mask_fraction=0.2, mean_document_length=4)
+    batches = Batches(
+        dataset,
+        global_batch_size=2,
+        micro_batch_size=2,
+        dp=1,
+        dp_rank=0,
+        consumed_samples=0,
+        device="cpu",
+        attention=attention,
+        num_ahead=2,
+    )
+    (microbatch,) = batches.next_step()
+    batches.close()
+    assert microbatch.ahead is not None and microbatch.mask_ahead is not None
+    counts = [0, 0]
+    for row, sample in enumerate(dataset[sample_id] for sample_id in range(2)):
+        document = [number for number, length in enumerate(sample.lengths) for _ in range(length)]
+        for distance in (1, 2):
+            for place in range(12):
+                target = place + distance + 1
+                is_there = target <= 12 and all(sample.loss_mask[place:target])
+                if attention == "within":
+                    is_there = is_there and document[place] == document[target]
+                counts[distance - 1] += is_there
+                assert bool(microbatch.mask_ahead[distance - 1, row, place]) == is_there
+                if target <= 12:
+                    assert microbatch.ahead[distance - 1, row, place] == sample.tokens[target]
+    assert microbatch.num_ahead == tuple(counts) and 0 < counts[1] < counts[0] < microbatch.num_tokens
+
+
 def test_restart_depth_and_dp_change_nothing() -> None:
     straight = open_batches(dp=1, ahead=1)
     steps = [rows(straight.next_step()) for _ in range(4)]

@@ -10,7 +10,6 @@ from engine.config.attention_kinds import AttentionPattern
 from engine.config.plan import parallel_sizes, stages_of
 from engine.config.tree import Config
 from engine.data.documents import Documents
-from engine.layout.partition import partition
 from launch.footprint import run
 from launch.footprint.run import Footprint, Footprints
 from models.gpt.chunk import build_chunks
@@ -166,6 +165,27 @@ PARTS_OF_ROWS = {
     "some heads, explicit": config_of(GPT, tp=2, cp=2, cp_method="ulysses", attention="explicit"),
     "some heads, explicit, one sample": config_of(GPT, tp=1, cp=2, b=1, cp_method="ulysses", attention="explicit"),
 }
+AHEAD = {
+    "tokens ahead": config_of({**LLAMA, "mtp": {"num_layers": 2}}, tp=2, sp=True),
+    "tokens ahead, parts again": config_of(
+        {**LLAMA, "mtp": {"num_layers": 2}, "hidden_dropout": 0.1, "norm": "layernorm"},
+        tp=2,
+        recompute={**parts(*CHEAP), "head_tokens": 100},
+    ),
+    "tokens ahead, on the host": config_of(
+        {**LLAMA, "mtp": {"num_layers": 2}}, tp=2, offload={"num_layers": 3, "min_bytes": 1}
+    ),
+    "tokens ahead, whole again": config_of(
+        {**LLAMA, **KINDS, "mtp": {"num_layers": 2}},
+        tp=2,
+        sp=True,
+        recompute={"granularity": "full", "num_layers": 2, **KEPT},
+        offload={"num_layers": 4, "min_bytes": 1},
+    ),
+    "tokens ahead, some layers again": config_of(
+        {**LLAMA, "mtp": {}}, tp=2, recompute={"granularity": "full", "method": "block", "num_layers": 3}
+    ),
+}
 SLOW = {
     "kinds of layers, explicit": config_of({**LLAMA, **KINDS, "attention_softcap": 5.0}, tp=2, attention="explicit"),
     "kinds of layers, explicit, fp32": config_of({**LLAMA, **KINDS}, tp=1, b=1, dtype="fp32", attention="explicit"),
@@ -236,14 +256,13 @@ def ends_of_all(rank: int, configs: dict[str, Config]) -> dict[str, list[Footpri
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "configs",
-    [pytest.param(CI | BLOCKS | PARTS_OF_ROWS, id="ci"), pytest.param(SLOW, id="rest", marks=pytest.mark.slow)],
+    [pytest.param(CI | BLOCKS | PARTS_OF_ROWS | AHEAD, id="ci"), pytest.param(SLOW, id="rest", marks=pytest.mark.slow)],
 )
 def test_autograd_keeps_what_the_formula_says(configs: dict[str, Config]) -> None:
     (found,) = run_ranks(ends_of_all, 1, configs, timeout_seconds=600)
     for name, config in configs.items():
         sizes = parallel_sizes(config)
-        stages = partition(config.model.num_layers, sizes.pp, sizes.vpp, None)
-        for stage, footprint in zip(stages, found[name], strict=True):
+        for stage, footprint in zip(stages_of(config), found[name], strict=True):
             measured = sum(one.num_bytes for one in footprint.saved)
             # Every kept tensor has a term, so this is not an estimate.
             expected = kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage)

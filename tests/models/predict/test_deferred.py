@@ -49,6 +49,8 @@ MORE = [
     Case("llama", recompute=("selective", "uniform", 1), modules=("norm", "activation", "attention"), **SMALL),
     Case("mqa_rope_bias", tp=2, micro_batch_size=2, **(SMALL | {"global_batch_size": 4})),
     Case("llama", tp=2, offload=1, **SMALL),
+    Case("ahead two", tp=2, sequence_parallel=True, **SMALL),
+    Case("ahead deepseek", tp=2, recompute=("selective", "uniform", 1), modules=("norm", "activation"), **SMALL),
     Case("llama", cp=2, documents=True, **SMALL),
     Case("mla, queries from x", tp=2, sequence_parallel=True, gathered_inputs="keep", **SMALL),
     Case("mla, queries from x", cp=2, tp=2, **SMALL),

@@ -20,7 +20,7 @@ from launch.footprint.run import Footprint
 from models.predict.rank_memory import predict, predicted_memory, resolve_recompute, savings
 from tests.documented import ROOT
 from tests.harness import run_ranks
-from tests.models.predict.test_activation_memory import CI, GPT, KEPT, LLAMA, SLOW, config_of, ends_of_all, parts
+from tests.models.predict.test_activation_memory import AHEAD, CI, GPT, KEPT, LLAMA, SLOW, config_of, ends_of_all, parts
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 
@@ -73,6 +73,11 @@ MANY = {
     "the head in pieces, sgd": deeper(
         config_of(LLAMA, tp=2, recompute=HEAD_IN_PIECES), train={"global_batch_size": 8}, optimizer={"name": "sgd"}
     ),
+    "tokens ahead": deeper(
+        config_of({**LLAMA, "mtp": {"num_layers": 2}}, tp=2, sp=True),
+        schedule={"name": "zb_h1"},
+        train={"global_batch_size": 12},
+    ),
 }
 
 MANY_SLOW = {
@@ -100,6 +105,7 @@ MANY_SLOW = {
         model={"num_layers": 8},
         train={"global_batch_size": 16},
     ),
+    **{f"{name}, some steps": deeper(config, train={"global_batch_size": 12}) for name, config in AHEAD.items()},
 }
 
 
@@ -124,7 +130,8 @@ def most_kept(config: Config, footprint: Footprint) -> tuple[int, int]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "configs", [pytest.param(MANY, id="ci"), pytest.param(CI | SLOW | MANY_SLOW, id="rest", marks=pytest.mark.slow)]
+    "configs",
+    [pytest.param(MANY, id="ci"), pytest.param(CI | SLOW | MANY_SLOW | AHEAD, id="rest", marks=pytest.mark.slow)],
 )
 def test_a_step_holds_what_was_predicted(configs: dict[str, Config]) -> None:
     (found,) = run_ranks(ends_of_all, 1, configs, timeout_seconds=600)

@@ -207,8 +207,9 @@ def test_devices_are_known_by_the_name_that_torch_gives(name: str, tflops: float
         {"num_kv_heads": 2, "activation": "swiglu", "tie_embeddings": False, "head_dim": 24, "ffn_hidden_size": 96},
         {"bias": "none", "mla": MLA},
         {"bias": "none", "mla": MLA | {"q_lora_rank": None}},
+        {"mtp": {"num_layers": 2}},
     ],
-    ids=["gelu", "swiglu, GQA, untied", "latents", "one latent"],
+    ids=["gelu", "swiglu, GQA, untied", "latents", "one latent", "tokens ahead"],
 )
 def test_torch_counts_the_same_for_a_plain_gpt(fields: dict[str, Any]) -> None:
     """torch's counter over the oracle's forward and backward: every GEMM of a GPT that masks and does not skip."""

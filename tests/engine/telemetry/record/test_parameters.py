@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from engine.config.load import load_config
 from engine.config.model import ModelConfig
 from engine.layout.partition import partition
 from engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -19,6 +20,7 @@ from engine.telemetry.record.parameters import (
     round_counts,
 )
 from models.specs import model_specs, stage_specs
+from tests.documented import ROOT
 
 
 def model(**fields: Any) -> ModelConfig:
@@ -85,6 +87,20 @@ def test_experts_count_in_the_layers_that_have_them() -> None:
     for changed in ({}, {"activation": "gelu"}, {"moe": DEEPSEEK["moe"] | {"choice_bias": False, "shared_experts": 0}}):
         config = model(**DEEPSEEK | changed)
         assert num_parameters(config) == counted_by_specs(config)
+
+
+def test_tokens_ahead_have_a_layer_each_and_what_joins_it() -> None:
+    for changed in ({}, {"norm": "layernorm"}, {"tie_embeddings": False}, {"activation": "gelu"}):
+        config = model(**DEEPSEEK | changed | {"mtp": {"num_layers": 2}})
+        assert num_parameters(config) == counted_by_specs(config)
+    v3 = load_config(ROOT / "configs" / "deepseek_v3.yaml").model
+    alone = v3.model_copy(update={"mtp": None})
+    total, projection = sum(num_parameters(alone).values()), 2 * v3.hidden_size**2
+    unique, active = sum(num_parameters(v3).values()) - total, num_active(v3) - num_active(alone)
+    # DeepSeek-V3's README_WEIGHTS: 671B, and 11.5B "unique" and 1.5B "activation" parameters, the projection in neither of them.
+    assert (round(total / 1e9), f"{(unique - projection) / 1e9:.1f}") == (671, "11.5")
+    # The head is among the latter: it is used again, and no parameter more.
+    assert f"{(active - projection + v3.vocab_size * v3.hidden_size) / 1e9:.1f}" == "1.5"
 
 
 MOE = {"norm": "rmsnorm", "bias": "none", "activation": "swiglu", "tie_embeddings": False, "layers": ["moe"]}

@@ -1,0 +1,111 @@
+"""A layer of multi-token prediction (2412.19437, section 2.2; `engine/config/mtp.py` has the formulas), on the last stage.
+
+    tokens ahead [b, s] --word embedding--> [s(/t), b, h] --norm--.
+    hidden before [s(/t), b, h] -----------------------------norm--+--> [s(/t), b, 2 h] --projection--> layer --> norm --> head
+
+The projection is whole on every tp rank and acts on its part of the sequence. With sequence parallelism no product is computed
+twice, and its gradient is partial over the sequence, as norms' are. Without it each rank computes all, and gradients are whole.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol, cast
+
+import torch
+from torch import nn
+
+from engine.tensor_parallel.dropout import DropoutKeys
+from engine.tensor_parallel.entered import outside_of
+from engine.tensor_parallel.layers import ColumnParallelLinear
+from models.gpt.block import Block
+from models.gpt.context import BuildContext, LayerInputs, Norm, Positions
+from models.gpt.embedding import Embedding
+from models.gpt.losses import TokenLosses
+
+
+class RowsAhead(Protocol):
+    """What the layers read of a microbatch: int64 and bool, [b, s] or [D, b, s]."""
+
+    labels: torch.Tensor
+    position_ids: torch.Tensor
+    ahead: torch.Tensor | None
+    mask_ahead: torch.Tensor | None
+
+
+class TokensAhead(nn.Module):
+    """The layers of multi-token prediction, of which each reads what the one before it found.
+
+    Args:
+        context: environment of the modules.
+        layers: their numbers.
+        first_place: place of the first in the chunk, by which layers are recomputed and offloaded.
+    """
+
+    def __init__(self, context: BuildContext, layers: Sequence[int], first_place: int) -> None:
+        super().__init__()
+        assert context.model.mtp is not None
+        self.context, self.first_place = context, first_place
+        self.weight = context.model.mtp.loss_weight / len(layers)
+        self.layers = nn.ModuleList([TokenAhead(context, layer) for layer in layers])
+
+    def forward(
+        self, hidden: torch.Tensor, head: ColumnParallelLinear, batch: RowsAhead, inputs: LayerInputs
+    ) -> list[torch.Tensor]:
+        """Return the weighted loss sum of each token ahead (scalars), from the input of the head [s(/t), b, h]."""
+        assert batch.ahead is not None and batch.mask_ahead is not None
+        saved, choice = self.context.saved, self.context.recompute
+        shared, tokens, sums = inputs.positions.tables.values(), batch.labels, []
+        for place, (each, labels, mask) in enumerate(
+            zip(self.layers, batch.ahead, batch.mask_ahead, strict=True), start=self.first_place
+        ):
+            ahead = cast(TokenAhead, each)
+            x = ahead.inputs(hidden, tokens, batch.position_ids, inputs.keys)
+            is_again = choice.granularity == "full" and (choice.method == "uniform" or place < choice.num_layers)
+            run = partial(ahead, positions=inputs.positions, keys=inputs.keys)
+            moves = place < self.context.num_offloaded
+            hidden = ahead.norm(saved.run_layer(run, x, moves=moves, whole=is_again, shared=shared))
+            sums.append((ahead.losses(hidden, head, labels) * mask.t()).sum() * self.weight)
+            tokens = labels
+        return sums
+
+
+class TokenAhead(nn.Module):
+    """A layer that predicts the token one beyond those that are predicted already.
+
+    Args:
+        context: environment of the modules.
+        layer: its number, behind the model's own layers.
+    """
+
+    def __init__(self, context: BuildContext, layer: int) -> None:
+        super().__init__()
+        name = f"layers.{layer}.mtp"
+        self.context = context
+        self.embedding = Embedding(context, f"{name}.embedding")
+        self.embedding_norm, self.hidden_norm = (Norm(context, f"{name}.{of}_norm") for of in ("embedding", "hidden"))
+        self.projection = ColumnParallelLinear(
+            [context.parameter(f"{name}.projection.weight")],
+            [],
+            outside_of(context.region),
+            context.queue,
+            f"{name}.projection",
+        )
+        self.block = Block(context, layer)
+        self.norm = Norm(context, f"{name}.norm")
+        self.losses = TokenLosses(context)
+
+    def inputs(
+        self, hidden: torch.Tensor, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys
+    ) -> torch.Tensor:
+        """Stack the embeddings of tokens ahead int64 [b, s] on the hidden states before [s(/t), b, h] -> [2 s(/t), b, h]."""
+        return torch.cat((self.embedding(tokens, position_ids, keys), hidden))
+
+    def forward(self, inputs: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
+        """Run the layer on `inputs` [2 s(/t), b, h] -> [s(/t), b, h], before its norm."""
+        joined = self.context.saved.recompute_output("norm", self._joined, inputs)
+        y: torch.Tensor = self.block(self.projection(joined), positions, keys)
+        return y
+
+    def _joined(self, inputs: torch.Tensor) -> torch.Tensor:
+        embedded, hidden = inputs.chunk(2)
+        return torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), dim=-1)

@@ -1,0 +1,41 @@
+"""Tensors that layers of multi-token prediction keep besides those of a layer (no torch here).
+
+inputs [2 s(/t), b, h] --two norms--> [s(/t), b, 2 h] --projection--> a layer --norm--> head
+"""
+
+from fractions import Fraction
+
+from engine.config.tree import Config
+from models.predict.terms import INDEX_BYTES, Sizes, Term
+
+INPUTS = "mtp.inputs"
+"""The module of a layer's first tensor; all else is made of it."""
+BEHIND_PROJECTION = {"mtp.projection": (INPUTS, "mtp.norms")}
+"""What is gone when the backward of the projection is, and of the norms before it."""
+
+
+def joining_terms(config: Config, at: Sizes) -> list[Term]:
+    """List the tensors in front of the layer: embeddings and hidden states, their norms' statistics, the projection's input."""
+    nothing, kind = Fraction(0), config.model.norm_kind
+    both = 2 * at.w * at.h * at.shard
+    number = 2 * (at.w if kind.statistics_dtype == "run" else at.acc) * at.shard
+    return [
+        Term(INPUTS, "input", nothing, both),
+        *(Term("mtp.norms", name, nothing, number) for name in kind.statistics),
+        Term("mtp.projection", "input", nothing, both, "norm"),
+    ]
+
+
+def deferred_joining(at: Sizes) -> list[Term]:
+    """List what the projection's weight gradient waits with."""
+    nothing, shard = Fraction(0), at.w * at.h * at.shard
+    return [Term("mtp.projection", "input", nothing, 2 * shard), Term("mtp.projection", "gradient", nothing, shard)]
+
+
+def embedding_terms(config: Config, at: Sizes) -> list[Term]:
+    """List the tensors of a word embedding."""
+    dropped, whole = at.h * at.shard, at.w * at.h * at.shard
+    return [
+        Term("embedding", "rows and which are held", Fraction(0), Fraction(INDEX_BYTES + 1)),
+        Term("embedding", "dropout", dropped, whole if config.model.hidden_dropout else Fraction(0)),
+    ]
