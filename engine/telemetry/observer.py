@@ -123,7 +123,7 @@ class TrainingObserver:
             cp_imbalance=ended.cp_imbalance,
         )
         experts = None if self.experts is None else self.experts.measure(step + 1, result.load, result.dropped)
-        self.telemetry.step(replace(metrics, time_split=split, experts=experts))
+        self.telemetry.step(replace(metrics, time_split=split, experts=experts, losses_ahead=result.ahead))
         if compared is not None:
             self.telemetry.notice("memory", str(compared), style="", step=step + 1, **compared.to_record())
         if split is not None and self.slow_ranks is not None:

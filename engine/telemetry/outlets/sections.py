@@ -1,6 +1,6 @@
 """The names by which wandb and TensorBoard group their charts (no torch here).
 
-train/step  train/loss  train/val_loss  train/consumed_tokens ...
+train/step  train/loss  train/val_loss  train/consumed_tokens ...  train/loss_ahead_1     of multi-token prediction
 perf/tokens_per_second  perf/mfu  perf/step_time_seconds  perf/data_seconds ...
 time/compute_seconds  time/bubble_seconds  time/schedule_bubble_seconds ...     on steps with a line
 pipeline/bubble_fraction  pipeline/schedule_bubble_fraction  comm/exposed_tp_fraction ...     of the step, 0 to 1
@@ -37,6 +37,7 @@ _FRACTIONS = (
 def sections(metrics: StepMetrics) -> dict[str, float]:
     """Return the numbers of the step by section; what is not known (no peak, no validation) is left out."""
     values: dict[str, float | None] = {f"train/{name}": getattr(metrics, name) for name in _TRAIN}
+    values |= {f"train/loss_ahead_{distance}": loss for distance, loss in enumerate(metrics.losses_ahead, start=1)}
     values |= {f"perf/{name}": getattr(metrics, name) for name in _PERF}
     values |= {f"optim/{name}": getattr(metrics, name) for name in _OPTIM}
     values["data/loss_tokens"] = metrics.loss_tokens

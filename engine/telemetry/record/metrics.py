@@ -18,7 +18,7 @@ from engine.telemetry.record.expert_load import ExpertsRecord
 from engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
 from engine.telemetry.timing.time_split import TimeSplit
 
-_OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "experts")
+_OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "experts", "losses_ahead")
 """Fields that are left out of a record where they are None."""
 
 
@@ -48,6 +48,7 @@ class StepMetrics:
         time_split: where the time of the steps before this one went, on all ranks (`engine.telemetry.timing.step_times`); None but
             on steps with a line.
         experts: the load of the experts; None: the model has none.
+        losses_ahead: nats per token of multi-token prediction, at each distance beyond the next token; (): the model has none.
     """
 
     step: int
@@ -71,13 +72,19 @@ class StepMetrics:
     val_loss: float | None = None
     time_split: TimeSplit | None = None
     experts: ExpertsRecord | None = None
+    losses_ahead: tuple[float, ...] = ()
+
+    def ahead_line(self) -> str | None:
+        """Return the line `losses of tokens ahead 2.8312 3.1045`; None where the model predicts the next token alone."""
+        each = " ".join(f"{loss:.4f}" for loss in self.losses_ahead)
+        return f"loss{'es' * (len(self.losses_ahead) > 1)} of tokens ahead {each}" if each else None
 
     def to_record(self) -> dict[str, Any]:
-        """Return a JSON object, without `cp_imbalance`, `val_loss`, `time_split` and `experts` where they are None."""
+        """Return a JSON object, without the fields that most runs lack (`_OPTIONAL`) where they are None or empty."""
         record = asdict(replace(self, time_split=None, experts=None))
         for name, part in (("time_split", self.time_split), ("experts", self.experts)):
             record[name] = None if part is None else part.to_record()
-        return {name: value for name, value in record.items() if name not in _OPTIONAL or value is not None}
+        return {name: value for name, value in record.items() if name not in _OPTIONAL or value not in (None, ())}
 
 
 class Meter:

@@ -120,8 +120,11 @@ def test_under_a_line_stands_where_the_time_went(make_metrics: MakeMetrics) -> N
     parts = {**dict.fromkeys(PARTS, 0.0), "compute": 6.0, "bubble": 2.0, "exposed_tp": 1.5, "data": 0.5, "other": 0.01}
     split = TimeSplit(2, 9, (parts, parts), (1.5, 1.5), (6.0, 6.0))
     for step in range(1, 11):
-        lines.step(make_metrics(step=step, time_split=split if step == 10 else None))
-    _, first, tenth, below = file.getvalue().splitlines()
+        lines.step(
+            make_metrics(step=step, time_split=split if step == 10 else None, losses_ahead=(4.0,) * (step == 10))
+        )
+    _, first, tenth, below, ahead = file.getvalue().splitlines()
+    assert ahead == "         loss of tokens ahead 4.0000"
     assert first.split()[0] == "1/30" and tenth.split()[0] == "10/30"
     assert below == "         compute 60%  tp 15%  bubble 20% (schedule 15%)  data 5%"
 

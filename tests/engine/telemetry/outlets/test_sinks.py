@@ -43,7 +43,16 @@ def test_sections_name_everything_that_is_known(make_metrics: MakeMetrics) -> No
         *("train", "perf", "time", "memory", "comm", "pipeline", "optim", "data")
     }
     assert {"train/val_loss", "perf/mfu", "perf/hfu", "perf/cp_imbalance"}.isdisjoint(sections(make_metrics()))
-    assert "cp_imbalance" not in make_metrics().to_record()
+    assert {"cp_imbalance", "losses_ahead"}.isdisjoint(make_metrics().to_record())
+
+
+def test_losses_of_tokens_ahead_are_named_by_distance(make_metrics: MakeMetrics) -> None:
+    metrics = make_metrics(losses_ahead=(2.5, 3.25))
+    values = sections(metrics)
+    assert (values["train/loss_ahead_1"], values["train/loss_ahead_2"]) == (2.5, 3.25)
+    assert metrics.to_record()["losses_ahead"] == (2.5, 3.25)
+    assert metrics.ahead_line() == "losses of tokens ahead 2.5000 3.2500"
+    assert make_metrics(losses_ahead=(2.5,)).ahead_line() == "loss of tokens ahead 2.5000"
 
 
 @pytest.fixture
