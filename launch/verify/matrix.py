@@ -38,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "activation": "swiglu",
         "bias": "none",
         "tie_embeddings": False,
+        "mtp": {"num_layers": 2},
     },
     "qwen": _BASE
     | {

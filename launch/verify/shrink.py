@@ -78,6 +78,9 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
         width = changes["model"]["ffn_hidden_size"]
         changes["model"]["moe"] = shrink_experts(moe, config.parallel.ep, width)
         changes["kernels"] = {"dispatch": dispatch_of(config)}
+    if config.model.mtp is not None:
+        # One token ahead reads the model's output, the others what the one before has found.
+        changes["model"]["mtp"] = {"num_layers": min(config.model.mtp.num_layers, 2)}
     # By the sizes of the small model, auto could be another method.
     changes["parallel"] = {"cp_method": method_of(config)} if config.parallel.cp > 1 else {}
     if config.parallel.layers_per_stage is not None:

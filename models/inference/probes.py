@@ -1,10 +1,12 @@
 """Outputs of each part of a model in a forward pass, reduced to few numbers for a comparison of two layouts.
 
 A site is `embedding`, `layers.N.attention`, `layers.N.mlp` (the branches), `layers.N` (the residual stream after it),
-`token_losses` or `loss` (the sum over a microbatch). Of an output [s, b, h] each token keeps one number, its product with a
-fixed random vector: enough to see any difference, and small enough to write down.
+`token_losses` or `loss` (the sum over a microbatch). A layer of multi-token prediction has `layers.N.embedding` and
+`layers.N.losses` too. Of an output [s, b, h] each token keeps one number, its product with a fixed random vector: enough to see
+any difference, and small enough to write down.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -14,20 +16,26 @@ from torch import nn
 
 from engine.numerics.hashing import key64
 from models.gpt.chunk import Block, GPTChunk
+from models.gpt.mtp import TokenAhead
 
-SITES_PER_LAYER = 3
-ENDS = ("token_losses", "loss")
-TOKEN_LOSSES, LOSS = ENDS
+TOKEN_LOSSES, LOSS = "token_losses", "loss"
+OF_LAYER = ("embedding", "attention", "mlp", "", "losses")
+"""Sites of a layer, in the order of the forward; the first and the last are those of a token ahead."""
 
 
 def site_order(name: str, num_layers: int) -> int:
     """Return the sort key of a site: its place along the model."""
     if name == "embedding":
         return 0
-    if name in ENDS:
-        return 1 + SITES_PER_LAYER * num_layers + ENDS.index(name)
+    if name == LOSS:
+        return sys.maxsize
+    # Layers of multi-token prediction come behind the losses of the next token.
+    losses = 1 + len(OF_LAYER) * num_layers
+    if name == TOKEN_LOSSES:
+        return losses
     _, layer, *branch = name.split(".")
-    return 1 + SITES_PER_LAYER * int(layer) + {"attention": 0, "mlp": 1, "": 2}[branch[0] if branch else ""]
+    number = int(layer)
+    return 1 + len(OF_LAYER) * number + OF_LAYER.index(branch[0] if branch else "") + (number >= num_layers)
 
 
 class Probes:
@@ -61,9 +69,10 @@ class Probes:
         self._samples = inputs[1].sample_ids
 
     def _end(self, chunk: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        if output.dim() == 0 and self._samples is not None:
+        # Losses are a scalar, or where tokens ahead are predicted the first of a vector; hidden states are [s, b, h].
+        if output.dim() < 3 and self._samples is not None:
             samples = ",".join(map(str, self._samples))
-            self.values.setdefault(LOSS, {})[samples] = output.detach().cpu().double().view(1)
+            self.values.setdefault(LOSS, {})[samples] = output.detach().view(-1)[:1].cpu().double()
         self._samples = None
 
     def _at(self, site: str) -> Any:
@@ -83,12 +92,20 @@ def _sites(chunk: GPTChunk) -> Iterator[tuple[str, nn.Module]]:
     if chunk.embedding is not None:
         yield "embedding", chunk.embedding
     for block in chunk.blocks:
-        name = cast(Block, block).name
-        yield f"{name}.attention", cast(Block, block).attention
-        yield f"{name}.mlp", cast(Block, block).mlp
-        yield name, block
+        yield from _sites_of(cast(Block, block))
     if chunk.losses is not None:
         yield TOKEN_LOSSES, chunk.losses
+    for each in () if chunk.ahead is None else chunk.ahead.layers:
+        ahead = cast(TokenAhead, each)
+        yield f"{ahead.block.name}.embedding", ahead.embedding
+        yield from _sites_of(ahead.block)
+        yield f"{ahead.block.name}.losses", ahead.losses
+
+
+def _sites_of(block: Block) -> Iterator[tuple[str, nn.Module]]:
+    yield f"{block.name}.attention", block.attention
+    yield f"{block.name}.mlp", block.mlp
+    yield block.name, block
 
 
 def _direction(site: str, width: int) -> torch.Tensor:

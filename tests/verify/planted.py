@@ -18,6 +18,7 @@ from models.gpt.chunk import GPTChunk
 from models.gpt.context import Positions
 from tests.parity.cases import Case
 from tests.verify import (
+    planted_ahead,
     planted_axes,
     planted_blocks,
     planted_context,
@@ -439,4 +440,5 @@ BUGS = (
     *planted_latents.BUGS,
     *planted_schedules.BUGS,
     *planted_experts.BUGS,
+    *planted_ahead.BUGS,
 )

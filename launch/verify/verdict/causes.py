@@ -210,7 +210,8 @@ def _of_output(evidence: Evidence, first: Difference) -> str:
     what = {
         "attention": "heads, positions (RoPE) or dropout of a rank's part",
         "mlp": "columns, or the sum of the row-parallel output; of experts, the way of tokens to them and back, and their weights",
-        "embedding": "rows of the vocabulary, or positions of a rank's part of the sequence",
+        "embedding": "rows of the vocabulary, or positions of a rank's part of the sequence; of a token ahead, which one it is",
+        "losses": "the token that is predicted: tokens ahead are those of the whole row, not of a rank's part",
     }.get(first.name.rsplit(".", 1)[-1], "dropout or residual of a rank's part of the sequence")
     return f"{first.name} is the first wrong output, and its inputs are right: {what}"
 

@@ -490,4 +490,14 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["telemetry.nvtx = true", "looks at a GPU", "nvtx = false", "device = auto or cuda"],
     ),
+    "no token so far ahead": (
+        ["model.seq_length=2", "model.mtp={num_layers: 2}"],
+        {},
+        ["model.seq_length = 2", "above model.mtp.num_layers = 2", "so far ahead", "seq_length = 3"],
+    ),
+    "a table for tokens ahead": (
+        ["model.position=learned", "model.mtp={}"],
+        {},
+        ["model.position = learned", "model.mtp", "on the first stage", "position = rope"],
+    ),
 }

@@ -1,0 +1,67 @@
+"""Bugs of multi-token prediction, planted at run time in ranks under verification."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from engine.config.model import ModelConfig
+from engine.context_parallel.cut import ContextCut
+from engine.data.loader import MicroBatch
+from engine.layout.shard_spec import Init, ParamSpec
+from models import specs
+from tests.parity.cases import Case
+from tests.verify.bug import Bug
+
+
+def tokens_ahead_are_shifted_in_a_ranks_part() -> None:
+    """Plant a roll of labels after rows were cut over cp (LlamaFactory #10474)."""
+    cut = ContextCut.__call__
+
+    def rolled(self: ContextCut, whole: MicroBatch) -> MicroBatch:
+        part = cut(self, whole)
+        if self.size == 1 or part.ahead is None:
+            return part
+        ahead = part.ahead.clone()
+        for distance, row in enumerate(ahead, start=1):
+            row[:] = part.labels.roll(-distance, dims=1)
+        return replace(part, ahead=ahead)
+
+    ContextCut.__call__ = rolled  # type: ignore[method-assign]
+
+
+def joining_weights_are_not_summed_over_tp() -> None:
+    """Plant a projection whose gradient is that of this rank's part of the sequence."""
+    joining = specs._joining
+
+    def whole(model: ModelConfig, name: str, normal: Init) -> Iterator[ParamSpec]:
+        for spec in joining(model, name, normal):
+            yield replace(spec, grad_is_partial="never") if spec.name.endswith("projection.weight") else spec
+
+    specs._joining = whole
+
+
+def is_losses_of_a_token_ahead(name: str) -> bool:
+    return name == "layers.2.losses"
+
+
+def is_projection(name: str) -> bool:
+    return name.endswith("mtp.projection.weight")
+
+
+BUGS = (
+    Bug(
+        tokens_ahead_are_shifted_in_a_ranks_part,
+        Case("ahead two", cp=2, dp=2, global_batch_size=4),
+        "output",
+        is_losses_of_a_token_ahead,
+        "cp",
+        "cp",
+    ),
+    Bug(
+        joining_weights_are_not_summed_over_tp,
+        Case("ahead two", tp=2, dp=2, sequence_parallel=True, global_batch_size=4),
+        "gradient",
+        is_projection,
+        "tp",
+        "tp",
+    ),
+)
