@@ -115,6 +115,7 @@ def run(
         dp_rank=engine.topology.coordinates.dp,
         consumed_samples=beginning.state.consumed_samples,
         device="cpu",
+        num_ahead=engine.config.model.num_mtp_layers,
         cut=ContextCut.of(engine.config, engine.topology.sizes, engine.topology.coordinates.cp),
     )
     for step in range(beginning.state.step, until):

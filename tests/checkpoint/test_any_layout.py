@@ -74,7 +74,17 @@ def saved(folder: Path, layout: int, model: str) -> Trace:
     [pytest.param(*pair, marks=() if pair in IN_CI else pytest.mark.slow, id=f"{pair[0]}-{pair[1]}") for pair in PAIRS],
 )
 def test_any_layout_loads_what_any_other_saved(folder: Path, one: int, other: int) -> None:
-    model = MODELS[(one // 2 + other) % 2]
+    goes_over(folder, MODELS[(one // 2 + other) % 2], one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("one", "other"), [(3, 4), (12, 0), (4, 12)])
+def test_layers_of_tokens_ahead_go_over(folder: Path, one: int, other: int) -> None:
+    """The last stage has an embedding of its own, or with one rank the first one's."""
+    goes_over(folder, "ahead two", one, other)
+
+
+def goes_over(folder: Path, model: str, one: int, other: int) -> None:
     straight = saved(folder, one, model)
     case = case_of(other, model)
     traces: list[Trace] = run_ranks(
