@@ -150,6 +150,8 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
             )
     if config.optimizer.name != "adamw":
         yield f"optimizer.name = {config.optimizer.name}: {oracle} is compared with AdamW alone. Add optimizer.name=adamw."
+    if config.model.mtp is not None:
+        yield f"model.mtp is given: {oracle} is compared by the next token alone. Add model.mtp=null."
     if (moe := config.model.moe) is not None:
         for name in BalanceConfig.model_fields:
             if rate := getattr(moe.balance, name):

@@ -145,12 +145,11 @@ def layer_flops(
     place_in_chunk = [place for layers in layers_per_chunk for place in range(layers)]
     layers = []
     for place, core, kind in zip(place_in_chunk, cores, model.kinds, strict=True):
-        repeated = 2 * layer_weights(model, kind)
-        gemms = repeated + 2 * projection_weights(model, kind)
+        gemms = 2 * (layer_weights(model, kind) + projection_weights(model, kind))
         first_gemm = 2 * model.activation_kind.num_inputs * mlp_width(model, kind) * model.hidden_size
         in_part = {"attention": core + 2 * made_from_latents(model), "mlp": first_gemm}
         parts = sum(in_part.get(part, 0) for part in recompute.parts)
-        layers.append(LayerFlops(gemms, core, repeated + core if place < limit else parts))
+        layers.append(LayerFlops(gemms, core, gemms + core if place < limit else parts))
     return layers
 
 

@@ -140,6 +140,7 @@ def test_a_matrix_says_each_verdict_and_counts_them(
         (["--oracle", "megatron-core", "--dtype", "bf16"], "Give one of float64, fp32"),
         (["--oracle", "megatron-core", "schedule.name=gpipe"], "this word would be ignored"),
         (["--oracle", "megatron-core", "model.hidden_dropout=0.1"], "Add model.hidden_dropout=0"),
+        (["--oracle", "megatron-core", "model.position=rope", "model.mtp={}"], "Add model.mtp=null"),
         (
             ["--oracle", "megatron-core", "model.qk_norm=true", "model.norm=layernorm"],
             "normalise queries and keys by it",

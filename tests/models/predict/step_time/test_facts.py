@@ -35,12 +35,17 @@ FROM_X: dict[str, Any] = LATENTS | {"mla": _SIZES}
     granularity=st.sampled_from(["none", "selective", "full"]),
     activation=st.sampled_from(["gelu", "swiglu"]),
     window=st.sampled_from([None, 64]),
+    ahead=st.sampled_from([0, 2]),
 )
-def test_flops_are_those_that_telemetry_counts(tp: int, granularity: str, activation: str, window: int | None) -> None:
-    config = layout(tp=tp, recompute={"granularity": granularity}, model={"activation": activation, "window": window})
+def test_flops_are_those_that_telemetry_counts(
+    tp: int, granularity: str, activation: str, window: int | None, ahead: int
+) -> None:
+    fields = {"activation": activation, "window": window, "mtp": {"num_layers": ahead} if ahead else None}
+    # Without sequence parallelism each rank projects all tokens.
+    config = layout(tp=tp, sp=bool(ahead) and tp > 1, recompute={"granularity": granularity}, model=fields)
     sizes = parallel_sizes(config)
     tokens = config.train.micro_batch_size * config.model.seq_length
-    counted = 3 * head_gemm(config, sizes).flops
+    counted = (1 + ahead) * 3 * head_gemm(config, sizes).flops
     for stage in stages_of(config):
         again = recomputed_layers(config, stage)
         for place, layer in enumerate(stage.layers):
