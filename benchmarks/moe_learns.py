@@ -93,7 +93,7 @@ def learn(config: Config, rank: Rank, name: str, last_steps: int, console: Conso
     engine = build(config, rank.topology, build_chunks)
     batches, steps, loads = open_batches(config, rank.topology, datasets.train), config.train.steps, []
     for step in range(steps):
-        result = engine.train_step(batches.next_step(), learning_rate(step, config.optimizer, steps))
+        result = engine.train_step(batches.next_step(), learning_rate(step, 1, config.optimizer, steps))
         loads.append([max_over_mean(layer) for layer in result.load])
         if (step + 1) % 20 == 0:
             console.print(f"{name}: step {step + 1} of {steps}, loss {result.loss:.4f}", style="dim")

@@ -201,6 +201,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
     """
     engine, observer, checkpoints, stop = run.engine, run.observer, run.checkpoints, run.stop
     num_steps, first_step = engine.plan.num_steps, batches.consumed_samples // engine.plan.samples_per_step
+    step_tokens = engine.plan.tokens_per_step
     validation = Validation(engine, run.open_validation, observer, stop)
     in_flight, stops = StepsInFlight(), False
 
@@ -221,7 +222,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
 
             observer.phase(Phase.OPTIMIZER)
             run.guard.before_update(step)
-            lr = learning_rate(step, engine.config.optimizer, num_steps)
+            lr = learning_rate(step * step_tokens, step_tokens, engine.config.optimizer, num_steps * step_tokens)
             flags = StepFlags(checkpoints.flags(), stop.flags())
             in_flight.post(step, lr, engine.update(counts, lr, flags, run.guard.loss_limit(step)))
             reads_all = is_last or validates or checkpoints.is_due(step + 1, is_last=is_last)

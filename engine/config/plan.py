@@ -89,6 +89,12 @@ def planned_steps(config: "Config") -> int | None:
     return -(-config.train.tokens // (config.train.global_batch_size * config.model.seq_length))
 
 
+def planned_tokens(config: "Config") -> int | None:
+    """Return the tokens of the run in whole steps; None where it has no length, or two."""
+    num_steps = planned_steps(config)
+    return None if num_steps is None else num_steps * config.train.global_batch_size * config.model.seq_length
+
+
 def data_parallel_size(parallel: "ParallelConfig", world_size: int | None) -> int | None:
     """Return the data-parallel size that fills `world_size` ranks exactly; None if there is none.
 

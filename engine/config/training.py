@@ -1,13 +1,14 @@
 """The `train`, `optimizer` and `precision` sections and their rules (no torch here)."""
 
-from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from engine.config.counts import Count
 from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
-from engine.config.plan import partial_batch, planned_steps
+from engine.config.plan import partial_batch, planned_steps, planned_tokens
 from engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
 
 MOST_STEPS = 2**40
@@ -20,10 +21,29 @@ LARGEST_BETA_IN_BF16 = 0.99
 """A bf16 moment (8 bits) does not move within 2^-9 / (1 - beta) of its mean: here 20 %."""
 
 
+DECAYS = ("cosine", "linear")
+"""Schedules that fall from the end of the warm-up on; the others may have a cooldown."""
+
+CONSTANT_RATE: Mapping[str, Any] = MappingProxyType(
+    {
+        "lr_schedule": "constant",
+        "min_lr": 0.0,
+        "warmup_steps": 0,
+        "warmup_tokens": None,
+        "decay_steps": None,
+        "cooldown_tokens": None,
+        "cooldown_shape": "linear",
+    }
+)
+"""Fields of `optimizer` for a run of some steps, whatever schedule another run has."""
+
+
 def _length_is_free(subject: Subject) -> bool:
     """Return whether no learning rate depends on the length: then a longer run is the same run."""
     optimizer = subject.config.optimizer
-    return optimizer.lr_schedule == "constant" or optimizer.decay_steps is not None
+    if optimizer.lr_schedule in DECAYS:
+        return optimizer.decay_steps is not None
+    return optimizer.cooldown_tokens is None
 
 
 LENGTH = OnResume("meant", is_layout=_length_is_free)
@@ -55,9 +75,18 @@ class OptimizerConfig(Section):
     )
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    lr_schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="shape of the decay to min_lr")
+    lr_schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
+        "cosine", description="decay to min_lr behind the warm-up; wsd: constant, and a fall at the end"
+    )
     warmup_steps: Count = Field(0, ge=0, description="steps of linear warm-up to lr")
-    decay_steps: Count | None = Field(None, gt=0, description="step at which min_lr is reached; null: the last step")
+    warmup_tokens: Count | None = Field(None, gt=0, description="the warm-up in tokens; null: warmup_steps")
+    decay_steps: Count | None = Field(
+        None, gt=0, description="cosine, linear: step at which min_lr is reached; null: the last step"
+    )
+    cooldown_tokens: Count | None = Field(
+        None, gt=0, description="wsd, inverse_sqrt: tokens of the fall to min_lr at the end of the run"
+    )
+    cooldown_shape: Literal["linear", "cosine", "sqrt"] = Field("linear", description="shape of that fall")
     weight_decay: float = Field(0.1, ge=0, description="decay of matrices; norms and biases are not decayed")
     beta1: float = Field(0.9, ge=0, lt=1, description="adamw: decay of the mean of gradients")
     beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the mean of squared gradients")
@@ -145,11 +174,75 @@ def warmup_ends(subject: Subject) -> Iterator[Problem]:
             f"must be at most the {num_steps} steps of the run: it would end before the learning rate reaches its peak",
             {"optimizer.warmup_steps": [num_steps], "train.steps": [optimizer.warmup_steps]},
         )
+    if optimizer.warmup_tokens is not None:
+        yield from _warmup_in_tokens(subject)
     if optimizer.decay_steps is not None and optimizer.decay_steps <= optimizer.warmup_steps:
         yield subject.problem(
             "optimizer.decay_steps",
             f"must be more than warmup_steps = {optimizer.warmup_steps}: the decay would end before it begins",
             {"optimizer.decay_steps": [optimizer.warmup_steps + 1, None]},
+        )
+
+
+def _warmup_in_tokens(subject: Subject) -> Iterator[Problem]:
+    optimizer, num_tokens = subject.config.optimizer, planned_tokens(subject.config)
+    if optimizer.warmup_steps:
+        yield subject.problem(
+            "optimizer.warmup_tokens",
+            f"warmup_steps = {optimizer.warmup_steps} is given too: both say how long the warm-up is, and one would be ignored",
+            {"optimizer.warmup_tokens": [None], "optimizer.warmup_steps": [0]},
+        )
+    if num_tokens is not None and optimizer.warmup_tokens is not None and optimizer.warmup_tokens > num_tokens:
+        yield subject.problem(
+            "optimizer.warmup_tokens",
+            f"must be at most the {num_tokens:,} tokens of the run: it would end before the learning rate reaches its peak",
+            {"optimizer.warmup_tokens": [num_tokens]},
+        )
+
+
+def cooldown_ends_the_run(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem for each field of a fall at the end that has no effect, or no room."""
+    config, optimizer = subject.config, subject.config.optimizer
+    name, cooldown = optimizer.lr_schedule, optimizer.cooldown_tokens
+    if name not in DECAYS and optimizer.decay_steps is not None:
+        yield subject.problem(
+            "optimizer.decay_steps",
+            f"has no effect with lr_schedule = {name}, which does not decay from the warm-up on",
+            {"optimizer.decay_steps": [None], "optimizer.lr_schedule": list(DECAYS)},
+        )
+    if cooldown is None:
+        if name == "wsd":
+            yield subject.problem(
+                "optimizer.cooldown_tokens",
+                "must be given with lr_schedule = wsd: the length of the last fall would be a guess",
+                {"optimizer.lr_schedule": ["constant"]},
+                "A tenth to a fifth of the run is usual.",
+            )
+        if optimizer.cooldown_shape != "linear":
+            yield subject.problem(
+                "optimizer.cooldown_shape",
+                "is the shape of a fall of cooldown_tokens, which is not given: it would have no effect",
+                {"optimizer.cooldown_shape": ["linear"]},
+            )
+        return
+    if name in (*DECAYS, "constant"):
+        yield subject.problem(
+            "optimizer.cooldown_tokens",
+            f"is the fall at the end of wsd or inverse_sqrt, and lr_schedule = {name}: it would have no effect",
+            {"optimizer.cooldown_tokens": [None], "optimizer.lr_schedule": ["wsd", "inverse_sqrt"]},
+        )
+        return
+    num_tokens = planned_tokens(config)
+    if num_tokens is None:
+        return
+    step_tokens = config.train.global_batch_size * config.model.seq_length
+    warmup = optimizer.warmup_steps * step_tokens if optimizer.warmup_tokens is None else optimizer.warmup_tokens
+    if warmup + cooldown > num_tokens:
+        yield subject.problem(
+            "optimizer.cooldown_tokens",
+            f"must be at most {max(0, num_tokens - warmup):,}, the tokens of the run behind the warm-up: the fall would begin "
+            "before the learning rate reaches its peak",
+            {"optimizer.cooldown_tokens": [num_tokens - warmup]},
         )
 
 
@@ -161,12 +254,11 @@ def decay_goes_down(subject: Subject) -> Iterator[Problem]:
             f"must be at most lr = {optimizer.lr:g}: the learning rate would rise at the end",
             {"optimizer.min_lr": [optimizer.lr / 10], "optimizer.lr": [optimizer.min_lr]},
         )
-    if optimizer.lr_schedule == "constant" and (optimizer.min_lr > 0 or optimizer.decay_steps is not None):
+    if optimizer.min_lr > 0 and optimizer.lr_schedule not in DECAYS and optimizer.cooldown_tokens is None:
         yield subject.problem(
-            "optimizer.lr_schedule",
-            "never decays: min_lr and decay_steps would have no effect",
-            {"optimizer.lr_schedule": ["cosine", "linear"]},
-            "Or leave min_lr and decay_steps out.",
+            "optimizer.min_lr",
+            f"has no effect with lr_schedule = {optimizer.lr_schedule} without a cooldown: the learning rate does not fall to it",
+            {"optimizer.min_lr": [0.0], "optimizer.lr_schedule": list(DECAYS)},
         )
 
 
@@ -222,6 +314,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     microbatches_can_be_listed,
     run_has_one_length,
     warmup_ends,
+    cooldown_ends_the_run,
     decay_goes_down,
     bucket_holds_a_number,
     narrow_state_fits,

@@ -1,40 +1,69 @@
-"""The learning rate of a step: linear warm-up, then a decay (no torch here).
+"""The learning rate as a function of consumed tokens: a linear warm-up, and then one of several ways down (no torch here).
 
-    lr  |      /‾‾‾\\                  warm-up   lr (step + 1) / warmup_steps: the first step trains at lr / warmup_steps,
-        |     /      `\\               peak      lr at steps warmup_steps - 1 and warmup_steps
-        |    /          `--.          decay     from lr at warmup_steps to min_lr at decay_steps
-    min |   /               `-----    after     min_lr
-        +--+----+-----------+----> step
+    lr  |    /‾‾‾\\           warm-up   lr x (tokens after the step) / warm-up: the first step has a rate
+        |   /     `\\         decay     cosine, linear: from the end of the warm-up to `decay_steps`, or the end of the run
+        |  /        `--._    inverse_sqrt   lr sqrt(warm-up / tokens before the step)
+    min | /              `-- wsd       lr until the last `cooldown_tokens` of the run, in which it falls (2405.18392)
+        +-+---------------+> tokens
 
-A pure function of the step: a resumed run, or another layout, has the same rates.
+A pure function of the tokens: a resumed run, another layout, or another batch size has the same rates at the same tokens.
 """
 
 import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from engine.config.training import OptimizerConfig
 
+SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
+    {
+        "linear": lambda x: 1 - x,
+        "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
+        "sqrt": lambda x: 1 - math.sqrt(x),
+    }
+)
+"""The share of a fall that is left when a share x of its tokens is consumed: 1608.03983 (cosine), 2405.18392 (1 - sqrt)."""
 
-def learning_rate(step: int, optimizer: OptimizerConfig, num_steps: int) -> float:
-    """Return the learning rate with which step `step` updates the weights.
+
+def learning_rate(consumed_tokens: int, step_tokens: int, optimizer: OptimizerConfig, num_tokens: int) -> float:
+    """Return the learning rate with which a step updates the weights.
 
     Args:
-        step: counts from 0.
-        optimizer: `lr`, `min_lr`, `lr_schedule`, `warmup_steps`, `decay_steps`.
-        num_steps: length of the run; `decay_steps` where the config has none. The last step, num_steps - 1, is just above `min_lr`:
-            with min_lr = 0 no step is wasted.
-
-    Returns:
-        `lr (step + 1) / warmup_steps` during the warm-up. Then, with x = (step - warmup_steps) / (decay_steps - warmup_steps):
-        cosine `min_lr + (lr - min_lr) (1 + cos(pi x)) / 2` (1608.03983), linear `lr + (min_lr - lr) x`, from decay_steps on
-        `min_lr`; constant: `lr` to the end.
+        consumed_tokens: before the step.
+        step_tokens: of the step; what is given in steps is of so many tokens each.
+        optimizer: `lr`, `min_lr`, and the fields of warm-up, decay and cooldown.
+        num_tokens: of the whole run. A step that begins there, or later, has the last rate; the last step of the run is just above
+            it: with min_lr = 0 no step is wasted.
     """
-    if step < optimizer.warmup_steps:
-        return optimizer.lr * (step + 1) / optimizer.warmup_steps
-    if optimizer.lr_schedule == "constant":
+    warmup = warmup_tokens(optimizer, step_tokens)
+    if consumed_tokens < warmup:
+        return optimizer.lr * min(1.0, (consumed_tokens + step_tokens) / warmup)
+    if optimizer.lr_schedule in ("cosine", "linear"):
+        end = num_tokens if optimizer.decay_steps is None else optimizer.decay_steps * step_tokens
+        return _fallen(optimizer.lr, optimizer.min_lr, optimizer.lr_schedule, consumed_tokens - warmup, end - warmup)
+    if optimizer.cooldown_tokens is None:
+        return _undecayed(consumed_tokens, optimizer, max(warmup, step_tokens))
+    start = num_tokens - optimizer.cooldown_tokens
+    rate = _undecayed(min(consumed_tokens, start), optimizer, max(warmup, step_tokens))
+    # An inverse root may be below min_lr by then, and stays there.
+    floor = min(rate, optimizer.min_lr)
+    return _fallen(rate, floor, optimizer.cooldown_shape, consumed_tokens - start, optimizer.cooldown_tokens)
+
+
+def warmup_tokens(optimizer: OptimizerConfig, step_tokens: int) -> int:
+    """Return the tokens of the warm-up, of which `warmup_steps` have `step_tokens` each."""
+    return optimizer.warmup_steps * step_tokens if optimizer.warmup_tokens is None else optimizer.warmup_tokens
+
+
+def _undecayed(consumed_tokens: int, optimizer: OptimizerConfig, warmup: int) -> float:
+    """Return the rate between warm-up and cooldown; an inverse root begins at `warmup`, at least one step."""
+    if optimizer.lr_schedule != "inverse_sqrt":
         return optimizer.lr
-    decay_steps = optimizer.decay_steps or num_steps
-    if step >= decay_steps:
-        return optimizer.min_lr
-    done = (step - optimizer.warmup_steps) / (decay_steps - optimizer.warmup_steps)
-    remaining = (1 + math.cos(math.pi * done)) / 2 if optimizer.lr_schedule == "cosine" else 1 - done
-    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * remaining
+    return optimizer.lr * math.sqrt(warmup / max(consumed_tokens, warmup))
+
+
+def _fallen(rate: float, floor: float, shape: str, done: int, length: int) -> float:
+    """Return the rate when `done` of the `length` tokens of its fall to `floor` are consumed."""
+    if done <= 0 < length:
+        return rate
+    return floor if done >= length else floor + (rate - floor) * SHAPES[shape](done / length)

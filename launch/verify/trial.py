@@ -13,6 +13,7 @@ from engine.config.load import load_config
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.plan import parallel_sizes
 from engine.config.section import with_value
+from engine.config.training import CONSTANT_RATE
 from engine.config.tree import Config
 from engine.errors import ConfigError
 from launch.verify.shrink import shrink
@@ -93,10 +94,8 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     tree["train"] |= {"steps": num_steps, "tokens": None, "eval_interval": None}
     optimizer = asked.optimizer
     tree["optimizer"] |= {
+        **CONSTANT_RATE,
         "lr": LEARNING_RATE,
-        "min_lr": 0.0,
-        "warmup_steps": 0,
-        "decay_steps": None,
         "clip_grad": CLIP,
         "weight_decay": optimizer.weight_decay or 0.1,
     }

@@ -24,7 +24,7 @@ from models.gpt.losses import TokenLosses
 
 
 class RowsAhead(Protocol):
-    """What the layers read of a microbatch: int64 and bool, [b, s] or [D, b, s]."""
+    """The rows of a microbatch as the layers read them: int64 and bool, [b, s] or [D, b, s]."""
 
     labels: torch.Tensor
     position_ids: torch.Tensor

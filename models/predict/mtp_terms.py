@@ -11,7 +11,7 @@ from models.predict.terms import INDEX_BYTES, Sizes, Term
 INPUTS = "mtp.inputs"
 """The module of a layer's first tensor; all else is made of it."""
 BEHIND_PROJECTION = {"mtp.projection": (INPUTS, "mtp.norms")}
-"""What is gone when the backward of the projection is, and of the norms before it."""
+"""Modules whose tensors are gone when the backward of the projection is, and of the norms before it."""
 
 
 def joining_terms(config: Config, at: Sizes) -> list[Term]:

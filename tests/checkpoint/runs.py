@@ -120,7 +120,7 @@ def run(
     )
     for step in range(beginning.state.step, until):
         microbatches = batches.next_step()
-        lr = learning_rate(step, engine.config.optimizer, 50)
+        lr = learning_rate(step, 1, engine.config.optimizer, 50)
         result = engine.update(engine.forward_backward(microbatches), lr, StepFlags(checkpoints.flags())).wait()
         checkpoints.agreed(result.flags.save)
         trace.losses.append(result.loss)

@@ -346,7 +346,7 @@ def owned_pieces(engine: Engine, which: str) -> list[Piece]:
 
 @dataclass
 class RankResult:
-    """Results of one rank: loss sum, tokens and reduced gradients of the first step; loss and norm by step; masters at the end."""
+    """Results of one rank: loss sum, tokens, gradients and losses ahead of the first step; loss, norm by step; last masters."""
 
     loss_sum: float
     num_tokens: int
@@ -354,7 +354,6 @@ class RankResult:
     steps: list[tuple[float, float]]
     masters: list[Piece]
     ahead: tuple[float, ...] = ()
-    """Losses of tokens ahead in the first step."""
 
 
 def build_rank(rank: int, case: Case, marks: Sequence[TimeMarks] = ()) -> tuple[Engine, Batches]:

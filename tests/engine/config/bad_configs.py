@@ -9,6 +9,7 @@ import yaml
 from engine.config.tree import Config
 from tests.engine.config.bad_expert_configs import BAD_EXPERTS
 from tests.engine.config.bad_latents import BAD_LATENTS
+from tests.engine.config.bad_rates import BAD_RATES
 
 MIXED_SCHEDULE = Path(__file__).parents[2] / "parity" / "mixed_schedule.txt"
 """For pp 2 and 5 microbatches."""
@@ -42,6 +43,7 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         ["model.hidden_size = 60", "multiple of num_attention_heads = 8", "hidden_size = 64 or 48", "head_dim"],
     ),
     **BAD_LATENTS,
+    **BAD_RATES,
     "lengths of documents that a corpus has": (
         ["data.synthetic_document_length=9"],
         {},
@@ -489,15 +491,5 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         ["telemetry.nvtx=true", "runtime.device=cpu"],
         {},
         ["telemetry.nvtx = true", "looks at a GPU", "nvtx = false", "device = auto or cuda"],
-    ),
-    "no token so far ahead": (
-        ["model.seq_length=2", "model.mtp={num_layers: 2}"],
-        {},
-        ["model.seq_length = 2", "above model.mtp.num_layers = 2", "so far ahead", "seq_length = 3"],
-    ),
-    "a table for tokens ahead": (
-        ["model.position=learned", "model.mtp={}"],
-        {},
-        ["model.position = learned", "model.mtp", "on the first stage", "position = rope"],
     ),
 }

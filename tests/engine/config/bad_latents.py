@@ -1,4 +1,4 @@
-"""Configurations of latent attention, each with one mistake."""
+"""Configurations of latent attention and multi-token prediction, each with one mistake."""
 
 from collections.abc import Sequence
 
@@ -55,5 +55,15 @@ BAD_LATENTS: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         [*MLA, "parallel.cp=2", "recompute.gathered_kv=keep"],
         {},
         ["recompute.gathered_kv = keep: has no effect with model.mla", "gathered_kv = auto"],
+    ),
+    "no token so far ahead": (
+        ["model.seq_length=2", "model.mtp={num_layers: 2}"],
+        {},
+        ["model.seq_length = 2", "above model.mtp.num_layers = 2", "so far ahead", "seq_length = 3"],
+    ),
+    "a table for tokens ahead": (
+        ["model.position=learned", "model.mtp={}"],
+        {},
+        ["model.position = learned", "model.mtp", "on the first stage", "position = rope"],
     ),
 }

@@ -46,7 +46,7 @@ def without_one_update(
         for step in range(NUM_STEPS):
             microbatches = batches.next_step()
             if step != left_out:
-                lr = learning_rate(step, engine.config.optimizer, NUM_STEPS)
+                lr = learning_rate(step, 1, engine.config.optimizer, NUM_STEPS)
                 losses[step] = engine.train_step(microbatches, lr).loss
     return losses, dict(fingerprint_of(engine))
 

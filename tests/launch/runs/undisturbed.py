@@ -60,7 +60,7 @@ def _train(rank: int, path: str, world_size: int, ranks_per_node: int, overrides
     batches = open_batches(config, topology, datasets.train)
     num_steps = engine.plan.num_steps
     for step in range(num_steps):
-        engine.train_step(batches.next_step(), learning_rate(step, config.optimizer, num_steps))
+        engine.train_step(batches.next_step(), learning_rate(step, 1, config.optimizer, num_steps))
     values = {kind: to_text(value) for kind, value in fingerprint(engine).items()}
     batches.close()
     topology.close()
