@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, Strict
 from typing_extensions import TypedDict
 
 from engine.config.context_parallel import gathers_keys
-from engine.config.section import Problem, Rule, Section, Subject
+from engine.config.section import Problem, Rule, Section, Subject, no_bool
 
 if TYPE_CHECKING:
     from engine.config.model import ModelConfig
@@ -97,12 +97,6 @@ def _given(scaling: RopeScaling | None) -> dict[str, Any] | None:
     return None if scaling is None else scaling.model_dump(mode="json", exclude_defaults=True)
 
 
-def _no_bool(value: object) -> object:
-    if isinstance(value, bool):
-        raise ValueError("a yes or no where a number belongs")
-    return value
-
-
 Window = Annotated[int, Field(gt=0, le=LONGEST_WINDOW)]
 RopeBase = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -113,11 +107,11 @@ class KindFields(TypedDict, total=False):
 
     __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)  # type: ignore[misc]
 
-    window: Annotated[Window | None, BeforeValidator(_no_bool)]
+    window: Annotated[Window | None, BeforeValidator(no_bool)]
     position: Literal["rope", "none"]
-    rope_base: Annotated[RopeBase, BeforeValidator(_no_bool)]
+    rope_base: Annotated[RopeBase, BeforeValidator(no_bool)]
     rope_scaling: Annotated[RopeScaling | None, PlainSerializer(_given)]
-    rotary_share: Annotated[Share, BeforeValidator(_no_bool)]
+    rotary_share: Annotated[Share, BeforeValidator(no_bool)]
     sinks: Annotated[bool, Strict()]
     mlp: Literal["dense", "moe"]
 

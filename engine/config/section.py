@@ -51,6 +51,13 @@ LAYOUT = OnResume("layout")
 MEANT = OnResume("meant")
 
 
+def no_bool(value: object) -> object:
+    """Return a value of a field that is no section's; refuse a yes or no, which would count as 1 or 0."""
+    if isinstance(value, bool):
+        raise ValueError("a yes or no where a number belongs")
+    return value
+
+
 class Section(BaseModel):
     """A part of the tree. Unknown keys are refused; values are frozen after reading."""
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from engine.config.counts import Count
+from engine.config.groups import GROUP_RULES, GroupFields
 from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
 from engine.config.plan import partial_batch, planned_steps, planned_tokens
 from engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
@@ -93,6 +94,9 @@ class OptimizerConfig(Section):
     eps: float = Field(1e-8, gt=0, description="adamw: added to the root of the second moment")
     momentum: float = Field(0.9, gt=0, lt=1, description="sgd: decay of the sum of gradients")
     clip_grad: float | None = Field(1.0, gt=0, description="largest global gradient norm; null: no clipping")
+    groups: list[GroupFields] = Field(
+        default_factory=list, description="parameters by pattern, first match wins: weight_decay, lr_factor"
+    )
     bucket_bytes: Annotated[int, LAYOUT] = Field(64 * 2**20, gt=0, description="bytes of main grads per reduce-scatter")
 
 
@@ -318,5 +322,6 @@ TRAINING_RULES: tuple[Rule, ...] = (
     decay_goes_down,
     bucket_holds_a_number,
     narrow_state_fits,
+    *GROUP_RULES,
     fields_are_of_the_optimizer,
 )

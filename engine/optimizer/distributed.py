@@ -7,7 +7,7 @@ A step scales the owned gradients (tokens and clipping), updates the masters in 
 parameters, and all-gathers the buckets. Two kernels (`kernels.optimizer`):
 
     torch      torch's fused operator; scaling and narrow state take passes of their own
-    compiled   `_update`, everything in one pass over each run of parameters that decay or do not
+    compiled   `_update`, everything in one pass over each run of parameters with one `UpdateRule`
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +17,7 @@ from typing import Literal
 
 import torch
 
+from engine.config.groups import UpdateRule, update_rule
 from engine.config.optimizer_kinds import MASTER, OPTIMIZERS
 from engine.config.training import OptimizerConfig, PrecisionConfig
 from engine.kernels.fusion import Fusion
@@ -48,19 +49,21 @@ class OwnedBucket:
     def parameters(self) -> torch.Tensor:
         return self.buffer.parameters[slice(*self.bucket.owned)]
 
-    def runs(self) -> Iterator[tuple[slice, bool]]:
-        """Yield (slice, whether its weights decay) of owned parameter elements, in as few runs as possible."""
+    def runs(self, config: OptimizerConfig) -> Iterator[tuple[slice, UpdateRule]]:
+        """Yield (slice, rule of its updates) of owned parameter elements, in as few runs as possible."""
         origin = self.bucket.owned[0]
-        run: tuple[int, int, bool] | None = None
+        run: tuple[int, int, UpdateRule] | None = None
         for segment in self.segments:
             start = segment.offset - origin
             stop = start + segment.stop - segment.start
-            if run is not None and run[1] == start and run[2] == segment.record.spec.decay:
-                run = (run[0], stop, run[2])
+            spec = segment.record.spec
+            rule = update_rule(spec.name, config, decays=spec.decay)
+            if run is not None and run[1] == start and run[2] == rule:
+                run = (run[0], stop, rule)
             else:
                 if run is not None:
                     yield slice(run[0], run[1]), run[2]
-                run = (start, stop, segment.record.spec.decay)
+                run = (start, stop, rule)
         if run is not None:
             yield slice(run[0], run[1]), run[2]
 
@@ -93,6 +96,7 @@ class DistributedOptimizer:
         self._fusion = Fusion("compiled" if kernel == "compiled" else "eager")
         # Not from a first bucket: a pipeline stage without layers owns none.
         self.wide = accumulation_dtype(buffers.dtype)
+        self._runs: list[Sequence[tuple[slice, UpdateRule]]] = []
         self._num_updates = torch.zeros((), dtype=STEP_DTYPE, device=buffers.device)
         self.owned: list[OwnedBucket] = []
         for buffer in buffers.buffers:
@@ -110,6 +114,7 @@ class DistributedOptimizer:
                         segments=tuple(segment for segment in segments if start <= segment.offset < stop),
                     )
                 )
+        self._runs = [tuple(owned.runs(config)) for owned in self.trained]
 
     @property
     def trained(self) -> list[OwnedBucket]:
@@ -160,37 +165,47 @@ class DistributedOptimizer:
         self.buffers.wait_all()
 
     def _update_by_torch(self, lr: float, grad_scale: torch.Tensor, skipped: torch.Tensor) -> None:
-        for owned in self.trained:
+        for owned, runs in zip(self.trained, self._runs, strict=True):
             # In place where they are wide, so that main grads after a step show what the update used.
             grads = owned.grads if owned.grads.dtype == owned.state.wide else owned.grads.to(owned.state.wide)
             grads.mul_(grad_scale)
             state = {kind: owned.state.read(kind) for kind in self.state_kinds}
-            for decayed in (True, False):
-                runs = [where for where, decays in owned.runs() if decays == decayed]
-                if runs:
-                    self._arithmetic.by_torch(
-                        {kind: [values[where] for where in runs] for kind, values in state.items()},
-                        [grads[where] for where in runs],
-                        self.config,
-                        lr,
-                        self.config.weight_decay if decayed else 0.0,
-                        self._num_updates,
-                        skipped,
-                    )
+            for rule in dict.fromkeys(rule for _, rule in runs):
+                own = [where for where, others in runs if others == rule]
+                self._arithmetic.by_torch(
+                    {kind: [values[where] for where in own] for kind, values in state.items()},
+                    [grads[where] for where in own],
+                    self.config,
+                    lr * rule.lr_factor,
+                    rule.weight_decay,
+                    self._num_updates,
+                    skipped,
+                )
             owned.state.write(state)
 
     def _update_compiled(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
         # Changing scalars stay tensors: a Python number would become part of the kernel.
         step = self._num_updates.to(AGREEMENT_DTYPE) + 1
-        factors = torch.stack((grad_scale.to(step.dtype), *self._arithmetic.factors(self.config, lr, step)))
-        factors = factors.to(self.wide)
+        factors = {
+            factor: torch.stack(
+                (grad_scale.to(step.dtype), *self._arithmetic.factors(self.config, lr * factor, step))
+            ).to(self.wide)
+            for factor in {rule.lr_factor for runs in self._runs for _, rule in runs}
+        }
         update = self._fusion(_update, any_length=True)
-        for owned in self.trained:
-            for where, decays in owned.runs():
-                decay = self.config.weight_decay if decays else 0.0
+        for owned, runs in zip(self.trained, self._runs, strict=True):
+            for where, rule in runs:
                 parameters, kept, moments = owned.state.part(where)
                 update(
-                    parameters, kept, moments, owned.grads[where], factors, skip, self._arithmetic, self.config, decay
+                    parameters,
+                    kept,
+                    moments,
+                    owned.grads[where],
+                    factors[rule.lr_factor],
+                    skip,
+                    self._arithmetic,
+                    self.config,
+                    rule.weight_decay,
                 )
 
 

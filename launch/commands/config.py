@@ -2,12 +2,14 @@
 
 print     YAML < environment < overrides  ->  the resolved tree, with the meaning of every field
 check     the same, and the cluster       ->  every problem at once, or the derived values
+params    the same                        ->  every parameter, its shape and group (`optimizer.groups`)
 from-hf   a Hugging Face config.json      ->  our model section
 """
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +25,17 @@ from engine.errors import ConfigError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.forwards import of_forward
-from engine.pipeline.programs import Programs, schedule_file_runs
+from engine.pipeline.programs import Programs
 from engine.storage.json_text import parse_json
 from engine.telemetry.outlets.banner import cp_imbalance_line
 from engine.telemetry.record.parameters import num_active
 from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts, refuse
 from models.interop.huggingface.config import from_hugging_face, passed_over_notes
 from models.interop.huggingface.families import FAMILIES
+from models.parameter_groups import Grouped, grouped_parameters, groups_have_parameters
 from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
 from models.predict.rank_memory import GB, can_keep, predict, resolve_recompute
+from models.run_rules import RULES_OF_A_RUN
 from models.specs import num_parameters
 
 PRINT_EXAMPLES = """examples:
@@ -41,6 +45,10 @@ PRINT_EXAMPLES = """examples:
 CHECK_EXAMPLES = """examples:
   triaxis config check configs/gpt_tiny.yaml
   triaxis config check configs/llama3_8b.yaml --gpus 128 --ranks-per-node 8 --gpu-memory 80 parallel.tp=4
+"""
+PARAMS_EXAMPLES = """examples:
+  triaxis config params configs/gpt_tiny.yaml
+  triaxis config params configs/llama3_8b.yaml 'optimizer.groups=[{match: "embedding.*", weight_decay: 0.0}]'
 """
 FROM_HF_EXAMPLES = """examples:
   triaxis config from-hf path/to/config.json --seq-length 4096 > model.yaml
@@ -64,6 +72,8 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="GB",
         help="memory of a GPU in 10^9 bytes: a run that is predicted to need more is a problem too",
     )
+    summary = "list every parameter: its name, shape, learning-rate factor, weight decay and group"
+    parser.add_verb("params", summary, "CONFIG [section.key=value ...]", PARAMS_EXAMPLES).takes(CONFIG, "the file")
     summary = "make a model section from a Hugging Face config.json"
     from_hf = parser.add_verb("from-hf", summary, "CONFIG_JSON [--seq-length N] [--ignore KEY]", FROM_HF_EXAMPLES)
     from_hf.add_argument(
@@ -86,6 +96,9 @@ def run(args: argparse.Namespace) -> int:
     if args.verb == "print":
         print(to_yaml(load_config(args.config, args.overrides, os.environ), describe=True), end="")
         return 0
+    if args.verb == "params":
+        print(_parameters(load_config(args.config, args.overrides, os.environ, more_rules=[groups_have_parameters])))
+        return 0
     check_counts(world_size=args.world_size, ranks_per_node=args.ranks_per_node)
     if args.gpu_memory is not None and not args.gpu_memory > 0:
         refuse([f"--gpu-memory {args.gpu_memory:g}: must be more than 0; nothing would fit."])
@@ -96,13 +109,50 @@ def run(args: argparse.Namespace) -> int:
         os.environ,
         world_size=args.world_size,
         ranks_per_node=args.ranks_per_node,
-        more_rules=[schedule_file_runs, *([] if devices is None else [memory_rule(devices)])],
+        more_rules=[*RULES_OF_A_RUN, *([] if devices is None else [memory_rule(devices)])],
     )
     derived = _derived(config, args.world_size, args.ranks_per_node, devices)
     print(f"{args.config}: ok")
     for name, value in derived:
         print(f"  {name:<11}{value}")
     return 0
+
+
+def _parameters(config: Config) -> str:
+    """Format the parameters as a table; consecutive layers with equal ones are one."""
+    rows = [("parameter", "shape", "lr x", "decay", "group")]
+    for layers, name, one in _by_layers(grouped_parameters(config)):
+        rule, group = one.rule, "" if one.number is None else config.optimizer.groups[one.number]["match"]
+        update = ("not trained", "") if rule is None else (f"{rule.lr_factor:g}", f"{rule.weight_decay:g}")
+        shape = " x ".join(map(str, one.spec.shape))
+        rows.append((name.replace("layers.N.", f"layers.{layers}."), shape, *update, group))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _by_layers(found: Sequence[Grouped]) -> Iterator[tuple[str, str, Grouped]]:
+    """Yield (numbers of layers such as 0-31, name with N in their place, the parameter of the first), in forward order."""
+    alike: list[tuple[list[str], list[tuple[str, Grouped]]]] = []
+    for layer, parameters in groupby(found, key=_layer_of):
+        named = [(one.spec.name.replace(f"layers.{layer}.", "layers.N.", 1), one) for one in parameters]
+        if alike and layer and _facts(named) == _facts(alike[-1][1]):
+            alike[-1][0].append(layer)
+        else:
+            alike.append(([layer], named))
+    for numbers, named in alike:
+        text = f"{numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else numbers[0]
+        for name, one in named:
+            yield text, name, one
+
+
+def _layer_of(one: Grouped) -> str:
+    return one.spec.name.split(".")[1] if one.spec.name.startswith("layers.") else ""
+
+
+def _facts(named: Sequence[tuple[str, Grouped]]) -> list[tuple[object, ...]]:
+    return [(name, one.spec.shape, one.number, one.rule) for name, one in named]
 
 
 def _derived(

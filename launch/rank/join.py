@@ -11,10 +11,10 @@ from engine.comm.topology import Topology
 from engine.config.load import load_config
 from engine.config.plan import parallel_sizes, rank_grid
 from engine.config.tree import Config
-from engine.pipeline.programs import schedule_file_runs
 from launch.start.gpu_memory import memory_rules
 from launch.start.process.parent_death import end_with_parent
 from models.predict.rank_memory import resolve_recompute
+from models.run_rules import RULES_OF_A_RUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bo
         os.environ,
         world_size=environment.world_size,
         ranks_per_node=environment.local_world_size,
-        more_rules=[schedule_file_runs, *memory_rules(os.environ)]
+        more_rules=[*RULES_OF_A_RUN, *memory_rules(os.environ)]
         if trains and "TORCHELASTIC_RUN_ID" not in os.environ
         else [],
     )

@@ -30,7 +30,6 @@ from typing import TextIO
 from engine.config.load import load_config
 from engine.config.tree import Config, require_legal
 from engine.errors import ExitCode, TopologyError
-from engine.pipeline.programs import schedule_file_runs
 from engine.run.directory import RunDirectory, run_name
 from launch.cli import command_module, command_parser
 from launch.commands.train import request
@@ -44,6 +43,7 @@ from launch.start.process.failure import OTHERS_END_SECONDS
 from launch.start.process.front import standard_streams
 from launch.start.process.lasting_output import lasting_output
 from launch.start.srun_task import LOOPBACK, tasks_per_node
+from models.run_rules import RULES_OF_A_RUN
 
 DRY_RUN = "--dry-run"
 
@@ -458,7 +458,7 @@ def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
     """
     asked = request(command_parser(command_module("train")).parse(words))
     path = asked.config_path or DEFAULT_CONFIG
-    rules = [schedule_file_runs, *([] if job is None else memory_rules(os.environ))]
+    rules = [*RULES_OF_A_RUN, *([] if job is None else memory_rules(os.environ))]
     config = load_config(path, asked.overrides, os.environ, more_rules=rules)
     if job is not None:
         ranks_per_node = config.runtime.ranks_per_node or job.tasks_per_node[0]

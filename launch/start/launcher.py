@@ -33,7 +33,6 @@ from engine.data.corpus.indexed import bin_path, idx_path
 from engine.device.gpus import BACKEND_VARIABLE, DEVICE_VARIABLE, NCCL, find_gpus
 from engine.errors import ExitCode, TopologyError
 from engine.layout.rank_grid import ParallelSizes
-from engine.pipeline.programs import schedule_file_runs
 from engine.run.directory import run_name
 from launch.start.gpu_memory import read_devices
 from launch.start.import_path import import_variables
@@ -55,6 +54,7 @@ from launch.start.srun_task import LOOPBACK, is_rank, rank_variables
 from launch.start.world import World, decide
 from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu
 from models.predict.rank_memory import predict
+from models.run_rules import RULES_OF_A_RUN
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
 
@@ -151,7 +151,7 @@ def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
     path, overrides = request.config_path or DEFAULT_CONFIG, request.overrides
     gpus = find_gpus(variables)
     devices = read_devices(variables) if request.trains and gpus.count else None
-    rules = [schedule_file_runs, *([] if devices is None else [memory_rule(devices)])]
+    rules = [*RULES_OF_A_RUN, *([] if devices is None else [memory_rule(devices)])]
     config = load_config(path, overrides, variables, more_rules=rules)
     dp_was_asked_for = variables.get("DP") or any(word.startswith("parallel.dp=") for word in overrides)
     if request.config_path is None and gpus.count and config.runtime.device != "cpu" and not dp_was_asked_for:

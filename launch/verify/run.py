@@ -9,6 +9,7 @@ from contextlib import contextmanager, redirect_stdout
 from itertools import count
 from pathlib import Path
 
+from engine.config.groups import update_rule
 from engine.config.load import ENVIRONMENT, to_yaml
 from engine.config.plan import parallel_sizes, stages_of
 from engine.config.tree import Config
@@ -162,9 +163,10 @@ def parameter_facts(config: Config) -> tuple[ParameterFacts, ...]:
     facts = []
     for spec in model_specs(config.model):
         record = localize(spec, tp=parallel.tp, tp_index=0, sequence_parallel=parallel.sequence_parallel)
+        decay = update_rule(spec.name, config.optimizer, decays=spec.decay).weight_decay
         facts.append(
             ParameterFacts(
-                spec.name, record.replicas, record.sum_over, spec.decay, spec.tied_ends, first_stage[spec.name]
+                spec.name, record.replicas, record.sum_over, decay > 0, spec.tied_ends, first_stage[spec.name]
             )
         )
     return tuple(facts)

@@ -1,11 +1,11 @@
-"""The models and layouts of the parity tests, and the runs whose results are compared.
+"""The layouts of the parity tests, and the runs whose results are compared.
 
-Models are tiny but not simple: head counts, widths and vocabulary leave padding, replicated key/value heads and buckets
-that do not divide. Gradients are read where the optimizer reads them, from the owned parts of the reduced main grads.
+Gradients are read where the optimizer reads them, from the owned parts of the reduced main grads.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -25,103 +25,14 @@ from engine.train import build
 from models.gpt.chunk import build_chunks
 from models.specs import model_specs
 from tests.oracle import oracle_loss_sum, oracle_weights
-from tests.parity.attention_models import ATTENTION, YARN
-from tests.parity.block_models import BLOCKS, TOGETHER
-from tests.parity.latent_models import LATENTS
-from tests.parity.moe_models import EXPERTS
-from tests.parity.mtp_models import AHEAD
+from tests.parity.models import DOCUMENTS, MODELS
 
-BASE: dict[str, Any] = {
-    "num_layers": 8,
-    "hidden_size": 16,
-    "num_attention_heads": 8,
-    "seq_length": 8,
-    "vocab_size": 43,
-    "vocab_multiple": 8,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "gpt": {**BASE, "ffn_hidden_size": 24, "position": "learned"},
-    "gpt_untied": {
-        **BASE,
-        "ffn_hidden_size": 24,
-        "position": "learned",
-        "tie_embeddings": False,
-        "activation": "gelu_tanh",
-    },
-    "llama": {
-        **BASE,
-        "num_kv_heads": 2,
-        "ffn_hidden_size": 40,
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "bias": "none",
-        "tie_embeddings": False,
-    },
-    "geglu": {**BASE, "ffn_hidden_size": 40, "norm": "rmsnorm", "activation": "geglu_tanh"},
-    "qwen": {
-        **BASE,
-        "num_kv_heads": 4,
-        "head_dim": 4,
-        "ffn_hidden_size": 24,
-        "norm": "rmsnorm",
-        "activation": "swiglu",
-        "bias": "qkv",
-        "qk_norm": True,
-    },
-    "gpt_dropout": {
-        **BASE,
-        "ffn_hidden_size": 24,
-        "position": "learned",
-        "hidden_dropout": 0.2,
-        "attention_dropout": 0.3,
-    },
-    "mqa_rope_bias": {**BASE, "num_kv_heads": 1, "ffn_hidden_size": 24, "bias": "all", "tie_embeddings": True},
-}
-
-_ROPE = {**MODELS["llama"], "head_dim": 6, "num_layers": 2, "rope_base": 50.0}
-for option, fields in (ATTENTION | BLOCKS | TOGETHER | EXPERTS).items():
-    MODELS[option] = _ROPE | fields
-MODELS |= LATENTS | AHEAD
-DOCUMENTS = {
-    "synthetic_document_length": 3,
-    "attention": "within",
-    "positions": "document",
-    "count_document_starts": False,
-}
-"""The data section of a case with documents."""
-
-MODELS["plain"] = _ROPE | {"window": 8}
-MODELS["kinds"] = _ROPE | {
-    "layers": ["near*2", "far", "free"],
-    "layer_kinds": {
-        "near": {"window": 3, "sinks": True},
-        "far": {"rope_base": 1000.0, "rope_scaling": YARN, "rotary_share": 0.7},
-        "free": {"position": "none", "window": 5},
-    },
-    "attention_scale": 0.6,
-    "num_layers": 8,
-}
-MODELS["kinds_tied"] = {
-    **MODELS["gpt"],
-    "layers": ["near", "far"],
-    "layer_kinds": {"near": {"window": 2}, "far": {"sinks": True}},
-}
-MODELS["kinds_capped"] = MODELS["kinds"] | {"attention_softcap": 0.8, "qk_norm": True, "num_kv_heads": 1}
-MODELS["kinds_dropout"] = MODELS["kinds"] | {"attention_dropout": 0.3, "attention_softcap": 0.8}
-"""Kinds of layers together, with learned positions and a tied head, a cap, dropout on the probabilities."""
-
-WIDE: dict[str, Any] = {
-    "num_layers": 4,
-    "hidden_size": 128,
-    "num_attention_heads": 8,
-    "seq_length": 64,
-    "vocab_size": 200,
-}
-"""Sizes at which rounding errors of a tensor average out, so that their norm says something."""
-MODELS["gpt_large_head"] = {**MODELS["gpt"], "vocab_size": 500}
-"""A head with more work than a layer."""
-for name in ("gpt", "llama", "qwen"):
-    MODELS[f"{name}_wide"] = {**MODELS[name], **WIDE, "ffn_hidden_size": 256, "head_dim": 16}
+GROUPS: list[dict[str, Any]] = [
+    {"match": "embedding.*", "weight_decay": 0.0},
+    {"match": "layers.[0-1].*.weight", "lr_factor": 0.25},
+    {"match": "*norm.weight", "lr_factor": 2.0, "weight_decay": 0.3},
+]
+"""Of some parameters the first match wins: norms of the first layers do not decay."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +72,8 @@ class Case:
     compiled: bool = False
     """Elementwise functions and the optimizer by torch.compile."""
     optimizer: str = "adamw"
+    groups: bool = False
+    """Parameters are in `GROUPS`."""
     documents: bool = False
     """Samples are documents of some three tokens that do not see each other, with positions of their own."""
     staged: bool = False
@@ -209,6 +122,7 @@ class Case:
         parts += ["bf16_gradients"] if self.bf16_gradients else []
         parts += ["compiled"] if self.compiled else []
         parts += [self.optimizer] if self.optimizer != "adamw" else []
+        parts += ["groups"] if self.groups else []
         parts += ["documents"] if self.documents else []
         parts += ["staged"] if self.staged else []
         parts += [self.backend] if self.backend else []
@@ -251,6 +165,7 @@ class Case:
                     "clip_grad": 0.5,
                     "bucket_bytes": self.bucket_bytes,
                     "warmup_steps": 2,
+                    "groups": GROUPS if self.groups else [],
                 },
                 "schedule": {"file": str(Path(__file__).with_name(self.schedule))}
                 if self.schedule.endswith(".txt")
@@ -442,15 +357,12 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
         attention=config.data.attention,
         positions=config.data.positions,
     )
-    decayed = {name: is_decayed(name) for name in weights if is_trained(name)}
-    groups = [
-        {
-            "params": [weights[name] for name, decays in decayed.items() if decays],
-            "weight_decay": config.optimizer.weight_decay,
-        },
-        {"params": [weights[name] for name, decays in decayed.items() if not decays], "weight_decay": 0.0},
-    ]
     asked = config.optimizer
+    groups = []
+    for name in filter(is_trained, weights):
+        fields = next((one for one in GROUPS if case.groups and fnmatchcase(name, one["match"])), {})
+        decay = fields.get("weight_decay", asked.weight_decay * is_decayed(name))
+        groups.append({"params": [weights[name]], "weight_decay": decay, "factor": fields.get("lr_factor", 1.0)})
     optimizer = (
         torch.optim.SGD(groups, momentum=asked.momentum)
         if asked.name == "sgd"
@@ -489,7 +401,7 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
         norm = torch.nn.utils.clip_grad_norm_(trained, config.optimizer.clip_grad or torch.inf)
         steps.append((loss, float(norm)))
         for group in optimizer.param_groups:
-            group["lr"] = 1e-2 / (step + 1)
+            group["lr"] = 1e-2 / (step + 1) * group["factor"]
         optimizer.step()
         for layer, counts in load.items():
             bias = weights.get(f"layers.{layer}.mlp.router.bias")

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.parity.block_models import BLOCKS
-from tests.parity.cases import MODELS, Case, run_case, run_oracle, weights_of
+from tests.parity.cases import Case, run_case, run_oracle, weights_of
+from tests.parity.models import MODELS
 from tests.parity.test_parity import ALL_PARTS, SELECTIVE, check, compare, oracle
 
 STEPS = 2

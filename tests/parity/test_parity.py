@@ -164,6 +164,7 @@ def compare(case: Case, num_steps: int = NUM_STEPS) -> None:
         global_batch_size=case.global_batch_size,
         optimizer=case.optimizer,
         documents=case.documents,
+        groups=case.groups,
     )
     expected = oracle(alone, num_steps)
     weights = weights_of(case.model, case.num_layers)

@@ -63,6 +63,11 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
             f"optimizer.name = {optimizer.name}: only AdamW's state is written for Megatron-LM, where the moments of another "
             "optimizer have no place. Export the weights: --weights-only."
         )
+    if optimizer.groups:
+        raise CheckpointError(
+            "optimizer.groups: the updates of some parameters differ, and Megatron-LM's groups are those that decay and those "
+            "that do not. Export the weights: --weights-only."
+        )
     groups = [
         {
             "wd_mult": wd_mult,

@@ -38,4 +38,9 @@ BAD_RATES: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["decay_steps = 5", "inverse_sqrt", "decay_steps = null"],
     ),
+    "a group of nothing": (
+        ['optimizer.groups=[{match: "embedding.*"}]'],
+        {},
+        ["optimizer.groups.0.match = embedding.*", "neither weight_decay nor lr_factor", "leave it out"],
+    ),
 }

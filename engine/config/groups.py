@@ -1,0 +1,85 @@
+"""Groups of parameters: `optimizer.groups` and its rules (no torch here).
+
+    groups:                                                     the first group whose pattern matches a parameter's name has it
+      - {match: "embedding.*", weight_decay: 0.0}
+      - {match: "*.mlp.experts.*", lr_factor: 0.5}
+
+A pattern is that of a shell (`*`, `?`, `[0-3]`), over the whole name; `triaxis config params FILE` lists names and their groups. A
+parameter of no group has the learning rate of the step, and decays by `weight_decay` where it is a matrix.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Annotated, Required
+
+from pydantic import BeforeValidator, ConfigDict, Field
+from typing_extensions import TypedDict
+
+from engine.config.section import Problem, Rule, Subject, no_bool
+
+if TYPE_CHECKING:
+    from engine.config.training import OptimizerConfig
+
+
+class GroupFields(TypedDict, total=False):
+    """The fields of one group. A field that is absent is the optimizer's own."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)  # type: ignore[misc]
+
+    match: Required[Annotated[str, Field(min_length=1)]]
+    weight_decay: Annotated[float, Field(ge=0), BeforeValidator(no_bool)]
+    lr_factor: Annotated[float, Field(gt=0), BeforeValidator(no_bool)]
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRule:
+    """The properties of a parameter's update besides the optimizer's own.
+
+    Attributes:
+        lr_factor: of the learning rate of the step.
+        weight_decay: of the optimizer.
+    """
+
+    lr_factor: float
+    weight_decay: float
+
+
+def group_of(name: str, groups: Sequence[GroupFields]) -> int | None:
+    """Return the number of the first group that matches a parameter's name; None: none does."""
+    return next((number for number, group in enumerate(groups) if fnmatchcase(name, group["match"])), None)
+
+
+def update_rule(name: str, optimizer: "OptimizerConfig", *, decays: bool) -> UpdateRule:
+    """Return the rule of a parameter; one that `decays` does so where no group says otherwise."""
+    number = group_of(name, optimizer.groups)
+    group: GroupFields = {"match": name} if number is None else optimizer.groups[number]
+    decay = group.get("weight_decay", optimizer.weight_decay if decays else 0.0)
+    return UpdateRule(group.get("lr_factor", 1.0), decay)
+
+
+def groups_change_something(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem for each group without a field, or of a pattern that an earlier group has."""
+    seen: set[str] = set()
+    for number, group in enumerate(subject.config.optimizer.groups):
+        pattern, key = group["match"], f"optimizer.groups.{number}.match"
+        if len(group) == 1:
+            yield Problem(
+                key,
+                pattern,
+                "has neither weight_decay nor lr_factor: its parameters would be as those of no group",
+                {},
+                "Give the group one of them, or leave it out.",
+            )
+        if pattern in seen:
+            yield Problem(
+                key,
+                pattern,
+                "is the pattern of two groups, of which the first has all that match: the other would have no effect",
+                {},
+                "Put the fields of both into one group.",
+            )
+        seen.add(pattern)
+
+
+GROUP_RULES: tuple[Rule, ...] = (groups_change_something,)

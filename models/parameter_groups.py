@@ -1,0 +1,60 @@
+"""The parameters of a model by the groups of `optimizer.groups` (no torch here)."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.config.groups import UpdateRule, group_of, update_rule
+from engine.config.section import Problem, Subject
+from engine.config.tree import Config
+from engine.layout.shard_spec import ParamSpec
+from models.specs import model_specs
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """A parameter with its group.
+
+    Attributes:
+        number: of the group in `optimizer.groups`; None: it has none.
+        rule: of its updates; None: it is not trained.
+    """
+
+    spec: ParamSpec
+    number: int | None
+    rule: UpdateRule | None
+
+
+def grouped_parameters(config: Config) -> list[Grouped]:
+    """List all parameters in forward order."""
+    optimizer = config.optimizer
+    return [
+        Grouped(spec, group_of(spec.name, optimizer.groups), update_rule(spec.name, optimizer, decays=spec.decay))
+        if spec.is_trained
+        else Grouped(spec, None, None)
+        for spec in model_specs(config.model)
+    ]
+
+
+def groups_have_parameters(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem for each group of `optimizer.groups` that no trained parameter is in.
+
+    It is a rule for those who start a run or check one: no rule of `engine.config` can read the names.
+    """
+    config = subject.config
+    if not config.optimizer.groups:
+        return
+    found = grouped_parameters(config)
+    used = {one.number for one in found}
+    trained = [one for one in found if one.rule is not None]
+    for number, group in enumerate(config.optimizer.groups):
+        if number in used:
+            continue
+        taken = next((one for one in trained if group_of(one.spec.name, [group]) is not None), None)
+        if taken is None:
+            rule = "matches no parameter that is trained: the group would have no effect"
+            advice = f"Names are like {trained[-1].spec.name}; triaxis config params lists them."
+        else:
+            earlier = config.optimizer.groups[taken.number or 0]["match"]
+            rule = f"matches only parameters of earlier groups, such as {taken.spec.name} of {earlier}: it would have no effect"
+            advice = "Put the narrower pattern first."
+        yield Problem(f"optimizer.groups.{number}.match", group["match"], rule, {}, advice)
