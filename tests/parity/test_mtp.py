@@ -38,13 +38,13 @@ def test_recomputation_equals_the_oracle(case: Case) -> None:
 
 COVERING = [
     Case("ahead two", tp=2, pp=2, sequence_parallel=True, documents=True, micro_batch_size=2, global_batch_size=4),
-    Case("ahead tied", tp=2, pp=2, schedule="zb_h1", global_batch_size=3),
-    Case("ahead deepseek", pp=2, dp=2, ep=2, num_layers=4, bucket_bytes=1, global_batch_size=4),
-    Case("ahead shaped", cp=2, tp=2, sequence_parallel=True, documents=True, global_batch_size=4),
+    Case("ahead deepseek", pp=2, cp=2, dp=2, ep=2, num_layers=4, bucket_bytes=1, documents=True, global_batch_size=4),
 ]
-"""Every way of cutting, with tied and untied embeddings at both ends."""
+"""Every way of cutting, with an embedding at both ends."""
 
 COVERING_TOO = [
+    Case("ahead tied", tp=2, pp=2, schedule="zb_h1", global_batch_size=3),
+    Case("ahead shaped", cp=2, tp=2, sequence_parallel=True, documents=True, global_batch_size=4),
     Case("ahead", pp=2, vpp=2, dp=2, num_layers=4, recompute=SELECTIVE, modules=CHEAP_WITH_ROPE, global_batch_size=4),
     Case("ahead two", tp=2, pp=2, vpp=2, sequence_parallel=True, schedule="zbv", num_layers=4, global_batch_size=4),
     Case("ahead tied", pp=2, vpp=2, schedule="zbv", num_layers=4, global_batch_size=4),
