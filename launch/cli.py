@@ -40,7 +40,7 @@ GROUPS = {
     },
     "data and checkpoints": {
         "prepare": "turn text into a .bin/.idx corpus",
-        "data": "look into .bin/.idx corpora, join them and cut them",
+        "data": "look into corpora, join and cut them; list the documents that a step has read",
         "checkpoint": "look into checkpoints: contents, differences, damage, fingerprints",
         "convert": "bring a model in from Hugging Face or Megatron-Core, or take a checkpoint out",
     },

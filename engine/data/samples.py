@@ -71,7 +71,7 @@ class SampleSource(Protocol):
         ...
 
 
-class _Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """Tokens `first` .. `first + length - 1` of one document of the corpus."""
 
     document: int
@@ -127,7 +127,7 @@ class SampleStream:
         Raises:
             DataError: a token is not in the model's vocabulary, or the index cache cannot be written.
         """
-        parts = self._parts(sample_id)
+        parts = self.parts(sample_id)
         tokens = np.concatenate([self.corpus.tokens(document, first, first + n) for document, first, n in parts])
         tokens = tokens.astype(np.int64, copy=False)
         if tokens.max() >= self.vocab_size or tokens.min() < 0:
@@ -144,7 +144,7 @@ class SampleStream:
 
     def lengths(self, sample_id: int) -> tuple[int, ...]:
         """Return `Sample.lengths` of sample `sample_id` from the index alone, without its tokens."""
-        return tuple(length for _, _, length in self._parts(sample_id))
+        return tuple(length for _, _, length in self.parts(sample_id))
 
     def _epoch(self, epoch: int) -> EpochIndex:
         if epoch not in self._epochs:
@@ -162,7 +162,7 @@ class SampleStream:
         index = self._epoch(epoch)
         return index, int(index.sample_order[place]) * self.seq_length
 
-    def _parts(self, sample_id: int) -> list[_Part]:
+    def parts(self, sample_id: int) -> list[DocumentPart]:
         """List the parts of documents that make the s + 1 tokens of a sample, in order; a document without tokens has none."""
         index, start = self._place(sample_id)
         left = self.seq_length + 1
@@ -173,6 +173,6 @@ class SampleStream:
             first = start - int(index.token_offsets[place])
             length = min(left, int(self._lengths[number]) - first)
             if length > 0:
-                parts.append(_Part(self.documents.start + number, first, length))
+                parts.append(DocumentPart(self.documents.start + number, first, length))
             start, left, place = start + length, left - length, place + 1
         return parts

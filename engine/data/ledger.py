@@ -1,0 +1,51 @@
+"""The reads of a step: the documents behind each sample, computed and never recorded (no torch here).
+
+    step  ->  positions  ->  sample ids (without skipped ranges)  ->  (corpus, its own sample)  ->  parts of documents
+
+The samples of a step follow from the configuration, the number of the step and the skipped ranges, in every layout. So a run that
+was made on any number of ranks, with any number of restarts, has read what this module says.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.data.blend import Blend
+from engine.data.samples import DocumentPart, SampleSource, SampleStream
+from engine.data.skipped import SkippedRanges
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRead:
+    """One sample of a step.
+
+    Attributes:
+        position: in the run, from 0.
+        sample_id: of the data, from 0; above the position where ranges were skipped.
+        corpus: prefix.
+        epoch: of the corpus, from 0.
+        parts: of documents, in order; the last token is a label only.
+    """
+
+    position: int
+    sample_id: int
+    corpus: str
+    epoch: int
+    parts: tuple[DocumentPart, ...]
+
+
+def reads_of_step(
+    step: int, samples_per_step: int, source: SampleSource, skipped: SkippedRanges
+) -> Iterator[SampleRead]:
+    """Yield the samples of a step, which counts from 1, in order.
+
+    Args:
+        source: a blend of corpora.
+    """
+    first = (step - 1) * samples_per_step
+    for position, sample_id in enumerate(skipped.ids(first, samples_per_step), start=first):
+        assert isinstance(source, Blend), "random tokens come from no corpus"
+        number, inner = source.locate(sample_id)
+        stream = source.sources[number]
+        assert isinstance(stream, SampleStream)
+        parts = tuple(stream.parts(inner))
+        yield SampleRead(position, sample_id, stream.corpus.prefix, inner // stream.samples_per_epoch, parts)

@@ -1,0 +1,103 @@
+"""`triaxis data which`: the documents that a step of a run has read, from its config and its events."""
+
+import argparse
+import json
+from pathlib import Path
+
+from engine.config.plan import planned_steps
+from engine.config.tree import Config
+from engine.data.corpus.indexed import IndexedTokens
+from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from engine.data.datasets import open_datasets
+from engine.data.ledger import SampleRead, reads_of_step
+from engine.data.samples import DocumentPart
+from engine.data.skipped import SkippedRanges
+from engine.errors import DataError
+from launch.report.record import RunRecord, read_run
+from launch.start.command_line import CommandParser, refuse
+
+EXAMPLES = """examples:
+  triaxis data which --run runs/gpt_tiny --step 120
+  triaxis data which --run runs/gpt_tiny --step 120 --text
+"""
+MOST_CHARACTERS = 200
+"""Of the text of a part that is shown."""
+
+
+def add_arguments(parser: CommandParser) -> None:
+    summary = "list the documents that a step of a run has read, sample by sample"
+    which = parser.add_verb("which", summary, "--run RUN --step S [--text] [--json]", EXAMPLES)
+    which.set_defaults(verb_function=which_documents)
+    which.add_argument("--run", required=True, type=Path, metavar="RUN", help="directory of the run")
+    which.add_argument("--step", required=True, type=int, metavar="S", help="number of the step, from 1")
+    which.add_argument("--text", action="store_true", help="show the beginning of each part as text")
+    which.add_argument("--json", action="store_true", help="for scripts")
+
+
+def which_documents(args: argparse.Namespace) -> int:
+    """Print the samples of a step, each with its parts of documents."""
+    run = read_run(args.run)
+    config = run.config
+    if config is None:
+        raise DataError(f"{args.run}: {run.config_problem}. What a step reads follows from it.")
+    if config.data.synthetic:
+        raise DataError(f"{args.run} was trained on random tokens (data.synthetic), which are of no document.")
+    num_steps = planned_steps(config) or 0
+    if not 1 <= args.step <= num_steps:
+        refuse([f"--step {args.step}: the run has the steps 1 to {num_steps:,}."])
+    datasets = open_datasets(
+        config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
+    )
+    reads = list(reads_of_step(args.step, config.train.global_batch_size, datasets.train, skipped_of(run)))
+    tokenizer = load_tokenizer(config.data.tokenizer) if args.text else None
+    if args.json:
+        print(json.dumps([_as_json(read, tokenizer) for read in reads]))
+        return 0
+    print("\n".join(_title(args.step, config, run)))
+    for read in reads:
+        epoch = f", epoch {read.epoch}" if read.epoch else ""
+        moved = f" (id {read.sample_id:,})" if read.sample_id != read.position else ""
+        print(f"sample {read.position:,}{moved}  {read.corpus}{epoch}")
+        for part in read.parts:
+            print(f"  document {part.document:,}  tokens {part.first:,} to {part.first + part.length - 1:,}")
+            if tokenizer is not None:
+                print(f"    {_text(read.corpus, part, tokenizer)!r}")
+    return 0
+
+
+def skipped_of(run: RunRecord) -> SkippedRanges:
+    """Return the ranges of samples that a run leaves out, as its last rollback has recorded them."""
+    recorded = [event.details.get("skipped") for event in run.events if event.kind == "rolled_back"]
+    ranges = recorded[-1] if recorded else []
+    try:
+        return SkippedRanges.of((int(first), int(stop)) for first, stop in ranges or [])
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{run.path}: the last rollback records no ranges of samples: {ranges!r}.") from error
+
+
+def _title(step: int, config: Config, run: RunRecord) -> list[str]:
+    made = {record["step"]: record.get("attempt", 0) for record in run.steps}
+    state = f"made by attempt {made[step]}" if step in made else "not made yet"
+    return [f"step {step:,}, {state}: {config.train.global_batch_size:,} samples of {config.model.seq_length:,} tokens"]
+
+
+def _as_json(read: SampleRead, tokenizer: Tokenizer | None) -> dict[str, object]:
+    parts = []
+    for part in read.parts:
+        one: dict[str, object] = {"document": part.document, "first": part.first, "length": part.length}
+        parts.append(one if tokenizer is None else {**one, "text": _text(read.corpus, part, tokenizer)})
+    return {
+        "position": read.position,
+        "sample_id": read.sample_id,
+        "corpus": read.corpus,
+        "epoch": read.epoch,
+        "parts": parts,
+    }
+
+
+def _text(prefix: str, part: DocumentPart, tokenizer: Tokenizer) -> str:
+    """Return the beginning of a part as text."""
+    # A character is a token or more, but of tokens that are no characters.
+    last = part.first + min(part.length, MOST_CHARACTERS)
+    tokens = IndexedTokens(prefix).tokens(part.document, part.first, last)
+    return tokenizer.decode(tokens.tolist())[:MOST_CHARACTERS]
