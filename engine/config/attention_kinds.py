@@ -458,6 +458,7 @@ BEYOND_PLAIN = (
     "layers",
     "layer_kinds",
     "moe",
+    "mtp",
 )
 """Fields of `model` whose values other than the default plain models of other engines cannot express."""
 

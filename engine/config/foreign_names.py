@@ -63,6 +63,10 @@ FOREIGN_NAMES = {
     "add_qkv_bias": "model.bias=qkv",
     "qk_layernorm": "model.qk_norm=true",
     "init_method_std": "model.init_std",
+    # Megatron-LM and Hugging Face: multi-token prediction
+    "mtp_num_layers": "model.mtp.num_layers",
+    "mtp_loss_scaling_factor": "model.mtp.loss_weight",
+    "num_nextn_predict_layers": "model.mtp.num_layers",
     # Megatron-LM and Hugging Face: experts
     "num_experts": "model.moe.num_experts",
     "num_local_experts": "model.moe.num_experts",
@@ -227,7 +231,6 @@ NOT_BUILT = {
     "fp4": "FP4",
     "transformer_impl": "Transformer Engine layers",
     "transformer_engine": "Transformer Engine layers",
-    "mtp_num_layers": "multi-token prediction",
     "zero": "a ZeRO stage other than 1",
     "zero_stage": "a ZeRO stage other than 1",
     "fsdp": "sharded parameters (ZeRO-3)",

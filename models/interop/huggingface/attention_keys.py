@@ -226,7 +226,7 @@ def attention_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, ob
     if family.rope is None:
         return
     yield from _rope_keys(model, family.rope)
-    layers, kinds = family.layers, model.kinds
+    layers, kinds = family.layers, model.kinds[: model.num_layers]
     if layers.no_rope is not None:
         yield layers.no_rope[0], [int(kind.rotary is not None) for kind in kinds]
     window = next((kind.window for kind in kinds if kind.window is not None), None)

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from engine.config.attention_kinds import beyond_plain
 from engine.config.model import MOST_LAYERS, ModelConfig
 from engine.config.moe import BalanceConfig
+from engine.config.mtp import MTPConfig
 from engine.errors import ConfigError
 from models.interop.huggingface.attention_keys import attention_differences, attention_keys, read_attention
 from models.interop.huggingface.expert_keys import expert_differences, expert_keys, expert_notes, read_experts
@@ -192,6 +193,7 @@ def from_hugging_face(
         problems += read_attention(keys, family, model)
         problems += read_experts(keys, family, model)
     problems += _read_functions(keys, family, model)
+    problems += _read_mtp(keys, family, model)
     if seq_length is not None:
         problems += _too_long(model, seq_length)
         model["seq_length"] = seq_length
@@ -251,6 +253,17 @@ def _read_functions(keys: Keys, family: Family, model: dict[str, Any]) -> Iterat
     for ours, (source, function) in family.computed.items():
         if isinstance(value := model.get(source), int) and value > 0:
             model[ours] = function(value)
+
+
+def _read_mtp(keys: Keys, family: Family, model: dict[str, Any]) -> Iterator[str]:
+    """Write the layers of multi-token prediction to `model` where the family has them, and yield a problem."""
+    given = {key: keys[key] for key in family.further if keys.get(key) is not None and family.naming.ahead}
+    number = next(iter(given.values()), 0)
+    if any(other != number for other in given.values()):
+        spelled = " and ".join(f"{key} = {value!r}" for key, value in given.items())
+        yield f"{spelled}: both are our model.mtp.num_layers, and which is meant would be a guess. Remove one."
+    elif number != 0:
+        model["mtp"] = {"num_layers": number}
 
 
 def _unusable(keys: Keys, family: Family) -> Iterator[str]:
@@ -361,7 +374,7 @@ def to_hugging_face(
     keys[chosen.activation_key] = model.activation_kind.hugging_face[0]
     keys |= {theirs: getattr(model.mla, ours) for theirs, (ours, _) in chosen.latents.items()}
     keys |= {theirs: derived.value(model) for theirs, derived in chosen.derived.items()}
-    keys |= dict(expert_keys(model, chosen)) | ({chosen.further[0]: 0} if chosen.further else {})
+    keys |= dict(expert_keys(model, chosen)) | ({chosen.further[0]: model.num_mtp_layers} if chosen.further else {})
     notes = []
     if chosen.embedding_dropout is not None:
         keys["embd_pdrop"] = model.hidden_dropout
@@ -371,6 +384,10 @@ def to_hugging_face(
         notes.append(f"model.z_loss = {model.z_loss} has no key in {family}: it acts in training only")
     if model.moe is not None and model.moe.balance != BalanceConfig():
         notes.append(f"model.moe.balance has no keys in {family}: it acts in training only")
+    if model.mtp is not None and model.mtp.loss_weight != MTPConfig().loss_weight:
+        notes.append(
+            f"model.mtp.loss_weight = {model.mtp.loss_weight} has no key in {family}: it acts in training only"
+        )
     keys |= dict(attention_keys(model, chosen))
     # Left out, these would be ids of the family's own vocabulary: generation would stop at a token that means something else.
     none_but_eos = {"bos_token_id": None, "eos_token_id": end_of_document, "pad_token_id": None}

@@ -104,6 +104,7 @@ def expert_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, objec
     experts = family.experts
     if experts is None:
         return
+    # Layers of multi-token prediction are counted: behind dense ones they are dense, and their numbers say so.
     dense = [number for number, kind in enumerate(model.kinds) if not kind.has_experts]
     if experts.first[0]:
         yield experts.first[0], len(dense)
@@ -143,7 +144,7 @@ def expert_differences(model: ModelConfig, family: Family) -> Iterator[str]:
         yield "no bias of the choice, there is one: model.moe.choice_bias = True"
     if experts.has_shared and not moe.shared_experts:
         yield "model.moe.shared_experts = 0, there is at least one"
-    dense = [number for number, kind in enumerate(model.kinds) if not kind.has_experts]
+    dense = [number for number, kind in enumerate(model.kinds[: model.num_layers]) if not kind.has_experts]
     if dense and not experts.may_be_dense:
         yield f"layer {dense[0]} without experts, there every layer has some"
     elif not experts.listed and dense != list(range(len(dense))):

@@ -23,7 +23,8 @@ from models.interop.huggingface.family import (
     ScaleKey,
 )
 from models.interop.huggingface.namings import (
-    DEEPSEEK_NAMING,
+    DEEPSEEK_V2_NAMING,
+    DEEPSEEK_V3_NAMING,
     GPT2_NAMING,
     LLAMA_NAMING,
     NEOX_NAMING,
@@ -140,12 +141,12 @@ def _expert_keys(
     return ExpertKeys(sizes | {(key,): value for key, value in (names or {}).items()}, **others)
 
 
-def _deepseek(architecture: str, experts: ExpertKeys, off: Mapping[str, Any], **others: Any) -> Family:
+def _deepseek(architecture: str, naming: Naming, experts: ExpertKeys, off: Mapping[str, Any], **others: Any) -> Family:
     """Build a family with latent attention and with experts behind some dense layers."""
     absent = ("num_key_value_heads", "head_dim")
     return Family(
         architecture,
-        DEEPSEEK_NAMING,
+        naming,
         {theirs: ours for theirs, ours in _LLAMA_NAMES.items() if theirs not in absent},
         # The norms of latents have an epsilon of their own in transformers, which is no key.
         {**_LLAMA_FIXED, "norm_eps": 1e-6},
@@ -406,6 +407,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v3": _deepseek(
         "DeepseekV3ForCausalLM",
+        DEEPSEEK_V3_NAMING,
         _deepseek_experts(
             (8, 4),
             (256, 8, 2048, 1),
@@ -422,6 +424,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "deepseek_v2": _deepseek(
         "DeepseekV2ForCausalLM",
+        DEEPSEEK_V2_NAMING,
         _deepseek_experts(
             (None, None),
             (64, None, 1407, 2),

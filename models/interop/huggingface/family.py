@@ -35,6 +35,8 @@ class Naming:
         interleaved: names of `layer` in whose rows the pairs of RoPE are neighbours, (2 i, 2 i + 1), at the end of each head.
         by_head: names of `layer` whose rows are [heads, (query, key, value), d]; elsewhere all queries come first.
         experts: tensors of one expert of a layer, with {} for its number; without {}: of all of them, [E, out, in].
+        ahead: what a layer of multi-token prediction has besides those of `layer`; empty: the family has no such layers.
+        copies: tensors of ours, and names in such a layer of copies of them.
         fused: names where all experts of a layer are one tensor, as in the modules of transformers 5; None: there are none.
         buffers: tensors of old files that are constants, not weights.
     """
@@ -48,6 +50,8 @@ class Naming:
     by_head: frozenset[str] = frozenset()
     interleaved: frozenset[str] = frozenset()
     experts: Table = ()
+    ahead: Table = ()
+    copies: Table = ()
     fused: "Naming | None" = None
     buffers: re.Pattern[str] = re.compile(r".*\.self_attn\.rotary_emb\.inv_freq")
 
@@ -209,7 +213,8 @@ class Family:
         derived: keys whose value follows from our `model`.
         unused: keys that nothing reads in the models of this family that are built.
         experts: keys of layers with experts; None: there are none.
-        further: spellings of the number of layers behind the last that predict further tokens; an export has none of them.
+        further: spellings of the number of layers behind the last that predict further tokens. Where `naming` has them, they are
+            those of `model.mtp`; elsewhere an import leaves them out.
     """
 
     architecture: str
@@ -253,6 +258,7 @@ class Family:
         """Return our fields of `model` that the family decides or has a key for."""
         fields = {*self.names.values(), *self.fixed, *self.computed} | self.layers.fields
         fields |= {"mla"} if self.latents else set()
+        fields |= {"mtp"} if self.naming.ahead else set()
         fields |= set() if self.experts is None else {"moe", "layers", "layer_kinds"}
         fields |= set() if self.rope is None else self.rope.fields
         return fields | (set() if self.scale is None else {"attention_scale"})

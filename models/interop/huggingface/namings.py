@@ -95,7 +95,23 @@ def with_experts(naming: Naming, block: str = "mlp", parts: Names = ("gate_proj"
 
 
 _ROTATED = ("self_attn.q_b_proj.weight", "self_attn.q_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
-DEEPSEEK_NAMING = with_experts(replace(llama_naming(qkv=_DEEPSEEK_QKV), interleaved=frozenset(_ROTATED)))
+_DEEPSEEK_DENSE = replace(llama_naming(qkv=_DEEPSEEK_QKV), interleaved=frozenset(_ROTATED))
+DEEPSEEK_V2_NAMING = with_experts(_DEEPSEEK_DENSE)
+DEEPSEEK_V3_NAMING = with_experts(
+    replace(
+        _DEEPSEEK_DENSE,
+        ahead=(
+            (("mtp.embedding_norm.weight",), ("enorm.weight",)),
+            (("mtp.hidden_norm.weight",), ("hnorm.weight",)),
+            (("mtp.projection.weight",), ("eh_proj.weight",)),
+            (("mtp.norm.weight",), ("shared_head.norm.weight",)),
+        ),
+        copies=(
+            (("embedding.word.weight",), ("embed_tokens.weight",)),
+            (("head.weight",), ("shared_head.head.weight",)),
+        ),
+    )
+)
 
 
 def _with_biases(*rows: tuple[Names, Names]) -> Table:

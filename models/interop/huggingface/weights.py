@@ -159,12 +159,21 @@ def exchanges(family: str, model: ModelConfig, naming: Naming | None = None) -> 
                 found.append(Exchange((spec,), tuple(f"{prefix}{name}" for name in names), False, num_experts=count))
 
     add(naming.first)
-    for number in range(model.num_layers):
-        add(naming.layer, f"layers.{number}.", naming.layer_prefix.format(number))
+    for number in range(model.num_layers + model.num_mtp_layers):
+        add((*naming.layer, *naming.ahead), f"layers.{number}.", naming.layer_prefix.format(number))
         add_experts(f"layers.{number}.", naming.layer_prefix.format(number))
     add(naming.last)
     assert not specs, f"no tensor of a {family} holds {sorted(specs)}"
     return found
+
+
+def copies(family: str, model: ModelConfig) -> Iterator[Exchange]:
+    """Yield the copies that files have of own tensors in each layer of multi-token prediction; an import does not need them."""
+    naming, specs = FAMILIES[family].naming, {spec.name: spec for spec in model_specs(model)}
+    for number in range(model.num_layers, model.num_layers + model.num_mtp_layers):
+        for (ours,), (theirs,) in naming.copies:
+            name = "embedding.word.weight" if ours == "head.weight" and model.tie_embeddings else ours
+            yield Exchange((specs[name],), (f"{naming.layer_prefix.format(number)}{theirs}",), transposed=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,13 +259,21 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
     whole_keys = read_config(Path(source)) if gguf is None else gguf.keys
     keys = text_keys(whole_keys)
     sections = from_hugging_face(keys, seq_length, source, ignore)
-    model = ModelConfig.model_validate(sections["model"])
     family = str(keys["model_type"])
+    files: Files = gguf if gguf is not None else _files(folder, keys)
+    model = ModelConfig.model_validate(sections["model"])
+    notes = []
+    if model.mtp is not None and all(_place_behind(name, model, FAMILIES[family]) is None for name in files.tensors):
+        notes.append(
+            f"config.json names {model.num_mtp_layers} layers that predict further tokens, and the files have none of them: "
+            "model.mtp is null"
+        )
+        del sections["model"]["mtp"]
+        model = ModelConfig.model_validate(sections["model"])
     # A table of learned positions is stored whole, and cut where samples are shorter.
     stored = model
     if model.position_kind.has_table:
         stored = ModelConfig.model_validate(from_hugging_face(keys, None, source, ignore)["model"])
-    files: Files = gguf if gguf is not None else _files(folder, keys)
     naming = _naming(files, FAMILIES[family].naming)
     found = HuggingFaceModel(
         family=family,
@@ -267,6 +284,7 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
         spelling=_spelling(files, FAMILIES[family].naming),
         is_part="text_config" in whole_keys,
         notes=(
+            *notes,
             *_notes(model, stored.seq_length, files, FAMILIES[family]),
             *(() if isinstance(files, WeightFiles) else files.notes),
             *passed_over_notes(whole_keys, ignore),
@@ -347,7 +365,7 @@ def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: to
         )
     saved = {piece.name: piece.dtype for file in manifest.files for piece in file.pieces if piece.kind == "master"}
     by_name = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-    found = exchanges(family, model)
+    found = [*exchanges(family, model), *copies(family, model)]
     plans: list[TensorPlan] = []
     for exchange in found:
         source = reduce(torch.promote_types, (by_name[saved[spec.name]] for spec in exchange.ours))
@@ -418,15 +436,29 @@ def _naming(files: Files, naming: Naming) -> Naming:
 def _notes(model: ModelConfig, rows: int, files: Files, family: Family) -> Iterator[str]:
     if model.position_kind.has_table and rows != model.seq_length:
         yield f"of the {rows:,} learned positions the first {model.seq_length:,} are kept"
-    if left_out := sum(_is_further(name, model, family) for name in files.tensors):
+    if left_out := sum(_is_left_out(name, model, family) for name in files.tensors):
         yield f"{left_out:,} tensors of layers behind the last, which predict further tokens, were left out"
 
 
-def _is_further(name: str, model: ModelConfig, family: Family) -> bool:
-    """Return whether a tensor is of a layer behind the last."""
+def _place_behind(name: str, model: ModelConfig, family: Family) -> int | None:
+    """Return the place of a tensor's layer among those behind the model's last, from 0; None: it is in none of them."""
     prefix = re.escape(family.naming.layer_prefix.removeprefix(family.naming.base_prefix)).replace(r"\{\}", r"(\d+)")
     match = re.search(rf"(?:^|\.){prefix}", name) if family.further else None
-    return match is not None and int(match[1]) >= model.num_layers
+    return None if match is None or int(match[1]) < model.num_layers else int(match[1]) - model.num_layers
+
+
+def _is_left_out(name: str, model: ModelConfig, family: Family) -> bool:
+    """Return whether a tensor is of a layer behind those of the model."""
+    place = _place_behind(name, model, family)
+    return place is not None and place >= model.num_mtp_layers
+
+
+def _is_same(files: Files, name: str, other: str) -> bool:
+    """Return whether two tensors have the same bits."""
+    one, two = files.tensors[name], files.tensors.get(other)
+    if two is None or (one.shape, one.dtype) != (two.shape, two.dtype):
+        return False
+    return torch.equal(*(files.read(each).contiguous().view(torch.uint8) for each in (name, other)))
 
 
 def _mismatches(found: HuggingFaceModel) -> Iterator[str]:
@@ -440,18 +472,22 @@ def _mismatches(found: HuggingFaceModel) -> Iterator[str]:
                 yield f"{stored.name} has the shape {list(stored.shape)}; the config makes it {list(plan.shape)}"
             elif stored.dtype not in DTYPES:
                 yield f"{stored.name} is {stored.dtype}; weights may be {', '.join(DTYPES)}"
+    own = {exchange.ours[0].name: found.spelling(exchange.theirs[0]) for exchange in found.exchanges}
+    for copy in copies(found.family, found.model):
+        name, word = found.spelling(copy.theirs[0]), own[copy.ours[0].name]
+        if there.pop(name, None) is not None and not _is_same(found.files, name, word):
+            yield f"{name} differs from {word}, which the layers that predict further tokens share with the model here"
     family = FAMILIES[found.family]
     naming = family.naming
     head = found.spelling(naming.last[-1][1][0])
     for name, stored in there.items():
         if naming.buffers.fullmatch(name) or (found.is_part and OF_LANGUAGE not in name and name != head):
             continue
-        if _is_further(name, found.model, family):
+        if _is_left_out(name, found.model, family):
             continue
         if name == head and found.model.tie_embeddings:
             word = found.spelling(found.exchanges[0].theirs[0])
-            same = word in found.files.tensors and stored.shape == found.files.tensors[word].shape
-            if not (same and torch.equal(found.files.read(name), found.files.read(word))):
+            if not _is_same(found.files, name, word):
                 yield f"{name} differs from {word}, and tie_word_embeddings says that they are one"
             continue
         yield f"{name} {list(stored.shape)} is not a tensor of this model"

@@ -5,7 +5,8 @@ from typing import Any
 _YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
 
 PUBLISHED_EXPERTS: dict[str, tuple[dict[str, Any], int, int]] = {
-    # Parameters in all, as counted from the published weights (DeepSeek-V3: without its layer that predicts a second token), and
+    # Parameters in all, as counted from the published weights (DeepSeek-V3: 671,026,419,200, of which a token uses 37,552,297,472,
+    # and those of its layer that predicts a second token, without the copies of embedding and head), and
     # those that a token uses: all less (E - k) experts of each layer. Reports say 12.9B (2401.04088), 3B, 1.3B (2409.02060), 2.4B
     # without the embedding (2405.04434) and 37B (2412.19437).
     "mixtral_8x7b": (
@@ -196,7 +197,7 @@ PUBLISHED_EXPERTS: dict[str, tuple[dict[str, Any], int, int]] = {
             "v_head_dim": 128,
             "vocab_size": 129280,
         },
-        671_026_419_200,
-        37_552_297_472,
+        682_636_487_424,
+        38_240_398_080,
     ),
 }

@@ -11,7 +11,7 @@ from models.specs import layer_specs
 from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
 
 V3 = PUBLISHED_EXPERTS["deepseek_v3"][0]
-DENSE = V3 | {"first_k_dense_replace": 61}
+DENSE = V3 | {"first_k_dense_replace": 61, "num_nextn_predict_layers": 0}
 
 
 def test_the_attention_of_v3_has_its_187_million_weights() -> None:

@@ -1,6 +1,5 @@
 """Hugging Face models with experts: sizes, both forms of their files, and what would be another model."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -244,18 +243,3 @@ def test_the_bias_of_a_choice_stays_in_fp32(tmp_path: Path) -> None:
     plans = plan_export(candidate, "deepseek_v3", ours, torch.bfloat16).plans
     assert {plan.dtype for plan in plans if plan.name.endswith("e_score_correction_bias")} == {"F32"}
     assert {plan.dtype for plan in plans if not plan.name.endswith("e_score_correction_bias")} == {"BF16"}
-
-
-@pytest.mark.usefixtures("_transformers")
-def test_layers_that_predict_further_tokens_are_left_out_and_said(tmp_path: Path) -> None:
-    random_model("deepseek_v3_experts").save_pretrained(tmp_path)
-    assert open_folder(tmp_path).notes == ()
-    rewrite(tmp_path, model__layers__3__eh_proj__weight=torch.ones(2), model__layers__3__enorm__weight=torch.ones(2))
-    found = open_folder(tmp_path)
-    assert found.notes == ("2 tensors of layers behind the last, which predict further tokens, were left out",)
-    assert json.loads((tmp_path / "config.json").read_text())["num_nextn_predict_layers"] == 1
-    assert to_hugging_face(found.model, "deepseek_v3", dtype="float32")[0]["num_nextn_predict_layers"] == 0
-    random_model("qwen3_moe").save_pretrained(tmp_path / "other")
-    rewrite(tmp_path / "other", model__layers__3__enorm__weight=torch.ones(2))
-    with pytest.raises(CheckpointError, match=r"model\.layers\.3\.enorm\.weight \[2\] is not a tensor of this model"):
-        open_folder(tmp_path / "other")

@@ -9,15 +9,8 @@ import torch
 
 from engine.errors import CheckpointError, ConfigError
 from models.interop.huggingface.weights import open_folder
-from tests.lacking import need_package
-from tests.models.interop.huggingface.test_weights import (
-    all_tensors,
-    assert_identical,
-    exported,
-    imported,
-    random_model,
-    rewrite,
-)
+from tests.models.interop.huggingface.test_mtp import save_with_mtp
+from tests.models.interop.huggingface.test_weights import all_tensors, assert_identical, exported, imported, rewrite
 
 BLOCK = (8, 16)
 """Neither divides all the sizes of the small model."""
@@ -42,13 +35,12 @@ def blocks(rows: int, columns: int) -> list[tuple[slice, slice]]:
 @pytest.fixture
 def published(tmp_path: Path) -> dict[str, torch.Tensor]:
     """A folder `tmp_path` as DeepSeek publishes them; its tensors as the definition expands them, block by block."""
-    need_package("transformers", "pip install 'triaxis[dev]'")
+    save_with_mtp(tmp_path, num_ahead=1)
     from safetensors.torch import save_file
 
-    random_model("deepseek_v3_experts").to(torch.bfloat16).save_pretrained(tmp_path)
     stored, expanded = {}, {}
     for name, tensor in all_tensors(tmp_path).items():
-        stored[name] = expanded[name] = tensor.clone()
+        stored[name] = expanded[name] = tensor.bfloat16()
         if not name.endswith("_proj.weight") or "layers" not in name:
             continue
         rows, columns = tensor.shape
@@ -74,6 +66,8 @@ def test_blocks_are_expanded_by_their_definition_and_leave_as_bf16(
     count = sum(name.endswith("_scale_inv") for name in all_tensors(tmp_path))
     note = f"{count} tensors are FP8 with a scale per 8 x 16 block and were expanded to bf16"
     assert open_folder(tmp_path).notes == (note,)
+    ahead = [name for name in all_tensors(tmp_path) if "layers.3." in name and name.endswith("_scale_inv")]
+    assert "model.layers.3.eh_proj.weight_scale_inv" in ahead and len(ahead) == 5 + 3 * (8 + 1)
     target = exported(imported(tmp_path, tmp_path / "ours"), tmp_path / "target")
     assert_identical(all_tensors(target), published)
     assert "quantization_config" not in json.loads((target / "config.json").read_text())

@@ -41,11 +41,11 @@ def _transformers() -> None:
     need_package("transformers", "pip install 'triaxis[dev]'")
 
 
-def random_model(name: str) -> Any:
+def random_model(name: str, **changes: Any) -> Any:
     """A model of transformers in float64 whose every parameter is off its initial point."""
     import transformers
 
-    keys = dict(MODELS[name])
+    keys = MODELS[name] | changes
     config = transformers.AutoConfig.for_model(keys.pop("model_type"), **keys)
     model = transformers.AutoModelForCausalLM.from_config(config).double().eval()
     generator = torch.Generator().manual_seed(3)
