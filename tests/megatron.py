@@ -77,6 +77,12 @@ MODELS["sinks"] = MODELS["llama"] | {
     "num_kv_heads": 32,
     "head_dim": 2,
 }
+MODELS["ahead"] = MODELS["gpt"] | {
+    "position": "rope",
+    "vocab_size": ROWS_MULTIPLE,  # its loss would count the padding
+    "tie_embeddings": False,  # Megatron-Core 0.16 saves no tied ends of several stages with such layers
+    "mtp": {"num_layers": 2, "loss_weight": 0.7},
+}
 MODELS["gpt_tanh"] = MODELS["gpt"] | {"activation": "gelu_tanh", "num_kv_heads": 1, "position": "rope"}
 
 
@@ -102,7 +108,32 @@ def patched(tp: int = 1, pp: int = 1) -> Iterator[None]:
 
 def build(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -> Any:
     """This rank's part of a GPTModel, with random weights that do not depend on the layout (see `fill`)."""
-    return gpt_model(model, dtype, rows=padded_rows(model), parallel_output=False)
+    gpt = gpt_model(model.model_copy(update={"mtp": None}), dtype, rows=padded_rows(model), parallel_output=False)
+    return gpt if model.mtp is None else with_mtp(gpt, model).to(dtype)
+
+
+def with_mtp(gpt: Any, model: ModelConfig) -> Any:
+    """The same part of a GPTModel with its layers of tokens ahead; the loss of each is a sum, as that of the next tokens."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+
+    config = gpt.config
+    config.mtp_num_layers, config.mtp_loss_scaling_factor = model.mtp.num_layers, model.mtp.loss_weight
+    config.calculate_per_token_loss = True
+    spec = get_gpt_layer_local_spec(normalization=config.normalization)
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=padded_rows(model),
+        max_sequence_length=model.seq_length,
+        pre_process=gpt.pre_process,
+        post_process=gpt.post_process,
+        share_embeddings_and_output_weights=model.tie_embeddings,
+        position_embedding_type="rope",
+        rotary_base=model.rope_base,
+        parallel_output=True,  # its loss wants logits that are cut over tp
+        mtp_block_spec=get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False),
+    )
 
 
 def arguments(model: ModelConfig, **more: Any) -> argparse.Namespace:
@@ -133,6 +164,9 @@ def arguments(model: ModelConfig, **more: Any) -> argparse.Namespace:
             "untie_embeddings_and_output_weights": not model.tie_embeddings,
             "padded_vocab_size": padded_rows(model),
             "vocab_size": model.vocab_size,
+            "mtp_num_layers": model.num_mtp_layers or None,
+            "mtp_loss_scaling_factor": 0.1 if model.mtp is None else model.mtp.loss_weight,
+            "calculate_per_token_loss": model.mtp is not None,
             "params_dtype": torch.bfloat16,
             "attention_backend": AttnBackend.auto,
             "load": Path("somewhere"),
@@ -165,11 +199,28 @@ def fill(named: Mapping[str, torch.Tensor]) -> None:
             tensor.copy_(1 + noise if "norm" in name and name.endswith("weight") else noise)
 
 
-def logits(gpt: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """[b, s, rows]."""
+def logits(gpt: Any, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+    """[b, s, rows]; with labels the losses [b, s]."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     ones = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool)
-    return gpt(tokens, positions, ones.triu(1)[None, None])
+    return gpt(tokens, positions, ones.triu(1)[None, None], labels=labels)
+
+
+@contextmanager
+def next_token_alone(gpt: Any) -> Iterator[None]:
+    """Let a GPTModel compute logits, which its layers of tokens ahead need labels for."""
+    held = gpt.mtp_process, gpt.config.mtp_num_layers
+    gpt.mtp_process, gpt.config.mtp_num_layers = False, None
+    yield
+    gpt.mtp_process, gpt.config.mtp_num_layers = held
+
+
+def losses_ahead() -> tuple[float, ...]:
+    """The loss per token at each distance, summed over the steps since the last call; () without such layers."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    values = MTPLossLoggingHelper.tracker.pop("values", torch.zeros(0))
+    return tuple(values.tolist())
 
 
 def optimizer_of(gpt: Any) -> tuple[Any, Any]:
@@ -203,8 +254,16 @@ def step(wrapped: Any, optimizer: Any, model: ModelConfig, seed: int) -> float:
     tokens = tokens_of(model, seed)
     wrapped.zero_grad_buffer()
     optimizer.zero_grad()
-    columns = logits(wrapped, tokens[:, :-1])[..., : model.vocab_size]
-    loss = torch.nn.functional.cross_entropy(columns.flatten(0, 1), tokens[:, 1:].flatten())
+    if model.mtp is not None:
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        losses = logits(wrapped, tokens[:, :-1], tokens[:, 1:])
+        # The gradient of tokens ahead joins the backward with this factor, which Megatron-LM's schedule sets.
+        MTPLossAutoScaler.set_loss_scale(torch.tensor(1 / losses.numel()))
+        loss = losses.mean()
+    else:
+        columns = logits(wrapped, tokens[:, :-1])[..., : model.vocab_size]
+        loss = torch.nn.functional.cross_entropy(columns.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     wrapped.finish_grad_sync()
     optimizer.step()

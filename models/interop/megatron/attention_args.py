@@ -22,7 +22,10 @@ Args = Mapping[str, Any]
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Constants of `RotaryEmbedding._apply_scaling`; the factor alone is an argument."""
 
-LISTS = ("window_size", "window_attn_skip_freq", "no_rope_freq")
+LISTS_BY_LAYER = ("window_attn_skip_freq", "no_rope_freq")
+"""Arguments that have a flag for each layer."""
+
+LISTS = ("window_size", *LISTS_BY_LAYER)
 """Arguments that may be lists or tuples of whole numbers."""
 
 FIELDS = frozenset({"rotary_share", "rope_scaling", "window", "layers", "layer_kinds", "attention_scale", "sinks"})
@@ -55,7 +58,7 @@ def read_attention(args: Args, model: dict[str, Any]) -> list[str]:
         for name, default in (("window_attn_skip_freq", 0), ("no_rope_freq", 1))
     ]
     problems += more
-    for name, pattern in zip(LISTS[1:], by_layer, strict=True):
+    for name, pattern in zip(LISTS_BY_LAYER, by_layer, strict=True):
         if pattern is None:
             problems.append(
                 f"{name} = {shown(args[name])}: must have an entry for each of {num_layers} layers, or be a divisor of it."
@@ -123,6 +126,8 @@ def _write_layers(model: dict[str, Any], window: int | None, has_window: list[bo
 def attention_differences(model: ModelConfig) -> Iterator[str]:
     """List what the attention of a model has that Megatron-LM's arguments cannot say."""
     kinds = model.kinds
+    if model.mtp is not None and len({(kind.window, kind.rotary, kind.sinks) for kind in kinds}) > 1:
+        yield "model.mtp behind layers that differ: Megatron-LM's lists of windows and positions have no entry for its layers."
     if len(windows := {kind.window for kind in kinds if kind.window is not None}) > 1:
         yield f"windows of {', '.join(map(str, sorted(windows)))} keys: Megatron-LM has one length for all layers."
     rotaries = {kind.rotary for kind in kinds if kind.rotary is not None}
@@ -142,7 +147,7 @@ def attention_differences(model: ModelConfig) -> Iterator[str]:
 
 def attention_args(model: ModelConfig) -> dict[str, Any]:
     """Return the arguments of a model's attention, of which `attention_differences` finds nothing."""
-    kinds = model.kinds
+    kinds = model.kinds[: model.num_layers]
     rotary = next((kind.rotary for kind in kinds if kind.rotary is not None), None)
     scaling = None if rotary is None else rotary.scaling
     is_linear, is_llama3 = (scaling is not None and scaling.type == each for each in ("linear", "llama3"))

@@ -22,7 +22,13 @@ from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
 from engine.config.plan import planned_steps
 from engine.config.tree import Config
 from engine.errors import ConfigError, shown
-from models.interop.megatron.attention_args import FIELDS, attention_args, attention_differences, read_attention
+from models.interop.megatron.attention_args import (
+    FIELDS,
+    LISTS_BY_LAYER,
+    attention_args,
+    attention_differences,
+    read_attention,
+)
 
 Args = Mapping[str, Any]
 
@@ -79,6 +85,9 @@ _CHOICES = (
     "rope_scaling_factor",
     "softmax_scale",
     "softmax_type",
+    "mtp_num_layers",
+    "mtp_loss_scaling_factor",
+    "calculate_per_token_loss",
 )
 """Arguments that the functions below read by name, in addition to those of the tables."""
 
@@ -87,13 +96,16 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "
 _ONE_MORE = {"rmsnorm": "rmsnorm_1p"}
 """Norms whose weights `apply_layernorm_1p` stores less one -> ours of that form."""
 
+_MTP_WEIGHT = 0.1
+"""Their default of `mtp_loss_scaling_factor`."""
+
 _NORMS = {kind.megatron: name for name, kind in NORMS.items() if kind.megatron is not None}
 _POSITIONS = {kind.megatron: name for name, kind in POSITIONS.items() if kind.megatron is not None}
 
 OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "num_experts": ((None, 0), "mixture of experts is not built yet"),
     "multi_latent_attention": ((False, None), "multi-latent attention is not built"),
-    "mtp_num_layers": ((None, 0), "multi-token prediction is not built"),
+    "mtp_use_repeated_layer": ((False, None), "one layer that predicts several tokens ahead in turn is not built"),
     "heterogeneous_layers_config_path": ((None,), "layers of different shapes are not built"),
     "is_hybrid_model": ((False, None), "state-space layers are not built"),
     "hybrid_layer_pattern": ((None,), "state-space layers are not built"),
@@ -152,6 +164,7 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
         model["norm"] = one_more
     if isinstance(model.get("num_layers"), int) and 0 < model["num_layers"] <= MOST_LAYERS:
         problems += read_attention(args, model)
+    problems += _read_mtp(args, model)
     if model["qk_norm"] and model["norm"] not in (*_ONE_MORE, *_ONE_MORE.values(), None):
         problems.append(
             f"qk_layernorm with normalization = {args.get('normalization', 'LayerNorm')}: queries and keys are normalised by "
@@ -169,7 +182,10 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
     try:
         ModelConfig.model_validate(section)
     except ValidationError as error:
-        wrong = [f"model.{detail['loc'][0]} = {shown(detail['input'])}: {detail['msg']}." for detail in error.errors()]
+        wrong = [
+            f"model.{'.'.join(map(str, detail['loc']))} = {shown(detail['input'])}: {detail['msg']}."
+            for detail in error.errors()
+        ]
         raise ConfigError(wrong, source) from error
     return section
 
@@ -207,6 +223,11 @@ def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]
         notes.append(
             "the batch size was ramped up: here it is constant, and the step follows from samples / batch size"
         )
+    if args.get("mtp_num_layers") and not args.get("calculate_per_token_loss"):
+        notes.append(
+            "losses of tokens further ahead were means over those tokens: here their sums are over the number of next tokens, as "
+            "with --calculate-per-token-loss, which lowers them by a share of k / seq_length at k tokens further on"
+        )
     dtype = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
     return {"train": train, "optimizer": optimizer, "precision": {"dtype": dtype}}, notes
 
@@ -224,7 +245,9 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
         if getattr(model, f"{field}_kind").megatron is None:
             given = f"model.{field} = {getattr(model, field)}"
             problems.append(f"{given}: Megatron-LM has no argument for it; the model would be another one.")
-    problems += [f"{given}: an exchange with Megatron-LM is not built for it." for given in beyond_plain(model, FIELDS)]
+    problems += [
+        f"{given}: an exchange with Megatron-LM is not built for it." for given in beyond_plain(model, {*FIELDS, "mtp"})
+    ]
     problems += attention_differences(model)
     if model.qk_norm == "all_heads":
         problems.append("model.qk_norm = all_heads: Megatron-LM normalises each head by itself.")
@@ -239,6 +262,7 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
     return (
         args
         | attention_args(model)
+        | _mtp_args(model)
         | {
             "kv_channels": model.head_size,
             "ffn_hidden_size": model.ffn_size,
@@ -286,7 +310,12 @@ def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
     """List the differences between the requested model and Megatron's arguments that change the meaning of weights."""
     theirs = ModelConfig.model_validate(section)
     free = {"seq_length", "vocab_size", "vocab_multiple", "init_std", "hidden_dropout", "attention_dropout"}
-    names = {"num_kv_heads": "kv_heads", "head_dim": "head_size", "ffn_hidden_size": "ffn_size"}
+    names = {
+        "num_kv_heads": "kv_heads",
+        "head_dim": "head_size",
+        "ffn_hidden_size": "ffn_size",
+        "mtp": "num_mtp_layers",
+    }
     if "rope" not in (theirs.position, model.position):
         free.add("rope_base")
     found = []
@@ -302,6 +331,26 @@ def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
         if field not in free and there != here:
             found.append(f"model.{field} = {here!r} in the config, {there!r} in Megatron's arguments.")
     return found
+
+
+def _read_mtp(args: Args, model: dict[str, Any]) -> Iterator[str]:
+    """Write the layers of multi-token prediction to `model`, and yield problems."""
+    number, weight = args.get("mtp_num_layers"), args.get("mtp_loss_scaling_factor")
+    if not number:
+        return
+    model["mtp"] = {"num_layers": number, "loss_weight": _MTP_WEIGHT if weight is None else weight}
+    if model["position"] == "learned":
+        yield f"mtp_num_layers = {number} with learned positions: tokens ahead are embedded without a position here."
+    for name in LISTS_BY_LAYER:
+        if args.get(name):
+            yield f"mtp_num_layers = {number} with {name}: which entry the layers of tokens ahead have is not built."
+
+
+def _mtp_args(model: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of multi-token prediction; none where the model has no such layers."""
+    if model.mtp is None:
+        return {}
+    return {"mtp_num_layers": model.mtp.num_layers, "mtp_loss_scaling_factor": model.mtp.loss_weight}
 
 
 def _unusable(args: Args) -> Iterator[str]:

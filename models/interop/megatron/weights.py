@@ -10,6 +10,10 @@
     mlp.up, mlp.gate_up                     mlp.linear_fc1                [2 f, h]: gate, then up
     mlp.down                                mlp.linear_fc2
 
+    of tokens ahead                         below mtp.layers.K, with a layer as above below mtp.layers.K.transformer_layer
+    mtp.{embedding_norm,hidden_norm,norm}   enorm, hnorm, final_layernorm
+    mtp.projection                          eh_proj               [h, 2 h]: columns of the embedding first, as ours
+
 The layers are stacked in one tensor with a leading dim, or each has its number in the key: both are read, the first is written.
 Optimizer state has the same keys below optimizer.state.{exp_avg, exp_avg_sq, param}. Rows of the padded vocabulary are dropped.
 """
@@ -46,6 +50,7 @@ RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 """How an optimizer's state may be stored that names parameters."""
 
 _LAYERS = "decoder.layers."
+_AHEAD, _AHEAD_LAYER = "mtp.layers.", "transformer_layer."
 _SHOWN = 12
 
 # Ours within a layer, or outside of the layers -> theirs: alternatives, each of one key or of several that are one tensor
@@ -72,6 +77,13 @@ _KEYS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "mlp.gate_up.bias": ((f"{_FC1}.bias",), (f"{_FC1}.bias_w", f"{_FC1}.bias_v")),
     "mlp.down.weight": (("mlp.linear_fc2.weight",),),
     "mlp.down.bias": (("mlp.linear_fc2.bias",),),
+    "mtp.embedding_norm.weight": (("enorm.weight",),),
+    "mtp.embedding_norm.bias": (("enorm.bias",),),
+    "mtp.hidden_norm.weight": (("hnorm.weight",),),
+    "mtp.hidden_norm.bias": (("hnorm.bias",),),
+    "mtp.projection.weight": (("eh_proj.weight",),),
+    "mtp.norm.weight": (("final_layernorm.weight",),),
+    "mtp.norm.bias": (("final_layernorm.bias",),),
     "final_norm.weight": (("decoder.final_layernorm.weight",),),
     "final_norm.bias": (("decoder.final_layernorm.bias",),),
     "head.weight": (("output_layer.weight",),),
@@ -87,13 +99,15 @@ class Parameter:
     Attributes:
         ours: names and shapes of our tensors: one, or q and kv.
         short: the first name, without the layer.
-        layer: global number, of how many; None outside of the layers.
+        layer: global number, of how many; None outside of the decoder's layers.
+        ahead: place of its layer among those of tokens ahead, from 0; None: it is in none of them.
         shape: theirs, without the leading dim of stacked layers and without padding.
     """
 
     ours: tuple[tuple[str, tuple[int, ...]], ...]
     short: str
     layer: tuple[int, int] | None
+    ahead: int | None
     shape: tuple[int, ...]
 
     def key_among(self, names: Container[str]) -> str:
@@ -130,11 +144,14 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
     """List every parameter of the model, in our forward order."""
     specs = {spec.name: spec.shape for spec in model_specs(model)}
     for name, shape in specs.items():
-        prefix, layer, short = "", None, name
+        layer, ahead, short = None, None, name
         if name.startswith("layers."):
-            number = name.split(".")[1]
-            prefix, layer = f"layers.{number}.", (int(number), model.num_layers)
-            short = name.removeprefix(prefix)
+            number = int(name.split(".")[1])
+            short = name.removeprefix(f"layers.{number}.")
+            if number < model.num_layers:
+                layer = (number, model.num_layers)
+            else:
+                ahead = number - model.num_layers
         if short.startswith("attention.kv."):
             continue  # with its q
         ours = [(name, shape)]
@@ -149,7 +166,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
             theirs = (shape[0] * shape[1], *shape[2:])
         else:
             theirs = shape
-        yield Parameter(tuple(ours), short, layer, theirs)
+        yield Parameter(tuple(ours), short, layer, ahead, theirs)
 
 
 def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
@@ -279,13 +296,21 @@ def empty_objects(model: ModelConfig) -> Iterator[str]:
         for layer in range(model.num_layers):
             yield f"{_LAYERS}{module}._extra_state/shard_{layer}_{model.num_layers}"
     yield "decoder.final_layernorm._extra_state/shard_0_1"
+    inner = [f"{_AHEAD_LAYER}{module}" for module in modules]
+    for ahead in range(model.num_mtp_layers):
+        for module in (*inner, "enorm", "hnorm", "eh_proj", "final_layernorm"):
+            yield f"{_AHEAD}{ahead}.{module}._extra_state/shard_0_1"
 
 
 def _candidates(parameter: Parameter, below: str) -> list[_Place]:
     """List the locations where the parameter may be, the one that is written first."""
     places = []
     for keys in _KEYS[parameter.short]:
-        if parameter.layer is None:
+        if parameter.ahead is not None:
+            inner = "" if parameter.short.startswith("mtp.") else _AHEAD_LAYER
+            numbered = f"{below}{_AHEAD}{parameter.ahead}.{inner}"
+            places.append(_Place(tuple(f"{numbered}{key}" for key in keys), stacked=False))
+        elif parameter.layer is None:
             places.append(_Place(tuple(f"{below}{key}" for key in keys), stacked=False))
         else:
             places.append(_Place(tuple(f"{below}{_LAYERS}{key}" for key in keys), stacked=True))

@@ -3,7 +3,7 @@
 Megatron-Core itself writes and reads them here (`tests/megatron.py`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from engine.train import build
 from models.gpt.chunk import build_chunks
 from models.interop.megatron import weights as megatron
 from models.interop.megatron import writer as megatron_writer
-from models.interop.megatron.config import megatron_args
+from models.interop.megatron.config import megatron_args, model_section
 from models.interop.megatron.files import open_checkpoint
 from models.interop.megatron.state import common_state, training_args, training_state
 from models.interop.megatron.weights import TRAINING, WEIGHTS, check, check_optimizer, import_shards
@@ -34,14 +34,21 @@ pytestmark = pytest.mark.distributed
 
 RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 LR = 1e-2
+EXPORTED = ("gpt", "llama", "ahead")
+"""Models that Megatron-Core loads again."""
 
 
 @dataclass
 class Trained:
-    """What a model says: its logits on one batch, then the losses of two further updates on two others."""
+    """What a model says: its logits on one batch, then the losses of two further updates on two others.
+
+    Attributes:
+        ahead: the losses of tokens ahead, added up over these updates.
+    """
 
     logits: torch.Tensor
     losses: tuple[float, float, float]
+    ahead: tuple[float, ...] = ()
 
 
 # Ranks of Megatron-Core ------------------------------------------------------------------------------------------------
@@ -69,10 +76,11 @@ def train_and_save(rank: int, folder: Path) -> dict[str, Trained]:
 def go_on(wrapped: Any, optimizer: Any, model: ModelConfig) -> Trained:
     from tests import megatron as their
 
-    with torch.no_grad():
+    with torch.no_grad(), their.next_token_alone(wrapped.module):
         logits = their.logits(wrapped.module, their.tokens_of(model, 3)[:, :-1])[..., : model.vocab_size]
+    their.losses_ahead()
     losses = tuple(their.step(wrapped, optimizer, model, seed) for seed in (3, 4, 5))
-    return Trained(logits, losses)
+    return Trained(logits, losses, their.losses_ahead())
 
 
 def save_variants(folder: Path) -> None:
@@ -134,13 +142,20 @@ def ours(rank: int, folder: Path, model: ModelConfig) -> Trained:
     def batch(seed: int) -> MicroBatch:
         tokens = tokens_of(model, seed)
         positions = torch.arange(model.seq_length).expand(2, -1)
-        mask = torch.ones(2, model.seq_length, dtype=torch.bool)
-        return MicroBatch(tokens[:, :-1], tokens[:, 1:], mask, positions, [0, 1], mask.numel())
+        mask, distances = torch.ones(2, model.seq_length, dtype=torch.bool), range(1, model.num_mtp_layers + 1)
+        batch = MicroBatch(tokens[:, :-1], tokens[:, 1:], mask, positions, [0, 1], mask.numel())
+        if not distances:
+            return batch
+        masks = torch.stack([positions < model.seq_length - distance for distance in distances])
+        ahead = torch.stack([tokens[:, 1:].roll(-distance, 1) for distance in distances])
+        counts = tuple(masks.sum((1, 2)).tolist())
+        return replace(batch, ahead=ahead * masks, mask_ahead=masks, num_ahead=counts)
 
     with torch.no_grad():
         logits = engine.chunks[0].logits(None, batch(3)).transpose(0, 1)[..., : model.vocab_size]
-    losses = tuple(engine.train_step([batch(seed)], LR).loss for seed in (3, 4, 5))
-    return Trained(logits, losses)
+    steps = [engine.train_step([batch(seed)], LR) for seed in (3, 4, 5)]
+    ahead = tuple(map(sum, zip(*(step.ahead for step in steps), strict=True)))
+    return Trained(logits, tuple(step.loss for step in steps), ahead)
 
 
 # The checkpoints -------------------------------------------------------------------------------------------------------
@@ -199,7 +214,7 @@ def fingerprint(folder: Path) -> dict[str, str]:
 # Import ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama", "qwen", "gpt_tanh", "kinds", "sinks"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "qwen", "gpt_tanh", "kinds", "sinks", "ahead"])
 def test_an_imported_run_goes_on_as_megatrons_does(saved, tmp_path, name):
     """Logits, and the losses of the next updates, which depend on both moments, Adam's step and what is decayed."""
     folder, said = saved
@@ -207,6 +222,7 @@ def test_an_imported_run_goes_on_as_megatrons_does(saved, tmp_path, name):
     (mine,) = run_ranks(ours, 1, tmp_path, model_of(name))
     torch.testing.assert_close(mine.logits, said[name].logits, rtol=1e-5, atol=2e-6)
     assert mine.losses == pytest.approx(said[name].losses, rel=2e-6)
+    assert mine.ahead == pytest.approx(said[name].ahead, rel=2e-6) and len(mine.ahead) == model_of(name).num_mtp_layers
     assert len({round(loss, 3) for loss in mine.losses}) == 3, "the updates must matter"
 
 
@@ -214,6 +230,11 @@ def test_where_the_run_stands_is_imported(saved):
     state = training_state(open_checkpoint(saved[0] / "gpt"))
     assert (state.step, state.consumed_samples, state.consumed_tokens, state.num_updates) == (3, 24, 288, 2)
     assert state.lr == LR
+
+
+def test_arguments_of_tokens_ahead_are_imported(saved):
+    section = model_section(open_checkpoint(saved[0] / "ahead").args, None, "args")
+    assert section["mtp"] == model_of("ahead").mtp.model_dump() == {"num_layers": 2, "loss_weight": 0.7}
 
 
 def test_the_master_of_a_bf16_run_is_its_fp32_weight(saved, tmp_path):
@@ -307,7 +328,7 @@ def test_the_optimizer_state_of_old_versions_is_flattened(saved, tmp_path):
 def exported(saved, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Imported and exported again, by name."""
     folder, out = saved[0], tmp_path_factory.mktemp("exported")
-    for name in ("gpt", "llama"):
+    for name in EXPORTED:
         bring(folder / name, out / "ours" / name, model_of(name))
         take(out / "ours" / name, out / name, model_of(name))
     return out
@@ -328,11 +349,11 @@ def same_but_for_padding(
 
 def test_megatron_loads_an_export_bit_for_bit_and_goes_on(saved, exported):
     folder, said = saved
-    loads = [(name, where / name, None) for name in ("gpt", "llama") for where in (folder, exported)]
+    loads = [(name, where / name, None) for name in EXPORTED for where in (folder, exported)]
     (loaded,) = run_ranks(load, 1, loads, 1, 1)
-    for name, ((theirs, first), (mine, second)) in zip(("gpt", "llama"), (loaded[:2], loaded[2:]), strict=True):
-        same_but_for_padding(theirs, mine, 0, 43, 44)
-        assert first.losses == second.losses == said[name].losses
+    for name, (theirs, first), (mine, second) in zip(EXPORTED, loaded[::2], loaded[1::2], strict=True):
+        same_but_for_padding(theirs, mine, 0, model_of(name).vocab_size, 44)
+        assert (first.losses, first.ahead) == (second.losses, second.ahead) == (said[name].losses, said[name].ahead)
 
 
 def test_megatron_loads_an_export_in_another_layout_and_we_load_that(saved, exported, tmp_path):
@@ -340,13 +361,13 @@ def test_megatron_loads_an_export_in_another_layout_and_we_load_that(saved, expo
     folder, _ = saved
     loads = [
         (name, where / name, tmp_path / name if where is exported else None)
-        for name in ("gpt", "llama")
+        for name in EXPORTED
         for where in (folder, exported)
     ]
-    for rank, (gpt, gpt_mine, llama, llama_mine) in enumerate(run_ranks(load, 4, loads, 2, 2)):
-        for (theirs, _), (mine, _) in ((gpt, gpt_mine), (llama, llama_mine)):
-            same_but_for_padding(theirs, mine, 22 * (rank % 2), 43, 22)
-    for name in ("gpt", "llama"):
+    for rank, loaded in enumerate(run_ranks(load, 4, loads, 2, 2)):
+        for name, (theirs, _), (mine, _) in zip(EXPORTED, loaded[::2], loaded[1::2], strict=True):
+            same_but_for_padding(theirs, mine, 22 * (rank % 2), model_of(name).vocab_size, 22)
+    for name in EXPORTED:
         bring(tmp_path / name, tmp_path / "ours" / name, model_of(name))
         assert fingerprint(tmp_path / "ours" / name) == fingerprint(exported / "ours" / name)
 
