@@ -10,7 +10,7 @@ parameters, and all-gathers the buckets. Two kernels (`kernels.optimizer`):
     compiled   `_update`, everything in one pass over each run of parameters with one `UpdateRule`
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -49,23 +49,16 @@ class OwnedBucket:
     def parameters(self) -> torch.Tensor:
         return self.buffer.parameters[slice(*self.bucket.owned)]
 
-    def runs(self, config: OptimizerConfig) -> Iterator[tuple[slice, UpdateRule]]:
-        """Yield (slice, rule of its updates) of owned parameter elements, in as few runs as possible."""
-        origin = self.bucket.owned[0]
-        run: tuple[int, int, UpdateRule] | None = None
+    def runs(self, config: OptimizerConfig) -> Sequence[tuple[slice, UpdateRule]]:
+        """Return (slice, rule of its updates) of owned parameter elements, in as few runs as possible."""
+        runs: list[tuple[slice, UpdateRule]] = []
         for segment in self.segments:
-            start = segment.offset - origin
-            stop = start + segment.stop - segment.start
-            spec = segment.record.spec
-            rule = update_rule(spec.name, config, decays=spec.decay)
-            if run is not None and run[1] == start and run[2] == rule:
-                run = (run[0], stop, rule)
-            else:
-                if run is not None:
-                    yield slice(run[0], run[1]), run[2]
-                run = (start, stop, rule)
-        if run is not None:
-            yield slice(run[0], run[1]), run[2]
+            start, spec = segment.offset - self.bucket.owned[0], segment.record.spec
+            stop, rule = start + segment.stop - segment.start, update_rule(spec.name, config, decays=spec.decay)
+            if runs and (runs[-1][0].stop, runs[-1][1]) == (start, rule):
+                start = runs.pop()[0].start
+            runs.append((slice(start, stop), rule))
+        return runs
 
 
 class DistributedOptimizer:
@@ -114,7 +107,7 @@ class DistributedOptimizer:
                         segments=tuple(segment for segment in segments if start <= segment.offset < stop),
                     )
                 )
-        self._runs = [tuple(owned.runs(config)) for owned in self.trained]
+        self._runs = [owned.runs(config) for owned in self.trained]
 
     @property
     def trained(self) -> list[OwnedBucket]:
