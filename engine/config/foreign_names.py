@@ -123,6 +123,8 @@ FOREIGN_NAMES = {
     "lr_decay_style": "optimizer.lr_schedule",
     "lr_decay_iters": "optimizer.decay_steps",
     "lr_warmup_iters": "optimizer.warmup_steps",
+    "lr_wsd_decay_iters": "optimizer.cooldown_tokens (of tokens, not of iterations)",
+    "lr_wsd_decay_style": "optimizer.cooldown_shape",
     "ddp_bucket_size": "optimizer.bucket_bytes (bytes, not elements)",
     "recompute_granularity": "recompute.granularity",
     "recompute_method": "recompute.method",

@@ -22,6 +22,7 @@ from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
 from engine.config.plan import planned_steps
 from engine.config.tree import Config
 from engine.errors import ConfigError, shown
+from models.interop.megatron import schedule
 from models.interop.megatron.attention_args import (
     FIELDS,
     LISTS_BY_LAYER,
@@ -54,8 +55,6 @@ _TRAIN = {
 }
 _OPTIMIZER = {
     "lr": "lr",
-    "min_lr": "min_lr",
-    "lr_decay_iters": "decay_steps",
     "weight_decay": "weight_decay",
     **{names[0]: ours for kind in OPTIMIZERS.values() for ours, names in kind.fields.items()},
 }
@@ -72,9 +71,7 @@ _CHOICES = (
     "layernorm_epsilon",
     "optimizer",
     "clip_grad",
-    "lr_decay_style",
-    "lr_warmup_iters",
-    "lr_warmup_fraction",
+    *schedule.ARGUMENTS,
     "padded_vocab_size",
     "vocab_size",
     "tokenizer_type",
@@ -207,18 +204,9 @@ def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]
         notes.append(f"optimizer = {theirs} is not built: choose optimizer.name")
     if "clip_grad" in args:
         optimizer["clip_grad"] = args["clip_grad"] or None
-    style = args.get("lr_decay_style", "linear")
-    if style in ("constant", "linear", "cosine"):
-        optimizer["lr_schedule"] = style
-    else:
-        notes.append(f"lr_decay_style = {style} is not built: choose optimizer.lr_schedule")
-    decay_steps = optimizer.setdefault("decay_steps", args.get("train_iters"))
-    if decay_steps:
-        # A schedule over the whole run is given as such there; here it keeps its length when the run gets another one.
-        warmup = args.get("lr_warmup_iters") or (args.get("lr_warmup_fraction") or 0) * decay_steps
-        optimizer["warmup_steps"] = round(warmup)
-    else:
-        notes.append("the run and its schedule count samples: set train.steps, optimizer.decay_steps and warmup_steps")
+    fields, more = schedule.schedule_fields(args)
+    optimizer |= fields
+    notes += more
     if args.get("rampup_batch_size"):
         notes.append(
             "the batch size was ramped up: here it is constant, and the step follows from samples / batch size"
@@ -298,8 +286,7 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
     return args | {
         "optimizer": OPTIMIZERS[optimizer.name].megatron,
         "train_iters": planned_steps(config),
-        "lr_decay_style": optimizer.lr_schedule,
-        "lr_warmup_iters": optimizer.warmup_steps,
+        **schedule.schedule_args(config),
         "clip_grad": optimizer.clip_grad or 0.0,
         "bf16": dtype == "bf16",
         "fp16": dtype == "fp16",

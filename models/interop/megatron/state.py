@@ -13,11 +13,11 @@ import torch
 from pydantic import ValidationError
 
 from engine.checkpoint.format.manifest import TrainingState
-from engine.config.plan import planned_steps
 from engine.config.tree import Config
 from engine.errors import CheckpointError, shown
 from models.interop.megatron.config import megatron_training_args
 from models.interop.megatron.files import TorchDist
+from models.interop.megatron.schedule import schedule_args
 
 
 def training_state(source: TorchDist) -> TrainingState:
@@ -95,7 +95,8 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
         for wd_mult in (1.0, 0.0)
     ]
     samples = config.train.global_batch_size
-    decay_steps = optimizer.decay_steps or planned_steps(config) or state.step
+    schedule = schedule_args(config)
+    decay_steps = schedule["lr_decay_iters"] or state.step
     return {
         "checkpoint_version": 3.0,
         "iteration": state.step,
@@ -103,9 +104,9 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
         "opt_param_scheduler": {
             "max_lr": optimizer.lr,
             "min_lr": optimizer.min_lr,
-            "lr_warmup_steps": optimizer.warmup_steps * samples,
+            "lr_warmup_steps": schedule["lr_warmup_iters"] * samples,
             "lr_decay_steps": decay_steps * samples,
-            "lr_decay_style": optimizer.lr_schedule,
+            "lr_decay_style": schedule["lr_decay_style"],
             "num_steps": state.consumed_samples,
             "start_wd": optimizer.weight_decay,
             "end_wd": optimizer.weight_decay,
