@@ -5,12 +5,13 @@
     agree       one small all-reduce over the world: [sum of squares, loss sum, tokens, rows without room, flags of a save, flags
                 of a stop, whether the allocator retried]; with experts another one of their load
     balance     routers' biases follow the load
-    optimizer   gradients x (nominal / actual tokens) x clip factor; AdamW on the owned parts; all-gathers posted
+    optimizer   gradients x (nominal / actual tokens) / loss scale x clip factor; AdamW on the owned parts; all-gathers posted
     read        loss, norm and flags on the host, when they are waited for (by the loop, a step later)
 
 Nothing before `read` brings a number to the host: norm, clipping and the decision not to update are made on the device, so
 that it is never idle while the host reads. From a step on whose loss or gradients are not finite, nothing is updated (with
-`resilience.on_nonfinite: skip`, in that step alone).
+`resilience.on_nonfinite: skip`, in that step alone). Of an fp16 run, gradients that only overflow lower the loss scale
+(`engine/optimizer/loss_scale.py`): their step alone updates nothing, and it is no divergence.
 
 The loss is the sum of token losses over the unmasked tokens of the GLOBAL batch. The backward scales by the constant
 1 / nominal tokens (global batch x sequence length), so that no rank needs to know the others' masks; what masks
@@ -40,10 +41,11 @@ from engine.numerics.precision import AGREEMENT_DTYPE
 from engine.optimizer.clip import clip_factor
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.grad_buffer import GradBuffers
+from engine.optimizer.loss_scale import LossScale
 from engine.pipeline.actions import Schedule
 from engine.pipeline.executor import Executor, InstructionObserver
 from engine.pipeline.programs import Programs
-from engine.step_result import PendingResult, StepResult, without_room
+from engine.step_result import PendingResult, StepResult, losses_ahead, without_room
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 
@@ -64,21 +66,6 @@ class Chunk(Protocol):
     def train(self, mode: bool = True) -> nn.Module: ...
 
 
-class RollbackRequested(Exception):  # noqa: N818 - a decision, no error
-    """The request to go back to before step number `step` (from 0); on every rank at once.
-
-    Attributes:
-        samples: the range [first, stop) of sample ids that are left out from then on.
-        why: the text of the error, for a run that may not go back again.
-    """
-
-    def __init__(self, step: int, samples: tuple[int, int], why: str) -> None:
-        super().__init__(why)
-        self.step = step
-        self.samples = samples
-        self.why = why
-
-
 @dataclass
 class Engine:
     """One rank's assembled engine (see `engine.train.build`).
@@ -90,6 +77,7 @@ class Engine:
         count_retries: returns how often this rank's allocator has had to free memory and ask again.
         diverged: a bool on the device: loss or gradients were not finite, or the loss above its limit, so nothing is updated in
             this step (`resilience.on_nonfinite: skip`) or any more (else).
+        loss_scale: of the next backward.
         to_host: copies the numbers of a step to the host; None: the device's way.
     """
 
@@ -107,10 +95,12 @@ class Engine:
     forward_programs: Programs
     count_retries: Callable[[], int]
     diverged: torch.Tensor = field(init=False)
+    loss_scale: LossScale = field(init=False)
     to_host: ToHost | None = None
 
     def __post_init__(self) -> None:
         self.diverged = torch.zeros((), dtype=torch.bool, device=self.topology.device)
+        self.loss_scale = LossScale(self.config.precision.scaling, self.topology.device)
         self._retries = self.count_retries()
 
     @property
@@ -153,9 +143,10 @@ class Engine:
             chunk.train(True)
         if self.load is not None:
             self.load.begin()
+            self.load.loss_scale.copy_(self.loss_scale.scale)
         self.buffers.start(self.plan.num_microbatches, on_grad)
         program = self.train_programs.next()
-        scale = 1.0 / self.nominal_tokens
+        scale = self.loss_scale.scale / self.nominal_tokens
         losses = self.executor.run(program, microbatches, self._loss, loss_scale=scale, observers=observers)
         counts = self._count(losses, microbatches, self.config.model.num_mtp_layers)
         self.buffers.finish()
@@ -192,22 +183,32 @@ class Engine:
         square_sum, loss_sum, num_tokens, overflow = agreed[:NUM_SUMS].unbind()
         # A global batch without a single counted token has no gradient; its loss is reported as zero.
         tokens = num_tokens.clamp(min=1.0)
-        scale = self.nominal_tokens / tokens
+        used = self.loss_scale.scale
+        scale = self.nominal_tokens / tokens / used
         grad_norm = square_sum.sqrt() * scale
-        is_bad = agreed[:2].isfinite().all().logical_not() | (loss_sum / tokens > loss_limit) | (overflow > 0)
+        is_bad = loss_sum.isfinite().logical_not() | (loss_sum / tokens > loss_limit) | (overflow > 0)
+        has_overflowed = square_sum.isfinite().logical_not()
+        is_bad |= has_overflowed & self.loss_scale.can_fall().logical_not()
         self.diverged = is_bad if self.config.resilience.on_nonfinite == "skip" else self.diverged | is_bad
+        has_overflowed &= self.diverged.logical_not()
+        self.loss_scale.update(has_overflowed, self.diverged)
+        skip = self.diverged | has_overflowed
         clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
-        self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=self.diverged)
-        sums = torch.stack((loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, overflow, self.diverged))
-        numbers = [sums, agreed[NUM_SUMS:NUM_NUMBERS], self._losses_ahead(agreed[NUM_NUMBERS:])]
+        self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=skip)
+        of_scale = (used, has_overflowed)
+        sums = torch.stack(
+            (loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, overflow, self.diverged, *of_scale)
+        )
+        numbers = [sums, agreed[NUM_SUMS:NUM_NUMBERS], losses_ahead(agreed[NUM_NUMBERS:], self.config.model.mtp)]
         num_experts = 0
         if load is not None and posted is not None:
             by_layer = posted.wait()
-            load.update(by_layer, skip=self.diverged)
+            load.update(by_layer, skip=skip)
             numbers.append(by_layer.flatten().to(AGREEMENT_DTYPE))
             num_experts = by_layer.shape[1]
         num_ahead = self.config.model.num_mtp_layers
-        return PendingResult(torch.cat(numbers), loss_limit, self.to_host, num_experts, num_ahead)
+        is_scaled = self.config.precision.scaling is not None
+        return PendingResult(torch.cat(numbers), loss_limit, self.to_host, num_experts, num_ahead, is_scaled)
 
     def receive_late(self) -> bool:
         """Use late receives in the next runs; whether the runs before had early ones. Every rank calls it after the same step."""
@@ -250,14 +251,6 @@ class Engine:
         if self.load is None:
             return torch.zeros(1, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         return self.load.overflow.to(AGREEMENT_DTYPE).view(1)
-
-    def _losses_ahead(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the loss per token [D] at each distance, from [D weighted loss sums, D numbers of tokens]."""
-        mtp = self.config.model.mtp
-        if mtp is None:
-            return sums
-        loss_sums, num_tokens = sums.chunk(2)
-        return loss_sums * (mtp.num_layers / mtp.loss_weight) / num_tokens.clamp(min=1.0)
 
     def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any], num_ahead: int = 0) -> torch.Tensor:
         """Return [loss sum, tokens] on the device, counted once per model replica: by the tp rank 0 of the last stage.

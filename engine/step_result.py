@@ -8,6 +8,7 @@ import torch
 
 from engine.comm.agreement import NO_FLAGS, NUM_FLAGS, StepFlags
 from engine.comm.stop import StopRequest
+from engine.config.mtp import MTPConfig
 from engine.device.host_copy import HostCopy, ToHost
 from engine.errors import DivergenceError
 
@@ -18,13 +19,15 @@ class StepResult:
 
     Attributes:
         loss: per token, in nats.
-        grad_norm: global, before clipping.
+        grad_norm: global, before clipping, without the loss scale.
         num_tokens: counted tokens of the global batch.
         flags: how many ranks raised each flag.
-        flaw: why the step has updated nothing; "": it has.
+        flaw: why the step has updated nothing; "": it has, or its gradients overflowed.
         load: tokens of the global batch that chose each expert, by layer with experts; (): the model has none.
         dropped: rows of tokens that found no room in the buffers of their experts; a step with any has a flaw.
         ahead: loss per token of multi-token prediction, at each distance beyond the next token.
+        loss_scale: of its backward; None where the dtype needs none.
+        has_overflowed: its gradients did not fit in fp16 at this scale, so it has updated nothing. The scale may have fallen since.
     """
 
     loss: float
@@ -35,17 +38,21 @@ class StepResult:
     load: tuple[tuple[int, ...], ...] = ()
     dropped: int = 0
     ahead: tuple[float, ...] = ()
+    loss_scale: float | None = None
+    has_overflowed: bool = False
 
 
 class PendingResult:
     """A step that is posted, its numbers on their way to the host.
 
     Args:
-        numbers: [loss, gradient norm, tokens, loss sum, sum of squares, rows without room, whether the update was left out,
-            *`StepFlags.values`, *the loss of each token ahead, *the load of experts by layer].
+        numbers: [loss, gradient norm, tokens, loss sum, sum of squares, rows without room, whether the step diverged,
+            loss scale, whether gradients overflowed, *`StepFlags.values`, *the loss of each token ahead, *the load of experts
+            by layer].
         loss_limit: what the loss may be at most.
         num_experts: of a layer; 0: the model has none.
         num_ahead: tokens ahead; 0: the model predicts none.
+        is_scaled: the run is one in fp16.
         to_host: copies the numbers; None: the device's way.
     """
 
@@ -56,32 +63,48 @@ class PendingResult:
         to_host: ToHost | None = None,
         num_experts: int = 0,
         num_ahead: int = 0,
+        is_scaled: bool = False,
     ) -> None:
         self._numbers = HostCopy(numbers, to_host)
         self._loss_limit = loss_limit
         self._num_experts, self._num_ahead = num_experts, num_ahead
+        self._is_scaled = is_scaled
 
     def read(self) -> StepResult:
         """Read what all ranks agree on; `flaw` says why nothing was updated, if so."""
-        loss, grad_norm, num_tokens, loss_sum, square_sum, overflow, left_out, *others = self._numbers.wait()
+        loss, grad_norm, num_tokens, loss_sum, square_sum, overflow, diverged, *others = self._numbers.wait()
+        loss_scale, has_overflowed, *others = others
         flags, ahead = others[:NUM_FLAGS], tuple(others[NUM_FLAGS : NUM_FLAGS + self._num_ahead])
         load = [int(count) for count in others[NUM_FLAGS + self._num_ahead :]]
         by_layer = tuple(tuple(load[at : at + self._num_experts]) for at in range(0, len(load), self._num_experts or 1))
         flaw = ""
         if overflow:
             flaw = without_room(int(overflow))
-        elif left_out:
+        elif diverged:
             flaw = f"loss sum {loss_sum} and squared gradient norm {square_sum} over {int(num_tokens)} tokens "
             if not (math.isfinite(loss_sum) and math.isfinite(square_sum)):
                 flaw += "are not finite"
+                if self._is_scaled and math.isfinite(loss_sum):
+                    flaw += f", at a loss scale of {loss_scale:g}, which may not fall further (precision.loss_scale)"
             elif loss > self._loss_limit:
                 flaw = f"loss {loss:.4f} over {int(num_tokens)} tokens is above the limit of {self._loss_limit:.4f}"
             else:
                 flaw += "are finite, but those of a step before were not"
-        return StepResult(loss, grad_norm, int(num_tokens), StepFlags.of(flags), flaw, by_layer, int(overflow), ahead)
+        return StepResult(
+            loss,
+            grad_norm,
+            int(num_tokens),
+            StepFlags.of(flags),
+            flaw,
+            by_layer,
+            int(overflow),
+            ahead,
+            loss_scale if self._is_scaled else None,
+            bool(has_overflowed),
+        )
 
     def wait(self) -> StepResult:
-        """Read the result of a step that must have updated the weights.
+        """Read the result of a step that must have updated the weights, but for an overflow of fp16.
 
         Raises:
             DivergenceError: the loss or the gradient norm of this step or of one before it was not finite; on every rank. No
@@ -91,6 +114,21 @@ class PendingResult:
         if result.flaw:
             raise DivergenceError(explain(result))
         return result
+
+
+class RollbackRequested(Exception):  # noqa: N818 - a decision, no error
+    """The request to go back to before step number `step` (from 0); on every rank at once.
+
+    Attributes:
+        samples: the range [first, stop) of sample ids that are left out from then on.
+        why: the text of the error, for a run that may not go back again.
+    """
+
+    def __init__(self, step: int, samples: tuple[int, int], why: str) -> None:
+        super().__init__(why)
+        self.step = step
+        self.samples = samples
+        self.why = why
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +167,14 @@ class StepsInFlight:
             stop.decide(result.flags.stop)
             finished.append(FinishedStep(step, lr, result))
         return finished
+
+
+def losses_ahead(sums: torch.Tensor, mtp: MTPConfig | None) -> torch.Tensor:
+    """Return the loss per token [D] of multi-token prediction, from [D weighted loss sums, D numbers of tokens]."""
+    if mtp is None:
+        return sums
+    loss_sums, num_tokens = sums.chunk(2)
+    return loss_sums * (mtp.num_layers / mtp.loss_weight) / num_tokens.clamp(min=1.0)
 
 
 def without_room(rows: int) -> str:

@@ -37,8 +37,8 @@ from engine.pipeline.programs import Programs
 from engine.run.garbage import GarbageCollection
 from engine.run.phases import Phase
 from engine.run.validation import StepSource, Validation, ValidationObserver
-from engine.step import Chunk, Engine, RollbackRequested
-from engine.step_result import FinishedStep, StepResult, StepsInFlight
+from engine.step import Chunk, Engine
+from engine.step_result import FinishedStep, RollbackRequested, StepResult, StepsInFlight
 from engine.tensor_parallel.initial_weights import initialize
 from engine.tensor_parallel.parameter import ShardedParameter
 

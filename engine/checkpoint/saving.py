@@ -30,6 +30,7 @@ from engine.checkpoint.format.manifest import (
     Ancestor,
     DataFile,
     Kind,
+    LossScaleRecord,
     Manifest,
     TensorInfo,
     TrainingState,
@@ -189,7 +190,7 @@ class CheckpointSaver:
         started = time.monotonic()
         self.settle()
         waited_seconds = time.monotonic() - started
-        plan = self._engine.plan
+        plan, scale = self._engine.plan, self._engine.loss_scale.state()
         self._saving = TrainingState(
             step=step,
             consumed_samples=consumed_samples,
@@ -200,6 +201,7 @@ class CheckpointSaver:
                 "seed": self._engine.config.train.seed,
                 "kind": "masks, order and initial weights are functions of the seed",
             },
+            loss_scale=None if scale is None else LossScaleRecord(**scale._asdict()),
             data=self._facts.data,
             wandb_id=self._facts.wandb_id(),
             skipped=self._facts.history.skipped.ranges,

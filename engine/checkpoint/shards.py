@@ -19,6 +19,7 @@ from engine.config.optimizer_kinds import MASTER
 from engine.errors import CheckpointError
 from engine.numerics.hashing import signed
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
+from engine.optimizer.loss_scale import ScaleState
 from engine.step import Engine
 
 LoadWhat = Literal["all", "weights"]
@@ -74,6 +75,8 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
             owned.state.write({kind: flat})
     state = manifest.state if what == "all" else TrainingState.at_start()
     optimizer.restored(state.num_updates)
+    scale = state.loss_scale
+    engine.loss_scale.restore(None if scale is None else ScaleState(**scale.model_dump()))
     return state
 
 

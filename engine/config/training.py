@@ -8,6 +8,7 @@ from pydantic import Field
 
 from engine.config.counts import Count
 from engine.config.groups import GROUP_RULES, GroupFields
+from engine.config.loss_scale import LOSS_SCALE_RULES, LossScaleConfig
 from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
 from engine.config.plan import partial_batch, planned_steps, planned_tokens
 from engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
@@ -116,15 +117,14 @@ class PrecisionConfig(Section):
     gradients: Annotated[Literal["full", "bf16"], MEANT] = Field(
         "full", description="sums and reductions of gradients: accumulation dtype (full), or bf16, each sum rounded"
     )
+    loss_scale: Annotated[LossScaleConfig | None, MEANT] = Field(
+        None, description="of an fp16 run; null: dynamic from 2^16, with the defaults of this section"
+    )
 
-
-def dtype_is_built(subject: Subject) -> Iterator[Problem]:
-    if subject.config.precision.dtype == "fp16":
-        yield subject.problem(
-            "precision.dtype",
-            "fp16 and its dynamic loss scale are known, not built yet: small gradients would become zero",
-            {"precision.dtype": ["bf16", "fp32"]},
-        )
+    @property
+    def scaling(self) -> LossScaleConfig | None:
+        """Return the loss scale of the run; None where its dtype needs none."""
+        return (self.loss_scale or LossScaleConfig()) if self.dtype == "fp16" else None
 
 
 def batch_is_whole_microbatches(subject: Subject) -> Iterator[Problem]:
@@ -313,7 +313,6 @@ def fields_are_of_the_optimizer(subject: Subject) -> Iterator[Problem]:
 
 
 TRAINING_RULES: tuple[Rule, ...] = (
-    dtype_is_built,
     batch_is_whole_microbatches,
     microbatches_can_be_listed,
     run_has_one_length,
@@ -322,6 +321,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     decay_goes_down,
     bucket_holds_a_number,
     narrow_state_fits,
+    *LOSS_SCALE_RULES,
     *GROUP_RULES,
     fields_are_of_the_optimizer,
 )

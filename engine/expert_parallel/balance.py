@@ -15,6 +15,7 @@ import torch
 from engine.comm.collectives import Axis, Pending
 from engine.comm.ledger import EXPERTS
 from engine.expert_parallel.routing import count_values
+from engine.numerics.precision import AGREEMENT_DTYPE
 from engine.tensor_parallel.parameter import ShardedParameter
 
 
@@ -38,6 +39,9 @@ class ExpertLoad:
         layers: numbers of the model's layers with experts, on all stages.
         num_experts: E.
         rate: step of a bias.
+
+    Attributes:
+        loss_scale: of the backward under way, a float64 scalar on the device; losses on the load have it as others do.
     """
 
     def __init__(self, layers: Sequence[int], num_experts: int, rate: float, device: torch.device) -> None:
@@ -45,6 +49,7 @@ class ExpertLoad:
         self._rows = {layer: row for row, layer in enumerate(layers)}
         self._rate = rate
         self._routers: dict[int, Balanced] = {}
+        self.loss_scale = torch.ones((), dtype=AGREEMENT_DTYPE, device=device)
         self._counts = torch.zeros(len(self.layers), num_experts, dtype=torch.int64, device=device)
         self._overflow = torch.zeros((), dtype=torch.int64, device=device)
 

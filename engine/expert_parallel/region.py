@@ -49,7 +49,7 @@ class ExpertRegion:
         if dispatch_of(config) == "all_gather":
             dispatch = GatherDispatch(group)
         nominal_tokens = config.train.global_batch_size * config.model.seq_length
-        router = Router(moe, config.model.seq_length, topology.axis("sample"), 1.0 / nominal_tokens)
+        router = Router(moe, config.model.seq_length, topology.axis("sample"), 1.0 / nominal_tokens, load.loss_scale)
         return cls(router, group, dispatch, load, topology.sizes.tp > 1)
 
     def for_decoding(self) -> "ExpertRegion":

@@ -53,12 +53,14 @@ class Router:
         seq_length: tokens S of a whole sample.
         sample: the axis of the ranks that share each sample's tokens.
         loss_scale: 1 / nominal tokens of the global batch.
+        dynamic_scale: its further factor in an fp16 run, a scalar on the device, which each step sets.
     """
 
     moe: MoEConfig
     seq_length: int
     sample: Axis
     loss_scale: float
+    dynamic_scale: torch.Tensor
 
     def choose(self, scores: torch.Tensor, bias: torch.Tensor | None, samples: int) -> Choice:
         """Choose experts by scores [T, E]; the T tokens are [T / samples, samples], samples fast."""
@@ -160,15 +162,16 @@ class _Route(torch.autograd.Function):
             total = chosen.sum(-1, keepdim=True) + SMALLEST_SUM
             grad = (grad - (grad * chosen / total).sum(-1, keepdim=True)) / total
         grad_scores = torch.zeros_like(scores).scatter_(-1, experts, grad)
+        scale = router.loss_scale * router.dynamic_scale
         for each in fractions:
-            grad_scores += _of_shares(scores, each * (balance.sequence_loss * router.loss_scale))
+            grad_scores += _of_shares(scores, each * (balance.sequence_loss * scale))
         if moe.score == "softmax":
             grad_logits = scores * (grad_scores - (grad_scores * scores).sum(-1, keepdim=True))
         else:
             grad_logits = grad_scores * scores * (1 - scores)
         if balance.z_loss:
             log_sum = logits.logsumexp(-1, keepdim=True)
-            grad_logits += (logits - log_sum).exp() * log_sum * (2 * balance.z_loss * router.loss_scale)
+            grad_logits += (logits - log_sum).exp() * log_sum * (2 * balance.z_loss * scale)
         parameter: ShardedParameter = ctx.parameter
         parameter.add_grad(grad_logits.t() @ accumulate(x))
         return (grad_logits @ accumulate(weight)).to(x.dtype), None, None, None, None

@@ -1,5 +1,6 @@
 """The judgement of each step: continue, skip its update, return to a checkpoint, or stop the run.
 
+    gradients of an fp16 run overflow                                     continues: its loss scale falls (`loss_scale.py`)
     a loss or gradient that is not finite, or a loss above its limit      resilience.on_nonfinite
         stop        no update from that step on; the error names the first rank and module
         skip        no update in that step; its samples stay consumed
@@ -18,8 +19,8 @@ from engine.checkpoint.history import RunHistory
 from engine.errors import DivergenceError, ReplicaError
 from engine.resilience.nonfinite import Finding, locate
 from engine.resilience.replicas import ReplicaCheck
-from engine.step import Engine, RollbackRequested
-from engine.step_result import StepResult, explain
+from engine.step import Engine
+from engine.step_result import RollbackRequested, StepResult, explain
 from engine.telemetry.record.events import EventKind
 
 
@@ -77,6 +78,8 @@ class Guard:
             ReplicaError: replicated weights differ.
         """
         self._check_replicas(step)
+        if result.has_overflowed:
+            return
         if not result.flaw:
             self._num_skips_in_a_row = 0
             if self._config.loss_spike is not None:

@@ -16,7 +16,8 @@ from engine.checkpoint.resume import go_back
 from engine.comm.texts import announce
 from engine.errors import CheckpointError, DivergenceError
 from engine.resilience.guard import Notices
-from engine.step import Engine, RollbackRequested
+from engine.step import Engine
+from engine.step_result import RollbackRequested
 
 
 class Rollback:

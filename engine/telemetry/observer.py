@@ -70,6 +70,7 @@ class TrainingObserver:
     loss: float | None = field(default=None, init=False)
     val_loss: float | None = field(default=None, init=False)
     _cp_imbalance: float | None = field(default=None, init=False)
+    _num_overflows: int = field(default=0, init=False)
     _ended: deque[_Ended] = field(default_factory=deque, init=False)
 
     def begin(self, steps_made: int) -> None:
@@ -104,8 +105,9 @@ class TrainingObserver:
             self.times.end_step()
 
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
-        """Record step `step`, counted from 0, which has updated the weights."""
+        """Record step `step`, counted from 0."""
         self.loss = result.loss
+        self._num_overflows += result.has_overflowed
         ended = self._ended.popleft()
         split = None if self.times is None else self.times.on_step(step + 1)
         compared = None if self.memory is None else self.memory.on_step()
@@ -123,6 +125,8 @@ class TrainingObserver:
             cp_imbalance=ended.cp_imbalance,
         )
         experts = None if self.experts is None else self.experts.measure(step + 1, result.load, result.dropped)
+        if result.loss_scale is not None:
+            metrics = replace(metrics, loss_scale=result.loss_scale, num_overflows=self._num_overflows)
         self.telemetry.step(replace(metrics, time_split=split, experts=experts, losses_ahead=result.ahead))
         if compared is not None:
             self.telemetry.notice("memory", str(compared), style="", step=step + 1, **compared.to_record())

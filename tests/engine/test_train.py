@@ -12,8 +12,8 @@ from engine.comm.stop import Stop, StopRequest
 from engine.config.plan import batch_plan
 from engine.config.tree import Config
 from engine.errors import DivergenceError
-from engine.step import Engine, RollbackRequested
-from engine.step_result import StepResult
+from engine.step import Engine
+from engine.step_result import RollbackRequested, StepResult
 from engine.train import TrainingRun, train_steps
 
 Log = list[tuple[str, int]]

@@ -115,6 +115,14 @@ class Ancestor(_Record):
     fingerprint: dict[Kind, Hex64]
 
 
+class LossScaleRecord(_Record):
+    """A dynamic loss scale (`engine.optimizer.loss_scale.ScaleState`)."""
+
+    scale: float = Field(gt=0)
+    updates: int = Field(ge=0, le=MOST_STEPS)
+    hysteresis: int = Field(ge=0, le=MOST_STEPS)
+
+
 class TrainingState(_Record):
     """The state of a run besides its tensors.
 
@@ -124,7 +132,7 @@ class TrainingState(_Record):
         num_updates: updates in the moments (Adam's bias correction).
         lr: learning rate of the last step, for the reader; the schedule is a function of step and config.
         rng: the seed; masks, weights and sample order are functions of (seed, name, sample), so there is no further state.
-        loss_scale: None where the dtype needs none.
+        loss_scale: of the next step; None where the dtype needs none, or it is static.
         data: token counts and hashes of the training data, by corpus.
         wandb_id: id of the wandb run.
         skipped: ranges [first, stop) of skipped sample ids (`engine/data/skipped.py`).
@@ -139,7 +147,7 @@ class TrainingState(_Record):
     num_updates: int = Field(ge=0, le=MOST_STEPS)
     lr: float = Field(ge=0)
     rng: dict[str, Any]
-    loss_scale: float | None = None
+    loss_scale: LossScaleRecord | None = None
     data: dict[str, Any]
     wandb_id: str | None = None
     skipped: Annotated[Ranges, Field(strict=False)] = ()

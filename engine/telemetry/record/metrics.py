@@ -18,7 +18,7 @@ from engine.telemetry.record.expert_load import ExpertsRecord
 from engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
 from engine.telemetry.timing.time_split import TimeSplit
 
-_OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "experts", "losses_ahead")
+_OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "experts", "losses_ahead", "loss_scale", "num_overflows")
 """Fields that are left out of a record where they are None."""
 
 
@@ -49,6 +49,8 @@ class StepMetrics:
             on steps with a line.
         experts: the load of the experts; None: the model has none.
         losses_ahead: nats per token of multi-token prediction, at each distance beyond the next token; (): the model has none.
+        loss_scale: of the backward of an fp16 run; None in other dtypes.
+        num_overflows: steps of the attempt so far that have updated nothing, because gradients overflowed at their loss scale.
     """
 
     step: int
@@ -73,11 +75,19 @@ class StepMetrics:
     time_split: TimeSplit | None = None
     experts: ExpertsRecord | None = None
     losses_ahead: tuple[float, ...] = ()
+    loss_scale: float | None = None
+    num_overflows: int | None = None
 
     def ahead_line(self) -> str | None:
         """Return the line `losses of tokens ahead 2.8312 3.1045`; None where the model predicts the next token alone."""
         each = " ".join(f"{loss:.4f}" for loss in self.losses_ahead)
         return f"loss{'es' * (len(self.losses_ahead) > 1)} of tokens ahead {each}" if each else None
+
+    def scale_line(self) -> str | None:
+        """Return the line `loss scale 65536, 3 overflows`; None in other dtypes than fp16."""
+        if self.loss_scale is None or self.num_overflows is None:
+            return None
+        return f"loss scale {self.loss_scale:.10g}, {self.num_overflows:,} overflow{'s' * (self.num_overflows != 1)}"
 
     def to_record(self) -> dict[str, Any]:
         """Return a JSON object, without the fields that most runs lack (`_OPTIONAL`) where they are None or empty."""

@@ -10,6 +10,7 @@ from engine.config.tree import Config
 from tests.engine.config.bad_expert_configs import BAD_EXPERTS
 from tests.engine.config.bad_latents import BAD_LATENTS
 from tests.engine.config.bad_rates import BAD_RATES
+from tests.engine.config.bad_scales import BAD_SCALES
 
 MIXED_SCHEDULE = Path(__file__).parents[2] / "parity" / "mixed_schedule.txt"
 """For pp 2 and 5 microbatches."""
@@ -273,7 +274,7 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         ],
     ),
     **BAD_EXPERTS,
-    "fp16": (["precision.dtype=fp16"], {}, ["precision.dtype = fp16", "not built yet", "bf16 or fp32"]),
+    **BAD_SCALES,
     "world size without dp": (
         ["parallel.tp=2", "parallel.pp=4", "train.global_batch_size=48"],
         {"world_size": 12},

@@ -269,7 +269,7 @@ def test_all_kinds_of_problems_are_reported_at_once(base: Path) -> None:
         "train.step=3",
         "model.seq_length=abc",
         "parallel.tp=3",
-        "precision.dtype=fp16",
+        "precision={dtype: fp16, masters: split}",
         "parallel.sequence_parallel=true",
     ]
     problems = refused(base, *overrides).problems
@@ -277,7 +277,7 @@ def test_all_kinds_of_problems_are_reported_at_once(base: Path) -> None:
         "train.step ",
         "model.seq_length = 'abc'",
         "num_attention_heads = 4: must be",
-        "precision.dtype = fp16",
+        "precision.masters = split",
     ):
         assert any(problem.startswith(words) or words in problem for problem in problems), words
     assert not any("must be a multiple of parallel.tp = 3 with sequence_parallel" in problem for problem in problems)

@@ -113,7 +113,14 @@ def test_what_only_looks_wrong_is_legal(changes: list[str]) -> None:
 
 
 def test_all_problems_are_found_together() -> None:
-    changes = ["model.num_kv_heads=3", "parallel.tp=3", "train.steps=null", "precision.dtype=fp16", "parallel.dp=5"]
+    changes = [
+        "model.num_kv_heads=3",
+        "parallel.tp=3",
+        "train.steps=null",
+        "precision.moments=bf16",
+        "precision.dtype=fp32",
+        "parallel.dp=5",
+    ]
     found = problems(config_with(*changes), world_size=7, ranks_per_node=2)
     starts = [message.split(" = ")[0] for message in found]
     assert starts == [
@@ -121,8 +128,8 @@ def test_all_problems_are_found_together() -> None:
         "model.num_attention_heads",
         "model.ffn_hidden_size",
         "parallel",
-        "precision.dtype",
         "train.steps",
+        "precision.moments",
     ]
 
 

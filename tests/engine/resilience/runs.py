@@ -79,6 +79,7 @@ class Trace:
 
     Attributes:
         told: (step from 0, loss) in the order in which they were told; steps that are made again come again.
+        scales: (loss scale, whether the step overflowed) of each step, in the same order.
         validated: (step from 0, loss) of each validation.
         stopped: why the run stopped before its end.
         events: (kind, step from 0, message, details).
@@ -90,6 +91,7 @@ class Trace:
     """
 
     told: list[tuple[int, float]] = field(default_factory=list)
+    scales: list[tuple[float | None, bool]] = field(default_factory=list)
     validated: list[tuple[int, float]] = field(default_factory=list)
     stopped: Stop | None = None
     events: list[tuple[str, int, str, dict[str, Any]]] = field(default_factory=list)
@@ -112,6 +114,7 @@ class Trace:
 
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
         self.told.append((step, result.loss))
+        self.scales.append((result.loss_scale, result.has_overflowed))
 
     # The notices
 

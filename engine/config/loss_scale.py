@@ -1,0 +1,56 @@
+"""The `precision.loss_scale` section and its rules (no torch here)."""
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from pydantic import Field
+
+from engine.config.counts import Count
+from engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject
+
+
+class LossScaleConfig(Section):
+    """The factor of the loss in an fp16 run's backward; dynamic (1710.03740, section 3.2) unless `static` is given."""
+
+    on_resume: ClassVar[OnResume | None] = MEANT
+
+    initial: float = Field(65536.0, gt=0, description="scale of the first step")
+    window: Count = Field(1000, gt=0, description="steps without an overflow before it doubles")
+    hysteresis: Count = Field(2, gt=0, description="overflows before it halves, counted anew when it has doubled")
+    minimum: float = Field(1.0, gt=0, description="smallest scale; an overflow there is a divergence")
+    static: float | None = Field(None, gt=0, description="one scale for the whole run; null: dynamic")
+
+
+def only_fp16_has_a_scale(subject: Subject) -> Iterator[Problem]:
+    precision = subject.config.precision
+    if precision.loss_scale is not None and precision.dtype != "fp16":
+        yield subject.problem(
+            "precision.loss_scale",
+            f"is for fp16, and precision.dtype = {precision.dtype}, of the range of fp32: it would have no effect",
+            {"precision.loss_scale": [None], "precision.dtype": ["fp16"]},
+        )
+
+
+def scale_is_one_of_two(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem where a static scale has fields of a dynamic one, or the dynamic one starts too low."""
+    scale = subject.config.precision.loss_scale
+    if scale is None:
+        return
+    if scale.static is not None:
+        for key, value in scale:
+            default = LossScaleConfig.model_fields[key].default
+            if key != "static" and value != default:
+                yield subject.problem(
+                    f"precision.loss_scale.{key}",
+                    f"is of a scale that changes, and precision.loss_scale.static = {scale.static:g}: it would have no effect",
+                    {f"precision.loss_scale.{key}": [default], "precision.loss_scale.static": [None]},
+                )
+    elif scale.initial < scale.minimum:
+        yield subject.problem(
+            "precision.loss_scale.initial",
+            f"must be at least precision.loss_scale.minimum = {scale.minimum:g}: the first overflow would raise it",
+            {"precision.loss_scale.initial": [scale.minimum], "precision.loss_scale.minimum": [scale.initial]},
+        )
+
+
+LOSS_SCALE_RULES: tuple[Rule, ...] = (only_fp16_has_a_scale, scale_is_one_of_two)

@@ -1,0 +1,87 @@
+"""The loss scale: a factor of the loss in the backward that keeps small fp16 gradients from becoming zero (1710.03740).
+
+    backward     d loss x scale / nominal tokens         on the last stage and in routers; gradients come out x scale
+    overflow     the squared gradient norm is not finite while the loss is, and the scale may still fall
+                 -> no update in this step; after `hysteresis` of them the scale halves, at every one, until it has doubled again
+    update       gradients / scale; after `window` of them in a row the scale doubles
+    diverged     nothing changes: a smaller scale would not help
+
+The rule is that of Megatron-LM's DynamicGradScaler and DeepSpeed's DynamicLossScaler, and with hysteresis 1 of torch's GradScaler.
+It reads the agreed sum of squares alone, so all ranks have the same scale without a collective of its own, and the host reads
+nothing. Powers of two change no bits of gradients in range.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from engine.config.loss_scale import LossScaleConfig
+from engine.numerics.precision import AGREEMENT_DTYPE
+
+FACTOR = 2.0
+
+
+class ScaleState(NamedTuple):
+    """The state of a dynamic scale, on the host.
+
+    Attributes:
+        scale: of the next step.
+        updates: since the last overflow or doubling.
+        hysteresis: further overflows that leave the scale as it is, plus one; 0: each one halves it.
+    """
+
+    scale: float
+    updates: int
+    hysteresis: int
+
+
+class LossScale:
+    """The loss scale of one run, the same on every rank.
+
+    Args:
+        config: of the scale; None where the dtype needs none, which is a static scale of 1.
+
+    Attributes:
+        scale: of the next backward, a scalar on the device in `AGREEMENT_DTYPE`.
+    """
+
+    def __init__(self, config: LossScaleConfig | None, device: torch.device) -> None:
+        config = LossScaleConfig(static=1.0) if config is None else config
+        self._config = config
+        self.is_dynamic = config.static is None
+        first = config.initial if config.static is None else config.static
+        self.scale = torch.full((), first, dtype=AGREEMENT_DTYPE, device=device)
+        self._updates = torch.zeros((), dtype=AGREEMENT_DTYPE, device=device)
+        self._hysteresis = torch.full((), float(config.hysteresis), dtype=AGREEMENT_DTYPE, device=device)
+
+    def can_fall(self) -> torch.Tensor:
+        """Return whether the scale is above its minimum, a bool on the device; a static scale never is."""
+        return self.scale > (self._config.minimum if self.is_dynamic else torch.inf)
+
+    def update(self, overflowed: torch.Tensor, diverged: torch.Tensor) -> None:
+        """Follow a step; both are bools on the device, and never both true."""
+        if not self.is_dynamic:
+            return
+        config, overflows = self._config, overflowed.to(AGREEMENT_DTYPE)
+        updates = torch.where(overflowed, 0.0, self._updates + 1).where(~diverged, self._updates)
+        doubles = updates >= config.window
+        hysteresis = torch.where(doubles, float(config.hysteresis), (self._hysteresis - overflows).clamp(min=0.0))
+        lower = torch.where(overflowed & (hysteresis == 0), (self.scale / FACTOR).clamp(min=config.minimum), self.scale)
+        self.scale = torch.where(doubles, self.scale * FACTOR, lower)
+        self._updates, self._hysteresis = updates.masked_fill(doubles, 0.0), hysteresis
+
+    def state(self) -> ScaleState | None:
+        """Return the state, None of a static scale; on a GPU this waits."""
+        if not self.is_dynamic:
+            return None
+        return ScaleState(float(self.scale), int(self._updates), int(self._hysteresis))
+
+    def restore(self, state: ScaleState | None) -> None:
+        """Continue from a state, within the bounds of today's configuration; from None, begin anew."""
+        config = self._config
+        if not self.is_dynamic:
+            return
+        scale, updates, hysteresis = state or ScaleState(config.initial, 0, config.hysteresis)
+        self.scale.fill_(max(scale, config.minimum))
+        self._updates.fill_(min(updates, config.window - 1))
+        self._hysteresis.fill_(min(hysteresis, config.hysteresis))
