@@ -53,6 +53,18 @@ def test_a_record_has_the_imbalance_of_its_own_step(
     assert min(expected) >= 1.0 and expected[0] != expected[1]
 
 
+def test_overflows_are_counted(make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    records = list[StepMetrics]()
+    telemetry = Telemetry(Report(30, 10, terminal=io.StringIO(), log=None, show_mfu=False))
+    monkeypatch.setattr(telemetry, "step", records.append)
+    observer = TrainingObserver(telemetry, meter_of(make_config(parallel={"dp": 1})), torch.device("cpu"))
+    for step, (scale, has_overflowed) in enumerate([(8.0, True), (4.0, False), (4.0, True), (None, False)]):
+        observer.phase(Phase.DATA)
+        observer.end_step()
+        observer.on_step(step, StepResult(3.0, 0.5, 100, loss_scale=scale, has_overflowed=has_overflowed), lr=0.1)
+    assert [(record.loss_scale, record.num_overflows) for record in records] == [(8, 1), (4, 1), (4, 2), (None, None)]
+
+
 def test_flops_per_second_count_global_tokens_and_all_ranks(make_config: Callable[..., Config]) -> None:
     """A sample's tokens are counted once however many ranks share them, and each of these ranks is a device."""
     plain = make_config(parallel={"dp": 1})

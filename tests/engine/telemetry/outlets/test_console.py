@@ -121,10 +121,17 @@ def test_under_a_line_stands_where_the_time_went(make_metrics: MakeMetrics) -> N
     split = TimeSplit(2, 9, (parts, parts), (1.5, 1.5), (6.0, 6.0))
     for step in range(1, 11):
         lines.step(
-            make_metrics(step=step, time_split=split if step == 10 else None, losses_ahead=(4.0,) * (step == 10))
+            make_metrics(
+                step=step,
+                time_split=split if step == 10 else None,
+                losses_ahead=(4.0,) * (step == 10),
+                loss_scale=8.0,
+                num_overflows=2,
+            )
         )
-    _, first, tenth, below, ahead = file.getvalue().splitlines()
+    _, first, scale, tenth, below, ahead, scale_again = file.getvalue().splitlines()
     assert ahead == "         loss of tokens ahead 4.0000"
+    assert scale == scale_again == "         loss scale 8, 2 overflows"
     assert first.split()[0] == "1/30" and tenth.split()[0] == "10/30"
     assert below == "         compute 60%  tp 15%  bubble 20% (schedule 15%)  data 5%"
 

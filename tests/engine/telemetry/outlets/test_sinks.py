@@ -55,6 +55,18 @@ def test_losses_of_tokens_ahead_are_named_by_distance(make_metrics: MakeMetrics)
     assert make_metrics(losses_ahead=(2.5,)).ahead_line() == "loss of tokens ahead 2.5000"
 
 
+def test_the_loss_scale_is_named_where_there_is_one(make_metrics: MakeMetrics) -> None:
+    metrics = make_metrics(loss_scale=65536.0, num_overflows=1)
+    values = sections(metrics)
+    assert (values["optim/loss_scale"], values["optim/num_overflows"]) == (65536.0, 1)
+    assert metrics.to_record()["loss_scale"] == 65536.0 and metrics.to_record()["num_overflows"] == 1
+    assert metrics.scale_line() == "loss scale 65536, 1 overflow"
+    assert make_metrics(loss_scale=2.0**40, num_overflows=0).scale_line() == "loss scale 1.099511628e+12, 0 overflows"
+    other = make_metrics()
+    assert {"optim/loss_scale", "optim/num_overflows"}.isdisjoint(sections(other)) and other.scale_line() is None
+    assert {"loss_scale", "num_overflows"}.isdisjoint(other.to_record())
+
+
 @pytest.fixture
 def wandb_process(bare_wandb: None) -> Iterator[None]:
     """The real wandb, whose process is gone after the test."""
