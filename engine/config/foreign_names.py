@@ -268,6 +268,11 @@ OF_THE_LAYOUT = {
 """Foreign keys whose effect depends on the layout or the micro batch, with the reason."""
 
 
+def has_our_name(dotted: str) -> bool:
+    """Return whether a key is one of another engine, with a name here."""
+    return dotted in FOREIGN_NAMES or dotted.rpartition(".")[2] in FOREIGN_NAMES
+
+
 def unknown_key(dotted: str, origin: str | None = None) -> str:
     """Return the problem of an unknown key: what was probably meant, and that the key would have had no effect.
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from engine.config.foreign_names import FOREIGN_VALUES, unknown_key
+from engine.config.foreign_names import FOREIGN_VALUES, has_our_name, unknown_key
 from engine.config.section import Rule, Section
 from engine.config.tree import FORMAT_VERSION, Config
 from engine.config.tree import problems as broken_rules
@@ -239,8 +239,11 @@ def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[s
     for key in list(tree):
         dotted = f"{prefix}{key}"
         if key not in section.model_fields:
-            del tree[key]
-            reading.problems.append(unknown_key(dotted, reading.origins.get(dotted)))
+            value = tree.pop(key)
+            # A section of another engine (`fp16:` of DeepSpeed) has keys with names here.
+            inside = [f"{dotted}.{name}" for name in value] if isinstance(value, dict) else []
+            for each in (dotted, *filter(has_our_name, inside)):
+                reading.problems.append(unknown_key(each, reading.origins.get(each)))
             continue
         inner = section.section_type(key)
         if inner is None:

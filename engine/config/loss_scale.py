@@ -26,7 +26,7 @@ def only_fp16_has_a_scale(subject: Subject) -> Iterator[Problem]:
     if precision.loss_scale is not None and precision.dtype != "fp16":
         yield subject.problem(
             "precision.loss_scale",
-            f"is for fp16, and precision.dtype = {precision.dtype}, of the range of fp32: it would have no effect",
+            f"is for fp16, and precision.dtype = {precision.dtype}, whose gradients fit without one: it would have no effect",
             {"precision.loss_scale": [None], "precision.dtype": ["fp16"]},
         )
 

@@ -195,6 +195,18 @@ def test_unknown_keys_are_refused_with_the_name_that_was_meant(base: Path, key: 
         assert all(word in problem for word in words), problem
 
 
+def test_the_keys_of_a_section_of_another_engine_get_ours(base: Path) -> None:
+    keys = ("enabled", "loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
+    ours = ("dtype", "loss_scale.static", "loss_scale.initial", "loss_scale.window", "loss_scale.hysteresis")
+    problems = refused(base, *(f"fp16.{key}=1" for key in keys), "fp16.auto_cast=1").problems
+    assert [problem.partition(":")[0].partition(" ")[0] for problem in problems] == [
+        "fp16",
+        *(f"fp16.{key}" for key in keys),
+    ]
+    for problem, name in zip(problems, ("dtype", *ours, "loss_scale.minimum"), strict=True):
+        assert f"here it is precision.{name}" in problem
+
+
 def test_names_of_others_lead_to_fields_that_exist() -> None:
     fields = set(Config.dotted_names())
     sections = {name for name in fields if Config.section_type(name.split(".")[0]) and "." not in name}
