@@ -81,6 +81,9 @@ MANY = {
 }
 
 MANY_SLOW = {
+    "fp16": deeper(
+        config_of(LLAMA, tp=2, sp=True), train={"global_batch_size": 8}, precision={"dtype": "fp16", "loss_scale": {}}
+    ),
     "groups of layers again": deeper(
         config_of(LLAMA, tp=2, recompute=AGAIN), model={"num_layers": 8}, train={"global_batch_size": 16}
     ),
