@@ -8,7 +8,6 @@ import torch
 import engine.expert_parallel.dispatch
 from engine.activations.saved_tensors import SavedTensors
 from engine.comm.collectives import Axis, Pending
-from engine.comm.topology import Topology
 from engine.config.moe import MoEConfig
 from engine.config.tree import Config
 from engine.expert_parallel.balance import ExpertLoad
@@ -119,8 +118,8 @@ def experts_are_not_gathered_after_an_update() -> None:
 def losses_on_the_load_grow_with_ep() -> None:
     made = ExpertRegion.of.__func__  # type: ignore[attr-defined]
 
-    def scaled(cls: type[ExpertRegion], config: Config, topology: Topology) -> ExpertRegion | None:
-        region = made(cls, config, topology)
+    def scaled(cls: type[ExpertRegion], config: Config, *others: Any) -> ExpertRegion | None:
+        region: ExpertRegion | None = made(cls, config, *others)
         if region is None:
             return None
         scale = region.router.loss_scale * config.parallel.ep
