@@ -85,6 +85,7 @@ def reads_and_marks(rank: int, case: Case, plant: bool) -> tuple[list[str], int]
         Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True, dtype="bf16"),
         Case("llama", recompute=("full", "block", 2), modules=("norm", "rope", "activation"), offload=4),
         Case("deepseek", dp=2, ep=2, dtype="bf16", dispatch="all_gather", experts="grouped"),
+        Case("llama", num_layers=2, micro_batch_size=8, dtype="fp16"),
     ],
     ids=str,
 )
@@ -139,9 +140,11 @@ def steps_on_a_gpu(rank: int, case: Case) -> int:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("model", ["gpt_dropout", "llama", "qwen"])
-def test_a_step_on_a_gpu_never_waits(model: str) -> None:
-    assert run_ranks(steps_on_a_gpu, 1, Case(model, dtype="bf16", device="cuda")) == [3]
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("gpt_dropout", "bf16"), ("llama", "bf16"), ("qwen", "bf16"), ("llama", "fp16")]
+)
+def test_a_step_on_a_gpu_never_waits(model: str, dtype: str) -> None:
+    assert run_ranks(steps_on_a_gpu, 1, Case(model, dtype=dtype, device="cuda")) == [3]
 
 
 # What is not finite ------------------------------------------------------------------------------------------------------
