@@ -14,6 +14,11 @@ Three forms, all without dropping a token; n ranks (ep x etp) share a set of exp
 With etp > 1 the ranks of an expert hold columns of it: each gets the same rows, and their outputs are partial sums.
 
 The backward of each half is the other half's forward: gradients of outputs go the way of tokens, those of rows the way of outputs.
+
+    slots    of each row, among the k of each token: rows are taken from tokens by it
+    places   of each slot, among the rows: a token's rows are added by it
+
+So no two threads add to one number, and a sum has the same order on every device: that of the token's slots, then of etp.
 """
 
 import itertools
@@ -28,9 +33,10 @@ from engine.comm.collectives import Axis, Pending
 from engine.comm.ledger import EXPERTS
 from engine.config.moe import MoEConfig, buffer_rows
 from engine.expert_parallel.routing import count_values
+from engine.kernels.fusion import EAGER, Fusion
 from engine.kernels.grouped_gemm import Ends
 from engine.layout.shard_spec import ExpertPlace
-from engine.numerics.precision import accumulate, accumulation_dtype
+from engine.numerics.precision import accumulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ class ExpertGroup:
         axis: the `experts` axis, etp fast.
         place: of this rank.
         moe: the model's experts.
+        fusion: the way sums of a token's rows run.
         on_overflow: called with the rows that did not fit, an int64 scalar on the device.
         on_kept: called with each tensor of indices that is held for a backward.
     """
@@ -74,6 +81,7 @@ class ExpertGroup:
     axis: Axis
     place: ExpertPlace
     moe: MoEConfig
+    fusion: Fusion
     on_overflow: Callable[[torch.Tensor], None]
     on_kept: Callable[[torch.Tensor], None] = lambda tensor: None
 
@@ -112,38 +120,69 @@ class KnownRows:
         return [min(end, most) for end in itertools.accumulate(of_expert)]
 
 
+def sum_rows(rows: torch.Tensor, places: torch.Tensor, fusion: Fusion, *, has_gaps: bool = False) -> torch.Tensor:
+    """Add some rows of [R, h] for each token, from the first place on: [N, h] in the rows' dtype.
+
+    Sums are in the accumulation dtype, of one row after the other.
+
+    Args:
+        places: int64 [N, m], each below R; with `has_gaps`, R stands for no row.
+    """
+    return fusion(_sum_rows, any_length=True)(rows, places, has_gaps)
+
+
+def _sum_rows(rows: torch.Tensor, places: torch.Tensor, has_gaps: bool) -> torch.Tensor:
+    num_rows, total = rows.shape[0], None
+    for place in places.unbind(1):
+        part = rows.index_select(0, place.clamp(max=num_rows - 1) if has_gaps else place)
+        if has_gaps:
+            # Rows without a token have no defined value, so a product with 0 would not do.
+            part.masked_fill_((place == num_rows).unsqueeze(1), 0)
+        if total is None:
+            total = accumulate(part)
+        else:
+            total += part
+    assert total is not None, "a token has at least one slot"
+    return total.to(rows.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class _Picked:
     """The rows that a rank picks among N tokens of k slots each.
 
     Attributes:
-        tokens: int64 [R], of each row; N where the row is unused.
-        slots: int64 [R], of each row among the N k; N k where it is unused.
+        slots: int64 [R], of each row among the N k; N k where the row is unused.
+        places: int64 [N, k], of each slot among the rows; R where it has none here.
+        has_gaps: some slots may have no row here.
         ends: of each local expert.
-        num_tokens: N.
+        fusion: as of the group.
     """
 
-    tokens: torch.Tensor
     slots: torch.Tensor
+    places: torch.Tensor
+    has_gaps: bool
     ends: Ends
-    num_tokens: int
+    fusion: Fusion
 
     @classmethod
     def of(cls, group: ExpertGroup, experts: torch.Tensor, num_rows: int) -> "_Picked":
         """Pick the rows of this rank's experts, at most `num_rows`, by expert and then by token."""
-        num_tokens, k = experts.shape
         local = group.local_numbers(experts).flatten()
         ends = count_values(local, group.num_local + 1)[:-1].cumsum(0)
         group.on_overflow((ends[-1] - num_rows).clamp(min=0))
-        order = local.argsort(stable=True)[:num_rows]
-        is_used = torch.arange(num_rows, device=order.device) < ends[-1]
-        slots = order.where(is_used, num_tokens * k)
-        tokens = (order // k).where(is_used, num_tokens)
-        return cls(tokens, slots, Ends(ends.clamp(max=num_rows).to(torch.int32)), num_tokens)
+        num_used = ends[-1].clamp(max=num_rows)
+        order = local.argsort(stable=True)
+        numbers = torch.arange(order.numel(), device=order.device)
+        slots = order[:num_rows].where(numbers[:num_rows] < num_used, order.numel())
+        places = torch.empty_like(order).index_copy_(0, order, numbers.where(numbers < num_used, num_rows))
+        has_gaps = group.num_local < group.moe.num_experts or num_rows < order.numel()
+        ends = ends.clamp(max=num_rows).to(torch.int32)
+        return cls(slots, places.view_as(experts), has_gaps, Ends(ends), group.fusion)
 
     def rows_of(self, values: torch.Tensor) -> torch.Tensor:
         """Return the rows of tokens [N, h]; unused rows have some token's values."""
-        return values.index_select(0, self.tokens.clamp(max=self.num_tokens - 1))
+        num_tokens, k = self.places.shape
+        return values.index_select(0, (self.slots // k).clamp(max=num_tokens - 1))
 
     def weights_of(self, weights: torch.Tensor) -> torch.Tensor:
         """Return the weights [R] of slots [N, k]; unused rows have some slot's."""
@@ -151,18 +190,12 @@ class _Picked:
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
         """Add rows [R, h] to their tokens: [N, h] in the rows' dtype, sums in the accumulation dtype."""
-        return sum_by_token(rows, self.tokens, self.num_tokens)
+        return sum_rows(rows, self.places, self.fusion, has_gaps=self.has_gaps)
 
-    def slots_from(self, values: torch.Tensor, k: int) -> torch.Tensor:
-        """Put values [R] of rows into their slots [N, k]; slots of other ranks' experts get 0."""
-        flat = values.new_zeros(self.num_tokens * k + 1).index_copy_(0, self.slots, values)
-        return flat[:-1].view(self.num_tokens, k)
-
-
-def sum_by_token(rows: torch.Tensor, tokens: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Add rows [R, h] to the tokens that int64 [R] names, of which `num_tokens` is none: [num_tokens, h]."""
-    total = rows.new_zeros(num_tokens + 1, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
-    return total.index_add_(0, tokens, accumulate(rows))[:-1].to(rows.dtype)
+    def slots_from(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values [R] of rows by their slots [N, k]; slots of other ranks' experts get 0."""
+        of_slots = sum_rows(values.unsqueeze(1), self.places.view(-1, 1), EAGER, has_gaps=self.has_gaps)
+        return of_slots.view_as(self.places)
 
 
 class GatherDispatch:
@@ -183,7 +216,7 @@ class GatherDispatch:
             # The rows are picked under the gather of the tokens.
             pick = partial(_Picked.of, group, whole, num_rows)
             rows, row_weights, picked = _Gather.apply(x, weights, pick, group.axis)
-            group.keep(picked.tokens, picked.slots)
+            group.keep(picked.slots, picked.places)
             if self.known is not None:
                 picked.ends.host = self.known.ends(num_rows)
             return Dispatched(rows, row_weights, picked.ends, lambda out: _Scatter.apply(out, picked, group.axis))
@@ -200,7 +233,7 @@ class _Gather(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, _Picked]:
         posted = [axis.all_gather(each, f"{EXPERTS} forward") for each in (x, weights)]
         picked = pick()
-        ctx.picked, ctx.axis, ctx.k = picked, axis, weights.shape[1]
+        ctx.picked, ctx.axis = picked, axis
         tokens, of_slots = (each.wait() for each in posted)
         return picked.rows_of(tokens), picked.weights_of(of_slots), picked
 
@@ -211,7 +244,7 @@ class _Gather(torch.autograd.Function):
         picked: _Picked = ctx.picked
         posted = [
             ctx.axis.reduce_scatter(each, f"{EXPERTS} backward")
-            for each in (picked.sums(grad_rows), picked.slots_from(grad_weights, ctx.k))
+            for each in (picked.sums(grad_rows), picked.slots_from(grad_weights))
         ]
         grad_x, grad_slots = (each.wait() for each in posted)
         return grad_x, grad_slots, None, None
@@ -254,22 +287,30 @@ class _Exchange:
 
     Attributes:
         sent, received: rows to and from each member.
-        tokens: int64 [sum of sent], of the rows in the order in which they are sent.
-        slots: of the same, among the T k.
+        slots: int64 [sum of sent], of the rows in the order in which they are sent, among the T k.
+        places: int64 [T k, etp], of each slot's rows in that order.
         by_expert: int64 [sum of received], the order of received rows by local expert.
         from_expert: its inverse.
         ends: of each local expert.
+        k: slots of a token.
+        fusion: as of the group.
     """
 
     axis: Axis
     sent: Sequence[int]
     received: Sequence[int]
-    tokens: torch.Tensor
     slots: torch.Tensor
+    places: torch.Tensor
     by_expert: torch.Tensor
     from_expert: torch.Tensor
     ends: Ends
-    num_tokens: int
+    k: int
+    fusion: Fusion
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Return the token of each row in the order of sending, int64 [sum of sent]."""
+        return self.slots // self.k
 
     def there(self, values: torch.Tensor, index: torch.Tensor, purpose: str) -> Pending:
         """Post values[index], in the order of sending, to the ranks of their experts; the result is in the order of receipt."""
@@ -278,6 +319,14 @@ class _Exchange:
     def back(self, values: torch.Tensor, purpose: str) -> Pending:
         """Post values by expert to where their rows came from; the result is in the order of sending."""
         return self.axis.all_to_all_rows(values.index_select(0, self.from_expert), self.received, self.sent, purpose)
+
+    def sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """Add rows [sum of sent, h] in the order of sending to their tokens: [T, h], sums in the accumulation dtype."""
+        return sum_rows(rows, self.places.view(-1, self.k * self.places.shape[1]), self.fusion)
+
+    def slots_from(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of rows in the order of sending by their slots [T, k]: with etp, sums of an expert's ranks."""
+        return sum_rows(values.unsqueeze(1), self.places, EAGER).view(-1, self.k)
 
 
 class ExchangeDispatch:
@@ -304,7 +353,7 @@ class ExchangeDispatch:
                 exchange = self._plan(experts, numbers[0], numbers[1])
             else:
                 exchange = self._plan(experts, self.known.to_members, self.known.from_members)
-            group.keep(exchange.tokens, exchange.slots, exchange.by_expert, exchange.from_expert)
+            group.keep(exchange.slots, exchange.places, exchange.by_expert, exchange.from_expert)
             rows, row_weights = _There.apply(x, weights, exchange)
             return Dispatched(rows, row_weights, exchange.ends, lambda out: _Back.apply(out, exchange))
 
@@ -313,7 +362,7 @@ class ExchangeDispatch:
     def _plan(
         self, experts: torch.Tensor, to_members: Sequence[Sequence[int]], from_members: Sequence[Sequence[int]]
     ) -> _Exchange:
-        group, (num_tokens, k), device = self._group, experts.shape, experts.device
+        group, device = self._group, experts.device
         sent, received = ([sum(row) for row in rows] for rows in (to_members, from_members))
         slots = experts.flatten().argsort(stable=True)
         if group.place.etp > 1:
@@ -332,12 +381,14 @@ class ExchangeDispatch:
             axis=group.axis,
             sent=sent,
             received=received,
-            tokens=slots // k,
             slots=slots,
+            # Rows of one slot go to its etp ranks in turn.
+            places=slots.argsort(stable=True).view(-1, group.place.etp),
             by_expert=by_expert,
             from_expert=by_expert.argsort(),
             ends=Ends(ends, host),
-            num_tokens=num_tokens,
+            k=experts.shape[1],
+            fusion=group.fusion,
         )
 
 
@@ -348,7 +399,7 @@ class _There(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weights: torch.Tensor, exchange: _Exchange
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.exchange, ctx.k = exchange, weights.shape[1]
+        ctx.exchange = exchange
         posted = [
             exchange.there(values, index, f"{EXPERTS} forward")
             for values, index in ((x, exchange.tokens), (weights.flatten(), exchange.slots))
@@ -363,10 +414,7 @@ class _There(torch.autograd.Function):
         exchange: _Exchange = ctx.exchange
         posted = [exchange.back(each, f"{EXPERTS} backward") for each in (grad_rows, grad_weights)]
         of_rows, of_slots = (each.wait() for each in posted)
-        grad_x = sum_by_token(of_rows, exchange.tokens, exchange.num_tokens)
-        # With etp, ranks of an expert return partial sums of one slot.
-        grad_slots = of_slots.new_zeros(exchange.num_tokens * ctx.k).index_add_(0, exchange.slots, of_slots)
-        return grad_x, grad_slots.view(exchange.num_tokens, ctx.k), None
+        return exchange.sums(of_rows), exchange.slots_from(of_slots), None
 
 
 class _Back(torch.autograd.Function):
@@ -375,7 +423,7 @@ class _Back(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
         ctx.exchange = exchange
-        return sum_by_token(exchange.back(out, f"{EXPERTS} forward").wait(), exchange.tokens, exchange.num_tokens)
+        return exchange.sums(exchange.back(out, f"{EXPERTS} forward").wait())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -17,6 +17,7 @@ from engine.expert_parallel.dispatch import (
     ReplicatedDispatch,
 )
 from engine.expert_parallel.routing import Router
+from engine.kernels.fusion import EAGER, Fusion
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +36,19 @@ class ExpertRegion:
 
     @classmethod
     def of(
-        cls, config: Config, topology: Topology, on_kept: Callable[[torch.Tensor], None] = lambda tensor: None
+        cls,
+        config: Config,
+        topology: Topology,
+        fusion: Fusion,
+        on_kept: Callable[[torch.Tensor], None] = lambda tensor: None,
     ) -> "ExpertRegion | None":
-        """Build the region of a rank; None where the model has no experts. `on_kept` is as of `ExpertGroup`."""
+        """Build the region of a rank; None where the model has no experts. `fusion` and `on_kept` are as of `ExpertGroup`."""
         moe = config.model.moe
         if moe is None:
             return None
         load = ExpertLoad(config.model.expert_layers, moe.num_experts, moe.balance.bias_rate, topology.device)
-        group = ExpertGroup(
-            topology.axis("experts"), topology.sizes.expert_place(topology.rank), moe, load.add_overflow, on_kept
-        )
+        place = topology.sizes.expert_place(topology.rank)
+        group = ExpertGroup(topology.axis("experts"), place, moe, fusion, load.add_overflow, on_kept)
         dispatch: Dispatch = ExchangeDispatch(group)
         if dispatch_of(config) == "all_gather":
             dispatch = GatherDispatch(group)
@@ -54,4 +58,4 @@ class ExpertRegion:
 
     def for_decoding(self) -> "ExpertRegion":
         """Return the region of a forward in which all ranks have the same tokens."""
-        return replace(self, dispatch=ReplicatedDispatch(self.group), cuts_tokens=False)
+        return replace(self, dispatch=ReplicatedDispatch(replace(self.group, fusion=EAGER)), cuts_tokens=False)

@@ -248,7 +248,7 @@ def build_chunks(
         weights=lambda: [parameter.value for parameter in held.values()],
         on_saved=on_saved,
     )
-    experts = ExpertRegion.of(config, topology, on_saved)
+    experts = ExpertRegion.of(config, topology, kernels.fusion, on_saved)
     place = topology.sizes.expert_place(topology.rank)
     chunks = []
     for stage in stages:

@@ -5,7 +5,7 @@ A rank has T = b s / (c t) tokens of a microbatch, of k experts each, and its ex
 has w bytes in the run's dtype, and a in the accumulation dtype:
 
     router      tokens T h w, logits T E a, choice T k of 8; with a sequence loss the fractions [b, E] a
-    dispatch    indices of rows: all_gather 16 R; all_to_all 16 (etp k T + R)
+    dispatch    indices of rows and of slots: all_gather 8 (R + e etp k T); all_to_all 16 (etp k T + R)
     experts     rows R h w, gate and up R g f w, activated R f w, weights R a
     shared      gate and up, and activated, of an MLP of width f_s; its input is the router's
 
@@ -63,12 +63,13 @@ def expert_terms(config: Config, at: Sizes, sizes: ParallelSizes, load: Fraction
     rows = rows_per_token(config, sizes, load)
     inputs, f = model.activation_kind.num_inputs, Fraction(moe.ffn_hidden_size, sizes.etp)
     gate, name = ("gate and up", "mlp") if model.activation_kind.is_gated else ("activation input", "mlp")
-    sent = rows if dispatch_of(config) == "all_gather" else rows + Fraction(sizes.etp * moe.top_k, t)
+    slots = Fraction(sizes.etp * moe.top_k, t)
+    indices = rows + sizes.ep * slots if dispatch_of(config) == "all_gather" else 2 * (rows + slots)
     terms = [
         *_inputs(config, at, sizes, part),
         Term("mlp.router", "logits", NOTHING, Fraction(at.acc * moe.num_experts, t)),
         *choice_terms(config, at, sizes),
-        Term("mlp.dispatch", "indices of rows", NOTHING, 2 * INDEX_BYTES * sent, moves=False),
+        Term("mlp.dispatch", "indices of rows and slots", NOTHING, INDEX_BYTES * indices, moves=False),
     ]
     if moe.shared_size:
         shared = Fraction(moe.shared_size, t)

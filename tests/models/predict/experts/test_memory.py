@@ -171,8 +171,8 @@ def test_headroom_of_an_all_gather_bounds_the_rows_that_are_kept() -> None:
         return predict(config.model_copy(update={"model": model}), sizes).fullest.activations
 
     assert held(1.0) < held(2.0) < held(None)
-    # One layer's rows: indices, input, gate and up, activated, weight.
-    tokens, row = config.model.seq_length, 16 + 2 * (16 + 2 * 8 + 8) + 4
+    # One layer's rows: an index, input, gate and up, activated, weight.
+    tokens, row = config.model.seq_length, 8 + 2 * (16 + 2 * 8 + 8) + 4
     assert held(2.0) - held(1.0) == moe.top_k * tokens * row
 
 
