@@ -132,18 +132,19 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor, fusion: Fusion, *, has_ga
 
 
 def _sum_rows(rows: torch.Tensor, places: torch.Tensor, has_gaps: bool) -> torch.Tensor:
-    num_rows, total = rows.shape[0], None
-    for place in places.unbind(1):
-        part = rows.index_select(0, place.clamp(max=num_rows - 1) if has_gaps else place)
-        if has_gaps:
-            # Rows without a token have no defined value, so a product with 0 would not do.
-            part.masked_fill_((place == num_rows).unsqueeze(1), 0)
-        if total is None:
-            total = accumulate(part)
-        else:
-            total += part
-    assert total is not None, "a token has at least one slot"
+    first, *others = places.unbind(1)
+    total = accumulate(_rows_at(rows, first, has_gaps))
+    for place in others:
+        total += _rows_at(rows, place, has_gaps)
     return total.to(rows.dtype)
+
+
+def _rows_at(rows: torch.Tensor, place: torch.Tensor, has_gaps: bool) -> torch.Tensor:
+    if not has_gaps:
+        return rows.index_select(0, place)
+    # Rows without a token have no defined value, so a product with 0 would not do.
+    found = rows.index_select(0, place.clamp(max=rows.shape[0] - 1))
+    return found.masked_fill_((place == rows.shape[0]).unsqueeze(1), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,13 +313,13 @@ class _Exchange:
         """Return the token of each row in the order of sending, int64 [sum of sent]."""
         return self.slots // self.k
 
-    def there(self, values: torch.Tensor, index: torch.Tensor, purpose: str) -> Pending:
-        """Post values[index], in the order of sending, to the ranks of their experts; the result is in the order of receipt."""
-        return self.axis.all_to_all_rows(values.index_select(0, index), self.sent, self.received, purpose)
+    def there(self, values: torch.Tensor, purpose: str) -> Pending:
+        """Post values in the order of sending to the ranks of their experts; the result is in the order of receipt."""
+        return self.axis.all_to_all_rows(values, self.sent, self.received, purpose)
 
     def back(self, values: torch.Tensor, purpose: str) -> Pending:
-        """Post values by expert to where their rows came from; the result is in the order of sending."""
-        return self.axis.all_to_all_rows(values.index_select(0, self.from_expert), self.received, self.sent, purpose)
+        """Post values in the order of receipt to where their rows came from; the result is in the order of sending."""
+        return self.axis.all_to_all_rows(values, self.received, self.sent, purpose)
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
         """Add rows [sum of sent, h] in the order of sending to their tokens: [T, h], sums in the accumulation dtype."""
@@ -327,6 +328,17 @@ class _Exchange:
     def slots_from(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values of rows in the order of sending by their slots [T, k]: with etp, sums of an expert's ranks."""
         return sum_rows(values.unsqueeze(1), self.places, EAGER).view(-1, self.k)
+
+    def combine(self, out: torch.Tensor) -> torch.Tensor:
+        """Map outputs of rows [R, h] by expert to sums over each token's experts [T, h].
+
+        Each step lets go of what it was made from: no tensors of a layer are larger, and no backward needs them.
+        """
+        ordered = _Ordered.apply(out, self)
+        del out
+        returned = _Returned.apply(ordered, self)
+        del ordered
+        return _Summed.apply(returned, self)
 
 
 class ExchangeDispatch:
@@ -355,7 +367,7 @@ class ExchangeDispatch:
                 exchange = self._plan(experts, self.known.to_members, self.known.from_members)
             group.keep(exchange.slots, exchange.places, exchange.by_expert, exchange.from_expert)
             rows, row_weights = _There.apply(x, weights, exchange)
-            return Dispatched(rows, row_weights, exchange.ends, lambda out: _Back.apply(out, exchange))
+            return Dispatched(rows, row_weights, exchange.ends, exchange.combine)
 
         return dispatch
 
@@ -401,7 +413,7 @@ class _There(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.exchange = exchange
         posted = [
-            exchange.there(values, index, f"{EXPERTS} forward")
+            exchange.there(values.index_select(0, index), f"{EXPERTS} forward")
             for values, index in ((x, exchange.tokens), (weights.flatten(), exchange.slots))
         ]
         rows, row_weights = (each.wait().index_select(0, exchange.by_expert) for each in posted)
@@ -412,22 +424,48 @@ class _There(torch.autograd.Function):
         ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         exchange: _Exchange = ctx.exchange
-        posted = [exchange.back(each, f"{EXPERTS} backward") for each in (grad_rows, grad_weights)]
+        posted = [
+            exchange.back(each.index_select(0, exchange.from_expert), f"{EXPERTS} backward")
+            for each in (grad_rows, grad_weights)
+        ]
         of_rows, of_slots = (each.wait() for each in posted)
         return exchange.sums(of_rows), exchange.slots_from(of_slots), None
 
 
-class _Back(torch.autograd.Function):
-    """Outputs of rows [R, h] by expert -> sums over each token's experts [T, h]."""
+class _Ordered(torch.autograd.Function):
+    """Rows by expert [R, h] -> in the order of receipt."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
         ctx.exchange = exchange
-        return exchange.sums(exchange.back(out, f"{EXPERTS} forward").wait())
+        return out.index_select(0, exchange.from_expert)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        exchange: _Exchange = ctx.exchange
-        return exchange.there(grad, exchange.tokens, f"{EXPERTS} backward").wait().index_select(
-            0, exchange.by_expert
-        ), None
+        return grad.index_select(0, ctx.exchange.by_expert), None
+
+
+class _Returned(torch.autograd.Function):
+    """Rows in the order of receipt [R, h] -> in that of sending, on the ranks of their tokens [sum of sent, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, ordered: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.back(ordered, f"{EXPERTS} forward").wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.exchange.there(grad, f"{EXPERTS} backward").wait(), None
+
+
+class _Summed(torch.autograd.Function):
+    """Rows in the order of sending [sum of sent, h] -> sums of each token's [T, h]."""
+
+    @staticmethod
+    def forward(ctx: Any, returned: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
+        ctx.exchange = exchange
+        return exchange.sums(returned)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad.index_select(0, ctx.exchange.tokens), None

@@ -20,7 +20,6 @@ from torch import nn
 from engine.comm.collectives import Pending
 from engine.kernels.fusion import Fusion
 from engine.kernels.grouped_gemm import Ends, ExpertKernel, add_grouped_products, grouped_product
-from engine.numerics.precision import accumulate
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
 
@@ -134,12 +133,16 @@ class _Down(torch.autograd.Function):
 
 
 def _weighted(activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    return (accumulate(activated) * weights.unsqueeze(-1)).to(activated.dtype)
+    # The product has the dtype of the weights, the wider one.
+    return (activated * weights.unsqueeze(-1)).to(activated.dtype)
 
 
 def _weighted_backward(
     activated: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the activated rows [R, f] and of the weights [R]."""
-    wide = accumulate(grad)
-    return (wide * weights.unsqueeze(-1)).to(activated.dtype), (wide * activated).sum(-1)
+    """Return the gradients of the activated rows [R, f] and of the weights [R].
+
+    Operator by operator, the second is there before the first is begun, so that one wide tensor exists at a time.
+    """
+    of_weights = grad.to(weights.dtype, copy=True).mul_(activated).sum(-1)
+    return _weighted(grad, weights), of_weights

@@ -38,11 +38,17 @@ class Block(nn.Module):
         cache: LayerCache | LatentCache | None = None,
     ) -> torch.Tensor:
         """Run the layer: [s(/t), b, h] -> the same shape."""
-        branch = self.attention(self._before(self.attention_norm, x), positions, keys, cache)
-        y = self._added(x, branch, self.attention_post_norm, keys, "attention")
+        y = self._with_attention(x, positions, keys, cache)
         inputs = self._before(self.mlp_norm, x if self.context.model.parallel_block else y)
         branch = self.mlp(inputs, keys) if isinstance(self.mlp, MoE) else self.mlp(inputs)
         return self._added(y, branch, self.mlp_post_norm, keys, "mlp")
+
+    def _with_attention(
+        self, x: torch.Tensor, positions: Positions, keys: DropoutKeys, cache: LayerCache | LatentCache | None
+    ) -> torch.Tensor:
+        """Add attention's branch to x; the branch by itself is gone when the other one begins."""
+        branch = self.attention(self._before(self.attention_norm, x), positions, keys, cache)
+        return self._added(x, branch, self.attention_post_norm, keys, "attention")
 
     def _norms(self, branch: str) -> tuple[Norm | None, Norm | None]:
         """Build the norms before and after a branch; None for one that the model lacks."""

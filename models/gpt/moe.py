@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.expert_parallel.dispatch import Dispatched
 from engine.expert_parallel.experts import Ends, ExpertDown, ExpertUp, ExpertWork
 from engine.expert_parallel.routing import Choice
 from engine.kernels.elementwise import activation
@@ -59,12 +60,18 @@ class MoE(nn.Module):
         # The shared experts need no other rank's tokens: what dispatch waits for arrives meanwhile.
         shared = None if self.shared is None else self.shared(x)
         sent = dispatch(tokens, weights)
-        inner = saved.recompute_output("mlp", partial(self._up, sent.ends), sent.rows)
-        activated = saved.recompute_output("activation", self._activation, inner)
-        y = sent.combine(self.down(activated, sent.weights, sent.ends)).view_as(local)
+        y = sent.combine(self._outputs(sent)).view_as(local)
         if is_cut:
             y = _Whole.apply(y, region, f"{self.name} tokens")
         return y if shared is None else y + shared
+
+    def _outputs(self, sent: Dispatched) -> torch.Tensor:
+        """Run the experts on their rows: [R, h]."""
+        saved = self.context.saved
+        inner = saved.recompute_output("mlp", partial(self._up, sent.ends), sent.rows)
+        activated = saved.recompute_output("activation", self._activation, inner)
+        out: torch.Tensor = self.down(activated, sent.weights, sent.ends)
+        return out
 
     def _choose(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:
         choice = self.choice(keys, shape, scores)
