@@ -14,7 +14,7 @@ from launch.pictures.document import html_document, tiles
 from launch.pictures.schedule_picture import schedule_chart
 from launch.pictures.topology_picture import MOST_RANKS, legend, topology_chart, words
 from launch.planning.search import Found, Plan
-from models.predict.rank_memory import KINDS, Memory
+from models.predict.rank_memory import Memory, shown_kinds
 from models.predict.step_time.estimate import COMPONENTS, SIMULATED_ROUNDS, Estimator
 
 MOST_ROWS = 24
@@ -162,20 +162,21 @@ def _memory(plan: Plan) -> str:
     """Draw what each pipeline rank holds, by kind, against the memory of a device."""
     best, device = plan.best, plan.cluster.load_device()
     ranks = best.memory.ranks
-    rows = [(f"pp {pp}", [float(getattr(held, kind)) for kind in KINDS]) for pp, held in enumerate(ranks)]
+    kinds = shown_kinds(ranks)
+    rows = [(f"pp {pp}", [float(getattr(held, kind)) for kind in kinds]) for pp, held in enumerate(ranks)]
     marks = [
         (float(plan.usable_bytes), f"usable: {gigabytes(plan.usable_bytes)}"),
         (device.memory_gb * GB, f"device: {gigabytes(round(device.memory_gb * GB))}"),
     ]
     chart = stacked_bar_chart(
-        "memory by kind and pipeline rank", KINDS, rows, lambda value: gigabytes(round(value)), marks
+        "memory by kind and pipeline rank", kinds, rows, lambda value: gigabytes(round(value)), marks
     )
     said = "Every rank of a pipeline stage holds the same. docs/footprint.md says what is in a kind."
     return f'<p class="soft">{said}</p>{_scrolled(chart, len(rows))}{_memory_table(ranks)}'
 
 
 def _memory_table(ranks: Sequence[Memory]) -> str:
-    names = (*KINDS, "total", *(("host",) if any(held.host for held in ranks) else ()))
+    names = (*shown_kinds(ranks), "total", *(("host",) if any(held.host for held in ranks) else ()))
     head = "".join(f'<th class="n">{name}</th>' for name in names)
     rows = "".join(
         f"<tr><td>pp {pp}</td>"

@@ -18,7 +18,7 @@ from launch.pictures.charts import Line, bar_chart, line_chart, share_bar, stack
 from launch.pictures.schedule_picture import schedule_chart
 from launch.pictures.style import NUM_COLOURS
 from launch.report.record import RunRecord, number
-from models.predict.rank_memory import Memory, predict
+from models.predict.rank_memory import Memory, predict, shown_kinds
 
 MOST_COLUMNS = 150
 """Of the chart of times: longer runs show means of several steps."""
@@ -298,7 +298,8 @@ def _measured_memory(run: RunRecord, sizes: ParallelSizes | None) -> dict[int, i
 def _memory_table(predicted: Mapping[int, Memory]) -> str:
     if not predicted:
         return ""
-    names = ("parameters", "gradients", "optimizer", "activations", "messages", "total")
+    kinds = shown_kinds(list(predicted.values()))
+    names = (*(kind for kind in kinds if kind != "communicators"), "total")
     head = "".join(f'<th class="n">{name}</th>' for name in names)
     rows = "".join(
         f"<tr><td>pp {pp}</td>"

@@ -141,9 +141,9 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
     at = Sizes.of(config, sizes)
     terms = _before_layers(config, at, stage)
     if stage.has_head:
-        terms += _head_terms(config, sizes, at)
+        terms += head_terms(config, sizes, at)
     for _ in range(stage.num_mtp):
-        terms += [*embedding_terms(config, at), *_head_terms(config, sizes, at)]
+        terms += [*embedding_terms(config, at), *head_terms(config, sizes, at)]
     return terms
 
 
@@ -155,7 +155,7 @@ def _before_layers(config: Config, at: Sizes, stage: StageContents) -> list[Term
     return terms if config.recompute.granularity == "full" else [*terms, *_tables(config, at, stage.layers)]
 
 
-def _head_terms(config: Config, sizes: ParallelSizes, at: Sizes) -> list[Term]:
+def head_terms(config: Config, sizes: ParallelSizes, at: Sizes) -> list[Term]:
     """List the tensors of a norm, the head and the losses."""
     columns = Fraction(config.model.padded_vocab_size, sizes.tp)
     # The paper keeps the logits in 32 bits; here they stay in the run's dtype and the softmax is computed again.
@@ -220,7 +220,7 @@ def forward_bytes(
     """
     groups = layer_groups(config, sizes, stage, load) if groups is None else groups
     at, num_own = Sizes.of(config, sizes), len(groups) - stage.num_mtp
-    head = _bytes(config, _head_terms(config, sizes, at)) if stage.has_head else 0
+    head = _bytes(config, head_terms(config, sizes, at)) if stage.has_head else 0
     logits = _logits_at_a_time(config, sizes, stage)
     most = kept = _bytes(config, _before_layers(config, at, stage))
     below = _NOTHING
@@ -342,7 +342,7 @@ def backward_bytes(
     """
     at = Sizes.of(config, sizes)
     # The mask is the batch's own.
-    of_head = [term for term in _head_terms(config, sizes, at) if term.tensor != LOSS_MASK] if stage.has_head else []
+    of_head = [term for term in head_terms(config, sizes, at) if term.tensor != LOSS_MASK] if stage.has_head else []
     head, logits = _bytes(config, of_head), _logits_at_a_time(config, sizes, stage)
     groups = layer_groups(config, sizes, stage, load) if groups is None else groups
     kept = kept_bytes(config, sizes, stage, groups)

@@ -73,6 +73,7 @@ def memory_line(prediction: Prediction, device_bytes: int | None = None) -> str:
         ("activations", held.activations),
         ("messages", held.messages),
         ("communicators", held.communicators),
+        ("temporaries", held.temporaries),
     ]
     shown = [(name, f"{num_bytes / size:,.1f}") for name, num_bytes in kinds]
     parts = ", ".join(f"{name} {number}" for name, number in shown if number != "0.0")

@@ -4,11 +4,12 @@
     gradients      flat buffers, accumulation dtype (or as narrow as the parameters)
     optimizer      moments, and masters where the parameters are not wide enough; 1/(dp cp) of each bucket, of experts 1/edp
     activations    what microbatches in flight keep for their backwards (`models/predict/activation_memory.py`), at most
+    temporaries    what experts at work add to the fullest moment (`models/predict/experts/temporaries.py`)
     messages       activations and gradients between stages that are received early, in use or being sent, the most at one time
     communicators  NCCL's buffers, outside of torch's allocator: an estimate (`models/predict/communicators.py`)
     host           what they keep in the host's memory; no part of the rest
 
-Not in it: what an operator needs while it runs, CUDA's context, an allocator's rounding. Parameters, gradients and optimizer
+Not in it: what other operators need while they run, CUDA's context, an allocator's rounding. Parameters, gradients and optimizer
 are exact, activations and messages as exact as their formulas.
 """
 
@@ -35,6 +36,7 @@ from models.predict.activation_memory import (
     layer_groups,
     moved_bytes,
 )
+from models.predict.at_work import most_at_work
 from models.predict.communicators import communicator_bytes
 from models.predict.cut import Contents, Cut, Memo
 from models.predict.experts.memory import BALANCED
@@ -49,13 +51,13 @@ HEAD_TOKENS = 1024
 """Tokens whose logits are worth having at a time: enough for the head's GEMMs, and few of a long sequence's."""
 
 
-KINDS = ("parameters", "gradients", "optimizer", "activations", "messages", "communicators")
+KINDS = ("parameters", "gradients", "optimizer", "activations", "messages", "communicators", "temporaries")
 """Fields of `Memory` that its `total` is the sum of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank by kind; `total` is of its device."""
+    """Bytes of one rank by kind; `total` is of its device, and `host` no part of it."""
 
     parameters: int
     gradients: int
@@ -64,15 +66,22 @@ class Memory:
     messages: int
     communicators: int
     host: int
+    temporaries: int = 0
 
     @property
     def tensors(self) -> int:
         """Return the bytes that torch's allocator hands out on the device."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.messages
+        kept = self.parameters + self.gradients + self.optimizer + self.activations
+        return kept + self.temporaries + self.messages
 
     @property
     def total(self) -> int:
         return self.tensors + self.communicators
+
+
+def shown_kinds(ranks: Sequence[Memory]) -> tuple[str, ...]:
+    """Return the kinds of a table: temporaries belong to it where some rank has any, so where there are experts."""
+    return KINDS if any(rank.temporaries for rank in ranks) else KINDS[:-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +247,7 @@ class _Pipeline:
         for pp, ((_, chunks), peaks, state) in enumerate(
             zip(self.cut.ranks, self._peaks(config, memo), self.states, strict=True)
         ):
-            activations, host = _most_activations([held[one] for one in dict.fromkeys(chunks)], peaks)
+            activations, temporaries, host = _most_activations([held[one] for one in dict.fromkeys(chunks)], peaks)
             found.append(
                 Memory(
                     state.parameters,
@@ -248,6 +257,7 @@ class _Pipeline:
                     _most_messages(sizes, pp) * message,
                     communicators[pp],
                     host,
+                    temporaries,
                 )
             )
         return tuple(found)
@@ -307,6 +317,7 @@ class _Held:
         in_forward, in_backward: at most in each pass; the backward is an I where weight gradients wait.
         in_whole_backward: at most in a B.
         deferred: for its weight gradients, behind the gradient of its input.
+        at_work: at most in the forward and in the backward while experts are at work, with what they hold beside what is kept.
     """
 
     kept: int
@@ -315,6 +326,7 @@ class _Held:
     in_backward: int
     deferred: int
     in_whole_backward: int
+    at_work: tuple[int, int] = (0, 0)
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, stage: StageLayers, load: Fraction) -> "_Held":
@@ -327,23 +339,30 @@ class _Held:
         if config.schedule.file is not None and config.schedule.defers_weight_gradients:
             plain = config.model_copy(update={"schedule": ScheduleConfig()})
             whole = backward_bytes(plain, sizes, stage, load=load)
-        return cls(kept, moved, forward, backward, deferred, whole)
+        at_work = most_at_work(config, sizes, stage, groups, load)
+        return cls(kept, moved, forward, backward, deferred, whole, at_work)
 
 
-def _most_activations(held: Sequence[_Held], peaks: Sequence[Peak]) -> tuple[int, int]:
-    """Find the most that microbatches keep at one time on a rank: (device, host); `held` by number of contents."""
-    most = most_host = 0
+def _most_activations(held: Sequence[_Held], peaks: Sequence[Peak]) -> tuple[int, int, int]:
+    """Find the most that microbatches keep at one time on a rank, on the device and in the host's memory; `held` by number of
+    contents.
+
+    Returns:
+        Bytes on the device, bytes more that it holds at one time with temporaries, bytes in the host's memory.
+    """
+    most = most_in_all = most_host = 0
     for kind, stage, kept, deferred in peaks:
         one = held[stage]
         during = one.in_forward if kind is Kind.F else one.in_backward if kind is Kind.I else one.in_whole_backward
         beside = sum(each.kept * count for each, count in zip(held, kept, strict=True))
         beside += sum(each.deferred * count for each, count in zip(held, deferred, strict=True))
         most = max(most, beside + during)
+        most_in_all = max(most_in_all, beside + one.at_work[0 if kind is Kind.F else 1])
         if kind is Kind.F:
             most_host = max(
                 most_host, one.moved + sum(each.moved * count for each, count in zip(held, kept, strict=True))
             )
-    return most, most_host
+    return most, max(0, most_in_all - most), most_host
 
 
 Changes = tuple[tuple[str, object], ...]

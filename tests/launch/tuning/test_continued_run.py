@@ -75,10 +75,12 @@ def test_the_yaml_is_the_planned_run(tmp_path: Path, machine: str, more: dict[st
     assert_yaml_is_the_run(planned(corpus(tmp_path / "corpus", 200), machine, **more), tmp_path, machine)
 
 
-@pytest.mark.parametrize("more", [{}, {"kernels": {"attention": "explicit"}}], ids=["alone", "with kernels"])
-def test_the_yaml_has_the_ranks_of_experts_and_their_dispatch(tmp_path: Path, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("more", "ep"), [({}, 4), ({"kernels": {"attention": "explicit"}}, 8)], ids=["alone", "with kernels"]
+)
+def test_the_yaml_has_the_ranks_of_experts_and_their_dispatch(tmp_path: Path, more: dict[str, Any], ep: int) -> None:
     run = planned(corpus(tmp_path / "corpus", 200), "cores for experts", model=LLAMA | EXPERTS, **more)
-    assert run.config.parallel.ep == 4 and run.config.kernels.dispatch == "all_to_all"
+    assert run.config.parallel.ep == ep and run.config.kernels.dispatch == "all_to_all"
     assert_yaml_is_the_run(run, tmp_path, "cores for experts")
 
 

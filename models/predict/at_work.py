@@ -1,0 +1,80 @@
+"""The most that a stage holds while experts are at work, counted from the configuration alone (no torch here).
+
+what is kept by then (`models/predict/activation_memory.py`) + what experts hold beside it (`models/predict/experts/temporaries.py`)
+"""
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from engine.config.plan import part_length
+from engine.config.tree import Config
+from engine.layout.rank_grid import ParallelSizes
+from models.predict.activation_memory import LOSS_MASK, LayerGroup, deferred_terms, head_terms, kept_bytes, per_token
+from models.predict.experts.temporaries import temporaries
+from models.predict.mtp_terms import embedding_terms
+from models.predict.terms import Sizes, Term
+from models.specs import StageContents
+
+
+def most_at_work(
+    config: Config, sizes: ParallelSizes, stage: StageContents, groups: Sequence[LayerGroup], load: Fraction
+) -> tuple[int, int]:
+    """Return the most bytes that one microbatch holds on one stage while experts are at work: in its forward, and in its backward.
+
+    That is what is kept at the time, and `temporaries`; 0 where the stage has no layers with experts.
+
+    Args:
+        groups: the stage's `layer_groups`.
+        load: of the rank's experts.
+    """
+    if not any(config.model.layer_kind(layer).has_experts for layer in stage.layers):
+        return 0, 0
+    at, num_own = Sizes.of(config, sizes), len(groups) - stage.num_mtp
+    in_forward, in_backward = (_bytes(config, each) for each in temporaries(config, sizes, load))
+    # The mask is the batch's own.
+    head = _of_terms(config, [term for term in head_terms(config, sizes, at) if term.tensor != LOSS_MASK])
+    kept = kept_bytes(config, sizes, stage, groups) - (head if stage.has_head else 0)
+    forward = backward = waiting = 0
+    for index, (layers, is_again) in reversed(list(enumerate(_layers_of_groups(config, stage)))):
+        group, below = groups[index], groups[index - 1] if index else LayerGroup(0, 0)
+        beside = kept + group.moved + below.moved
+        if any(config.model.layer_kind(layer).has_experts for layer in layers):
+            forward = max(forward, beside + in_forward)
+            if is_again:
+                # It runs forward and backward.
+                again = group.whole - group.kept - group.moved + max(in_forward, in_backward)
+                backward = max(backward, waiting + beside + again)
+            else:
+                backward = max(backward, waiting + beside + in_backward)
+        if config.schedule.defers_weight_gradients:
+            waiting += sum(_of_terms(config, deferred_terms(config, sizes, layer, load)) for layer in layers)
+        kept -= group.kept
+        if index >= num_own:
+            # Below the layer of a token ahead are its embedding, and the head of the token before.
+            kept -= _of_terms(config, embedding_terms(config, at)) + head
+    return forward, backward
+
+
+def _layers_of_groups(config: Config, stage: StageContents) -> list[tuple[Sequence[int], bool]]:
+    """List the layers of each of a stage's `layer_groups`, and whether it is recomputed whole."""
+    recompute, num_layers = config.recompute, len(stage.layers)
+    num_own, num_again, size = num_layers - stage.num_mtp, 0, 1
+    if recompute.granularity == "full":
+        is_uniform = recompute.method == "uniform"
+        num_again = num_layers if is_uniform else min(num_layers, recompute.num_layers)
+        size = recompute.num_layers if is_uniform else 1
+    of_own = min(num_own, num_again)
+    again = [stage.layers[start : min(start + size, of_own)] for start in range(0, of_own, size)]
+    # Layers of tokens ahead are recomputed one by one.
+    again += [stage.layers[place : place + 1] for place in range(num_own, num_again)]
+    return [*((layers, True) for layers in again), *(((layer,), False) for layer in stage.layers[num_again:])]
+
+
+def _of_terms(config: Config, terms: Sequence[Term]) -> int:
+    return _bytes(config, per_token(terms))
+
+
+def _bytes(config: Config, per_token: Fraction) -> int:
+    """Return the bytes of a microbatch, rounded up: loads need not be of whole rows."""
+    total = per_token * config.train.micro_batch_size * part_length(config)
+    return -(-total.numerator // total.denominator)

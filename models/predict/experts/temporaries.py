@@ -1,0 +1,65 @@
+"""What experts at work hold beside what their layer keeps, counted from the configuration alone (no torch here).
+
+There are k times as many rows as tokens, so copies of rows are the largest tensors of a layer. A rank has T tokens of a microbatch,
+of which etp k T rows leave it. Its experts get R rows, and e etp ranks share them; the other letters are those of
+`models.predict.experts.memory`. The most is held at one of these moments:
+
+    forward, all_to_all      outputs are put in the order of receipt     2 R h w
+                             and return                                  (R + etp k T) h w
+                             and are added                               etp k T h w + T h (a + w)
+    forward, all_gather      outputs are added, choices are there        R h w + e etp T (h (a + w) + 8 k)
+    backward, all_to_all     their gradients arrive                      (etp k T + R) h w
+                             and are put in the order of experts         2 R h w
+    backward, all_gather     they are gathered, and taken by row         (e etp T + R) h w
+    backward                 of the second projection                    R (h w + f (2 w + a) + a), if a > w
+                                                                         R (h w + 2 f w + a), if a = w
+
+Where weight gradients wait, the last has R f w more. All the time there are, in a forward, the output of the shared experts and the
+weights T k a; in a backward, the gradient of the layer's output, and inner and activated values that are made again.
+
+Not counted are operators of other layers, whose tensors are small beside what a layer keeps, and the result of a weight gradient's
+GEMM. Elementwise functions count operator by operator; compiled ones make no wide copies.
+"""
+
+from fractions import Fraction
+
+from engine.config.moe import dispatch_of
+from engine.config.tree import Config
+from engine.layout.rank_grid import ParallelSizes
+from models.predict.experts.memory import expert_terms, rows_per_token
+from models.predict.terms import INDEX_BYTES, Sizes, Term
+
+NOTHING = Fraction(0)
+
+
+def temporaries(config: Config, sizes: ParallelSizes, load: Fraction) -> tuple[Fraction, Fraction]:
+    """Return the most bytes per token that experts at work hold beside what their layer keeps: in its forward, in its backward."""
+    at, moe = Sizes.of(config, sizes), config.model.moe
+    assert moe is not None, "a model with experts says which"
+    rows, tokens = rows_per_token(config, sizes, load), Fraction(1, sizes.tp)
+    token, total = at.w * at.h, at.h * (at.acc + at.w)
+    f = Fraction(moe.ffn_hidden_size, sizes.etp)
+    if dispatch_of(config) == "all_gather":
+        gathered = sizes.expert_ranks * tokens
+        forward = rows * token + gathered * (total + moe.top_k * INDEX_BYTES)
+        arriving = (gathered + rows) * token
+    else:
+        leaving = sizes.etp * moe.top_k * tokens
+        arriving = (max(leaving, rows) + rows) * token
+        forward = max(arriving, leaving * token + tokens * total)
+    wide = at.acc if at.acc > at.w else 0
+    waiting = at.w if config.schedule.defers_weight_gradients else 0
+    second = rows * (token + f * (2 * at.w + wide + waiting) + at.acc)
+    again = [term for term in expert_terms(config, at, sizes, load) if _is_made_again(config, term)]
+    backward = max(arriving, second + sum(term.ours for term in again))
+    # Without sequence parallelism a rank's tokens are cut out of the layer's input, and so are their gradients.
+    cut = NOTHING if at.shard == tokens else tokens
+    forward = max(forward, (at.shard + cut) * token if cut else NOTHING) + tokens * moe.top_k * at.acc
+    forward += at.shard * token if moe.shared_size else NOTHING
+    backward += (at.shard + cut) * token
+    return forward, backward
+
+
+def _is_made_again(config: Config, term: Term) -> bool:
+    parts = config.recompute.parts | ({"activation"} if "mlp" in config.recompute.parts else set())
+    return term.module in ("mlp.experts", "mlp.experts.down") and term.part in parts
