@@ -2,12 +2,14 @@
 
     post   op, axis, purpose, dtype, numel of the tensor handed in, group size; of a send or receive the peer and the group call
     wait   the same number, when the result was asked for
-    mark   a named point of the computation (a weight-gradient GEMM, say), so that order in the ledger proves overlap
+    mark   a named point of the computation (a weight-gradient GEMM, say), so that order in the ledger proves overlap; and a read of
+           numbers by the host, which observers follow from its beginning to its end
 
 A call is written down as it was made, with nothing derived from it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Protocol
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "broadcast", "send", "recv"]
@@ -26,6 +28,9 @@ EXPERTS = "experts"
 
 ATTENTION = "attention"
 """Mark of an attention call over gathered keys and values."""
+
+HOST_READ = "host_read"
+"""Mark of a read of numbers by the host, which waits for the device."""
 
 NO_PEER = -1
 """In place of the peer of a collective."""
@@ -55,11 +60,16 @@ class Event(NamedTuple):
 
 
 class WaitObserver(Protocol):
-    """A follower of the calls that a rank posts and waits for; `handles` are the backend's (`engine.comm.staging.Work`)."""
+    """A follower of a rank's calls, of its waits for them, and of reads by its host.
+
+    `handles` are the backend's (`engine.comm.staging.Work`), and `mark` is the read's line of the ledger.
+    """
 
     def under_way(self, posted: Event, handles: Sequence[Any]) -> None: ...
     def wait_begins(self, posted: Event) -> None: ...
     def wait_ends(self) -> None: ...
+    def read_begins(self, mark: Event) -> None: ...
+    def read_ends(self) -> None: ...
 
 
 class Ledger:
@@ -112,9 +122,24 @@ class Ledger:
 
     def mark(self, op: str, purpose: str) -> None:
         """Write down a point of the computation."""
-        self.events.append(Event("mark", -1, op, "", purpose, None, 0, 0))
+        self.events.append(_mark(op, purpose))
+
+    @contextmanager
+    def host_read(self, purpose: str) -> Iterator[None]:
+        """Write down a read of numbers by the host; inside of it the host waits until the device has them."""
+        mark = _mark(HOST_READ, purpose)
+        self.events.append(mark)
+        for observer in self._observers:
+            observer.read_begins(mark)
+        yield
+        for observer in self._observers:
+            observer.read_ends()
 
     @property
     def posted(self) -> list[Event]:
         """Return the calls in the order of their posts."""
         return [event for event in self.events if event.phase == "post"]
+
+
+def _mark(op: str, purpose: str) -> Event:
+    return Event("mark", -1, op, "", purpose, None, 0, 0)

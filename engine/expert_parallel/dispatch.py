@@ -177,8 +177,9 @@ class _Picked:
         slots = order[:num_rows].where(numbers[:num_rows] < num_used, order.numel())
         places = torch.empty_like(order).index_copy_(0, order, numbers.where(numbers < num_used, num_rows))
         has_gaps = group.num_local < group.moe.num_experts or num_rows < order.numel()
-        ends = ends.clamp(max=num_rows).to(torch.int32)
-        return cls(slots, places.view_as(experts), has_gaps, Ends(ends), group.fusion)
+        reading = partial(group.axis.ledger.host_read, f"{EXPERTS} ends")
+        of_local = Ends(ends.clamp(max=num_rows).to(torch.int32), reading=reading)
+        return cls(slots, places.view_as(experts), has_gaps, of_local, group.fusion)
 
     def rows_of(self, values: torch.Tensor) -> torch.Tensor:
         """Return the rows of tokens [N, h]; unused rows have some token's values."""
@@ -359,9 +360,10 @@ class ExchangeDispatch:
 
         def dispatch(x: torch.Tensor, weights: torch.Tensor) -> Dispatched:
             from_members = posted.wait()
-            self._group.axis.ledger.mark("host_read", f"{EXPERTS} counts")
             if self.known is None:
-                numbers = torch.stack((to_members, from_members)).tolist()
+                both = torch.stack((to_members, from_members))
+                with group.axis.ledger.host_read(f"{EXPERTS} counts"):
+                    numbers = both.tolist()
                 exchange = self._plan(experts, numbers[0], numbers[1])
             else:
                 exchange = self._plan(experts, self.known.to_members, self.known.from_members)

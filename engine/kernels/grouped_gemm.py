@@ -8,7 +8,8 @@
 Unused rows of a result have no defined value.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,15 +28,18 @@ class Ends:
     Attributes:
         device: int32 [experts], cumulative.
         host: the same numbers where the host has them.
+        reading: surrounds the read of those that it has not.
     """
 
     device: torch.Tensor
     host: Sequence[int] | None = None
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def slices(self) -> Iterator[tuple[int, slice]]:
         """Yield (expert, its rows); the first time, this waits for the device unless the host has the numbers."""
         if self.host is None:
-            self.host = self.device.tolist()
+            with self.reading():
+                self.host = self.device.tolist()
         start = 0
         for expert, stop in enumerate(self.host):
             yield expert, slice(start, stop)

@@ -36,6 +36,7 @@ PART_NAMES = {
     "exposed_tp": "waiting for tensor-parallel calls",
     "exposed_cp": "waiting for keys and values over context-parallel ranks",
     "exposed_ep": "waiting for tokens on their way to experts and back",
+    "host_read": "waiting for numbers that the host reads",
     "bubble": "pipeline bubble",
     "exposed_pp": "waiting for transfers between stages",
     "exposed_dp": "waiting for data-parallel calls",

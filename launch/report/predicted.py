@@ -26,6 +26,7 @@ COMPONENTS_OF: Mapping[Part, tuple[str, ...]] = {
     "exposed_tp": ("tp",),
     "exposed_cp": ("cp",),
     "exposed_ep": ("experts",),
+    "host_read": (),
     "bubble": ("pipeline bubble",),
     "exposed_pp": ("transfers",),
     "exposed_dp": ("dp",),

@@ -193,6 +193,12 @@ class Heartbeat(StepWatcher):
         self._write("op", "")
         self._words[_BEATS] += 1
 
+    def read_begins(self, mark: Event) -> None:
+        """Write nothing: what a device waits for while its host reads is a call that was waited for before."""
+
+    def read_ends(self) -> None:
+        """Write nothing."""
+
     def read(self) -> Beat:
         """Read this rank's own beat, as another process would."""
         return _parse(self._map[:])

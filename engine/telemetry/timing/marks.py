@@ -6,9 +6,9 @@
     marks         ^    ^     ^    ^        ^      ^  ^    ^ ^         ^         ^       ^  ^
 
 Between two marks the rank does one thing, so a step is cut without gaps, by construction. Phases come from the training loop,
-instructions from the executor, waits from the ledger of calls. A mark is a reading of the host's clock where waits stop the host,
-and a CUDA event where they stop a stream (`engine.telemetry.timing.clocks`). An event has no time until the device has reached it,
-so marks are read when the numbers of their step are, and never waited for.
+instructions from the executor, waits for calls and reads by the host from the ledger. A mark is a reading of the host's clock where
+waits stop the host, and a CUDA event where they stop a stream (`engine.telemetry.timing.clocks`). An event has no time until the
+device has reached it, so marks are read when the numbers of their step are, and never waited for.
 
 Calls of context parallelism are under way while something else is computed. Each has two marks of its own: where it was posted, and
 where its future is complete. gloo runs a future's callback on its own thread once the result is there. NCCL's future is
@@ -27,7 +27,7 @@ from engine.run.phases import Phase
 
 
 class Activity(NamedTuple):
-    """The activity of a rank between two marks: the innermost of the three."""
+    """The activity of a rank between two marks: the innermost of the three. `wait` is for a call, or for a read by the host."""
 
     phase: Phase
     instruction: Instruction | None = None
@@ -128,6 +128,14 @@ class TimeMarks:
 
     def wait_ends(self) -> None:
         """Mark the end of a wait."""
+        self._switch(None)
+
+    def read_begins(self, mark: Event) -> None:
+        """Mark the beginning of a read by the host."""
+        self._switch(mark)
+
+    def read_ends(self) -> None:
+        """Mark the end of a read: a device has stood still since it had the numbers."""
         self._switch(None)
 
     def end_step(self, *, next_is_marked: bool) -> None:

@@ -6,7 +6,7 @@
            |                       gather  |   2 to 9
            warms up
 
-A rank's row has fifteen numbers, and with a pipeline six for each measured step and two for each of its actions. Rows travel to
+A rank's row has sixteen numbers, and with a pipeline six for each measured step and two for each of its actions. Rows travel to
 rank 0 along tp, pp and dp (`engine.comm.gather`). The first of these calls is posted when the numbers of the step before a line are
 read, and the others when those of the line are. So a line shows where the time of the steps before it went. The first step of an
 attempt warms up and is in no split. On a GPU only the step before a line is marked; the timeline's steps are marked everywhere.

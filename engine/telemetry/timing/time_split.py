@@ -4,6 +4,7 @@
     exposed_tp     waits for tensor-parallel calls, the cross-entropy's too
     exposed_cp     waits for keys and values of the other context-parallel ranks, and for sums of their gradients
     exposed_ep     waits for tokens on their way to experts and back, for counts of rows, and for the load within samples
+    host_read      reads of numbers by the host, for which a device stands still: counts of rows, ends of experts' rows
     bubble         idle time that would remain with messages that take no time
     exposed_pp     what the pipeline's messages cost: posting, waits beyond the bubble, waits until the last sends have left
     exposed_dp     waits for gradients to be reduced (sums of replicated parameters too), and for parameters to be gathered
@@ -27,7 +28,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Literal, get_args
 
-from engine.comm.ledger import REPLICA_GRADIENTS, Event
+from engine.comm.ledger import HOST_READ, REPLICA_GRADIENTS, Event
 from engine.pipeline.actions import Action
 from engine.pipeline.lowering import Post
 from engine.run.phases import Phase
@@ -38,6 +39,7 @@ Part = Literal[
     "exposed_tp",
     "exposed_cp",
     "exposed_ep",
+    "host_read",
     "bubble",
     "exposed_pp",
     "exposed_dp",
@@ -76,6 +78,8 @@ def span_of(activity: Activity) -> str | None:
 
 
 def _span_of_wait(wait: Event) -> str:
+    if wait.op == HOST_READ:
+        return "host_read"
     if wait.axis in ("pp_forward", "pp_backward"):
         return INPUT_WAIT if wait.op == "recv" else "exposed_pp"
     if wait.axis == "ends":
@@ -259,7 +263,7 @@ class TimeSplit:
         """Return `compute 61%  tp 8%  cp 4% (12 ms, 9 hidden)  bubble 14% (schedule 13%)  other 13%`, without parts below 0.5 %."""
         words = []
         for part, share in self.shares.items():
-            name = part.removeprefix("exposed_")
+            name = part.removeprefix("exposed_").replace("_", " ")
             beside = ""
             if part == "bubble" and self.schedule_bubble:
                 beside = f" (schedule {self.schedule_bubble / self.step_seconds:.0%})"

@@ -111,7 +111,8 @@ class Timeline:
 
     def _named(self, layer: str, what: Any, start: float, stop: float) -> None:
         if layer == "wait":
-            self._slice(f"wait {what.axis}", "wait", start, stop, {"purpose": what.purpose, "op": what.op})
+            name = f"wait {what.axis}" if what.axis else "host read"
+            self._slice(name, "wait", start, stop, {"purpose": what.purpose, "op": what.op})
         elif layer == "phase":
             self._slice(what, "phase", start, stop, {})
         else:

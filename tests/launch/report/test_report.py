@@ -90,7 +90,7 @@ def page_of(run: Path) -> Page:
 
 
 def test_context_parallelism_is_next_to_the_parts_of_a_step(tmp_path: Path) -> None:
-    """40 ms exposed and 9 ms hidden; each of the eleven parts has a colour of its own."""
+    """40 ms exposed and 9 ms hidden; each of the parts has a colour of its own."""
     run = make_run(tmp_path / "cut", replace(STEP, cp_imbalance=1.25), replace(SPLIT, hidden_cp=(0.009,)))
     said = page_of(run).sections["time"]
     assert "Calls of context parallelism took 49.0 ms of a step, 9.0 ms of it hidden." in said

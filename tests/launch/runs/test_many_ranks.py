@@ -31,7 +31,7 @@ telemetry: {log_interval: 2}
 checkpoint: {interval: null}
 """
 BETWEEN_LINES = 2
-ROW = 15 + BETWEEN_LINES * (6 + 2 * 2 * MICROBATCHES)
+ROW = 16 + BETWEEN_LINES * (6 + 2 * 2 * MICROBATCHES)
 """Numbers that a rank tells before a line: of itself, of each step, and wait and duration of each forward and backward."""
 
 

@@ -84,11 +84,21 @@ def test_a_ledger_has_several_observers(heartbeat: Heartbeat) -> None:
         def wait_ends(self) -> None:
             told.append(heartbeat.read().op)
 
+        def read_begins(self, mark: Event) -> None:
+            told.append(("reads", mark.purpose, heartbeat.read().op))
+
+        def read_ends(self) -> None:
+            told.append("has read")
+
     ledger = Ledger([heartbeat, Other()])
     ledger.under_way(CALL, [])
     ledger.wait_begins(CALL)
     ledger.wait_ends(CALL)
     assert told == [("under way", CALL), (CALL, "recv"), ""], "each call and wait, in the order of the observers"
+    told.clear()
+    with ledger.host_read("counts"):
+        told.append("numbers")
+    assert told == [("reads", "counts", ""), "numbers", "has read"]
 
 
 def test_a_file_of_somebody_else_is_none_of_ours(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from engine.pipeline.actions import Action, Kind
 from engine.run.phases import Phase
 from engine.telemetry.timing.clocks import HostClock, StreamClock, clock_of
 from engine.telemetry.timing.marks import Activity, TimeMarks
+from engine.telemetry.timing.time_split import span_of
 
 CPU = torch.device("cpu")
 F0, B0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
@@ -98,6 +99,32 @@ def test_phases_instructions_and_waits_become_what_a_rank_did() -> None:
     assert clock.elapsed(marked.marks) == [0.0, 0.5, 1.5, 1.5, 3.5, 7.5, 15.5, 31.5]
     # Nothing is waited for but the last event, which stands behind everything that was read.
     assert [event.is_awaited for event in marked.marks] == [False] * 7 + [True]
+
+
+def test_a_read_by_the_host_is_marked_from_its_beginning_to_its_end() -> None:
+    device = Device()
+    marks = TimeMarks(device.clock())
+    ledger = Ledger([marks])
+    marks.begin(0, is_marked=True)
+    marks.phase(Phase.FORWARD_BACKWARD)
+    marks.instruction(F0)
+    device.work(2.0)
+    with ledger.host_read("experts counts"):
+        # The host launches nothing until it has the numbers: the stream runs empty.
+        device.work(0.25)
+    device.work(1.0)
+    marks.instruction(None)
+    marks.end_step(next_is_marked=False)
+    (mark,) = ledger.events
+    assert (mark.phase, mark.op, mark.purpose) == ("mark", "host_read", "experts counts")
+    marked = marks.take(1)
+    assert marked is not None
+    times = marks.clock.elapsed(marked.marks)
+    (place,) = [place for place, activity in enumerate(marked.activities) if activity.wait is not None]
+    assert marked.activities[place] == Activity(Phase.FORWARD_BACKWARD, F0, mark)
+    assert span_of(marked.activities[place]) == "host_read"
+    assert (times[place], times[place + 1]) == (2.0, 2.25)
+    assert span_of(marked.activities[place + 1]) == "compute" and times[place + 2] == 3.25
 
 
 def test_a_step_that_nobody_wants_costs_no_event() -> None:

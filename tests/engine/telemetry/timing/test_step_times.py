@@ -279,7 +279,7 @@ def test_the_parts_sum_to_the_step_on_every_rank(gpt: tuple[Path, Sequence[Measu
 def test_rows_travel_along_the_axes_before_a_line(gpt: tuple[Path, Sequence[Measured]]) -> None:
     """For steps 2, 3, 4 each: 13 spans, median compute; six numbers of the step, wait and duration of each of 16 actions."""
     _, ranks = gpt
-    row, grid = 15 + 6 + 2 * 16, RankGrid(ParallelSizes(tp=2, pp=2, dp=2, vpp=2))
+    row, grid = 16 + 6 + 2 * 16, RankGrid(ParallelSizes(tp=2, pp=2, dp=2, vpp=2))
     for number, rank in enumerate(ranks):
         at = grid.coordinates(number)
         calls = [("all_gather", "tp", PURPOSE, row, 2)]

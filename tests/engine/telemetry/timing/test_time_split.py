@@ -60,6 +60,8 @@ STEP = Call("all_reduce", "world", "step")
         (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_gather", "cp", "keys and values forward")), "exposed_cp"),
         (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_to_all", "experts", "experts counts")), "exposed_ep"),
         (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_reduce", "sample", "fractions")), "exposed_ep"),
+        (Activity(Phase.FORWARD_BACKWARD, F0, Call("host_read", "", "experts counts")), "host_read"),
+        (Activity(Phase.VALIDATION, F0, Call("host_read", "", "experts counts")), None),
         (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_gather", "dp", "parameters")), "exposed_dp"),
         (Activity(Phase.FORWARD_BACKWARD, None, Call("reduce_scatter", "dp", "gradients")), "exposed_dp"),
         (Activity(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "tp", "replica gradients")), "exposed_dp"),
@@ -165,11 +167,12 @@ def test_a_line_says_what_matters_and_fits_into_100_columns() -> None:
     even = dict.fromkeys(PARTS, 1.0)
     split = TimeSplit(2, 9, (even, even), (0.5, 0.7), (1.0, 1.0))
     assert str(split) == (
-        "compute 9%  tp 9%  cp 9%  ep 9%  bubble 9% (schedule 5%)  pp 9%  dp 9%  optimizer 9%  data 9%  checkpoint 9%  other 9%"
+        "compute 8%  tp 8%  cp 8%  ep 8%  host read 8%  bubble 8% (schedule 5%)  pp 8%  dp 8%  optimizer 8%  data 8%  "
+        "checkpoint 8%  other 8%"
     )
     quiet = {**dict.fromkeys(PARTS, 0.0), "compute": 9.99, "data": 0.01}
     assert str(TimeSplit(2, 9, (quiet,), (0.0,), (9.99,))) == "compute 100%"
-    usual = {**even, "compute": 20.0, "exposed_ep": 0.0, "data": 0.0, "checkpoint": 0.0}
+    usual = {**even, "compute": 20.0, "exposed_ep": 0.0, "host_read": 0.0, "data": 0.0, "checkpoint": 0.0}
     assert len(str(TimeSplit(2, 9, (usual,), (0.5,), (20.0,)))) <= 90
 
 

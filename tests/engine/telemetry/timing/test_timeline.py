@@ -25,6 +25,7 @@ class Call:
 
 F3, B1 = Action(Kind.F, 1, 3), Action(Kind.B, 0, 1)
 TP = Call("all_reduce", "tp", "mlp forward")
+READ = Call("host_read", "", "experts counts")
 POST = Post("forward", (Transfer("forward", 1, 0, 4, 3), Transfer("forward", 0, 1, 1, 2)))
 BACK = Post("backward", (Transfer("backward", 1, 0, 2, 1), Transfer("backward", 0, 1, 3, 0)))
 
@@ -39,7 +40,7 @@ def write_row(run: Path, rank: int, world_size: int = 2, attempt: int = 0) -> No
         Activity(Phase.DATA),
         Activity(phase, F3),
         Activity(phase, F3, TP),
-        Activity(phase, F3, TP),
+        Activity(phase, F3, READ),
         Activity(phase, F3),
     ]
     activities += [Activity(phase, POST), Activity(phase, B1), Activity(phase, BACK), Activity(Phase.OPTIMIZER)]
@@ -72,10 +73,17 @@ def test_a_row_has_nested_slices_named_as_in_the_schedule(tmp_path: Path) -> Non
         ("action", "0B1", 600000.0, 100000.0),
         ("transfer", "receive 1B1 from pp 1, send 2B0 to pp 1", 700000.0, 100000.0),
         ("wait", "wait tp", 200000.0, 100000.0),
-        ("wait", "wait tp", 300000.0, 100000.0),
+        ("wait", "host read", 300000.0, 100000.0),
     ]
     waits = [each["args"] for each in slices if each["cat"] == "wait"]
-    assert waits == [{"purpose": "mlp forward", "op": "all_reduce"}] * 4
+    assert (
+        waits
+        == [
+            {"purpose": "mlp forward", "op": "all_reduce"},
+            {"purpose": "experts counts", "op": "host_read"},
+        ]
+        * 2
+    )
     # The same post as the other rank sees it.
     assert any(each["name"] == "send 1F3 to pp 0, receive 0F2 from pp 0" for each in slices if each["tid"] == 1)
     assert {each["pid"] for each in events} == {0}
