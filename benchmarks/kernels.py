@@ -175,7 +175,7 @@ def in_buffers(
     alone = Axis("dp", [0], 0, None, Ledger())
     layouts = layout_parameters([record], dp=1, bucket_numel=spec.numel)
     grad_dtype = main_grad_dtype(dtype, precision.gradients)
-    buffers = GradBuffers(layouts, {name: parameter}, dtype, grad_dtype, device, alone, {"tp": alone})
+    buffers = GradBuffers(layouts, {name: parameter}, dtype, grad_dtype, device, {"dp": alone}, {"tp": alone})
     return parameter, buffers
 
 

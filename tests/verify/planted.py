@@ -9,6 +9,7 @@ import torch
 import models.gpt.attention
 import models.gpt.losses
 from engine.comm.collectives import Axis
+from engine.config.training import OptimizerConfig
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
 from engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
 from engine.pipeline.executor import Executor
@@ -221,8 +222,8 @@ def second_sum_runs_over_another_ranks_part() -> None:
 def norms_are_decayed() -> None:
     runs = OwnedBucket.runs
 
-    def decayed(self: OwnedBucket) -> Any:
-        return [(where, True) for where, _ in runs(self)]
+    def decayed(self: OwnedBucket, config: OptimizerConfig) -> Any:
+        return [(where, replace(rule, weight_decay=config.weight_decay)) for where, rule in runs(self, config)]
 
     OwnedBucket.runs = decayed  # type: ignore[method-assign]
 

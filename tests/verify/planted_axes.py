@@ -1,6 +1,6 @@
 """More bugs that layouts have had in this field, planted at run time: by the axis on which they live (see `planted.py`)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,8 @@ import engine.data.loader
 import engine.step
 import engine.tensor_parallel.initial_weights
 from engine.comm.collectives import Axis, Pending
+from engine.config.groups import UpdateRule
+from engine.config.training import OptimizerConfig
 from engine.data.sampler import step_sample_ids
 from engine.layout.shard_spec import ParamRecord
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
@@ -243,9 +245,12 @@ def gradient_norm_counts_whole_buckets() -> None:
 def later_owners_mix_up_decay() -> None:
     runs = OwnedBucket.runs
 
-    def mixed_up(self: OwnedBucket) -> Iterator[tuple[slice, bool]]:
+    def mixed_up(self: OwnedBucket, config: OptimizerConfig) -> Sequence[tuple[slice, UpdateRule]]:
         is_later = self.bucket.owned[0] > self.bucket.layout.start
-        return ((where, decays != is_later) for where, decays in runs(self))
+        found = runs(self, config)
+        if not is_later:
+            return found
+        return [(where, replace(rule, weight_decay=config.weight_decay - rule.weight_decay)) for where, rule in found]
 
     OwnedBucket.runs = mixed_up  # type: ignore[method-assign]
 

@@ -77,7 +77,7 @@ def gradients_are_scaled_by_dp() -> None:
     def scaled(self: GradBuffers) -> None:
         finish(self)
         for buffer in self.buffers:
-            buffer.main_grads *= self.dp.size
+            buffer.main_grads *= buffer.reduce_axis.size
 
     GradBuffers.finish = scaled  # type: ignore[method-assign]
 
