@@ -200,9 +200,9 @@ def experts_have_the_numbers_of_the_next_rank() -> None:
 
 def weights_stay_in_the_order_of_arrival() -> None:
     def forward(ctx: Any, x: torch.Tensor, weights: torch.Tensor, exchange: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.exchange, ctx.k = exchange, weights.shape[1]
-        rows = exchange.there(x, exchange.tokens, "planted").wait().index_select(0, exchange.by_expert)
-        return rows, exchange.there(weights.flatten(), exchange.slots, "planted").wait()
+        ctx.exchange = exchange
+        rows = exchange.there(x.index_select(0, exchange.tokens), "planted").wait().index_select(0, exchange.by_expert)
+        return rows, exchange.there(weights.flatten().index_select(0, exchange.slots), "planted").wait()
 
     _There.forward = staticmethod(forward)  # type: ignore[method-assign]
 
