@@ -18,7 +18,7 @@ from engine.telemetry.record.expert_load import ExpertsRecord
 from engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
 from engine.telemetry.timing.time_split import TimeSplit
 
-_OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "experts", "losses_ahead", "loss_scale", "num_overflows")
+OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "experts", "losses_ahead", "loss_scale", "num_overflows")
 """Fields that are left out of a record where they are None."""
 
 
@@ -90,11 +90,11 @@ class StepMetrics:
         return f"loss scale {self.loss_scale:.10g}, {self.num_overflows:,} overflow{'s' * (self.num_overflows != 1)}"
 
     def to_record(self) -> dict[str, Any]:
-        """Return a JSON object, without the fields that most runs lack (`_OPTIONAL`) where they are None or empty."""
+        """Return a JSON object, without the fields that most runs lack (`OPTIONAL`) where they are None or empty."""
         record = asdict(replace(self, time_split=None, experts=None))
         for name, part in (("time_split", self.time_split), ("experts", self.experts)):
             record[name] = None if part is None else part.to_record()
-        return {name: value for name, value in record.items() if name not in _OPTIONAL or value not in (None, ())}
+        return {name: value for name, value in record.items() if name not in OPTIONAL or value not in (None, ())}
 
 
 class Meter:
