@@ -1,6 +1,6 @@
 """`triaxis data`: look into corpora, join them and cut them; tokens are copied, never encoded again.
 
-which     the documents that a step of a run has read (`launch/commands/data_which.py`)
+which     the documents that a step of a run has read (`launch/report/data_which.py`)
 inspect   documents, tokens, lengths, ends of documents, the first text
 merge     A B ... -> C, the documents of A, then those of B
 split     C -> A B ..., the first documents, then the next ones
@@ -21,7 +21,7 @@ from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.record import CorpusRecord, read_record
 from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from engine.errors import DataError
-from launch.commands import data_which
+from launch.report import data_which
 from launch.start.command_line import CommandParser, refuse
 
 INSPECT_EXAMPLES = """examples:
