@@ -32,7 +32,7 @@ GROUPS: list[dict[str, Any]] = [
     {"match": "layers.[0-1].*.weight", "lr_factor": 0.25},
     {"match": "*norm.weight", "lr_factor": 2.0, "weight_decay": 0.3},
 ]
-"""Of some parameters the first match wins: norms of the first layers do not decay."""
+"""The first match wins where there are several: norms of the first layers do not decay."""
 
 
 @dataclass(frozen=True)

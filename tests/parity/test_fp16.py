@@ -185,7 +185,7 @@ def test_scales_and_skips_are_those_of_torchs_scaler() -> None:
 
 
 def divergences(rank: int, case: Case) -> list[str]:
-    """What is said of an overflow at the smallest scale and at a static one, and of a loss that is not finite; scales stay."""
+    """The words about an overflow at the smallest scale and at a static one, and of a loss that is not finite; scales stay."""
     texts = []
     for config in (LossScaleConfig(initial=4.0, minimum=4.0), LossScaleConfig(static=64.0), LossScaleConfig()):
         engine, batches = build_scaled(rank, case, config)

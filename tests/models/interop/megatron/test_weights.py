@@ -40,7 +40,7 @@ EXPORTED = ("gpt", "llama", "ahead")
 
 @dataclass
 class Trained:
-    """What a model says: its logits on one batch, then the losses of two further updates on two others.
+    """The outputs of a model: its logits on one batch, then the losses of two further updates on two others.
 
     Attributes:
         ahead: the losses of tokens ahead, added up over these updates.
