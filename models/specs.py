@@ -62,6 +62,8 @@ class StageContents(Protocol):
     def has_head(self) -> bool: ...
     @property
     def num_mtp(self) -> int: ...
+    @property
+    def num_own(self) -> int: ...
 
 
 def model_specs(model: ModelConfig) -> tuple[ParamSpec, ...]:
@@ -83,8 +85,7 @@ def stage_specs(model: ModelConfig, stage: StageContents) -> tuple[ParamSpec, ..
     specs: list[ParamSpec] = []
     if stage.has_embedding:
         specs += embedding_specs(model)
-    own = len(stage.layers) - stage.num_mtp
-    for layer in stage.layers[:own]:
+    for layer in stage.layers[: stage.num_own]:
         specs += layer_specs(model, layer)
     if stage.has_head:
         specs += final_norm_specs(model)
@@ -92,7 +93,7 @@ def stage_specs(model: ModelConfig, stage: StageContents) -> tuple[ParamSpec, ..
             specs.append(_word_embedding(model))
         if not model.tie_embeddings:
             specs.append(_vocabulary_matrix(model, "head.weight", tied_ends=False))
-    for layer in stage.layers[own:]:
+    for layer in stage.layers[stage.num_own :]:
         specs += layer_specs(model, layer)
     return tuple(specs)
 

@@ -21,7 +21,7 @@ EXAMPLES = """examples:
   triaxis data which --run runs/gpt_tiny --step 120 --text
 """
 MOST_CHARACTERS = 200
-"""Of the text of a part that is shown."""
+"""Characters of a part that `--text` shows."""
 
 
 def add_arguments(parser: CommandParser) -> None:

@@ -79,7 +79,7 @@ class GPTChunk(nn.Module):
         self.stage = stage
         self.embedding = Embedding(context) if stage.has_embedding else None
         self.rotaries = [context.model.layer_kind(layer).rotary for layer in stage.layers]
-        num_own = len(stage.layers) - stage.num_mtp
+        num_own = stage.num_own
         self.blocks = nn.ModuleList([Block(context, layer) for layer in stage.layers[:num_own]])
         self.ahead = TokensAhead(context, stage.layers[num_own:], num_own) if stage.num_mtp else None
         self.final_norm = Norm(context, "final_norm") if stage.has_head else None

@@ -384,7 +384,7 @@ def layer_groups(
 ) -> list[LayerGroup]:
     """List the layers of a stage in order, as `GPTChunk` groups them; `load`: of the rank's experts."""
     at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
-    num_own = num_layers - stage.num_mtp
+    num_own = stage.num_own
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
     every = config.model.kinds
     kinds = [every[layer] for layer in stage.layers]

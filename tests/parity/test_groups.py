@@ -17,7 +17,6 @@ def test_factors_and_decays_equal_the_oracles(optimizer: str) -> None:
     plain = run_oracle(Case("llama", num_layers=3, optimizer=optimizer, global_batch_size=2), weights, STEPS)
     for name in ("embedding.word.weight", "layers.0.attention.q.weight", "layers.2.mlp.norm.weight"):
         assert not expected.weights[name].equal(plain.weights[name]), f"the group of {name} changes nothing"
-    assert expected.weights["head.weight"].shape == plain.weights["head.weight"].shape
 
 
 @pytest.mark.distributed

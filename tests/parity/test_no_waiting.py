@@ -66,7 +66,7 @@ def reads_of_a_step(rank: int, case: Case, plant: bool) -> list[str]:
 
 
 def reads_and_marks(rank: int, case: Case, plant: bool) -> tuple[list[str], int]:
-    """What was read in a step, and how many reads the ledger has a mark of; each is a part of the step's time."""
+    """Return the reads of a step and the number of their marks in the ledger; each is a part of the step's time."""
     times = TimeMarks(HostClock())
     engine, batches = build_rank(rank, case, [times])
     engine.train_step(batches.next_step(), 1e-3)

@@ -151,7 +151,7 @@ def under_laws(rank: int, case: Case, laws: Sequence[tuple[float, int]]) -> list
     ],
 )
 def test_rows_by_all_to_all_are_held_by_the_load_of_any_routing(dtype: str, laws: Sequence[tuple[float, int]]) -> None:
-    """What is kept and sent, exactly, and all tensors at the fullest moment."""
+    """Compare what is kept and sent, exactly, and all tensors at the fullest moment."""
     case = replace(LAW_CASE, dtype=dtype)
     config = case.config()
     sizes = parallel_sizes(config)
