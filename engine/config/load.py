@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from engine.config.foreign_names import FOREIGN_VALUES, has_our_name, unknown_key
 from engine.config.section import Rule, Section
+from engine.config.stages import StageFields, fields_of, get_field, put_fields, refused_field
 from engine.config.tree import FORMAT_VERSION, Config
 from engine.config.tree import problems as broken_rules
 from engine.config.yaml_text import read_yaml
@@ -99,10 +100,60 @@ def load_config(
     except ValidationError as error:
         config = _valid_part(reading.tree, error)
         reading.problems += _type_problems(error, reading.origins)
+        # Their fields are values of other sections, of which some have none.
+        config.__dict__.pop("stages", None)
+    else:
+        config = _complete_stages(reading, config)
     reading.problems += broken_rules(config, world_size, ranks_per_node, more_rules)
     if reading.problems:
         raise ConfigError(reading.problems, source)
     return config
+
+
+def _complete_stages(reading: _Reading, config: Config) -> Config:
+    """Give every stage every field that one of them has, and the config those of `train.stage`, or of the first stage."""
+    if not config.stages:
+        return config
+    base = config.model_dump(mode="json", exclude={"stages"})
+    own = [_own_fields(reading, base, entry) for entry in config.stages]
+    keys = dict.fromkeys(key for fields in own for key in fields)
+    reading.problems += [
+        f"{key} ({reading.origins[key]}): every stage has a value of its own for it, so this one would have no effect. Change the "
+        "stages."
+        for key in keys
+        if key in reading.origins and all(key in fields for fields in own)
+    ]
+    completed = []
+    for entry, fields in zip(config.stages, own, strict=True):
+        values = _with_fields(base, fields).model_dump(mode="json")
+        completed.append(
+            {"name": entry["name"], "until": entry["until"]} | {key: get_field(values, key) for key in keys}
+        )
+    name = config.train.stage or completed[0]["name"]
+    current = next((entry for entry in completed if entry["name"] == name), completed[0])
+    return _with_fields({**base, "stages": completed}, {**fields_of(current), "train.stage": name})
+
+
+def _own_fields(reading: _Reading, base: Mapping[str, Any], entry: StageFields) -> dict[str, Any]:
+    """Return the fields of a stage as they are given; one that it cannot have, or of a wrong type, is a problem."""
+    known, fields = list(Config.dotted_names()), dict[str, Any]()
+    for key, value in fields_of(entry).items():
+        if why := refused_field(key, known):
+            reading.problems.append(f"stage {entry['name']}: {key}{why}.")
+            continue
+        try:
+            _with_fields(base, {**fields, key: value})
+        except ValidationError as error:
+            reading.problems += [f"stage {entry['name']}: {problem}" for problem in _type_problems(error, {})]
+        else:
+            fields[key] = value
+    return fields
+
+
+def _with_fields(tree: Mapping[str, Any], fields: Mapping[str, Any]) -> Config:
+    changed = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
+    put_fields(changed, fields)
+    return Config.model_validate(changed)
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -166,7 +217,7 @@ def _apply(reading: _Reading, overrides: Sequence[str], environment: Mapping[str
             continue
         for name, value in _flat(dotted, _value(reading, text, override)):
             earlier = reading.origins.get(name)
-            if earlier is not None and _get(reading.tree, name) != value:
+            if earlier is not None and get_field(reading.tree, name) != value:
                 reading.problems.append(
                     f"{name} is given twice with different values: {earlier}, and {override} on the command line. Which one is "
                     f"meant would be a guess. Remove one of them."
@@ -215,13 +266,6 @@ def _value(reading: _Reading, text: str, given: str) -> Any:
             f"{given!r}: its value is no UTF-8, so no file of the run could hold it. Type it in UTF-8."
         )
         return text
-
-
-def _get(tree: Mapping[str, Any], dotted: str) -> Any:
-    value: Any = tree
-    for part in dotted.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def _check_format(reading: _Reading) -> None:
@@ -308,8 +352,7 @@ def _valid_part(tree: Mapping[str, Any], error: ValidationError) -> Config:
     sections = {}
     for name in Config.model_fields:
         kind = Config.section_type(name)
-        assert kind is not None, "the top level holds sections only"
-        if name not in wrong:
+        if kind is not None and name not in wrong:
             sections[name] = _construct(
                 kind, tree.get(name, {}), {key for key in kind.model_fields if f"{name}.{key}" in wrong}
             )
@@ -349,6 +392,11 @@ def to_yaml(config: Config, *, describe: bool = False) -> str:
 def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:
     for name, about in type(section).model_fields.items():
         value = getattr(section, name)
+        if name == "stages":
+            yield from _stage_lines(
+                section.model_dump(mode="json", include={name})[name], about.description if describe else None
+            )
+            continue
         if isinstance(value, Section):
             if describe and not indent and name != next(iter(type(section).model_fields)):
                 yield ""
@@ -357,6 +405,19 @@ def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:
             continue
         plain = section.model_dump(mode="json", include={name})[name]
         yield from commented_lines(name, plain, about.description if describe else None, indent)
+
+
+def _stage_lines(stages: Sequence[Mapping[str, Any]], comment: str | None) -> Iterator[str]:
+    """Yield the lines of the stages, one for each."""
+    if not stages:
+        yield from commented_lines("stages", [], comment, "")
+        return
+    yield f"{'stages:':<{COMMENT_COLUMN}}  # {comment}" if comment else "stages:"
+    for stage in stages:
+        text = yaml.dump(
+            stage, Dumper=_ShortLists, default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False
+        )
+        yield f"  - {text.strip()}"
 
 
 def commented_lines(name: str, value: object, comment: str | None, indent: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine.config.stage_work import head_work, layer_work
+from engine.config.stages import RunStage, current_stage, run_stages
 from engine.errors import ConfigError
 from engine.layout.balance import balance, even_counts, largest_work
 from engine.layout.partition import StageLayers, partition
@@ -19,7 +20,7 @@ if TYPE_CHECKING:  # the sections import this module
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """The batch arithmetic of a run.
+    """The batch arithmetic of a run in one of its stages.
 
     Attributes:
         global_batch_size: samples per optimizer step, over all ranks; the same number as `samples_per_step`.
@@ -29,6 +30,8 @@ class BatchPlan:
         samples_per_step: advance of `consumed_samples` in a step.
         tokens_per_step: labels in a step, masked ones included.
         num_steps: optimizer steps of the whole run.
+        num_tokens: tokens of the whole run.
+        stage: place of the stage in the run; of a run without stages, the run.
     """
 
     global_batch_size: int
@@ -38,14 +41,22 @@ class BatchPlan:
     samples_per_step: int
     tokens_per_step: int
     num_steps: int
+    num_tokens: int
+    stage: RunStage
 
     def __str__(self) -> str:
         microbatches = "microbatch" if self.num_microbatches == 1 else "microbatches"
         return (
             f"{self.global_batch_size:,} samples per step = {self.num_microbatches:,} {microbatches} of "
-            f"{self.micro_batch_size:,} x dp {self.dp:,}; {self.tokens_per_step:,} tokens per step x "
-            f"{self.num_steps:,} steps = {self.tokens_per_step * self.num_steps:,} tokens"
+            f"{self.micro_batch_size:,} x dp {self.dp:,}; {self.tokens_per_step:,} tokens per step x {self._steps}"
         )
+
+    @property
+    def _steps(self) -> str:
+        stage = self.stage
+        num_steps = stage.end_step - stage.first_step
+        steps = f"{num_steps:,} steps = {num_steps * self.tokens_per_step:,} tokens"
+        return f"{steps} of the stage {stage.name}" if stage.name else steps
 
 
 def partial_batch(train: "TrainConfig", dp: int | None) -> str | None:
@@ -65,8 +76,8 @@ def batch_plan(config: "Config", dp: int) -> BatchPlan:
     Raises:
         ConfigError: the global batch is not whole microbatches on every pipeline: `dp` is not that of the checked config.
     """
-    train, num_steps = config.train, planned_steps(config)
-    assert num_steps is not None, "a checked config has one length"
+    train, stages = config.train, run_stages(config)
+    assert stages, "a checked config has one length"
     if rule := partial_batch(train, dp):
         raise ConfigError([f"train.global_batch_size = {train.global_batch_size}: {rule}."])
     return BatchPlan(
@@ -76,23 +87,22 @@ def batch_plan(config: "Config", dp: int) -> BatchPlan:
         num_microbatches=train.global_batch_size // (train.micro_batch_size * dp),
         samples_per_step=train.global_batch_size,
         tokens_per_step=train.global_batch_size * config.model.seq_length,
-        num_steps=num_steps,
+        num_steps=stages[-1].end_step,
+        num_tokens=stages[-1].end_token,
+        stage=current_stage(config),
     )
 
 
 def planned_steps(config: "Config") -> int | None:
-    """Return the optimizer steps of the run; None where neither or both of `train.steps` and `train.tokens` are given."""
-    if (config.train.steps is None) == (config.train.tokens is None):
-        return None
-    if config.train.tokens is None:
-        return config.train.steps
-    return -(-config.train.tokens // (config.train.global_batch_size * config.model.seq_length))
+    """Return the optimizer steps of the run; None where its length is not given, or given twice."""
+    stages = run_stages(config)
+    return stages[-1].end_step if stages else None
 
 
 def planned_tokens(config: "Config") -> int | None:
     """Return the tokens of the run in whole steps; None where it has no length, or two."""
-    num_steps = planned_steps(config)
-    return None if num_steps is None else num_steps * config.train.global_batch_size * config.model.seq_length
+    stages = run_stages(config)
+    return stages[-1].end_token if stages else None
 
 
 def data_parallel_size(parallel: "ParallelConfig", world_size: int | None) -> int | None:

@@ -52,7 +52,7 @@ LENGTH = OnResume("meant", is_layout=_length_is_free)
 
 
 class TrainConfig(Section):
-    """Length and batches of a run. Give `steps` or `tokens`, not both."""
+    """Length and batches of a run. Give `steps`, `tokens` or the stages of the run, one of them."""
 
     steps: Annotated[Count | None, LENGTH] = Field(None, gt=0, le=MOST_STEPS, description="length in optimizer steps")
     tokens: Annotated[Count | None, LENGTH] = Field(
@@ -60,6 +60,9 @@ class TrainConfig(Section):
     )
     global_batch_size: Count = Field(gt=0, description="samples per optimizer step, over all ranks")
     micro_batch_size: Annotated[Count, LAYOUT] = Field(1, gt=0, description="samples per forward of one pipeline")
+    stage: Annotated[str | None, LAYOUT] = Field(
+        None, description="stage whose fields these are; a training run finds it by its consumed tokens"
+    )
     seed: Annotated[int, MEANT] = Field(1234, ge=0, description="seed of initial weights, data order and dropout")
     eval_interval: Annotated[Count | None, LAYOUT] = Field(
         None, gt=0, description="steps between validations; null: no validation"
@@ -155,17 +158,27 @@ def microbatches_can_be_listed(subject: Subject) -> Iterator[Problem]:
 
 
 def run_has_one_length(subject: Subject) -> Iterator[Problem]:
-    steps, tokens = subject.config.train.steps, subject.config.train.tokens
-    if steps is None and tokens is None:
+    train, stages = subject.config.train, subject.config.stages
+    if stages:
+        for key in ("steps", "tokens"):
+            if getattr(train, key) is not None:
+                yield subject.problem(
+                    f"train.{key}",
+                    f"the stages are given too, and the last one ends the run at {stages[-1]['until']:,} tokens: one of both would "
+                    "be ignored",
+                    {f"train.{key}": [None]},
+                )
+        return
+    if train.steps is None and train.tokens is None:
         yield subject.problem(
             "train.steps",
             "train.steps or train.tokens must be given: the run would have no end, and the learning rate no schedule",
             advice="Set one of them.",
         )
-    if steps is not None and tokens is not None:
+    if train.steps is not None and train.tokens is not None:
         yield subject.problem(
             "train.steps",
-            f"train.tokens = {tokens} is given too: both say how long the run is, and one would be ignored",
+            f"train.tokens = {train.tokens} is given too: both say how long the run is, and one would be ignored",
             {"train.steps": [None], "train.tokens": [None]},
         )
 

@@ -19,13 +19,18 @@ them come first. Values outside the bounds of the field are left out.
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import islice
+from typing import Annotated
+
+from pydantic import Field
 
 from engine.config.activations import ACTIVATION_RULES, KernelsConfig, OffloadConfig, RecomputeConfig
 from engine.config.data import DATA_RULES, DataConfig
 from engine.config.layout import LAYOUT_RULES, ParallelConfig, ScheduleConfig
 from engine.config.model import MODEL_RULES, ModelConfig
 from engine.config.run import RUN_RULES, CheckpointConfig, ResilienceConfig, RuntimeConfig
-from engine.config.section import OnResume, Problem, Rule, Section, Subject, Verdict, with_value
+from engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject, Verdict, with_value
+from engine.config.stage_rules import STAGE_RULES
+from engine.config.stages import StageFields, at_stage
 from engine.config.telemetry import TELEMETRY_RULES, TelemetryConfig
 from engine.config.training import TRAINING_RULES, OptimizerConfig, PrecisionConfig, TrainConfig
 from engine.errors import ConfigError
@@ -57,6 +62,9 @@ class Config(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    stages: Annotated[list[StageFields], MEANT] = Field(
+        default_factory=list, description="parts of the run in order, each to `until` tokens, with fields of its own"
+    )
 
 
 RULES: tuple[Rule, ...] = (
@@ -67,6 +75,7 @@ RULES: tuple[Rule, ...] = (
     *ACTIVATION_RULES,
     *RUN_RULES,
     *TELEMETRY_RULES,
+    *STAGE_RULES,
 )
 """The rules that need only the configuration, by section."""
 
@@ -74,7 +83,7 @@ RULES: tuple[Rule, ...] = (
 def problems(
     config: Config, world_size: int | None = None, ranks_per_node: int | None = None, more_rules: Sequence[Rule] = ()
 ) -> list[str]:
-    """Return every broken rule as a readable line; an empty list means a legal config.
+    """Return every broken rule as a readable line; an empty list means a legal config, in every stage of its run.
 
     Args:
         config: what to check.
@@ -82,7 +91,13 @@ def problems(
         ranks_per_node: ranks on each node; None: `runtime.ranks_per_node`.
         more_rules: further rules, checked last.
     """
-    return [str(problem) for problem in broken_rules(config, world_size, ranks_per_node, more_rules)]
+    found = [str(problem) for problem in broken_rules(config, world_size, ranks_per_node, more_rules)]
+    if not is_whole(config):
+        return found
+    for name in (entry["name"] for entry in config.stages if entry["name"] != config.train.stage):
+        here = broken_rules(at_stage(config, name), world_size, ranks_per_node, more_rules)
+        found += [f"stage {name}: {problem}" for problem in map(str, here) if problem not in found]
+    return found
 
 
 def require_legal(
@@ -138,10 +153,11 @@ def _mends(subject: Subject, rules: Sequence[Rule], name: str, value: object, ot
 
 def is_whole(config: Config) -> bool:
     """Return whether every field has a value: fields of a wrong type have none."""
-    sections = [getattr(config, name, None) for name in Config.model_fields]
+    values = [getattr(config, name, None) for name in Config.model_fields]
     return all(
-        section is not None and all(name in section.__dict__ for name in type(section).model_fields)
-        for section in sections
+        value is not None
+        and (not isinstance(value, Section) or all(name in value.__dict__ for name in type(value).model_fields))
+        for value in values
     )
 
 

@@ -11,6 +11,7 @@ from tests.engine.config.bad_expert_configs import BAD_EXPERTS
 from tests.engine.config.bad_latents import BAD_LATENTS
 from tests.engine.config.bad_rates import BAD_RATES
 from tests.engine.config.bad_scales import BAD_SCALES
+from tests.engine.config.bad_stages import BAD_STAGES
 
 MIXED_SCHEDULE = Path(__file__).parents[2] / "parity" / "mixed_schedule.txt"
 """For pp 2 and 5 microbatches."""
@@ -45,6 +46,7 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     ),
     **BAD_LATENTS,
     **BAD_RATES,
+    **BAD_STAGES,
     "lengths of documents that a corpus has": (
         ["data.synthetic_document_length=9"],
         {},

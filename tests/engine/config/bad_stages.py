@@ -1,0 +1,16 @@
+"""Stages that must be refused, in the form of `bad_configs.BAD`; `test_stages.py` has more, refused while they are read."""
+
+from collections.abc import Sequence
+
+BAD_STAGES: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
+    "two stages of one name": (
+        ["train.steps=null", "checkpoint.interval=5", "stages=[{name: main, until: 5k}, {name: main, until: 9k}]"],
+        {},
+        ["stages.1.name = main", "two stages"],
+    ),
+    "an edge that is not saved": (
+        ["train.steps=null", "checkpoint.interval=null", "stages=[{name: main, until: 5k}, {name: more, until: 9k}]"],
+        {},
+        ["checkpoint.interval = null", "several stages", "checkpoint.interval = 1000"],
+    ),
+}

@@ -1,0 +1,208 @@
+"""Stages of a run: what reading makes of them, where each begins and ends, and stages that are refused."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.config.load import load_config, to_yaml
+from engine.config.plan import batch_plan, planned_steps, planned_tokens
+from engine.config.stages import at_stage, current_stage, data_segments, past_differs, run_stages, stage_at
+from engine.config.tree import Config, problems
+from engine.errors import ConfigError
+from tests.engine.config.bad_configs import LEGAL
+
+STAGED = ["train.steps=null", "checkpoint.interval=5"]
+LONGER = "{name: longer, until: 9k, model.seq_length: 128, train.global_batch_size: 4, parallel.tp: 2}"
+
+
+def staged(stages: str, *more: str) -> Config:
+    return load_config(None, [*_without_steps(), *STAGED[1:], *more, f"stages={stages}"])
+
+
+def _without_steps() -> list[str]:
+    return [word.replace("steps: 10, ", "") for word in LEGAL]
+
+
+def test_each_stage_has_every_field_that_one_of_them_has() -> None:
+    config = staged(f"[{{name: main, until: 5000}}, {LONGER}]")
+    main, longer = config.stages
+    assert main == {
+        "name": "main",
+        "until": 5000,
+        "model.seq_length": 32,
+        "train.global_batch_size": 16,
+        "parallel.tp": 1,
+    }
+    assert longer["model.seq_length"] == 128
+    assert (config.train.stage, config.model.seq_length, config.parallel.tp) == ("main", 32, 1)
+    there = at_stage(config, "longer")
+    assert (there.train.stage, there.model.seq_length, there.parallel.tp) == ("longer", 128, 2)
+    assert there.stages == config.stages
+    assert at_stage(there, "main") == config
+
+
+@pytest.mark.parametrize("name", ["main", "longer"])
+@pytest.mark.parametrize("describe", [False, True])
+def test_what_is_written_is_read_back(name: str, describe: bool, tmp_path: Path) -> None:
+    config = at_stage(staged(f"[{{name: main, until: 5000}}, {LONGER}]"), name)
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config, describe=describe))
+    assert load_config(path) == config
+
+
+def test_a_stage_is_whole_steps_and_counts_go_on() -> None:
+    config = staged(f"[{{name: main, until: 5000}}, {LONGER}]")
+    main, longer = run_stages(config)
+    assert (main.first_step, main.end_step, main.end_token) == (0, 10, 5120)
+    assert (longer.first_step, longer.first_sample, longer.first_token) == (10, 160, 5120)
+    assert (longer.tokens_per_step, longer.end_step, longer.end_token) == (512, 18, 9216)
+    assert (longer.samples_before(12), longer.tokens_before(12), longer.step_after(168)) == (168, 6144, 12)
+    assert (planned_steps(config), planned_tokens(config)) == (18, 9216)
+    plan = batch_plan(at_stage(config, "longer"), 1)
+    assert (plan.num_steps, plan.num_tokens, plan.stage, plan.num_microbatches) == (18, 9216, longer, 2)
+
+
+def test_the_edge_belongs_to_the_next_stage() -> None:
+    config = staged(f"[{{name: main, until: 5000}}, {LONGER}]")
+    names = [stage_at(config, tokens).name for tokens in (0, 5119, 5120, 9215, 9216)]
+    assert names == ["main", "main", "longer", "longer", "longer"]
+
+
+def test_a_run_without_stages_is_one_stage() -> None:
+    config = load_config(None, LEGAL)
+    [stage] = run_stages(config)
+    assert stage == current_stage(config) == batch_plan(config, 1).stage
+    assert (stage.name, stage.first_step, stage.end_step, stage.end_token) == ("", 0, 10, 5120)
+    [segment] = data_segments(config)
+    assert (segment.train, segment.seq_length, segment.first_position) == (((1.0, "corpus"),), 32, 0)
+
+
+STAGE = st.tuples(st.integers(1, 3000), st.sampled_from([8, 16, 32]), st.sampled_from([16, 32, 64]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(STAGE, min_size=1, max_size=5))
+def test_random_stages_have_no_gap(drawn: list[tuple[int, int, int]]) -> None:
+    entries: list[dict[str, Any]] = []
+    until = 0
+    for number, (tokens, batch, length) in enumerate(drawn):
+        until += tokens + 32 * 64
+        fields = {"train.global_batch_size": batch, "model.seq_length": length}
+        entries.append({"name": f"s{number}", "until": until, **fields})
+    tree = load_config(None, [*_without_steps(), "train.steps=1"]).model_dump(mode="json")
+    tree["train"]["steps"] = None
+    config = Config.model_validate({**tree, "stages": entries})
+    stages = run_stages(config)
+    for entry, stage in zip(entries, stages, strict=True):
+        assert entry["until"] <= stage.end_token < entry["until"] + stage.tokens_per_step
+        assert stage.end_step > stage.first_step
+    for before, after in pairwise(stages):
+        assert after.first_step == before.end_step
+        assert after.first_sample == before.samples_before(before.end_step)
+        assert after.first_token == before.end_token
+    for stage in stages:
+        for step in (stage.first_step, stage.end_step - 1):
+            assert stage.step_after(stage.samples_before(step)) == step
+            assert stage_at(config, stage.tokens_before(step)) == stage
+
+
+def test_an_edge_without_another_cut_is_none_for_the_data() -> None:
+    config = staged(
+        "[{name: a, until: 5k}, {name: b, until: 9k, parallel.tp: 2}, {name: c, until: 15k, train.global_batch_size: 32}, "
+        "{name: d, until: 20k, data.train: [[1.0, other]]}]"
+    )
+    assert len(data_segments(at_stage(config, "c"))) == 1
+    one, two = data_segments(at_stage(config, "d"))
+    assert (one.first_position, two.first_position) == (0, run_stages(config)[3].first_sample)
+    assert two.train == ((1.0, "other"),)
+
+
+def test_what_lies_ahead_may_change_and_what_was_read_may_not() -> None:
+    was = load_config(None, LEGAL)
+    branch = staged("[{name: main, until: 2560}, {name: decay, until: 9k, data.train: [[1.0, other]]}]")
+    assert past_differs(was, branch, 2560) is None
+    assert past_differs(branch, was, 2560) is None
+    beyond = past_differs(was, branch, 3072)
+    assert beyond is not None and "other" in beyond
+    assert (
+        past_differs(was, staged("[{name: main, until: 9k, model.seq_length: 64}, {name: rest, until: 20k}]"), 512)
+        is not None
+    )
+    assert (
+        past_differs(
+            was, staged("[{name: main, until: 9k, train.global_batch_size: 32}, {name: rest, until: 20k}]"), 1024
+        )
+        is not None
+    )
+    assert past_differs(was, staged("[{name: main, until: 9k, parallel.tp: 2}, {name: rest, until: 20k}]"), 512) is None
+
+
+BAD = {
+    "stages and a length": (
+        ["train.steps=10", "stages=[{name: all, until: 5120}]"],
+        ["train.steps = 10", "the last one ends the run at 5,120 tokens", "train.steps = null"],
+    ),
+    "a stage without a step": (
+        ["stages=[{name: main, until: 5000}, {name: more, until: 5100}]"],
+        ["stages.1.until = 5100", "must be more than 5,120", "no step"],
+    ),
+    "a stage without an end": (["stages=[{name: main}]"], ["stages.0.until is missing"]),
+    "a stage with a field of nothing": (
+        ["stages=[{name: main, until: 5k, model.seqlength: 8}]"],
+        ["stage main: model.seqlength: there is no such field"],
+    ),
+    "a stage with a field of the whole run": (
+        ["stages=[{name: main, until: 5k, optimizer.lr: 1.0}]"],
+        ["stage main: optimizer.lr is one field of the whole run", "model.seq_length"],
+    ),
+    "a stage with a value of a wrong type": (
+        ["stages=[{name: main, until: 5k, model.seq_length: long}]"],
+        ["stage main: model.seq_length = 'long'"],
+    ),
+    "a stage that breaks a rule": (
+        ["stages=[{name: main, until: 5k}, {name: wide, until: 9k, parallel.tp: 3}]"],
+        ["stage wide: ", "parallel.tp = 3"],
+    ),
+    "a warm-up in steps of two sizes": (
+        [
+            "optimizer.warmup_steps=2",
+            "stages=[{name: a, until: 5k}, {name: b, until: 9k, train.global_batch_size: 32}]",
+        ],
+        ["optimizer.warmup_steps = 2", "would jump", "warmup_tokens"],
+    ),
+    "longer samples than learned positions": (
+        ["model.position=learned", "stages=[{name: a, until: 5k}, {name: b, until: 9k, model.seq_length: 128}]"],
+        ["model.position = learned", "32 or 128", "model.position = rope"],
+    ),
+    "a stage of no run": (["train.steps=5", "train.stage=main"], ["train.stage = main", "the run has none"]),
+    "a stage that is none of them": (
+        ["train.stage=mian", "stages=[{name: main, until: 5k}]"],
+        ["train.stage = mian", "must be one of the stages main"],
+    ),
+    "a value that every stage has": (
+        ["train.micro_batch_size=1", "stages=[{name: main, until: 5k, train.micro_batch_size: 4}]"],
+        ["train.micro_batch_size", "every stage has a value of its own"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_stages_are_refused_in_words(name: str) -> None:
+    changes, words = BAD[name]
+    legal = [word.replace(", micro_batch_size: 2", "") for word in _without_steps()]
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*legal, "checkpoint.interval=5", *changes])
+    text = "\n".join(caught.value.problems)
+    assert not [word for word in words if word not in text], text
+
+
+def test_every_stage_is_checked_against_the_cluster() -> None:
+    config = staged(
+        "[{name: main, until: 5k, parallel.dp: 4}, {name: wide, until: 9k, parallel.tp: 2, parallel.dp: 4}]"
+    )
+    [problem] = problems(config, world_size=4)
+    assert problem.startswith("stage wide: parallel = tp x pp x dp = 2 x 1 x 4"), problem
