@@ -68,16 +68,25 @@ def one_period(share: Sequence[int]) -> NDArray[np.int64]:
     return table
 
 
+def counts_of(weights: Sequence[float], num_samples: int) -> list[int]:
+    """Return how many of the first samples of a blend are of each corpus."""
+    share = shares(weights)
+    periods, rest = divmod(num_samples, sum(share))
+    begun = np.bincount(one_period(share)[:rest], minlength=len(share))
+    return [periods * each + int(more) for each, more in zip(share, begun, strict=True)]
+
+
 class Blend:
     """Samples of several sources in a fixed ratio, as one source.
 
     Args:
         sources: one per weight; each has every sample id >= 0.
         weights: relative to their sum, as in `shares`.
+        first_id: id of the first sample of the blend.
     """
 
-    def __init__(self, sources: Sequence[SampleSource], weights: Sequence[float]) -> None:
-        self.sources = tuple(sources)
+    def __init__(self, sources: Sequence[SampleSource], weights: Sequence[float], first_id: int = 0) -> None:
+        self.sources, self.first_id = tuple(sources), first_id
         self.shares = shares(weights)
         if len(self.sources) != len(self.shares):
             raise DataError(
@@ -90,7 +99,7 @@ class Blend:
 
     def locate(self, sample_id: int) -> tuple[int, int]:
         """Return (source, sample id within it) of a sample of the blend."""
-        periods, place = divmod(sample_id, len(self._table))
+        periods, place = divmod(sample_id - self.first_id, len(self._table))
         source = int(self._table[place])
         return source, periods * self.shares[source] + int(self._rank[place])
 

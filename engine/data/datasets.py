@@ -9,16 +9,20 @@ Every process of every node gets the same samples from the same arguments; the f
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config.data import DataConfig
-from engine.data.blend import Blend
+from engine.config.stages import DataSegment, data_segments
+from engine.config.tree import Config
+from engine.data.blend import Blend, counts_of
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.record import read_record
 from engine.data.document_statistics import UNBROKEN
+from engine.data.remainder import ContinuedStream
 from engine.data.samples import SampleSource, SampleStream
+from engine.data.skipped import SkippedRanges
 from engine.data.split import PARTS, split_documents
 from engine.data.synthetic import SyntheticDataset
 from engine.errors import DataError
@@ -31,14 +35,23 @@ class Datasets:
     """The three parts, each with every sample id >= 0; None where the configuration has none."""
 
     train: SampleSource
+    """Of a run whose samples change on the way: those of its present part, from 0."""
     valid: SampleSource | None
     test: SampleSource | None
     fingerprint: str
     """Hexadecimal: equal where every sample of every part is equal (within the reach of `IndexedTokens.fingerprint`)."""
+    train_after: Callable[[SkippedRanges], SampleSource]
+    """Returns training's samples by their ids in the run, behind those that the run has read before its present part."""
 
 
 def open_datasets(
-    data_config: DataConfig, seq_length: int, seed: int, cache_dir: str | Path | None = None, *, vocab_size: int
+    data_config: DataConfig,
+    seq_length: int,
+    seed: int,
+    cache_dir: str | Path | None = None,
+    *,
+    vocab_size: int,
+    segments: Sequence[DataSegment] = (),
 ) -> Datasets:
     """Open the corpora, split and blend them.
 
@@ -48,6 +61,7 @@ def open_datasets(
         seed: of all orders.
         cache_dir: folder of index caches, instead of `data.cache_dir`; without both, PREFIX.cache next to each corpus.
         vocab_size: of the model, without padding; a corpus with larger ids is refused.
+        segments: parts of the run up to the present one, where its samples change on the way (`data_segments`).
 
     Raises:
         DataError: a corpus is missing, damaged, too small for its split or of another vocabulary.
@@ -68,7 +82,8 @@ def open_datasets(
             )
             for number in range(len(PARTS))
         )
-        return Datasets(train, valid, test, _digest("synthetic", seed, vocab_size, seq_length, *choices))
+        digest = _digest("synthetic", seed, vocab_size, seq_length, *choices)
+        return Datasets(train, valid, test, digest, lambda skipped: train)
     named = [prefix for _, prefix in [*data_config.train, *(data_config.valid or [])]]
     for weighted in filter(None, (data_config.train, data_config.valid)):
         assert len({prefix for _, prefix in weighted}) == len(weighted), (
@@ -77,20 +92,30 @@ def open_datasets(
     corpora = {prefix: _open_corpus(prefix, vocab_size) for prefix in named}
     folder = cache_dir or data_config.cache_dir
 
+    def stream(prefix: str, documents: Mapping[str, range], length: int) -> SampleStream:
+        return SampleStream(
+            corpora[prefix],
+            documents[prefix],
+            seq_length=length,
+            seed=seed,
+            cache_dir=Path(folder or f"{prefix}.cache"),
+            vocab_size=vocab_size,
+            count_document_starts=data_config.count_document_starts,
+        )
+
     def blend(weighted: WeightedCorpora, documents: Mapping[str, range]) -> Blend:
-        streams = [
-            SampleStream(
-                corpora[prefix],
-                documents[prefix],
-                seq_length=seq_length,
-                seed=seed,
-                cache_dir=Path(folder or f"{prefix}.cache"),
-                vocab_size=vocab_size,
-                count_document_starts=data_config.count_document_starts,
-            )
-            for _, prefix in weighted
-        ]
+        streams = [stream(prefix, documents, seq_length) for _, prefix in weighted]
         return Blend(streams, [weight for weight, _ in weighted])
+
+    def training(documents: Mapping[str, range]) -> tuple[Blend, Callable[[SkippedRanges], SampleSource]]:
+        if len(segments) < 2:
+            train = blend(data_config.train, documents)
+            return train, lambda skipped: train
+
+        def after(skipped: SkippedRanges) -> Blend:
+            return continued(segments, skipped, lambda prefix, length: stream(prefix, documents, length))
+
+        return Blend(after(SkippedRanges()).sources, [weight for weight, _ in data_config.train]), after
 
     def identity(weighted: WeightedCorpora) -> list[tuple[float, str]]:
         return [(weight, corpora[prefix].fingerprint) for weight, prefix in weighted]
@@ -98,23 +123,68 @@ def open_datasets(
     if data_config.valid is not None:
         whole = {prefix: range(corpus.num_documents) for prefix, corpus in corpora.items()}
         digest = _digest("whole", identity(data_config.train), identity(data_config.valid), seed, seq_length, *choices)
-        return Datasets(blend(data_config.train, whole), blend(data_config.valid, whole), None, digest)
+        train_blend, after = training(whole)
+        return Datasets(train_blend, blend(data_config.valid, whole), None, digest, after)
 
     split = data_config.split
     cut = {prefix: split_documents(corpora[prefix].num_documents, split, prefix) for _, prefix in data_config.train}
-    blends = {
-        part: blend(data_config.train, {prefix: parts[part] for prefix, parts in cut.items()})
-        for part, weight in zip(PARTS, split, strict=True)
-        if weight > 0
-    }
+    documents = {part: {prefix: parts[part] for prefix, parts in cut.items()} for part in PARTS}
+    train_blend, after = training(documents["train"])
+    valid_blend, test_blend = (
+        blend(data_config.train, documents[part]) if weight > 0 else None
+        for part, weight in zip(PARTS[1:], split[1:], strict=True)
+    )
     digest = _digest("split", identity(data_config.train), split, seed, seq_length, *choices)
-    return Datasets(blends["train"], blends.get("valid"), blends.get("test"), digest)
+    return Datasets(train_blend, valid_blend, test_blend, digest, after)
+
+
+def open_run_datasets(config: Config) -> Datasets:
+    """Open the datasets of a run in the stage whose fields its configuration has; see `open_datasets`."""
+    return open_datasets(
+        config.data,
+        config.model.seq_length,
+        config.train.seed,
+        vocab_size=config.model.vocab_size,
+        segments=data_segments(config),
+    )
+
+
+def continued(
+    segments: Sequence[DataSegment], skipped: SkippedRanges, open_stream: Callable[[str, int], SampleStream]
+) -> Blend:
+    """Return the samples of the last segment, by ids of the run: each corpus goes on where the segments before have left it.
+
+    Args:
+        segments: of the run, in order.
+        skipped: sample ids that the run leaves out; they count as read.
+        open_stream: opens a corpus by its prefix, with samples of a length.
+    """
+    *earlier, present = segments
+    # The segment behind position p begins with the id behind that of the sample before it.
+    first_ids = [0] + [skipped.id_at(each.first_position - 1) + 1 for each in segments[1:]]
+    streams: dict[str, ContinuedStream] = {}
+    for number, segment in enumerate(earlier):
+        num_samples = first_ids[number + 1] - first_ids[number]
+        counts = counts_of([weight for weight, _ in segment.train], num_samples)
+        for (_, prefix), count in zip(segment.train, counts, strict=True):
+            if prefix not in {prefix for _, prefix in present.train}:
+                continue
+            if prefix not in streams:
+                streams[prefix] = ContinuedStream(open_stream(prefix, segment.seq_length))
+            stream = streams[prefix].after(0, segment.seq_length)
+            streams[prefix] = stream.after(count, segment.seq_length)
+    sources = []
+    for _, prefix in present.train:
+        stream = streams.get(prefix) or ContinuedStream(open_stream(prefix, present.seq_length))
+        sources.append(stream.after(0, present.seq_length))
+    return Blend(sources, [weight for weight, _ in present.train], first_ids[-1])
 
 
 def unbroken_corpora(source: SampleSource) -> list[str]:
     """Return the prefixes of corpora whose documents are longer than UNBROKEN samples on average: their ends seem to be lost."""
     sources = source.sources if isinstance(source, Blend) else ()
-    streams = [each for each in sources if isinstance(each, SampleStream)]
+    wholes = [each.stream if isinstance(each, ContinuedStream) else each for each in sources]
+    streams = [each for each in wholes if isinstance(each, SampleStream)]
     return [
         stream.corpus.prefix
         for stream in streams

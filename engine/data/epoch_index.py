@@ -4,28 +4,20 @@
     token_offsets   int64 [D + 1]  their starts in the epoch's stream of tokens
     sample_order    int64 [n]      samples of the stream in the order of training
 
-    file:  magic (8 bytes) | sha256 of key and arrays (32) | document_order | token_offsets | sample_order
-
 Both orders are functions of (seed, epoch) and of the counts, never of the length of the run: a longer run extends a shorter one.
-All processes of a node share the file by mmap. A truncated, damaged or foreign file does not match its hash and is built again.
+The order of documents does not depend on the length of a sample: an epoch that is cut anew (`engine/data/remainder.py`) is the
+same stream of tokens.
 """
 
-import hashlib
 import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.data.index_cache import key_digest, open_numbers
 from engine.data.shuffle import permutation
-from engine.errors import DataError
-from engine.storage.files import HASH_BLOCK_BYTES, locked, write_atomically
-
-MAGIC = b"TRXEPOC1"
-DIGEST_BYTES = 32
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +36,7 @@ class EpochKey:
         return json.dumps([getattr(self, name) for name in self.__slots__])
 
     def file_name(self) -> str:
-        return f"epoch-{self.epoch:04d}-{hashlib.sha256(self.text().encode()).hexdigest()[:20]}.index"
+        return f"epoch-{self.epoch:04d}-{key_digest(self.text())}.index"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,56 +62,12 @@ def open_epoch(cache_dir: Path, key: EpochKey, document_lengths: NDArray[np.int6
     Raises:
         DataError: the cache folder cannot be read or written.
     """
-    path = cache_dir / key.file_name()
     counts = (len(document_lengths), len(document_lengths) + 1, num_samples)
-    try:
-        if (index := _load(path, key, counts)) is not None:
-            return index
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        with locked(cache_dir / ".lock"):
-            if (index := _load(path, key, counts)) is not None:
-                return index
-            if path.exists():
-                logger.warning("index cache %s is truncated or damaged: building it again", path)
-            arrays = build_epoch(key, document_lengths, num_samples)
-            payload = [
-                part.data.cast("B") for part in (arrays.document_order, arrays.token_offsets, arrays.sample_order)
-            ]
-            write_atomically(path, [MAGIC, _digest(key, payload), *payload])
-    except OSError as error:
-        raise DataError(
-            f"the index cache {path} cannot be read or written ({error.strerror or error}). Every run needs it, once per node. Set "
-            f"data.cache_dir to a folder that this user can write, with {8 * sum(counts):,} bytes free per epoch."
-        ) from error
-    index = _load(path, key, counts)
-    if index is None:
-        raise DataError(
-            f"the index cache {path} does not hold what was just written to it: the disk or the file system is unreliable. "
-            f"Set data.cache_dir to a folder on another one."
-        )
-    return index
 
+    def build() -> tuple[NDArray[np.int64], ...]:
+        index = build_epoch(key, document_lengths, num_samples)
+        return index.document_order, index.token_offsets, index.sample_order
 
-def _digest(key: EpochKey, payload: list[memoryview]) -> bytes:
-    digest = hashlib.sha256(key.text().encode())
-    for part in payload:
-        for start in range(0, len(part), HASH_BLOCK_BYTES):
-            digest.update(part[start : start + HASH_BLOCK_BYTES])
-    return digest.digest()
-
-
-def _load(path: Path, key: EpochKey, counts: tuple[int, int, int]) -> EpochIndex | None:
-    """Return the arrays of a cache file, or None if it is missing or does not match its key."""
-    start = len(MAGIC) + DIGEST_BYTES
-    try:
-        if path.stat().st_size != start + 8 * sum(counts):
-            return None
-        content = np.memmap(path, dtype=np.uint8, mode="r")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    head = content[:start].tobytes()
-    if head != MAGIC + _digest(key, [content[start:].data]):
-        return None
+    values = open_numbers(cache_dir / key.file_name(), key.text(), build, sum(counts))
     documents, offsets, _ = np.cumsum(counts)
-    values = content[start:].view("<i8")
     return EpochIndex(values[:documents], values[documents:offsets], values[offsets:])

@@ -9,7 +9,9 @@ was made on any number of ranks, with any number of restarts, has read what this
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from engine.config.stages import RunStage
 from engine.data.blend import Blend
+from engine.data.remainder import ContinuedStream
 from engine.data.samples import DocumentPart, SampleSource, SampleStream
 from engine.data.skipped import SkippedRanges
 
@@ -33,19 +35,18 @@ class SampleRead:
     parts: tuple[DocumentPart, ...]
 
 
-def reads_of_step(
-    step: int, samples_per_step: int, source: SampleSource, skipped: SkippedRanges
-) -> Iterator[SampleRead]:
+def reads_of_step(step: int, stage: RunStage, source: SampleSource, skipped: SkippedRanges) -> Iterator[SampleRead]:
     """Yield the samples of a step, which counts from 1, in order.
 
     Args:
-        source: a blend of corpora.
+        stage: of the run, in which the step is.
+        source: the blend of that stage, by ids of the run (`Datasets.train_after`).
     """
-    first = (step - 1) * samples_per_step
-    for position, sample_id in enumerate(skipped.ids(first, samples_per_step), start=first):
+    first = stage.samples_before(step - 1)
+    for position, sample_id in enumerate(skipped.ids(first, stage.samples_per_step), start=first):
         assert isinstance(source, Blend), "random tokens come from no corpus"
         number, inner = source.locate(sample_id)
         stream = source.sources[number]
-        assert isinstance(stream, SampleStream)
+        assert isinstance(stream, SampleStream | ContinuedStream)
         parts = tuple(stream.parts(inner))
-        yield SampleRead(position, sample_id, stream.corpus.prefix, inner // stream.samples_per_epoch, parts)
+        yield SampleRead(position, sample_id, stream.corpus.prefix, stream.epoch_of(inner), parts)

@@ -121,13 +121,46 @@ class SampleStream:
             )
         self._epochs: OrderedDict[int, EpochIndex] = OrderedDict()
 
+    @property
+    def identity(self) -> tuple[str, int, int, int]:
+        """Return what decides the tokens of an epoch: fingerprint of the corpus, first document, the one after the last, seed."""
+        return self._fingerprint, self.documents.start, self.documents.stop, self.seed
+
+    def recut(self, seq_length: int) -> "SampleStream":
+        """Return the stream of the same tokens with samples of another length.
+
+        Raises:
+            DataError: the documents have too few tokens.
+        """
+        return SampleStream(
+            self.corpus,
+            self.documents,
+            seq_length=seq_length,
+            seed=self.seed,
+            cache_dir=self.cache_dir,
+            vocab_size=self.vocab_size,
+            count_document_starts=self.count_document_starts,
+        )
+
     def __getitem__(self, sample_id: int) -> Sample:
         """Return sample `sample_id` >= 0.
 
         Raises:
             DataError: a token is not in the model's vocabulary, or the index cache cannot be written.
         """
-        parts = self.parts(sample_id)
+        return self.read(self.parts(sample_id), sample_id)
+
+    def read(self, parts: Sequence[DocumentPart], sample_id: int, joins: Sequence[int] = ()) -> Sample:
+        """Return the sample that is made of these parts of documents.
+
+        Args:
+            parts: s + 1 tokens, in order.
+            sample_id: for messages.
+            joins: places in the s + 1 tokens at which tokens begin that do not follow the ones before: no label of the loss.
+
+        Raises:
+            DataError: a token is not in the model's vocabulary.
+        """
         tokens = np.concatenate([self.corpus.tokens(document, first, first + n) for document, first, n in parts])
         tokens = tokens.astype(np.int64, copy=False)
         if tokens.max() >= self.vocab_size or tokens.min() < 0:
@@ -136,7 +169,8 @@ class SampleStream:
                 f"model.vocab_size = {self.vocab_size}: there is no embedding for them. The corpus was prepared with "
                 f"another tokenizer; set model.vocab_size to that tokenizer's size, or prepare the corpus again."
             )
-        loss_mask = np.ones(self.seq_length, np.bool_)
+        loss_mask = np.ones(len(tokens) - 1, np.bool_)
+        loss_mask[np.asarray(joins, np.int64) - 1] = False
         if not self.count_document_starts:
             starts = np.cumsum([length for _, _, length in parts[:-1]], dtype=np.int64)
             loss_mask[starts - 1] = False  # the label in front of a start is the first token of another document
@@ -146,7 +180,12 @@ class SampleStream:
         """Return `Sample.lengths` of sample `sample_id` from the index alone, without its tokens."""
         return tuple(length for _, _, length in self.parts(sample_id))
 
-    def _epoch(self, epoch: int) -> EpochIndex:
+    def epoch_of(self, sample_id: int) -> int:
+        """Return the epoch of a sample, from 0."""
+        return sample_id // self.samples_per_epoch
+
+    def epoch(self, epoch: int) -> EpochIndex:
+        """Return the order of an epoch; the last ones stay open."""
         if epoch not in self._epochs:
             key = EpochKey(
                 self._fingerprint, self.documents.start, self.documents.stop, self.seq_length, self.seed, epoch
@@ -156,23 +195,22 @@ class SampleStream:
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]
 
-    def _place(self, sample_id: int) -> tuple[EpochIndex, int]:
-        """Return the epoch of a sample, and the place of its first token in the epoch's stream."""
-        epoch, place = divmod(sample_id, self.samples_per_epoch)
-        index = self._epoch(epoch)
-        return index, int(index.sample_order[place]) * self.seq_length
-
     def parts(self, sample_id: int) -> list[DocumentPart]:
         """List the parts of documents that make the s + 1 tokens of a sample, in order; a document without tokens has none."""
-        index, start = self._place(sample_id)
-        left = self.seq_length + 1
+        epoch, place = divmod(sample_id, self.samples_per_epoch)
+        index = self.epoch(epoch)
+        return self.parts_at(index, int(index.sample_order[place]) * self.seq_length, self.seq_length + 1)
+
+    def parts_at(self, index: EpochIndex, start: int, length: int) -> list[DocumentPart]:
+        """List the parts of documents that make the tokens `start` .. `start + length - 1` of an epoch's stream, in order."""
+        left = length
         place = int(np.searchsorted(index.token_offsets, start, side="right")) - 1
         parts = []
         while left > 0:
             number = int(index.document_order[place])
             first = start - int(index.token_offsets[place])
-            length = min(left, int(self._lengths[number]) - first)
-            if length > 0:
-                parts.append(DocumentPart(self.documents.start + number, first, length))
-            start, left, place = start + length, left - length, place + 1
+            taken = min(left, int(self._lengths[number]) - first)
+            if taken > 0:
+                parts.append(DocumentPart(self.documents.start + number, first, taken))
+            start, left, place = start + taken, left - taken, place + 1
         return parts

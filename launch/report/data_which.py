@@ -5,10 +5,11 @@ import json
 from pathlib import Path
 
 from engine.config.plan import planned_steps
+from engine.config.stages import at_stage, run_stages
 from engine.config.tree import Config
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
-from engine.data.datasets import open_datasets
+from engine.data.datasets import open_run_datasets
 from engine.data.ledger import SampleRead, reads_of_step
 from engine.data.samples import DocumentPart
 from engine.data.skipped import SkippedRanges
@@ -45,10 +46,10 @@ def which_documents(args: argparse.Namespace) -> int:
     num_steps = planned_steps(config) or 0
     if not 1 <= args.step <= num_steps:
         refuse([f"--step {args.step}: the run has the steps 1 to {num_steps:,}."])
-    datasets = open_datasets(
-        config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
-    )
-    reads = list(reads_of_step(args.step, config.train.global_batch_size, datasets.train, skipped_of(run)))
+    stage = next(stage for stage in run_stages(config) if args.step <= stage.end_step)
+    config = at_stage(config, stage.name) if config.stages else config
+    datasets, skipped = open_run_datasets(config), skipped_of(run)
+    reads = list(reads_of_step(args.step, stage, datasets.train_after(skipped), skipped))
     tokenizer = load_tokenizer(config.data.tokenizer) if args.text else None
     if args.json:
         print(json.dumps([_as_json(read, tokenizer) for read in reads]))

@@ -1,0 +1,215 @@
+"""The unread rest of an epoch, cut anew: where a run changes the length of its samples (no torch here).
+
+    epoch, cut by 4     |0 . . .|1 . . .|2 . . .|3 . . .|4 . . .|     samples 3 and 0 were read: 1, 2 and 4 were not
+    unread pieces               |1 . . . 2 . . . x|     |4 . . . x|     x: the last label, which is no input here
+    cut by 6                    |- - - - - - -|- - - - - -            in an order of its own; fewer than 6 tokens are left over
+
+A run that has read n samples of an epoch has read scattered windows of it, since samples come in a random order. What it has not
+read becomes a stream of its own: the unread windows in the order of the epoch, those that follow each other in one piece. Where
+two pieces meet, a document begins, and its first token is no label of the loss: an earlier sample has predicted it. So each label
+of the epoch is predicted once, but for those that are left over at the end.
+
+A remainder may be cut again. All follows from the counts of samples that were read, so nothing of it is saved.
+"""
+
+import json
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.data.index_cache import key_digest, open_numbers
+from engine.data.samples import DocumentPart, Sample, SampleStream
+from engine.data.shuffle import permutation
+
+
+class Cut(Protocol):
+    """Tokens of an epoch, cut into samples: the whole epoch, or a remainder of it.
+
+    Attributes:
+        starts: int64 [R], the first token of each piece in the stream of the epoch.
+        offsets: int64 [R + 1], the places of the pieces behind each other.
+        order: int64 [n], the samples in the order of training.
+        history: (length, samples read) of each cut before this one.
+    """
+
+    starts: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    seq_length: int
+
+    @property
+    def order(self) -> NDArray[np.int64]: ...
+    @property
+    def history(self) -> tuple[tuple[int, int], ...]: ...
+
+
+class WholeEpoch:
+    """An epoch of a stream, as one piece."""
+
+    def __init__(self, stream: SampleStream, epoch: int) -> None:
+        self._stream, self._epoch = stream, epoch
+        self.seq_length = stream.seq_length
+        self.starts, self.offsets = np.zeros(1, np.int64), np.array([0, stream.num_tokens])
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        return self._stream.epoch(self._epoch).sample_order
+
+    @property
+    def history(self) -> tuple[tuple[int, int], ...]:
+        return ()
+
+
+class Remainder:
+    """The samples that are left of an epoch after so many were read, with a length of their own.
+
+    Args:
+        stream: the corpus, cut into samples of the new length.
+        epoch: which one.
+        before: the cut of which samples were read.
+        read: how many of them, in their order.
+    """
+
+    def __init__(self, stream: SampleStream, epoch: int, before: Cut, read: int) -> None:
+        self._stream, self._epoch, self._before, self._read = stream, epoch, before, read
+        self.seq_length = stream.seq_length
+        self._cuts = (*before.history, (before.seq_length, read))
+        key = json.dumps(["remainder", *stream.identity, epoch, self._cuts, self.seq_length])
+        path = stream.cache_dir / f"remainder-{epoch:04d}-{key_digest(key)}.index"
+        numbers = open_numbers(path, key, self._build, None, ".remainder.lock")
+        num_pieces = int(numbers[0])
+        self.starts, lengths, self._order = np.split(numbers[1:], [num_pieces, 2 * num_pieces])
+        self.offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @property
+    def order(self) -> NDArray[np.int64]:
+        return self._order
+
+    @property
+    def history(self) -> tuple[tuple[int, int], ...]:
+        return self._cuts
+
+    @property
+    def left_over(self) -> int:
+        """Return the labels at the end that no sample has, fewer than one sample."""
+        end = len(self) * self.seq_length
+        joins = int(np.count_nonzero(self.offsets[1:-1] > end))
+        return int(self.offsets[-1]) - 1 - end - joins
+
+    def recut(self, stream: SampleStream, read: int) -> "Remainder":
+        """Return what is left after `read` samples, cut into samples of the length of `stream`."""
+        if read == 0:
+            return Remainder(stream, self._epoch, self._before, self._read)
+        return Remainder(stream, self._epoch, self, read)
+
+    def _build(self) -> tuple[NDArray[np.int64], ...]:
+        starts, lengths = unread_pieces(self._before, self._read)
+        num_samples = max(0, (int(lengths.sum()) - 1) // self.seq_length)
+        cuts = [number for cut in self._cuts for number in cut]
+        order = permutation(num_samples, "remainder", self._stream.seed, self._epoch, *cuts, self.seq_length)
+        return np.array([len(starts)]), starts, lengths, order
+
+    def parts(self, sample_id: int) -> list[DocumentPart]:
+        """List the parts of documents that make the s + 1 tokens of a sample, in order."""
+        return [part for piece in self._pieces(sample_id) for part in piece]
+
+    def read(self, sample_id: int) -> Sample:
+        """Return a sample; the first token of a piece is no label."""
+        pieces = self._pieces(sample_id)
+        joins = np.cumsum([sum(part.length for part in piece) for piece in pieces[:-1]], dtype=np.int64)
+        return self._stream.read([part for piece in pieces for part in piece], sample_id, joins.tolist())
+
+    def _pieces(self, sample_id: int) -> list[list[DocumentPart]]:
+        index = self._stream.epoch(self._epoch)
+        start, left = int(self.order[sample_id]) * self.seq_length, self.seq_length + 1
+        number = int(np.searchsorted(self.offsets, start, side="right")) - 1
+        pieces = []
+        while left > 0:
+            inside = start - int(self.offsets[number])
+            length = min(left, int(self.offsets[number + 1]) - start)
+            pieces.append(self._stream.parts_at(index, int(self.starts[number]) + inside, length))
+            start, left, number = start + length, left - length, number + 1
+        return pieces
+
+
+def unread_pieces(cut: Cut, read: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the pieces that the samples behind the first `read` ones of a cut cover: their first tokens in the epoch, and lengths.
+
+    A piece ends with the last label of its last sample. int64 [R] each, in the order of the epoch.
+    """
+    windows = np.sort(cut.order[read:])
+    is_first = np.diff(windows, prepend=-2) != 1
+    is_last = np.append(is_first[1:], True)
+    begins, ends = windows[is_first] * cut.seq_length, (windows[is_last] + 1) * cut.seq_length + 1
+    # A range of windows may cover several pieces of this cut.
+    first = np.searchsorted(cut.offsets, begins, side="right") - 1
+    last = np.searchsorted(cut.offsets, ends - 1, side="right") - 1
+    spans = last - first + 1
+    which = np.repeat(np.arange(len(begins)), spans)
+    piece = np.arange(spans.sum()) - np.repeat(np.cumsum(spans) - spans, spans) + first[which]
+    begin = np.maximum(begins[which], cut.offsets[piece])
+    end = np.minimum(ends[which], cut.offsets[piece + 1])
+    return cut.starts[piece] + begin - cut.offsets[piece], end - begin
+
+
+class ContinuedStream:
+    """The samples of a corpus behind those that a run has read of it: the remainder of an epoch first, then whole epochs.
+
+    Args:
+        stream: of whole epochs.
+        first: its sample that follows the remainder.
+        remainder: what is left of the epoch before, where samples had another length; None: nothing.
+        read: samples of the remainder that were read.
+    """
+
+    def __init__(self, stream: SampleStream, first: int = 0, remainder: Remainder | None = None, read: int = 0) -> None:
+        self.stream, self.first, self.remainder, self.read = stream, first, remainder, read
+        self.corpus = stream.corpus
+        self._left = 0 if remainder is None else len(remainder) - read
+
+    def after(self, count: int, seq_length: int) -> "ContinuedStream":
+        """Return the samples behind the first `count` of these, of another length or the same.
+
+        Raises:
+            DataError: the corpus has too few tokens for a sample of that length.
+        """
+        stream = self.stream if seq_length == self.stream.seq_length else self.stream.recut(seq_length)
+        if count < self._left:
+            assert self.remainder is not None, "something is left of it"
+            read = self.read + count
+            if stream is self.stream:
+                return ContinuedStream(stream, self.first, self.remainder, read)
+            epoch = self.stream.epoch_of(self.first)
+            return ContinuedStream(stream, epoch * stream.samples_per_epoch, self.remainder.recut(stream, read))
+        first = self.first + count - self._left
+        if stream is self.stream:
+            return ContinuedStream(stream, first)
+        epoch, place = divmod(first, self.stream.samples_per_epoch)
+        if place == 0:
+            return ContinuedStream(stream, epoch * stream.samples_per_epoch)
+        remainder = Remainder(stream, epoch, WholeEpoch(self.stream, epoch), place)
+        return ContinuedStream(stream, (epoch + 1) * stream.samples_per_epoch, remainder)
+
+    def epoch_of(self, sample_id: int) -> int:
+        """Return the epoch of a sample, from 0."""
+        if sample_id < self._left:
+            return self.stream.epoch_of(self.first) - 1
+        return self.stream.epoch_of(self.first + sample_id - self._left)
+
+    def parts(self, sample_id: int) -> list[DocumentPart]:
+        """List the parts of documents that make the s + 1 tokens of a sample, in order."""
+        if self.remainder is not None and sample_id < self._left:
+            return self.remainder.parts(self.read + sample_id)
+        return self.stream.parts(self.first + sample_id - self._left)
+
+    def __getitem__(self, sample_id: int) -> Sample:
+        if self.remainder is not None and sample_id < self._left:
+            return self.remainder.read(self.read + sample_id)
+        return self.stream[self.first + sample_id - self._left]
+
+    def lengths(self, sample_id: int) -> tuple[int, ...]:
+        """Return `Sample.lengths` of a sample, without its tokens."""
+        return tuple(length for _, _, length in self.parts(sample_id))
