@@ -163,7 +163,7 @@ def build(
 
 
 def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = False) -> tuple[Stop | None, int]:
-    """Train from `consumed_samples` on to the last step, or until all ranks agree to stop.
+    """Train from `consumed_samples` on to the last step of the engine's stage, or until all ranks agree to stop.
 
     A step that the guard wants undone sends the run back to a checkpoint, as often as `resilience.max_rollbacks` allows.
 
@@ -172,14 +172,14 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
         validation_is_due: the attempt before has stopped without the validation of its last step, which comes first now.
 
     Returns:
-        Why the run stopped (None after the last step), and the samples that are consumed.
+        Why the run stopped (None after its last step), and the samples that are consumed.
 
     Raises:
         DivergenceError: loss or gradients are not finite; on every rank, before any weight changes.
         SaveError: the last checkpoint could not be written; on every rank.
     """
     while True:
-        run.observer.begin(consumed_samples // run.engine.plan.samples_per_step)
+        run.observer.begin(run.engine.plan.stage.step_after(consumed_samples))
         with closing(run.open_batches(consumed_samples)) as batches:
             try:
                 stopped = train_steps(run, batches, validation_is_due=validation_is_due)
@@ -191,28 +191,29 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
 
 
 def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: bool = False) -> Stop | None:
-    """Make the steps that follow the batches' `consumed_samples`; returns why the run stopped, None after the last step.
+    """Make the steps that follow the batches' `consumed_samples`; returns why the run stopped, None after its last step.
 
-    The samples of a step depend on `consumed_samples` alone.
+    The samples of a step depend on `consumed_samples` alone. Where the run has stages, these are the steps of the engine's one: at
+    its end the run is saved and stops, because the next stage may have another batch, another sequence length or another layout.
 
     A step's numbers are read when the next one is posted; before a validation, a fingerprint or a save they are read at once. A
     stop that was agreed in a step comes after the one that is posted by then: it is saved whatever the interval. A stop also ends
     a validation (`engine/run/validation.py`): its step is saved, and the next attempt validates first.
     """
     engine, observer, checkpoints, stop = run.engine, run.observer, run.checkpoints, run.stop
-    num_steps, first_step = engine.plan.num_steps, batches.consumed_samples // engine.plan.samples_per_step
-    step_tokens = engine.plan.tokens_per_step
+    plan, stage = engine.plan, engine.plan.stage
+    end_step, first_step = stage.end_step, stage.step_after(batches.consumed_samples)
     validation = Validation(engine, run.open_validation, observer, stop)
     in_flight, stops = StepsInFlight(), False
 
     if validation_is_due and validation.is_due(first_step - 1):
         is_validated = validation.make(first_step - 1)
         # What a stop would save here is the checkpoint that this attempt has begun from.
-        stops = stop.agreed is not None and not (is_validated and first_step == num_steps)
+        stops = stop.agreed is not None and not (is_validated and first_step == end_step)
 
     with GarbageCollection(engine.config.runtime.gc_interval) as garbage:
-        for step in range(first_step, first_step if stops else num_steps):
-            is_last, validates = step + 1 == num_steps, validation.is_due(step)
+        for step in range(first_step, first_step if stops else end_step):
+            is_last, validates = step + 1 == end_step, validation.is_due(step)
             observer.phase(Phase.DATA)
             microbatches = batches.next_step()
             observer.on_batch(microbatches)
@@ -222,7 +223,9 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
 
             observer.phase(Phase.OPTIMIZER)
             run.guard.before_update(step)
-            lr = learning_rate(step * step_tokens, step_tokens, engine.config.optimizer, num_steps * step_tokens)
+            lr = learning_rate(
+                stage.tokens_before(step), plan.tokens_per_step, engine.config.optimizer, plan.num_tokens
+            )
             flags = StepFlags(checkpoints.flags(), stop.flags())
             in_flight.post(step, lr, engine.update(counts, lr, flags, run.guard.loss_limit(step)))
             reads_all = is_last or validates or checkpoints.is_due(step + 1, is_last=is_last)
@@ -242,7 +245,9 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
                 break
     observer.phase(Phase.CHECKPOINT)
     checkpoints.finish()
-    return stop.agreed if stops else None
+    if stops:
+        return stop.agreed
+    return None if end_step == plan.num_steps else Stop.NEXT_STAGE
 
 
 def _after_update(run: TrainingRun, finished: FinishedStep) -> None:

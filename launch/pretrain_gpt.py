@@ -24,10 +24,12 @@ from pathlib import Path
 from engine.checkpoint.environment import describe_layout
 from engine.checkpoint.resume import TOKENIZER, ResumePoint, resume_or_start
 from engine.checkpoint.saving import CheckpointSaver, RunFacts
+from engine.comm.runtime import RankEnvironment
 from engine.comm.stop import Stop, StopRequest
 from engine.config.data import reads_documents
+from engine.config.tree import Config
 from engine.data.corpus.tokenizers import load_tokenizer
-from engine.data.datasets import Datasets, open_datasets, unbroken_corpora
+from engine.data.datasets import Datasets, open_run_datasets, unbroken_corpora
 from engine.data.document_statistics import DocumentStatistics
 from engine.data.loader import Batches
 from engine.errors import CheckpointError
@@ -51,6 +53,7 @@ from launch.rank.join import Rank, join_run
 from launch.rank.memory_snapshot import open_memory_snapshot
 from launch.rank.out_of_memory import explaining_memory
 from launch.rank.sample_text import write_sample
+from launch.rank.stage import config_of_stage
 from launch.rank.step_times import finish_step_times, open_memory_check, open_slow_ranks
 from launch.rank.watchers import Watchers
 from launch.start.launcher import FROM_SCRATCH
@@ -67,12 +70,16 @@ def main(argv: Sequence[str]) -> int:
     `engine.errors.ExitCode` explains the exit codes.
     """
     words = [word for word in argv if word != FROM_SCRATCH]
-    with WayOut() as way_out, join_run(words, trains=True) as rank:
+    stem, from_scratch = Path(words[0]).stem, FROM_SCRATCH in argv
+
+    def choose_stage(config: Config, environment: RankEnvironment) -> Config:
+        first = is_first_start(environment)
+        return config_of_stage(config, stem, environment, from_scratch=from_scratch, is_first_start=first)
+
+    with WayOut() as way_out, join_run(words, trains=True, choose_stage=choose_stage) as rank:
         refuse_without_gpu(rank.config, has_gpu=rank.topology.device.type == "cuda")
-        restarts = rank.runtime.environment.restart_count or int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        directory = open_directory(
-            rank, Path(words[0]).stem, from_scratch=FROM_SCRATCH in argv, is_first_start=not restarts
-        )
+        first = is_first_start(rank.runtime.environment)
+        directory = open_directory(rank, stem, from_scratch=from_scratch, is_first_start=first)
         if directory.finished is not None:
             if rank.number == 0:
                 print(directory.finished_message())
@@ -80,6 +87,11 @@ def main(argv: Sequence[str]) -> int:
         log = rank_log(directory.rank_log(rank.number), show=rank.number == 0)
         with log as streams, _printing_errors(), closing(Watchers(rank, directory)) as watchers:
             return _train(rank, directory, watchers, streams, way_out)
+
+
+def is_first_start(environment: RankEnvironment) -> bool:
+    """Return whether this command has not been started before by a launcher or by SLURM."""
+    return not (environment.restart_count or int(os.environ.get("SLURM_RESTART_COUNT") or 0))
 
 
 @contextmanager
@@ -117,9 +129,7 @@ class _Attempt:
 def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: RankStreams, way_out: WayOut) -> int:
     """Build, begin, train; returns the exit code."""
     config, topology = rank.config, rank.topology
-    datasets = open_datasets(
-        config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
-    )
+    datasets = open_run_datasets(config)
     explaining = partial(explaining_memory, config, topology, open_memory_snapshot(rank, directory))
     with way_out.bounded(), explaining():
         engine = build(rank.resolved, watchers.topology, build_chunks, observers=watchers.observers)
@@ -191,7 +201,9 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
             unbroken=unbroken_corpora(attempt.datasets.train) if reads_documents(config.data) else (),
         )
         show_start(telemetry.report, directory, attempt.meter, start)
-    data = {"samples": attempt.datasets.fingerprint}
+    # Stages have samples of their own; those of the stage before are no change of the data.
+    name = engine.plan.stage.name
+    data = {f"samples of {name}" if name else "samples": attempt.datasets.fingerprint}
     if not config.data.synthetic:
         data[TOKENIZER] = load_tokenizer(config.data.tokenizer).identity
     beginning = resume_or_start(
@@ -221,7 +233,8 @@ def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoint
     hang_watch = open_hang_watch(engine, watchers.heartbeat, directory, telemetry)
 
     def open_training(consumed_samples: int) -> Batches:
-        return open_batches(config, engine.topology, datasets.train, consumed_samples, history.skipped)
+        train = datasets.train_after(history.skipped)
+        return open_batches(config, engine.topology, train, consumed_samples, history.skipped)
 
     guard = Guard(engine, history, open_training, trouble)
     rollback = Rollback(engine, directory.checkpoints(config), facts.data, history, trouble)
@@ -264,7 +277,7 @@ def _report(
     telemetry.flush()
     held = peak_memory_of_ranks(engine.topology)
     if stopped is not None:
-        step = consumed_samples // engine.plan.samples_per_step
+        step = engine.plan.stage.step_after(consumed_samples)
         say_stopped(telemetry, stopped, step, is_saved=config.checkpoint.interval is not None, peak_memory_bytes=held)
         return
     prompt, text = write_sample(engine, valid, attempt.stop) if valid is not None else ("", None)

@@ -19,10 +19,11 @@ from engine.checkpoint.environment import describe_layout, layout_differences
 from engine.checkpoint.format.fingerprint import to_text
 from engine.checkpoint.format.manifest import Ancestor, TrainingState, parse_manifest
 from engine.checkpoint.history import RunHistory, read_history
-from engine.checkpoint.resume_rules import ABSENT, changes, refuse
+from engine.checkpoint.resume_rules import ABSENT, changes, refuse, refuse_other_past
 from engine.checkpoint.shards import LoadWhat, fingerprint, restore, saved_numel
 from engine.comm.texts import announce, gather_text
 from engine.config.optimizer_kinds import MASTER
+from engine.config.stages import stage_at
 from engine.data.skipped import SkippedRanges
 from engine.errors import CheckpointError
 from engine.step import Engine
@@ -133,9 +134,9 @@ def _candidates(
     """Yield checkpoints to try, best first; none where initial weights are right (runs on rank 0)."""
     config = engine.config
     for candidate in directory.candidates(passed_over) if directory is not None else ():
-        refuse(
-            changes(candidate.manifest.config, config), config.checkpoint.accept, f"{candidate.folder} (of this run)"
-        )
+        manifest, source = candidate.manifest, f"{candidate.folder} (of this run)"
+        refuse(changes(manifest.config, config), config.checkpoint.accept, source)
+        refuse_other_past(manifest.config, config, manifest.state.consumed_tokens, source)
         yield ResumeCandidate(candidate.folder, "all", True)
     if passed_over or has_saved:
         assert directory is not None, "a start from scratch looks for none"
@@ -154,6 +155,8 @@ def _candidates(
         # Without a layout no run of ours wrote it: an import may know only its model, so absent fields count as equal. `restore`
         # reports missing moments.
         found = [change for change in found if candidate.manifest.layout or change.there != ABSENT]
+        consumed_tokens = candidate.manifest.state.consumed_tokens
+        refuse_other_past(candidate.manifest.config, config, consumed_tokens, str(candidate.folder))
     refuse(found, config.checkpoint.accept, str(candidate.folder))
     yield ResumeCandidate(candidate.folder, config.checkpoint.load_what, False)
 
@@ -211,12 +214,27 @@ def _resume_point(
         lineage += (Ancestor(path=path, step=step, loaded=chosen.what, fingerprint=manifest.fingerprint),)
     differences: list[str] = []
     if chosen.what == "all":
+        _check_stage(engine, chosen.folder, state)
         differences += layout_differences(manifest.layout, describe_layout(engine))
         differences += [str(change) for change in changes(manifest.config, engine.config) if change.verdict == "meant"]
         differences += _data_differences(candidate, data, engine.config.checkpoint.accept)
     return ResumePoint(
         state, candidate.folder, chosen.what, lineage, tuple(differences), history=_history(engine, chosen, state)
     )
+
+
+def _check_stage(engine: Engine, folder: Path, state: TrainingState) -> None:
+    """Refuse a checkpoint of another stage than the one that these ranks were started for.
+
+    Raises:
+        CheckpointError: naming both.
+    """
+    here, there = engine.plan.stage, stage_at(engine.config, state.consumed_tokens)
+    if here.number != there.number:
+        raise CheckpointError(
+            f"{folder} belongs to the stage {there.name}, and these ranks were started for {here.name}: a newer checkpoint "
+            "has become unusable since, and the layout may be another one. Give the same command again."
+        )
 
 
 def _history(engine: Engine, chosen: ResumeCandidate, state: TrainingState) -> RunHistory:

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
 from engine.config.section import Section, Verdict
+from engine.config.stages import fields_of, past_differs
 from engine.config.tree import Config, resume_verdict
 from engine.errors import CheckpointError
 from engine.storage.redaction import tree_without_secrets
@@ -49,16 +51,47 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
     # Recorded values have no secrets; a renewed secret is no difference.
     saved = dict(flat(tree_without_secrets({key: value for key, value in there.items() if key != "format_version"})))
     asked = dict(flat(tree_without_secrets(config.model_dump(mode="json"))))
-    sections = {key.rpartition(".")[0] for key in saved}
+    sections = {"", *(key.rpartition(".")[0] for key in saved)}
+    # Their values follow from the stages, which are compared as a whole.
+    staged = {key for entry in (*saved.get("stages", ()), *config.stages) for key in fields_of(entry)}
     found = []
     for key in [*asked, *(key for key in saved if key not in asked)]:
         verdict = resume_verdict(config, key)
         has_default = verdict == "layout" or key.rpartition(".")[0] in sections
+        if any(key == name or key.startswith(f"{name}.") for name in staged):
+            continue
         was = saved[key] if key in saved else _default(key) if has_default else ABSENT
         now = asked.get(key, ABSENT)
         if was != now:
             found.append(Change(key, was, now, verdict))
     return found
+
+
+def refuse_other_past(there: Mapping[str, Any], config: Config, consumed_tokens: int, source: str) -> None:
+    """Refuse stages under which the tokens that were consumed would have been read in another way.
+
+    Args:
+        there: the configuration that the tokens were read with, as JSON.
+        config: of the run that goes on.
+        consumed_tokens: so far.
+        source: owner of the saved configuration, for the message.
+
+    Raises:
+        CheckpointError: other samples or batches would have been read, or what was read is not recorded.
+    """
+    if consumed_tokens == 0 or not (there.get("stages") or config.stages):
+        return
+    try:
+        saved = Config.model_validate({key: value for key, value in there.items() if key != "format_version"})
+        difference = past_differs(saved, config, consumed_tokens)
+    except ValidationError:
+        difference = "its configuration is not whole, so what it has read is unknown"
+    if difference is not None:
+        raise CheckpointError(
+            f"{source} has consumed {consumed_tokens:,} tokens in another way than the stages of this run say: {difference}. "
+            "Samples would be repeated or left out silently. Let the stages up to there be those that were trained; change what is "
+            "ahead."
+        )
 
 
 def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:

@@ -42,6 +42,7 @@ from engine.checkpoint.shards import fingerprint
 from engine.checkpoint.writer import RankWriter, Written
 from engine.comm.agreement import SaveFlags
 from engine.comm.texts import gather_text
+from engine.config.tree import Config
 from engine.errors import CheckpointError, SaveError
 from engine.layout.shard_spec import ParamSpec
 from engine.step import Engine
@@ -194,7 +195,7 @@ class CheckpointSaver:
         self._saving = TrainingState(
             step=step,
             consumed_samples=consumed_samples,
-            consumed_tokens=step * plan.tokens_per_step,
+            consumed_tokens=plan.stage.tokens_before(step),
             num_updates=self._engine.optimizer.num_updates,
             lr=lr,
             rng={
@@ -298,7 +299,7 @@ class CheckpointSaver:
             state=state,
             fingerprint=fingerprints(piece for file in files for piece in file.pieces),
             layout=self._layout,
-            config=self._engine.config.model_dump(mode="json"),
+            config=_recorded(self._engine.config),
             lineage=self._facts.lineage,
             tensors={spec.name: TensorInfo(shape=spec.shape, is_trained=spec.is_trained) for spec in self._facts.specs},
             files=tuple(files),
@@ -313,6 +314,11 @@ class CheckpointSaver:
         self._directory.commit(partial, state.step)
         retired = self._directory.retire(state.step, self._config.keep_last, self._config.keep_every)
         return _Committed(manifest.num_bytes, retired)
+
+
+def _recorded(config: Config) -> dict[str, Any]:
+    """Return the configuration as JSON; a run without stages records none, as before there were stages."""
+    return config.model_dump(mode="json", exclude=set() if config.stages else {"stages"})
 
 
 def _text(error: BaseException) -> str:

@@ -63,6 +63,19 @@ def compare_facts(
     raise TopologyError(problem)
 
 
+def rank_0_says(text: str, key: str) -> str:
+    """Return rank 0's text on every rank, through the store of the default group; each key is used once.
+
+    A process without a group is alone, and has the text.
+    """
+    if not dist.is_initialized():
+        return text
+    store = dist.PrefixStore("rank_0", dist.distributed_c10d._get_default_store())
+    if dist.get_rank() == 0:
+        store.set(key, text)
+    return str(store.get(key).decode())
+
+
 def compare_group_counts() -> None:
     """Refuse process groups that only some ranks have made; every rank of the default group calls it before it makes groups.
 

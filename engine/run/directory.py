@@ -246,6 +246,18 @@ class RunDirectory:
         with _explaining_runs(self.path.parent, self.path.name):
             return (self.path / STARTING_OVER).exists()
 
+    def starts_over(self, *, from_scratch: bool, is_first_start: bool) -> bool:
+        """Return whether an attempt begins at step 0 whatever exists.
+
+        Args:
+            from_scratch: whether it was asked for.
+            is_first_start: whether the command was not started before. A restarted one goes on from what it has saved since.
+
+        Raises:
+            StorageError: the directory cannot be read.
+        """
+        return from_scratch and (is_first_start or self.is_starting_over)
+
     @classmethod
     def join(cls, runs_dir: str | Path, name: str, attempt: int) -> "RunDirectory":
         """Return the directory for every other rank, whether or not its node shares the first node's files."""

@@ -62,10 +62,10 @@ class Validation:
 
     def is_due(self, step: int) -> bool:
         """Return whether a validation follows step number `step` (from 0)."""
-        interval, num_steps = self._engine.config.train.eval_interval, self._engine.plan.num_steps
+        interval, end_step = self._engine.config.train.eval_interval, self._engine.plan.stage.end_step
         if self._open_batches is None or interval is None:
             return False
-        return (step + 1) % interval == 0 or step + 1 == num_steps
+        return (step + 1) % interval == 0 or step + 1 == end_step
 
     def make(self, step: int) -> bool:
         """Validate after step number `step` (from 0), where it is due; every rank calls it.

@@ -18,6 +18,7 @@ import yaml
 from engine.config.context_parallel import gathers_keys, method_line
 from engine.config.load import load_config, to_yaml
 from engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
+from engine.config.stages import at_stage, run_stages
 from engine.config.tree import Config
 from engine.data.datasets import open_datasets
 from engine.data.document_statistics import measure_documents
@@ -111,10 +112,19 @@ def run(args: argparse.Namespace) -> int:
         ranks_per_node=args.ranks_per_node,
         more_rules=[*RULES_OF_A_RUN, *([] if devices is None else [memory_rule(devices)])],
     )
-    derived = _derived(config, args.world_size, args.ranks_per_node, devices)
     print(f"{args.config}: ok")
-    for name, value in derived:
-        print(f"  {name:<11}{value}")
+    shown: list[tuple[str, str]] = []
+    for stage in run_stages(config):
+        config = at_stage(config, stage.name) if config.stages else config
+        derived = _derived(config, args.world_size, args.ranks_per_node, devices)
+        if stage.name:
+            print(
+                f"stage {stage.name}: tokens {stage.first_token:,} to {stage.end_token:,}, steps to {stage.end_step:,}"
+            )
+        for name, value in derived:
+            if (name, value) not in shown:
+                print(f"  {name:<11}{value}")
+        shown += derived
     return 0
 
 

@@ -31,7 +31,7 @@ def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start:
     if rank.number == 0:
         try:
             joined = RunDirectory.join(config.runtime.runs_dir, name, 0)
-            starts_over = from_scratch and (is_first_start or joined.is_starting_over)
+            starts_over = joined.starts_over(from_scratch=from_scratch, is_first_start=is_first_start)
             directory = RunDirectory.create(config, config.runtime.runs_dir, name, from_scratch=starts_over)
             attempt, finished = float(directory.attempt), float(directory.finished is not None)
         except Exception as refused:  # also a bug of ours: the others must not wait for it

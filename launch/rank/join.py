@@ -1,7 +1,7 @@
 """One rank joins a run: config, process group, topology. Shared by all workers that a launcher starts."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +10,7 @@ from engine.comm.runtime import RankEnvironment, Runtime, start
 from engine.comm.topology import Topology
 from engine.config.load import load_config
 from engine.config.plan import parallel_sizes, rank_grid
+from engine.config.stages import at_stage
 from engine.config.tree import Config
 from launch.start.gpu_memory import memory_rules
 from launch.start.process.parent_death import end_with_parent
@@ -22,7 +23,7 @@ class Rank:
     """One rank of a run, connected.
 
     Attributes:
-        config: as it was read.
+        config: as it was read, in the stage that this rank trains.
         resolved: `config` without an `auto` of recomputation; engines are built from it.
     """
 
@@ -60,30 +61,49 @@ def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bo
 
 
 @contextmanager
-def join_run(words: Sequence[str], *, trains: bool = False) -> Iterator[Rank]:
+def join_run(
+    words: Sequence[str],
+    *,
+    trains: bool = False,
+    choose_stage: Callable[[Config, RankEnvironment], Config] | None = None,
+) -> Iterator[Rank]:
     """Read the configuration of a worker from its words, and join its run; arguments and errors are those of `read_config`.
 
     A rank that torchrun has started ends with its launcher.
+
+    Args:
+        choose_stage: as in `join`.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     environment = RankEnvironment.from_variables(os.environ)
-    with join(read_config(words, environment, trains=trains), environment) as rank:
+    with join(read_config(words, environment, trains=trains), environment, choose_stage) as rank:
         yield rank
 
 
 @contextmanager
-def join(config: Config, environment: RankEnvironment) -> Iterator[Rank]:
+def join(
+    config: Config,
+    environment: RankEnvironment,
+    choose_stage: Callable[[Config, RankEnvironment], Config] | None = None,
+) -> Iterator[Rank]:
     """Join the process group and build the topology; leave both after success.
 
-    A recomputation that cannot fit is refused before any rank connects.
+    A recomputation that cannot fit is refused before any rank connects, in every stage of the run.
+
+    Args:
+        choose_stage: returns the config in the stage that the ranks train, the same on every rank; None: the config is of it.
 
     After an exception neither is left, because destroying a NCCL communicator waits for sends and receives that no peer will
     meet any more: the process has to end (`launch.start.process.ending.run_rank`).
     """
+    stages = [at_stage(config, stage["name"]) for stage in config.stages] if choose_stage else [config]
+    for stage in stages:
+        resolve_recompute(stage, parallel_sizes(stage, environment.world_size))
+    runtime = start(environment, config.runtime)
+    config = config if choose_stage is None else choose_stage(config, environment)
     sizes = parallel_sizes(config, environment.world_size)
     resolved = resolve_recompute(config, sizes)
-    runtime = start(environment, config.runtime)
     topology = Topology(
         rank_grid(config, sizes, environment.local_world_size),
         environment.rank,

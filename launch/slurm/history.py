@@ -35,6 +35,7 @@ class Outcome(Enum):
 
     FINISHED = "finished"
     PREEMPTED = "preempted"  # all ranks agreed, saved, and ended with the requeue code
+    NEXT_STAGE = "next stage"  # a stage of the run has ended and is saved
     STOPPED = "stopped"  # stopped before it trained, or too late to save
     FAILED = "failed"  # a rank or a node died
     MISTAKE = "mistake"

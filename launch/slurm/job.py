@@ -22,17 +22,17 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
 from engine.config.load import load_config
 from engine.config.tree import Config, require_legal
-from engine.errors import ExitCode, TopologyError
+from engine.errors import ExitCode
 from engine.run.directory import RunDirectory, run_name
 from launch.cli import command_module, command_parser
 from launch.commands.train import request
+from launch.slurm.allocation import Job, call, say
 from launch.slurm.history import ATTEMPTS_WITHOUT_PROGRESS, FAILURES_TO_EXCLUDE, History, Outcome
 from launch.slurm.srun_report import StepReport
 from launch.start.gpu_memory import memory_rules
@@ -42,7 +42,7 @@ from launch.start.process.ending import exit_code
 from launch.start.process.failure import OTHERS_END_SECONDS
 from launch.start.process.front import standard_streams
 from launch.start.process.lasting_output import lasting_output
-from launch.start.srun_task import LOOPBACK, tasks_per_node
+from launch.start.srun_task import LOOPBACK
 from models.run_rules import RULES_OF_A_RUN
 
 DRY_RUN = "--dry-run"
@@ -56,86 +56,6 @@ FINAL = {
 
 LONGEST_END_SECONDS = 90.0
 """Time in which srun may end the other tasks after a bad end; it waits in vain for a node that is dead."""
-
-CALL_SECONDS = 120.0
-"""Limit for a command of SLURM; a busy controller answers late."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """An allocation, from SLURM's variables.
-
-    Attributes:
-        number: of the job; a task of an array has its own.
-        restart: number of requeues so far.
-        nodes: in the order of the tasks; the first runs this program.
-        tasks_per_node: in the same order.
-    """
-
-    number: str
-    restart: int
-    nodes: tuple[str, ...]
-    tasks_per_node: tuple[int, ...]
-
-    @classmethod
-    def from_variables(cls, variables: Mapping[str, str]) -> "Job":
-        """Read SLURM_JOB_ID, SLURM_RESTART_COUNT, SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE.
-
-        Raises:
-            TopologyError: there is no job around this process, or its number of tasks is unknown.
-        """
-        if "SLURM_JOB_ID" not in variables:
-            raise TopologyError(
-                "this is a batch script and there is no SLURM job around it: srun would have nowhere to start ranks. Submit it "
-                "with sbatch, look at it with --dry-run, or train on this machine with launch/pretrain_gpt.sh."
-            )
-        try:
-            listed = call("scontrol", "show", "hostnames", variables["SLURM_JOB_NODELIST"])
-            nodes = tuple(listed.stdout.split())
-            sizes = tuple(tasks_per_node(variables["SLURM_TASKS_PER_NODE"]))
-            if listed.failed or len(nodes) != len(sizes):
-                raise ValueError(f"{listed.stderr or nodes} for {len(sizes)} counts of tasks")
-        except (KeyError, ValueError) as error:
-            raise TopologyError(
-                f"SLURM's variables do not say which tasks run where: {error!r}. Ranks could not be counted, nor a bad node be "
-                "named. Keep --nodes and --ntasks-per-node in the header of the batch script."
-            ) from error
-        return cls(variables["SLURM_JOB_ID"], int(variables.get("SLURM_RESTART_COUNT") or 0), nodes, sizes)
-
-    @property
-    def world_size(self) -> int:
-        return sum(self.tasks_per_node)
-
-
-@dataclass(frozen=True, slots=True)
-class CommandResult:
-    """Result of a command of SLURM."""
-
-    failed: bool
-    stdout: str
-    stderr: str
-
-
-def call(*words: str, variables: Mapping[str, str] | None = None) -> CommandResult:
-    """Run a command of SLURM; one that is missing or does not answer in time has failed."""
-    try:
-        ended = subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=CALL_SECONDS,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return CommandResult(True, "", str(error))
-    return CommandResult(ended.returncode != 0, ended.stdout, ended.stderr.strip())
-
-
-def say(text: str) -> None:
-    """Print a line into the job's output."""
-    print(f"triaxis: {text}", flush=True)
 
 
 # The step -----------------------------------------------------------------------------------------------------------------
@@ -248,6 +168,9 @@ def judge(code: int, report: StepReport, received: signal.Signals | None) -> Out
     """Return how an attempt ended. One rank's exit code decides where ranks end with it only together."""
     if report.has_code(ExitCode.REQUEUE):
         return Outcome.PREEMPTED
+    if report.has_code(ExitCode.NEXT_STAGE):
+        # Ranks that were asked to stop at the edge leave no time for another stage in this allocation.
+        return Outcome.NEXT_STAGE if received is None else Outcome.PREEMPTED
     if report.has_code(ExitCode.INTERRUPTED):
         return Outcome.INTERRUPTED
     if code == 0:
@@ -401,9 +324,7 @@ def _start(argv: Sequence[str]) -> int:
 
 def _run(root: Path, script: str, words: Sequence[str]) -> int:
     job = Job.from_variables(os.environ)
-    step = Step(job)
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, step.on_signal)
+    step = _listening(job)
     config, path = _config(words, job)
     name = run_name(config, path.stem, os.environ)
     directory = RunDirectory.join(config.runtime.runs_dir, name, 0)
@@ -411,11 +332,19 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
     if (finished := look_before_training(config, path, from_scratch=starts_over)) is not None:
         print(finished)
         return 0
-    history = History(directory.path)
-    history.begin(job.number, job.restart, job.nodes, newest_step(directory, config))
-    code = step.run(step_words(root, words, os.environ), step_variables(job, os.environ))
-
-    outcome = judge(code, step.report, step.received)
+    history, asked = History(directory.path), list(words)
+    while True:
+        history.begin(job.number, job.restart, job.nodes, newest_step(directory, config))
+        code = step.run(step_words(root, asked, os.environ), step_variables(job, os.environ))
+        outcome = judge(code, step.report, step.received)
+        if outcome is not Outcome.NEXT_STAGE:
+            break
+        history.end(outcome, newest_step(directory, config), [])
+        say(
+            f"a stage has ended and is saved (step {newest_step(directory, config)}); the next one starts in this allocation"
+        )
+        # What this job has saved by now is not to be set aside.
+        step, asked = _listening(job), [word for word in asked if word != FROM_SCRATCH]
     blamed = step.report.suspects() if outcome is Outcome.FAILED else []
     history.end(outcome, newest_step(directory, config), blamed)
     if outcome is Outcome.FINISHED:
@@ -443,6 +372,14 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
         if NextAttempt(job, script, words, name, starts_over=directory.is_starting_over).start(history.excluded)
         else max(code, ExitCode.BROKE)
     )
+
+
+def _listening(job: Job) -> Step:
+    """Return a step that gets the signals of this process."""
+    step = Step(job)
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, step.on_signal)
+    return step
 
 
 def newest_step(directory: RunDirectory, config: Config) -> int:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -55,6 +56,9 @@ from launch.start.world import World, decide
 from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu
 from models.predict.rank_memory import predict
 from models.run_rules import RULES_OF_A_RUN
+
+if TYPE_CHECKING:  # it imports torch
+    from launch.start.rendezvous import MeetingPlace
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
 
@@ -143,7 +147,7 @@ def _launch(request: Request, variables: Mapping[str, str]) -> int:
             print(instead)
             return 0
     sys.stdout.flush()  # before the ranks write to the same place
-    return _run_torchrun(plan, arguments, environment)
+    return _run_stages(plan, arguments, environment)
 
 
 def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
@@ -251,14 +255,24 @@ def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, st
     return 0
 
 
-def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run torchrun inside this process, so that we get its signals and its failures; return the exit code."""
+def _run_stages(plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the ranks, and again for each further stage of the run; return the exit code."""
     os.environ.update(environment)
+    from launch.start.rendezvous import MeetingPlace
+
+    place, words = MeetingPlace(), list(arguments)
+    while (code := _run_torchrun(plan, words, place)) == ExitCode.NEXT_STAGE:
+        # What this command has saved by now is not to be set aside.
+        words = [word for word in words if word != FROM_SCRATCH]
+    return code
+
+
+def _run_torchrun(plan: Plan, arguments: Sequence[str], place: "MeetingPlace") -> int:
+    """Run torchrun inside this process, so that we get its signals and its failures; return the exit code."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from launch.start import rendezvous
     from launch.start.process.short_end import short_end
 
     # Its logs name every process that it ends; the first cause is described below.
@@ -266,7 +280,7 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], environment: Mapping[str
         logging.getLogger(f"torch.distributed.elastic.{noisy}").setLevel(logging.CRITICAL)
     started_seconds = time.time()
     words = torchrun.parse_args(list(arguments))
-    rendezvous.use(words)
+    place.use(words)
     signals = ForwardedSignals()
     try:
         with short_end(OTHERS_END_SECONDS), signals.listening(words):

@@ -7,6 +7,7 @@ The ranks check again (they may be on other nodes); here it costs a second inste
 import os
 from pathlib import Path
 
+from engine.config.stages import at_stage
 from engine.config.telemetry import gpu_tool_problems
 from engine.config.tree import Config
 from engine.data.corpus.indexed import IndexedTokens
@@ -32,7 +33,8 @@ def look_before_training(config: Config, config_path: Path, *, from_scratch: boo
     if finished is not None:
         return finished.finished_message()
     if not config.data.synthetic:
-        for _, prefix in [*config.data.train, *(config.data.valid or [])]:
+        stages = [at_stage(config, stage["name"]).data for stage in config.stages] or [config.data]
+        for prefix in dict.fromkeys(prefix for data in stages for _, prefix in [*data.train, *(data.valid or [])]):
             IndexedTokens(prefix)
     return None
 

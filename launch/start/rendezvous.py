@@ -8,7 +8,7 @@ import argparse
 import os
 from datetime import timedelta
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -27,33 +27,45 @@ TIMEOUT = timedelta(minutes=15)
 """The longest time between the starts of a job's nodes."""
 
 
-def use(words: argparse.Namespace) -> None:
-    """Replace the rendezvous in torchrun's parsed arguments by this one."""
-    rendezvous_handler_registry.register(BACKEND, _create)
-    host, port = (words.local_addr, 0) if words.standalone else (words.master_addr, words.master_port)
-    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    words.standalone = False
-    words.rdzv_backend, words.rdzv_endpoint, words.rdzv_conf = BACKEND, endpoint, f"node={words.node_rank}"
-    words.node_rank = 0  # torchrun would warn that this backend does not read it
+class MeetingPlace:
+    """The store of a run's launchers, which the ranks use as well; it stays over the stages of the run.
 
+    The launchers of other nodes may be a stage ahead or behind: a store that ended with each stage would be found half gone.
+    """
 
-def _create(parameters: RendezvousParameters) -> RendezvousHandler:
-    host, port = parse_rendezvous_endpoint(parameters.endpoint, 0)
-    num_nodes = parameters.max_nodes
-    interface = cluster_interface(host, several_nodes=num_nodes > 1, variables=os.environ)
-    return _OneInterface(interface, port, int(parameters.config["node"]), num_nodes, parameters.run_id)
+    def __init__(self) -> None:
+        self._num_uses = 0
+        self._store: TCPStore | None = None
+
+    def use(self, words: argparse.Namespace) -> None:
+        """Replace the rendezvous in torchrun's parsed arguments by this one; each use has keys of its own in the store."""
+        rendezvous_handler_registry.register(BACKEND, self._create)
+        host, port = (words.local_addr, 0) if words.standalone else (words.master_addr, words.master_port)
+        endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        words.standalone = False
+        words.rdzv_backend, words.rdzv_endpoint, words.rdzv_conf = BACKEND, endpoint, f"node={words.node_rank}"
+        words.node_rank = 0  # torchrun would warn that this backend does not read it
+        words.rdzv_id = f"stage_{self._num_uses}"
+        self._num_uses += 1
+
+    def _create(self, parameters: RendezvousParameters) -> RendezvousHandler:
+        host, port = parse_rendezvous_endpoint(parameters.endpoint, 0)
+        num_nodes, node = parameters.max_nodes, int(parameters.config["node"])
+        interface = cluster_interface(host, several_nodes=num_nodes > 1, variables=os.environ)
+        if self._store is None:
+            self._store = open_store(interface, port, TIMEOUT, is_server=node == 0)
+        return _OneInterface(interface, self._store, node, num_nodes, parameters.run_id)
 
 
 class _OneInterface(RendezvousHandler):
     """A rendezvous of numbered nodes; node 0 has the store, and the ranks use it as well."""
 
-    def __init__(self, interface: Interface, port: int, node: int, num_nodes: int, run_id: str) -> None:
+    def __init__(self, interface: Interface, store: TCPStore, node: int, num_nodes: int, run_id: str) -> None:
         self._interface = interface
-        self._port = port
+        self._store = store
         self._node = node
         self._num_nodes = num_nodes
         self._run_id = run_id
-        self._store: Store | None = None
 
     def get_backend(self) -> str:
         return BACKEND
@@ -63,12 +75,8 @@ class _OneInterface(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._store is None:
-            store = open_store(self._interface, self._port, TIMEOUT, is_server=self._node == 0)
-            self._port = store.port
-            self._store = store
         prefixed = PrefixStore(self._run_id, self._store)
-        where = RendezvousStoreInfo(self._interface.store_host, self._port)
+        where = RendezvousStoreInfo(self._interface.store_host, self._store.port)
         return RendezvousInfo(prefixed, self._node, self._num_nodes, where)
 
     def is_closed(self) -> bool:

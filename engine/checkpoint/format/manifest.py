@@ -22,7 +22,7 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect
 from engine.config.optimizer_kinds import MASTER, OPTIMIZERS, STATE_KINDS, OptimizerName, StateKind
@@ -60,6 +60,14 @@ DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "flo
 
 Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 FileName = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}\.safetensors$")]
+
+
+def _of_sections(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of sections, with the list of its stages if it has some."""
+    for name, value in config.items():
+        if not isinstance(value, list if name == "stages" else dict):
+            raise ValueError(f"config.{name} is a {type(value).__name__}")
+    return config
 
 
 class _Record(BaseModel):
@@ -181,7 +189,7 @@ class Manifest(_Record):
     state: TrainingState
     fingerprint: dict[Kind, Hex64]
     layout: dict[str, Any]
-    config: dict[str, dict[str, Any]]
+    config: Annotated[dict[str, Any], AfterValidator(_of_sections)]
     lineage: Annotated[tuple[Ancestor, ...], Field(strict=False)]
     tensors: dict[str, TensorInfo] = Field(min_length=1)
     files: Annotated[tuple[DataFile, ...], Field(strict=False)]

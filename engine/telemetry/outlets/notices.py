@@ -122,6 +122,9 @@ def say_stopped(
         peak_memory_bytes: the most that each rank held.
     """
     telemetry.event("stopped", step=step, reason=stop.value, peak_memory_bytes=list(peak_memory_bytes))
+    if stop is Stop.NEXT_STAGE:
+        telemetry.say(f"the stage ends with step {step:,} and is saved; the next one begins", "green")
+        return
     rest = (
         "the same command goes on from there"
         if is_saved

@@ -14,7 +14,11 @@ from engine.errors import ExitCode, TriaxisError
 from engine.resilience.hang.watch import hang_report
 from launch.start.process.named_causes import named_causes
 
-AFTER = {Stop.PREEMPTED: ExitCode.REQUEUE, Stop.INTERRUPTED: ExitCode.INTERRUPTED}
+AFTER = {
+    Stop.PREEMPTED: ExitCode.REQUEUE,
+    Stop.INTERRUPTED: ExitCode.INTERRUPTED,
+    Stop.NEXT_STAGE: ExitCode.NEXT_STAGE,
+}
 """Exit codes of a run that all ranks have agreed to stop."""
 
 OTHERS_END_SECONDS = 10

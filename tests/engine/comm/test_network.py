@@ -145,7 +145,7 @@ def listeners_of_launchers(rank: int, hosts: Sequence[str]) -> tuple[set[str], s
     words = SimpleNamespace(
         standalone=False, local_addr=None, master_addr=f"{CLUSTER}1", master_port=29_501, node_rank=rank
     )
-    rendezvous.use(words)  # type: ignore[arg-type]
+    rendezvous.MeetingPlace().use(words)  # type: ignore[arg-type]
     name, _, value = words.rdzv_conf.partition("=")
     parameters = RendezvousParameters(words.rdzv_backend, words.rdzv_endpoint, "run", 2, 2, **{name: value})
     handler = get_rendezvous_handler(parameters)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ExitCode, TopologyError, TriaxisError
+from launch.slurm.allocation import Job
 from launch.slurm.history import History, Outcome
 from launch.slurm.job import (
-    Job,
     NextAttempt,
     Step,
     is_out_of_time,
@@ -77,6 +77,8 @@ ALL_AT_ONCE = "srun: error: node[1-2]: tasks 0-7: Exited with exit code 1"
         (2, "srun: error: node1: tasks 0-3: Exited with exit code 2", None, Outcome.MISTAKE, None),
         (6, "srun: error: node1: tasks 0-3: Exited with exit code 6", None, Outcome.DIVERGED, None),
         (137, DIVERGED_RANK, None, Outcome.DIVERGED, None),
+        (76, "srun: error: node1: tasks 0-3: Exited with exit code 76", None, Outcome.NEXT_STAGE, None),
+        (76, "srun: error: node1: task 0: Exited with exit code 76", signal.SIGUSR1, Outcome.PREEMPTED, None),
         (130, "srun: error: node1: tasks 0-3: Exited with exit code 130", None, Outcome.INTERRUPTED, None),
         (143, "srun: error: node1: tasks 0-3: Terminated", signal.SIGTERM, Outcome.STOPPED, None),
         (137, KILLED_RANK, None, Outcome.FAILED, ["node2"]),
@@ -339,21 +341,43 @@ def handlers() -> Iterator[None]:
 def test_only_what_may_end_better_is_started_again(
     code: int, outcome: Outcome, exit_code: int, is_requeued: bool, slurm: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    (slurm / "scontrol_show").write_text("node1\nnode2\n")
-    (slurm / "scontrol_requeue").write_text("")
     (slurm / "srun").write_text(
         f'#!/bin/sh\necho "srun: error: node1: tasks 0-3: Exited with exit code {code}" >&2\nexit {code}\n'
     )
+    inside_a_job(slurm, monkeypatch)
+    assert main(["script", str(TINY), "data.synthetic=true"]) == exit_code
+    assert ("scontrol requeue 31" in (slurm / "told").read_text()) is is_requeued
+    assert History(tmp_path / "runs" / "small").attempts[-1].outcome == outcome.value
+
+
+@pytest.mark.usefixtures("handlers")
+def test_the_next_stage_starts_in_the_same_allocation(slurm: Path, tmp_path: Path, monkeypatch) -> None:
+    (slurm / "srun").write_text(
+        f'#!/bin/sh\necho "$*" >> {slurm}/steps\n[ $(wc -l < {slurm}/steps) = 2 ] && exit 0\n'
+        'echo "srun: error: node1: tasks 0-3: Exited with exit code 76" >&2\nexit 76\n'
+    )
+    inside_a_job(slurm, monkeypatch)
+    stages = "stages=[{name: a, until: 41k}, {name: b, until: 90k}]"
+    more = ["train.steps=null", "checkpoint.interval=10", "optimizer.warmup_steps=2", stages]
+    assert main(["script", str(TINY), "data.synthetic=true", *more, "--from-scratch"]) == 0
+    first, second = (slurm / "steps").read_text().splitlines()
+    assert first == f"{second} --from-scratch", "the next stage goes on from what the first one has saved"
+    assert "requeue" not in (slurm / "told").read_text()
+    outcomes = [attempt.outcome for attempt in History(tmp_path / "runs" / "small").attempts]
+    assert outcomes == ["next stage", "finished"]
+
+
+def inside_a_job(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be job 31 on two nodes, which may be requeued, with the run called small."""
+    (slurm / "scontrol_show").write_text("node1\nnode2\n")
+    (slurm / "scontrol_requeue").write_text("")
     (slurm / "srun").chmod(0o755)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(slurm)
     for name in [name for name in os.environ if name.startswith(OTHER_LAUNCHERS) or name in OTHER_RUNS]:
         monkeypatch.delenv(name)
     for name, value in (("JOB_ID", "31"), ("JOB_NODELIST", "node[1-2]"), ("TASKS_PER_NODE", "4(x2)")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("RUN_NAME", "small")
-    assert main(["script", str(TINY), "data.synthetic=true"]) == exit_code
-    assert ("scontrol requeue 31" in (slurm / "told").read_text()) is is_requeued
-    assert History(tmp_path / "runs" / "small").attempts[-1].outcome == outcome.value
 
 
 def test_the_signal_before_the_time_limit_is_handed_to_srun(slurm: Path) -> None:

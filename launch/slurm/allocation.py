@@ -1,0 +1,88 @@
+"""An allocation of SLURM, and calls of SLURM's commands in it (no torch here)."""
+
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine.errors import TopologyError
+from launch.start.srun_task import tasks_per_node
+
+CALL_SECONDS = 120.0
+"""Limit for a command of SLURM; a busy controller answers late."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An allocation, from SLURM's variables.
+
+    Attributes:
+        number: of the job; a task of an array has its own.
+        restart: number of requeues so far.
+        nodes: in the order of the tasks; the first runs this program.
+        tasks_per_node: in the same order.
+    """
+
+    number: str
+    restart: int
+    nodes: tuple[str, ...]
+    tasks_per_node: tuple[int, ...]
+
+    @classmethod
+    def from_variables(cls, variables: Mapping[str, str]) -> "Job":
+        """Read SLURM_JOB_ID, SLURM_RESTART_COUNT, SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE.
+
+        Raises:
+            TopologyError: there is no job around this process, or its number of tasks is unknown.
+        """
+        if "SLURM_JOB_ID" not in variables:
+            raise TopologyError(
+                "this is a batch script and there is no SLURM job around it: srun would have nowhere to start ranks. Submit it "
+                "with sbatch, look at it with --dry-run, or train on this machine with launch/pretrain_gpt.sh."
+            )
+        try:
+            listed = call("scontrol", "show", "hostnames", variables["SLURM_JOB_NODELIST"])
+            nodes = tuple(listed.stdout.split())
+            sizes = tuple(tasks_per_node(variables["SLURM_TASKS_PER_NODE"]))
+            if listed.failed or len(nodes) != len(sizes):
+                raise ValueError(f"{listed.stderr or nodes} for {len(sizes)} counts of tasks")
+        except (KeyError, ValueError) as error:
+            raise TopologyError(
+                f"SLURM's variables do not say which tasks run where: {error!r}. Ranks could not be counted, nor a bad node be "
+                "named. Keep --nodes and --ntasks-per-node in the header of the batch script."
+            ) from error
+        return cls(variables["SLURM_JOB_ID"], int(variables.get("SLURM_RESTART_COUNT") or 0), nodes, sizes)
+
+    @property
+    def world_size(self) -> int:
+        return sum(self.tasks_per_node)
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """Result of a command of SLURM."""
+
+    failed: bool
+    stdout: str
+    stderr: str
+
+
+def call(*words: str, variables: Mapping[str, str] | None = None) -> CommandResult:
+    """Run a command of SLURM; one that is missing or does not answer in time has failed."""
+    try:
+        ended = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=CALL_SECONDS,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return CommandResult(True, "", str(error))
+    return CommandResult(ended.returncode != 0, ended.stdout, ended.stderr.strip())
+
+
+def say(text: str) -> None:
+    """Print a line into the job's output."""
+    print(f"triaxis: {text}", flush=True)
