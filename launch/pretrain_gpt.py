@@ -214,7 +214,7 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
         from_scratch=directory.from_scratch,
     )
     begin_attempt(rank, directory)
-    say_beginning(telemetry, directory, beginning)
+    say_beginning(telemetry, directory, beginning, config)
     return beginning, RunFacts(
         run=directory.path.name,
         attempt=directory.attempt,

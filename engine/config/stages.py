@@ -146,10 +146,8 @@ def stage_at(config: "Config", consumed_tokens: int) -> RunStage:
 
 def at_stage(config: "Config", name: str) -> "Config":
     """Return the config with the fields of its stage `name` in place."""
-    tree = config.model_dump(mode="json")
     entry = next(entry for entry in config.stages if entry["name"] == name)
-    put_fields(tree, {**fields_of(entry), "train.stage": name})
-    return type(config).model_validate(tree)
+    return with_fields(config, {**fields_of(entry), "train.stage": name})
 
 
 def fields_of(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,6 +197,35 @@ def data_segments(config: "Config") -> tuple[DataSegment, ...]:
         if not found or replace(segment, first_position=found[-1].first_position) != found[-1]:
             found.append(segment)
     return tuple(found)
+
+
+READING = (
+    *(
+        "data.train",
+        "data.valid",
+        "data.split",
+        "data.synthetic",
+        "train.seed",
+        "train.stage",
+        "train.steps",
+        "train.tokens",
+    ),
+    *(BATCH, SEQ_LENGTH),
+)
+"""Fields that decide which samples a step reads, besides the stages."""
+
+
+def reading_fields(config: "Config") -> dict[str, Any]:
+    """Return the fields of a config that decide which samples a step reads, by dotted name."""
+    tree = config.model_dump(mode="json")
+    return {**{key: get_field(tree, key) for key in READING}, "stages": tree["stages"]}
+
+
+def with_fields(config: "Config", fields: Mapping[str, Any]) -> "Config":
+    """Return the config with fields set by their dotted names."""
+    tree = config.model_dump(mode="json")
+    put_fields(tree, fields)
+    return type(config).model_validate(tree)
 
 
 def past_differs(there: "Config", here: "Config", consumed_tokens: int) -> str | None:

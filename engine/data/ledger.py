@@ -25,14 +25,20 @@ class SampleRead:
         sample_id: of the data, from 0; above the position where ranges were skipped.
         corpus: prefix.
         epoch: of the corpus, from 0.
-        parts: of documents, in order; the last token is a label only.
+        pieces: parts of documents, in order, by tokens that follow each other in the epoch; no label is the first token of a piece,
+            and the last token of the sample is a label only.
     """
 
     position: int
     sample_id: int
     corpus: str
     epoch: int
-    parts: tuple[DocumentPart, ...]
+    pieces: tuple[tuple[DocumentPart, ...], ...]
+
+    @property
+    def parts(self) -> tuple[DocumentPart, ...]:
+        """Return the parts of all pieces."""
+        return tuple(part for piece in self.pieces for part in piece)
 
 
 def reads_of_step(step: int, stage: RunStage, source: SampleSource, skipped: SkippedRanges) -> Iterator[SampleRead]:
@@ -44,9 +50,14 @@ def reads_of_step(step: int, stage: RunStage, source: SampleSource, skipped: Ski
     """
     first = stage.samples_before(step - 1)
     for position, sample_id in enumerate(skipped.ids(first, stage.samples_per_step), start=first):
-        assert isinstance(source, Blend), "random tokens come from no corpus"
-        number, inner = source.locate(sample_id)
-        stream = source.sources[number]
-        assert isinstance(stream, SampleStream | ContinuedStream)
-        parts = tuple(stream.parts(inner))
-        yield SampleRead(position, sample_id, stream.corpus.prefix, stream.epoch_of(inner), parts)
+        yield read_of(source, sample_id, position)
+
+
+def read_of(source: SampleSource, sample_id: int, position: int) -> SampleRead:
+    """Return what one sample of a blend of corpora is made of."""
+    assert isinstance(source, Blend), "random tokens come from no corpus"
+    number, inner = source.locate(sample_id)
+    stream = source.sources[number]
+    assert isinstance(stream, SampleStream | ContinuedStream)
+    pieces = tuple(map(tuple, stream.pieces(inner)))
+    return SampleRead(position, sample_id, stream.corpus.prefix, stream.epoch_of(inner), pieces)

@@ -112,17 +112,14 @@ class Remainder:
         order = permutation(num_samples, "remainder", self._stream.seed, self._epoch, *cuts, self.seq_length)
         return np.array([len(starts)]), starts, lengths, order
 
-    def parts(self, sample_id: int) -> list[DocumentPart]:
-        """List the parts of documents that make the s + 1 tokens of a sample, in order."""
-        return [part for piece in self._pieces(sample_id) for part in piece]
-
     def read(self, sample_id: int) -> Sample:
         """Return a sample; the first token of a piece is no label."""
-        pieces = self._pieces(sample_id)
+        pieces = self.pieces(sample_id)
         joins = np.cumsum([sum(part.length for part in piece) for piece in pieces[:-1]], dtype=np.int64)
         return self._stream.read([part for piece in pieces for part in piece], sample_id, joins.tolist())
 
-    def _pieces(self, sample_id: int) -> list[list[DocumentPart]]:
+    def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
+        """List the parts of documents that make the s + 1 tokens of a sample, by piece, in order."""
         index = self._stream.epoch(self._epoch)
         start, left = int(self.order[sample_id]) * self.seq_length, self.seq_length + 1
         number = int(np.searchsorted(self.offsets, start, side="right")) - 1
@@ -199,11 +196,11 @@ class ContinuedStream:
             return self.stream.epoch_of(self.first) - 1
         return self.stream.epoch_of(self.first + sample_id - self._left)
 
-    def parts(self, sample_id: int) -> list[DocumentPart]:
-        """List the parts of documents that make the s + 1 tokens of a sample, in order."""
+    def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
+        """List the parts of documents that make the s + 1 tokens of a sample, by piece, in order."""
         if self.remainder is not None and sample_id < self._left:
-            return self.remainder.parts(self.read + sample_id)
-        return self.stream.parts(self.first + sample_id - self._left)
+            return self.remainder.pieces(self.read + sample_id)
+        return self.stream.pieces(self.first + sample_id - self._left)
 
     def __getitem__(self, sample_id: int) -> Sample:
         if self.remainder is not None and sample_id < self._left:
@@ -212,4 +209,4 @@ class ContinuedStream:
 
     def lengths(self, sample_id: int) -> tuple[int, ...]:
         """Return `Sample.lengths` of a sample, without its tokens."""
-        return tuple(length for _, _, length in self.parts(sample_id))
+        return tuple(length for piece in self.pieces(sample_id) for _, _, length in piece)

@@ -201,6 +201,10 @@ class SampleStream:
         index = self.epoch(epoch)
         return self.parts_at(index, int(index.sample_order[place]) * self.seq_length, self.seq_length + 1)
 
+    def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
+        """Return `parts` as one piece: its tokens follow each other in the epoch."""
+        return [self.parts(sample_id)]
+
     def parts_at(self, index: EpochIndex, start: int, length: int) -> list[DocumentPart]:
         """List the parts of documents that make the tokens `start` .. `start + length - 1` of an epoch's stream, in order."""
         left = length

@@ -1,6 +1,7 @@
 """`triaxis data`: look into corpora, join them and cut them; tokens are copied, never encoded again.
 
 which     the documents that a step of a run has read (`launch/report/data_which.py`)
+repeats   tokens that a run has read twice, or left out, over all its attempts (`launch/report/data_repeats.py`)
 inspect   documents, tokens, lengths, ends of documents, the first text
 merge     A B ... -> C, the documents of A, then those of B
 split     C -> A B ..., the first documents, then the next ones
@@ -21,7 +22,7 @@ from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.record import CorpusRecord, read_record
 from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from engine.errors import DataError
-from launch.report import data_which
+from launch.report import data_repeats, data_which
 from launch.start.command_line import CommandParser, refuse
 
 INSPECT_EXAMPLES = """examples:
@@ -42,6 +43,7 @@ SHOWN_TOKENS = 100
 
 def add_arguments(parser: CommandParser) -> None:
     data_which.add_arguments(parser)
+    data_repeats.add_arguments(parser)
     look = parser.add_verb("inspect", "print what a corpus holds", "PREFIX [options]", INSPECT_EXAMPLES)
     look.set_defaults(verb_function=inspect)
     look.add_argument("prefix", metavar="PREFIX", help="path of the corpus, without an ending")

@@ -12,9 +12,9 @@ from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from engine.data.datasets import open_run_datasets
 from engine.data.ledger import SampleRead, reads_of_step
 from engine.data.samples import DocumentPart
-from engine.data.skipped import SkippedRanges
 from engine.errors import DataError
 from launch.report.record import RunRecord, read_run
+from launch.report.spans import span_of
 from launch.start.command_line import CommandParser, refuse
 
 EXAMPLES = """examples:
@@ -46,9 +46,11 @@ def which_documents(args: argparse.Namespace) -> int:
     num_steps = planned_steps(config) or 0
     if not 1 <= args.step <= num_steps:
         refuse([f"--step {args.step}: the run has the steps 1 to {num_steps:,}."])
+    span = span_of(run, config, args.step)
+    config, skipped = span.config, span.skipped
     stage = next(stage for stage in run_stages(config) if args.step <= stage.end_step)
     config = at_stage(config, stage.name) if config.stages else config
-    datasets, skipped = open_run_datasets(config), skipped_of(run)
+    datasets = open_run_datasets(config)
     reads = list(reads_of_step(args.step, stage, datasets.train_after(skipped), skipped))
     tokenizer = load_tokenizer(config.data.tokenizer) if args.text else None
     if args.json:
@@ -64,16 +66,6 @@ def which_documents(args: argparse.Namespace) -> int:
             if tokenizer is not None:
                 print(f"    {_text(read.corpus, part, tokenizer)!r}")
     return 0
-
-
-def skipped_of(run: RunRecord) -> SkippedRanges:
-    """Return the ranges of samples that a run leaves out, as its last rollback has recorded them."""
-    recorded = [event.details.get("skipped") for event in run.events if event.kind == "rolled_back"]
-    ranges = recorded[-1] if recorded else []
-    try:
-        return SkippedRanges.of((int(first), int(stop)) for first, stop in ranges or [])
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{run.path}: the last rollback records no ranges of samples: {ranges!r}.") from error
 
 
 def _title(step: int, config: Config, run: RunRecord) -> list[str]:

@@ -233,8 +233,9 @@ def _end(events: Sequence[Event], *, has_successor: bool) -> str:
     kinds = {event.kind: event for event in events}
     if "finished" in kinds:
         return "finished"
-    if "stopped" in kinds:
-        return str(kinds["stopped"].details.get("reason", "stopped"))
+    for kind in ("stopped", "stage_ended"):
+        if kind in kinds:
+            return str(kinds[kind].details.get("reason", "stopped"))
     if "failed" in kinds:
         return "failed"
     if "hang" in kinds and "attempt_ended" not in kinds:

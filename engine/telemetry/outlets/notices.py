@@ -12,6 +12,8 @@ from engine.checkpoint.format.fingerprint import describe
 from engine.checkpoint.format.manifest import Kind
 from engine.checkpoint.resume import ResumePoint
 from engine.comm.stop import Stop
+from engine.config.stages import reading_fields
+from engine.config.tree import Config
 from engine.run.directory import RunDirectory
 from engine.telemetry.outlets.hub import Telemetry
 from engine.telemetry.record.events import EventKind
@@ -78,8 +80,11 @@ class TroubleNotices:
         self.telemetry.notice(kind, message, step=step + 1, **details)
 
 
-def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: ResumePoint) -> None:
-    """Report where the run begins, what differs from what was saved, and which newer checkpoints could not be used."""
+def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: ResumePoint, config: Config) -> None:
+    """Report where the run begins, what differs from what was saved, and which newer checkpoints could not be used.
+
+    The event has what decides the samples of each step, so that what a run of many attempts has read can be told from its files.
+    """
     if directory.swept:
         telemetry.event("checkpoints_swept", names=list(directory.swept))
     telemetry.event(
@@ -88,6 +93,8 @@ def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: Resu
         source=None if beginning.source is None else str(beginning.source),
         loaded=beginning.loaded if beginning.source is not None else None,
         consumed_samples=beginning.state.consumed_samples,
+        reads=reading_fields(config),
+        skipped=[list(pair) for pair in beginning.history.skipped.ranges],
         differences=list(beginning.differences),
         passed_over=list(beginning.passed_over),
         set_aside=None if directory.set_aside is None else str(directory.set_aside),
@@ -121,7 +128,8 @@ def say_stopped(
         is_saved: whether the run saves at all.
         peak_memory_bytes: the most that each rank held.
     """
-    telemetry.event("stopped", step=step, reason=stop.value, peak_memory_bytes=list(peak_memory_bytes))
+    kind: EventKind = "stage_ended" if stop is Stop.NEXT_STAGE else "stopped"
+    telemetry.event(kind, step=step, reason=stop.value, peak_memory_bytes=list(peak_memory_bytes))
     if stop is Stop.NEXT_STAGE:
         telemetry.say(f"the stage ends with step {step:,} and is saved; the next one begins", "green")
         return

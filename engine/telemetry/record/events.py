@@ -66,6 +66,7 @@ EventKind = Literal[
     "memory",
     "hang",
     "stopped",
+    "stage_ended",
     "failed",
     "attempt_ended",
     "finished",

@@ -1,0 +1,198 @@
+"""What a run has read over all its attempts: tokens that were read twice, and tokens that were left out (no torch here).
+
+    attempt 0   steps 1 .. 43         ->  spans of steps as they were made last: 1 .. 40 of attempt 0, 41 .. 60 of attempt 1
+    attempt 1   from 40, .. 60
+
+Within one epoch of a corpus each token should be predicted once. So labels are counted by (corpus, epoch, document), which compares
+attempts with other seeds, blends or lengths too. A sample predicts all tokens of a piece but the first.
+
+Of an epoch that a later one has followed, every label should have been read, but for those of skipped samples and for fewer than
+one sample wherever the epoch was cut.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from engine.config.stages import RunStage, at_stage, run_stages
+from engine.config.tree import Config
+from engine.data.ledger import SampleRead, read_of, reads_of_step
+from engine.data.samples import SampleSource
+from engine.data.skipped import SkippedRanges
+
+Place = tuple[str, int, int]
+"""A document in one epoch: (corpus, epoch, document)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSpan:
+    """Steps in a row, as they were made last.
+
+    Attributes:
+        first_step, end_step: the steps first_step + 1 .. end_step, as users count them.
+        attempt: that made them.
+        config: of the attempt.
+        skipped: sample ids that were left out by then.
+    """
+
+    first_step: int
+    end_step: int
+    attempt: int
+    config: Config
+    skipped: SkippedRanges
+
+    def parts(self) -> Iterator[tuple[RunStage, Config, range]]:
+        """Yield (stage, config in it, steps from 0) of each stage that the span has steps of."""
+        for stage in run_stages(self.config):
+            steps = range(max(self.first_step, stage.first_step), min(self.end_step, stage.end_step))
+            if steps:
+                yield stage, at_stage(self.config, stage.name) if stage.name else self.config, steps
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """Tokens of a document that two steps have predicted in the same epoch: `first` .. `first + length - 1`."""
+
+    corpus: str
+    epoch: int
+    document: int
+    first: int
+    length: int
+    step: int
+    earlier_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpochRead:
+    """The labels of one epoch of a corpus.
+
+    Attributes:
+        labels: of the epoch; its first token is none.
+        read: by the steps.
+        skipped: of samples that the run left out.
+        is_over: whether a later epoch was begun.
+    """
+
+    corpus: str
+    epoch: int
+    labels: int
+    read: int
+    skipped: int
+    is_over: bool
+
+    @property
+    def left_out(self) -> int:
+        """Return the labels that neither a step nor a skipped sample has."""
+        return self.labels - self.read - self.skipped
+
+
+@dataclass(frozen=True, slots=True)
+class RunReads:
+    """All that a run has read.
+
+    Attributes:
+        jumps: steps whose samples do not follow those of the step before, in words.
+    """
+
+    num_samples: int
+    repeats: Sequence[Repeat]
+    epochs: Sequence[EpochRead]
+    jumps: Sequence[str]
+
+
+def reads_of_run(
+    spans: Sequence[ReadSpan],
+    open_source: Callable[[Config, SkippedRanges], SampleSource],
+    labels_of: Callable[[Config, str], int],
+) -> RunReads:
+    """Return what the steps of a run have read.
+
+    Args:
+        spans: in order; together every step of the run.
+        open_source: opens the samples of a config by their ids in the run.
+        labels_of: returns the labels of an epoch of a corpus.
+    """
+    read: dict[Place, list[tuple[int, int, int]]] = {}
+    left_out: dict[Place, list[tuple[int, int, int]]] = {}
+    jumps: list[str] = []
+    next_position, num_samples, configs = 0, 0, dict[str, Config]()
+    for span in spans:
+        for stage, config, steps in span.parts():
+            source = open_source(config, span.skipped)
+            if (position := stage.samples_before(steps.start)) != next_position:
+                jumps.append(
+                    f"step {steps.start + 1:,} (attempt {span.attempt}) begins with sample {position:,} of the run, and "
+                    f"{next_position:,} were consumed before it"
+                )
+            for step in steps:
+                for one in reads_of_step(step + 1, stage, source, span.skipped):
+                    configs.setdefault(one.corpus, config)
+                    _add(read, one, step + 1)
+            last = stage.samples_before(steps.stop)
+            for sample_id in _skipped_between(span.skipped, position, last):
+                _add(left_out, read_of(source, sample_id, position), 0)
+            num_samples, next_position = num_samples + last - position, last
+    repeats = [repeat for place in sorted(read) for repeat in _overlaps(place, read[place])]
+    return RunReads(num_samples, repeats, _epochs(read, left_out, configs, labels_of), jumps)
+
+
+def _add(places: dict[Place, list[tuple[int, int, int]]], one: SampleRead, step: int) -> None:
+    for piece in one.pieces:
+        for number, part in enumerate(piece):
+            first = part.first + (number == 0)
+            if first < part.first + part.length:
+                place = (one.corpus, one.epoch, part.document)
+                places.setdefault(place, []).append((first, part.first + part.length, step))
+
+
+def _skipped_between(skipped: SkippedRanges, position: int, end: int) -> Iterator[int]:
+    """Yield the ids that are left out between the sample before `position` and the one before `end`."""
+    before = skipped.id_at(position - 1) if position else -1
+    for start, stop in skipped.ranges:
+        yield from range(max(start, before + 1), min(stop, skipped.id_at(end - 1)))
+
+
+def _overlaps(place: Place, intervals: list[tuple[int, int, int]]) -> Iterator[Repeat]:
+    reached, by = 0, 0
+    for first, end, step in sorted(intervals):
+        if first < reached:
+            earlier, later = sorted((by, step))
+            yield Repeat(*place, first, min(end, reached) - first, later, earlier)
+        if end > reached:
+            reached, by = end, step
+
+
+def _epochs(
+    read: dict[Place, list[tuple[int, int, int]]],
+    left_out: dict[Place, list[tuple[int, int, int]]],
+    configs: dict[str, Config],
+    labels_of: Callable[[Config, str], int],
+) -> list[EpochRead]:
+    covered: dict[tuple[str, int], int] = {}
+    for (corpus, epoch, _), intervals in read.items():
+        covered[corpus, epoch] = covered.get((corpus, epoch), 0) + _union(intervals)
+    absent: dict[tuple[str, int], int] = {}
+    for (corpus, epoch, document), intervals in left_out.items():
+        others = _union([*intervals, *read.get((corpus, epoch, document), [])])
+        own = others - _union(read.get((corpus, epoch, document), []))
+        absent[corpus, epoch] = absent.get((corpus, epoch), 0) + own
+    last = {corpus: max(epoch for name, epoch in covered if name == corpus) for corpus, _ in covered}
+    return [
+        EpochRead(
+            corpus,
+            epoch,
+            labels_of(configs[corpus], corpus),
+            count,
+            absent.get((corpus, epoch), 0),
+            epoch < last[corpus],
+        )
+        for (corpus, epoch), count in sorted(covered.items())
+    ]
+
+
+def _union(intervals: Sequence[tuple[int, int, int]]) -> int:
+    """Return how many tokens at least one interval has."""
+    total = reached = 0
+    for first, end, _ in sorted(intervals):
+        total += max(0, end - max(first, reached))
+        reached = max(reached, end)
+    return total

@@ -1,0 +1,101 @@
+"""`triaxis data repeats`: tokens that a run has read twice or left out, over all its attempts, from its config and its events."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from engine.config.stages import data_segments
+from engine.config.tree import Config
+from engine.data.blend import Blend
+from engine.data.datasets import open_run_datasets
+from engine.data.remainder import ContinuedStream
+from engine.data.repeats import ReadSpan, RunReads, reads_of_run
+from engine.data.samples import SampleSource, SampleStream
+from engine.data.skipped import SkippedRanges
+from engine.errors import DataError
+from launch.report.record import RunRecord, read_run
+from launch.report.spans import spans_of
+from launch.start.command_line import CommandParser
+
+EXAMPLES = """examples:
+  triaxis data repeats --run runs/gpt_tiny
+"""
+MOST_SHOWN = 20
+
+
+def add_arguments(parser: CommandParser) -> None:
+    summary = "find tokens that a run has read twice in an epoch, or left out, over all its attempts"
+    repeats = parser.add_verb("repeats", summary, "--run RUN [--json]", EXAMPLES)
+    repeats.set_defaults(verb_function=find_repeats)
+    repeats.add_argument("--run", required=True, type=Path, metavar="RUN", help="directory of the run")
+    repeats.add_argument("--json", action="store_true", help="for scripts")
+
+
+def find_repeats(args: argparse.Namespace) -> int:
+    """Print what the run has read; 1 if it has read a token twice, or left one out that no rule leaves out."""
+    run = read_run(args.run)
+    if run.config is None:
+        raise DataError(f"{args.run}: {run.config_problem}. What a run reads follows from it.")
+    if run.config.data.synthetic:
+        raise DataError(f"{args.run} was trained on random tokens (data.synthetic), which are of no document.")
+    spans = list(spans_of(run, run.config))
+    sources = _Sources()
+    found = reads_of_run(spans, sources.open, sources.labels_of)
+    allowed = sum({segment.seq_length for span in spans for segment in data_segments(span.config)})
+    lost = [epoch for epoch in found.epochs if epoch.is_over and epoch.left_out >= allowed]
+    is_bad = bool(found.repeats or found.jumps or lost)
+    if args.json:
+        epochs = [{**asdict(epoch), "left_out": epoch.left_out} for epoch in found.epochs]
+        repeats = [asdict(repeat) for repeat in found.repeats]
+        print(json.dumps({"samples": found.num_samples, "repeats": repeats, "epochs": epochs, "jumps": found.jumps}))
+        return int(is_bad)
+    print("\n".join(_lines(run, spans, found, allowed)))
+    return int(is_bad)
+
+
+class _Sources:
+    """Opened samples, by what decides them."""
+
+    def __init__(self) -> None:
+        self._opened: dict[str, SampleSource] = {}
+
+    def open(self, config: Config, skipped: SkippedRanges) -> SampleSource:
+        """Return the samples of a config by their ids in the run."""
+        key = repr((data_segments(config), config.train.seed, config.data, skipped.ranges))
+        if key not in self._opened:
+            self._opened[key] = open_run_datasets(config).train_after(skipped)
+        return self._opened[key]
+
+    def labels_of(self, config: Config, corpus: str) -> int:
+        """Return the labels of an epoch of a corpus: all its tokens but the first."""
+        source = self.open(config, SkippedRanges())
+        assert isinstance(source, Blend), "random tokens are of no corpus"
+        streams = [each.stream if isinstance(each, ContinuedStream) else each for each in source.sources]
+        found = [each for each in streams if isinstance(each, SampleStream) and each.corpus.prefix == corpus]
+        return found[0].num_tokens - 1
+
+
+def _lines(run: RunRecord, spans: list[ReadSpan], found: RunReads, allowed: int) -> Iterator[str]:
+    attempts = sorted({span.attempt for span in spans})
+    steps = sum(span.end_step - span.first_step for span in spans)
+    yield f"{run.path}: {steps:,} steps of {len(attempts)} attempts, {found.num_samples:,} samples"
+    yield f"steps that were made again: {sum(map(len, run.replaced)):,}"
+    yield from (f"jump: {jump}" for jump in found.jumps)
+    for epoch in found.epochs:
+        skipped = f", {epoch.skipped:,} of skipped samples" if epoch.skipped else ""
+        rest = ""
+        if epoch.is_over:
+            rest = f", {epoch.left_out:,} left over" if epoch.left_out < allowed else f", {epoch.left_out:,} LEFT OUT"
+        yield f"{epoch.corpus}, epoch {epoch.epoch}: {epoch.read:,} of {epoch.labels:,} tokens read{skipped}{rest}"
+    for repeat in found.repeats[:MOST_SHOWN]:
+        last = repeat.first + repeat.length - 1
+        yield (
+            f"read twice: {repeat.corpus}, epoch {repeat.epoch}, document {repeat.document:,}, tokens {repeat.first:,} to "
+            f"{last:,}, in step {repeat.earlier_step:,} and in step {repeat.step:,}"
+        )
+    if len(found.repeats) > MOST_SHOWN:
+        yield f"and {len(found.repeats) - MOST_SHOWN:,} more"
+    if not found.repeats:
+        yield "nothing was read twice in an epoch"

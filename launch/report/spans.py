@@ -1,0 +1,66 @@
+"""The steps of a run as they were made last, by attempt and by what was left out then, from its files (no torch here)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from engine.config.stages import with_fields
+from engine.config.tree import Config
+from engine.data.repeats import ReadSpan
+from engine.data.skipped import SkippedRanges
+from engine.errors import DataError
+from engine.telemetry.record.events import Event
+from launch.report.record import RunRecord
+
+
+def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
+    """Yield the steps of a run as they were made last, by attempt and by what was left out then."""
+    begun = {event.attempt: event for event in run.events if event.kind == "begun"}
+    rollbacks = [event for event in run.events if event.kind == "rolled_back"]
+
+    def origin(record: Mapping[str, Any]) -> tuple[int, SkippedRanges]:
+        attempt = record.get("attempt", 0)
+        return attempt, _skipped_at(record["step"], attempt, begun, rollbacks)
+
+    for (attempt, skipped), records in groupby(run.steps, key=origin):
+        steps = [record["step"] for record in records]
+        reads = begun[attempt].details.get("reads") if attempt in begun else None
+        made = with_fields(config, reads) if isinstance(reads, dict) else config
+        # Steps in the middle that no record is left of show as a jump.
+        for _, run_of_steps in groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0]):
+            group = [step for _, step in run_of_steps]
+            yield ReadSpan(group[0] - 1, group[-1], attempt, made, skipped)
+
+
+def span_of(run: RunRecord, config: Config, step: int) -> ReadSpan:
+    """Return the span of one step, which counts from 1; a step that is not made yet would be of the last attempt."""
+    spans = list(spans_of(run, config))
+    found = next((span for span in spans if span.first_step < step <= span.end_step), None)
+    if found is not None:
+        return found
+    skipped = [event.details.get("skipped") for event in run.events if event.kind in ("begun", "rolled_back")]
+    attempt = run.attempts[-1].number if run.attempts else 0
+    return ReadSpan(step - 1, step, attempt, config, ranges_of(skipped[-1] if skipped else None))
+
+
+def _skipped_at(step: int, attempt: int, begun: Mapping[int, Event], rollbacks: Sequence[Event]) -> SkippedRanges:
+    """Return what was left out when a step was made: what its attempt began with, and what its rollbacks before it added."""
+    began_with = begun[attempt].details.get("skipped") if attempt in begun else None
+    # An attempt of an older version does not record what it began with: then what the rollbacks before it came to.
+    before = [event.details.get("skipped") for event in rollbacks if event.attempt < attempt]
+    known = [began_with] if began_with is not None else before[-1:]
+    own = [event for event in rollbacks if event.attempt == attempt and int(event.details.get("to_step", 0)) < step]
+    known += [event.details.get("skipped") for event in own]
+    return ranges_of(known[-1] if known else None)
+
+
+def ranges_of(recorded: Any) -> SkippedRanges:
+    """Return the ranges that an event records.
+
+    Raises:
+        DataError: it records something else.
+    """
+    try:
+        return SkippedRanges.of((int(first), int(stop)) for first, stop in recorded or [])
+    except (TypeError, ValueError) as error:
+        raise DataError(f"an event of the run records no ranges of samples: {recorded!r}.") from error
