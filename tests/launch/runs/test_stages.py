@@ -5,7 +5,9 @@ branches     one stable run, and two decays on other data from its checkpoint
 """
 
 import json
+import shutil
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,9 @@ from engine.config.stages import at_stage, run_stages
 from engine.data.datasets import open_run_datasets
 from engine.data.ledger import reads_of_step
 from engine.data.skipped import SkippedRanges
+from tests import netns
 from tests.launch.command_line import PRETRAIN, TRIAXIS, ended, events, records, run, started
+from tests.soak.scene import address
 
 pytestmark = pytest.mark.distributed
 
@@ -149,3 +153,24 @@ def test_other_stages_in_the_past_are_refused(folder: Path, in_layouts: Path) ->
     said = run(folder, *PRETRAIN, "other.yaml", f"checkpoint.load={checkpoint}", "checkpoint.accept=[stages]")
     assert said.exit_code == 2
     assert "in another way than the stages of this run say" in said.err
+
+
+@pytest.mark.slow
+def test_a_launcher_on_each_node_goes_through_the_edge(folder: Path, in_layouts: Path) -> None:
+    """Each launcher starts the next stage when its own ranks have ended; their store outlives the stage."""
+    shutil.copy(folder / "layouts.yaml", folder / "nodes.yaml")
+    meeting = {"NNODES": "2", "MASTER_ADDR": address(0), "MASTER_PORT": "29500", "NPROC_PER_NODE": "2"}
+    with netns.hosts(2) as hosts, ExitStack() as launchers:
+        each = [
+            launchers.enter_context(
+                started(folder, "ip", "netns", "exec", host, *PRETRAIN, "nodes.yaml", NODE_RANK=str(node), **meeting)
+            )
+            for node, host in enumerate(hosts)
+        ]
+        for launcher in each:
+            said = ended(launcher, 240.0)
+            assert said.exit_code == 0, said.err
+    ours, others = (records(run / "metrics.jsonl") for run in (folder / "runs" / "nodes", in_layouts))
+    assert [one["step"] for one in ours] == list(range(1, NUM_STEPS + 1))
+    for mine, other in zip(ours, others, strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-11)
