@@ -17,12 +17,12 @@ from pathlib import Path
 from engine.checkpoint.directory import Candidate, CheckpointDirectory, find
 from engine.checkpoint.environment import describe_layout, layout_differences
 from engine.checkpoint.format.fingerprint import to_text
-from engine.checkpoint.format.manifest import Ancestor, TrainingState, parse_manifest
+from engine.checkpoint.format.manifest import Ancestor, Manifest, TrainingState, parse_manifest
 from engine.checkpoint.history import RunHistory, read_history
 from engine.checkpoint.resume_rules import ABSENT, changes, refuse, refuse_other_past
-from engine.checkpoint.shards import LoadWhat, fingerprint, restore, saved_numel
+from engine.checkpoint.shards import LoadWhat, fingerprint, loaded_kinds, restore, saved_numel
 from engine.comm.texts import announce, gather_text
-from engine.config.optimizer_kinds import MASTER
+from engine.config.optimizer_kinds import EMA, MASTER
 from engine.config.stages import stage_at
 from engine.data.skipped import SkippedRanges
 from engine.errors import CheckpointError
@@ -217,6 +217,7 @@ def _resume_point(
         _check_stage(engine, chosen.folder, state)
         differences += layout_differences(manifest.layout, describe_layout(engine))
         differences += [str(change) for change in changes(manifest.config, engine.config) if change.verdict == "meant"]
+        differences += _average_differences(engine, manifest)
         differences += _data_differences(candidate, data, engine.config.checkpoint.accept)
     return ResumePoint(
         state, candidate.folder, chosen.what, lineage, tuple(differences), history=_history(engine, chosen, state)
@@ -259,6 +260,14 @@ def _history(engine: Engine, chosen: ResumeCandidate, state: TrainingState) -> R
     return history
 
 
+def _average_differences(engine: Engine, manifest: Manifest) -> list[str]:
+    """Return what becomes of the moving average where the run or its checkpoint has none."""
+    is_saved, is_kept = EMA in manifest.kinds, EMA in engine.optimizer.state_kinds
+    if is_saved == is_kept:
+        return []
+    return ["ema: none was saved, so it starts as the loaded weights" if is_kept else "ema: the saved one is left out"]
+
+
 def _data_differences(candidate: Candidate, data: dict[str, str], accept: Sequence[str]) -> list[str]:
     """Return the accepted differences of the data.
 
@@ -295,7 +304,7 @@ def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
         return
     saved_moments = manifest.config.get("precision", {}).get("moments", "full")
     rounds = engine.config.precision.moments == "bf16" != saved_moments
-    kinds = engine.optimizer.state_kinds if what == "all" and not rounds else (MASTER,)
+    kinds = [kind for kind in loaded_kinds(engine, manifest, what) if not rounds or kind in (MASTER, EMA)]
     live = fingerprint(engine)
     wrong = [kind for kind in kinds if to_text(live[kind]) != manifest.fingerprint[kind]]
     if wrong:

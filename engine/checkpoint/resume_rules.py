@@ -46,12 +46,14 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
     """Return every field that differs between a saved configuration (as JSON) and `config`, in the order of the fields.
 
     A field missing in a saved section, or in a section that only affects speed, had its default: an older version wrote it, and new
-    fields do nothing by default. Other missing fields count as "absent": an import may know no data.
+    fields do nothing by default. Other missing fields count as "absent": an import may know no data. Of a section that is null on
+    one side, the fields of the other side are the differences.
     """
     # Recorded values have no secrets; a renewed secret is no difference.
     saved = dict(flat(tree_without_secrets({key: value for key, value in there.items() if key != "format_version"})))
     asked = dict(flat(tree_without_secrets(config.model_dump(mode="json"))))
     sections = {"", *(key.rpartition(".")[0] for key in saved)}
+    asked_sections = {key.rpartition(".")[0] for key in asked}
     # Their values follow from the stages, which are compared as a whole.
     staged = {key for entry in (*saved.get("stages", ()), *config.stages) for key in fields_of(entry)}
     found = []
@@ -62,7 +64,8 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
             continue
         was = saved[key] if key in saved else _default(key) if has_default else ABSENT
         now = asked.get(key, ABSENT)
-        if was != now:
+        is_section = (was is None and key in asked_sections) or (now is None and key in sections)
+        if was != now and not is_section:
             found.append(Change(key, was, now, verdict))
     return found
 

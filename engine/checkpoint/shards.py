@@ -13,9 +13,9 @@ import torch
 
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.format.fingerprint import range_fingerprint
-from engine.checkpoint.format.manifest import Kind, TrainingState
+from engine.checkpoint.format.manifest import Kind, Manifest, TrainingState
 from engine.checkpoint.format.store import Shard, Values, load
-from engine.config.optimizer_kinds import MASTER
+from engine.config.optimizer_kinds import EMA, MASTER
 from engine.errors import CheckpointError
 from engine.numerics.hashing import signed
 from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
@@ -49,6 +49,7 @@ def having(buckets: Sequence[OwnedBucket], kind: Kind) -> Iterator[OwnedBucket]:
 def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingState:
     """Load weights (and moments, with `all`) of this rank from a checkpoint of any layout; every rank calls it.
 
+    The moving average is loaded with `all` where the checkpoint has one. Else it starts as the loaded weights.
     Memory: one piece at a time besides the state, and one kind in the accumulation dtype where it is stored otherwise.
     After an error the engine is partly filled: build or load again.
 
@@ -66,18 +67,27 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
             "step 0 with a fresh optimizer: checkpoint.load_what=weights"
         )
     optimizer = engine.optimizer
-    kinds = optimizer.state_kinds if what == "all" else (MASTER,)
+    kinds = loaded_kinds(engine, manifest, what)
     engine.buffers.wait_all()
     for kind in kinds:
         filled = [(owned, owned.state.read(kind)) for owned in having(optimizer.owned, kind)]
         load(candidate.folder, manifest, [shard for owned, flat in filled for shard in shards(owned, flat, kind)])
         for owned, flat in filled:
             owned.state.write({kind: flat})
+    if EMA not in kinds:
+        for owned in optimizer.owned:
+            owned.state.restart_average()
     state = manifest.state if what == "all" else TrainingState.at_start()
     optimizer.restored(state.num_updates)
     scale = state.loss_scale
     engine.loss_scale.restore(None if scale is None else ScaleState(**scale.model_dump()))
     return state
+
+
+def loaded_kinds(engine: Engine, manifest: Manifest, what: LoadWhat) -> list[Kind]:
+    """Return the state kinds that `restore` reads from a checkpoint: of the engine's, all but an average that was not saved."""
+    wanted = engine.optimizer.state_kinds if what == "all" else (MASTER,)
+    return [kind for kind in wanted if kind != EMA or EMA in manifest.kinds]
 
 
 def saved_numel(optimizer: DistributedOptimizer) -> int:

@@ -207,6 +207,8 @@ FOREIGN_NAMES = {
         for ours, names in kind.fields.items()
         for theirs in names
     },
+    "ema_decay": "optimizer.ema.decay",
+    "model_ema_decay": "optimizer.ema.decay",
     "optimizer.kind": "optimizer.name",
     "optimizer.type": "optimizer.name",
 }

@@ -12,10 +12,13 @@ from typing import Literal
 OptimizerName = Literal["adamw", "sgd"]
 
 StateKind = str
-"""`master`, or the name of a moment: a kind of state that a rank keeps of its parameters and a checkpoint holds."""
+"""`master`, the name of a moment, or `ema`: a kind of state that a rank keeps of its parameters and a checkpoint holds."""
 
 MASTER: StateKind = "master"
 """The exact weights, state of every optimizer; in fp32 and float64 runs they are the parameters themselves."""
+
+EMA: StateKind = "ema"
+"""The moving average of the masters, where `optimizer.ema` asks for one, whatever the optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +73,18 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = MappingProxyType(
     }
 )
 
-STATE_KINDS: tuple[StateKind, ...] = tuple(
-    dict.fromkeys(one for kind in OPTIMIZERS.values() for one in kind.state_kinds)
+STATE_KINDS: tuple[StateKind, ...] = (
+    *dict.fromkeys(one for kind in OPTIMIZERS.values() for one in kind.state_kinds),
+    EMA,
 )
-"""The state kinds of all optimizers, each once."""
+"""The state kinds of all optimizers, each once, and the average."""
+
+
+def state_kinds(name: OptimizerName, *, has_ema: bool) -> tuple[StateKind, ...]:
+    """Return the state kinds of a trained parameter, in the order of saving."""
+    kinds = OPTIMIZERS[name].state_kinds
+    return (*kinds, EMA) if has_ema else kinds
+
 
 MOMENTS: Mapping[StateKind, Moment] = MappingProxyType(
     {name: moment for kind in OPTIMIZERS.values() for name, moment in kind.moments.items()}

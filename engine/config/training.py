@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from engine.config.counts import Count
+from engine.config.ema import EmaConfig
 from engine.config.groups import GROUP_RULES, GroupFields
 from engine.config.loss_scale import LOSS_SCALE_RULES, LossScaleConfig
-from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
+from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName, StateKind, state_kinds
 from engine.config.plan import partial_batch, planned_steps, planned_tokens
 from engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
 
@@ -101,7 +102,13 @@ class OptimizerConfig(Section):
     groups: list[GroupFields] = Field(
         default_factory=list, description="parameters by pattern, first match wins: weight_decay, lr_factor"
     )
+    ema: EmaConfig | None = Field(None, description="moving average of the weights; null: none")
     bucket_bytes: Annotated[int, LAYOUT] = Field(64 * 2**20, gt=0, description="bytes of main grads per reduce-scatter")
+
+    @property
+    def state_kinds(self) -> tuple[StateKind, ...]:
+        """Return the state kinds of a trained parameter, the master first."""
+        return state_kinds(self.name, has_ema=self.ema is not None)
 
 
 class PrecisionConfig(Section):

@@ -3,8 +3,8 @@
 Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) with its master weights and moments (forms in
 `state.py`, optimizers in `engine/config/optimizer_kinds.py` and `updates.py`).
 
-A step scales the owned gradients (tokens and clipping), updates the masters in the accumulation dtype, rounds them to the
-parameters, and all-gathers the buckets. Two kernels (`kernels.optimizer`):
+A step scales the owned gradients (tokens and clipping), updates the masters in the accumulation dtype and their moving average,
+rounds the masters to the parameters, and all-gathers the buckets. Two kernels (`kernels.optimizer`):
 
     torch      torch's fused operator; scaling and narrow state take passes of their own
     compiled   `_update`, everything in one pass over each run of parameters with one `UpdateRule`
@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 
 from engine.config.groups import UpdateRule, update_rule
-from engine.config.optimizer_kinds import MASTER, OPTIMIZERS
+from engine.config.optimizer_kinds import MASTER
 from engine.config.training import OptimizerConfig, PrecisionConfig
 from engine.kernels.fusion import Fusion
 from engine.layout.param_layout import Segment
@@ -71,7 +71,7 @@ class DistributedOptimizer:
         kernel: torch or compiled, as above.
 
     Attributes:
-        state_kinds: the master and this optimizer's moments.
+        state_kinds: the master, this optimizer's moments, and the average where there is one.
         wide: the accumulation dtype of the parameters, in which an update is computed.
     """
 
@@ -84,7 +84,7 @@ class DistributedOptimizer:
     ) -> None:
         self.buffers = buffers
         self.config = config
-        self.state_kinds = OPTIMIZERS[config.name].state_kinds
+        self.state_kinds = config.state_kinds
         self._arithmetic = UPDATES[config.name]
         self._fusion = Fusion("compiled" if kernel == "compiled" else "eager")
         # Not from a first bucket: a pipeline stage without layers owns none.
@@ -135,16 +135,15 @@ class DistributedOptimizer:
 
         Args:
             grad_scale: a scalar on the device.
-            skip: a bool on the device; True leaves masters, moments and parameters unchanged.
+            skip: a bool on the device; True leaves masters, moments, average and parameters unchanged.
         """
         # Padding's zero gradient is never rewritten: times a factor that is not finite, it would stay nan.
         grad_scale = grad_scale.to(self.wide).masked_fill(skip, 1.0)
-        skipped = skip.to(STEP_DTYPE)
         if self._fusion.is_compiled:
             self._update_compiled(lr, grad_scale, skip)
         else:
-            self._update_by_torch(lr, grad_scale, skipped)
-        self._num_updates += 1 - skipped
+            self._update_by_torch(lr, grad_scale, skip, skip.to(STEP_DTYPE))
+        self._num_updates += skip.logical_not()
         self.buffers.gather()
 
     def restored(self, num_updates: int) -> None:
@@ -157,7 +156,7 @@ class DistributedOptimizer:
         self.buffers.gather(untrained=True)
         self.buffers.wait_all()
 
-    def _update_by_torch(self, lr: float, grad_scale: torch.Tensor, skipped: torch.Tensor) -> None:
+    def _update_by_torch(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor, skipped: torch.Tensor) -> None:
         for owned, runs in zip(self.trained, self._runs, strict=True):
             # In place where they are wide, so that main grads after a step show what the update used.
             grads = owned.grads if owned.grads.dtype == owned.state.wide else owned.grads.to(owned.state.wide)
@@ -174,6 +173,8 @@ class DistributedOptimizer:
                     self._num_updates,
                     skipped,
                 )
+            if self.config.ema is not None:
+                owned.state.update_average(state[MASTER], self.config.ema.decay, skip)
             owned.state.write(state)
 
     def _update_compiled(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
@@ -188,11 +189,12 @@ class DistributedOptimizer:
         update = self._fusion(_update, any_length=True)
         for owned, runs in zip(self.trained, self._runs, strict=True):
             for where, rule in runs:
-                parameters, kept, moments = owned.state.part(where)
+                parameters, kept, moments, average = owned.state.part(where)
                 update(
                     parameters,
                     kept,
                     moments,
+                    average,
                     owned.grads[where],
                     factors[rule.lr_factor],
                     skip,
@@ -213,6 +215,7 @@ def _update(
     parameters: torch.Tensor,
     kept: torch.Tensor | None,
     kept_moments: Sequence[torch.Tensor],
+    average: torch.Tensor | None,
     grads: torch.Tensor,
     factors: torch.Tensor,
     skip: torch.Tensor,
@@ -232,4 +235,6 @@ def _update(
     new, new_moments = arithmetic.elementwise(master, moments, grad, others, config, weight_decay)
     for kept_moment, moment, new_moment in zip(kept_moments, moments, new_moments, strict=True):
         kept_moment.copy_(torch.where(skip, moment, new_moment))
+    if average is not None and config.ema is not None:
+        average.copy_(torch.where(skip, average, average + (new - average) * (1 - config.ema.decay)))
     write_master(parameters, kept, torch.where(skip, master, new))

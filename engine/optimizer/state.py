@@ -4,9 +4,10 @@
     master       the exact weights; in fp32 and float64 runs  `masters: split`   the upper half of its bits is the parameter, the
                  the parameters themselves                                       lower half a remainder of 16 bits: exact
     moments      what the optimizer averages (its record)     `moments: bf16`    rounded after each step
+    ema          the moving average of the masters            -
 
 Bytes per parameter of a bf16 run with AdamW's two moments, weight and fp32 main grad included:
-wide 2 + 4 + 12 / dp; both narrow 2 + 4 + 6 / dp.
+wide 2 + 4 + 12 / dp; both narrow 2 + 4 + 6 / dp; 4 / dp more with `optimizer.ema`.
 
 A split master is its rounding to bf16, ties away from zero, and the remainder to add to those bits, -2^15 to 2^15 - 1. (A cast
 rounds ties to even, which a signed 16-bit remainder cannot undo. The two differ for one value in 2^16, by the rounding of a
@@ -21,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.config.optimizer_kinds import MASTER, StateKind
+from engine.config.optimizer_kinds import EMA, MASTER, StateKind
 from engine.config.training import PrecisionConfig
 from engine.numerics.precision import accumulation_dtype
 
@@ -65,7 +66,7 @@ class StoredState:
 
 
 class OptimizerState:
-    """Master and moments of flat `parameters` (in the run's dtype), which hold their initial values.
+    """Master, moments and average of flat `parameters` (in the run's dtype), which hold their initial values.
 
     Args:
         parameters: a view of the flat buffer.
@@ -85,9 +86,11 @@ class OptimizerState:
             # `to` returns the view itself where the dtypes agree: then the master is the parameter.
             master = parameters.to(self.wide)
         moments = parameters.dtype if precision.moments == "bf16" else self.wide
-        self._kept: dict[StateKind, torch.Tensor] = {
-            kind: master if kind == MASTER else torch.zeros_like(parameters, dtype=moments) for kind in kinds
-        }
+        self._kept: dict[StateKind, torch.Tensor] = {}
+        for kind in kinds:
+            dtype = self.wide if kind == EMA else moments
+            self._kept[kind] = master if kind == MASTER else torch.zeros_like(parameters, dtype=dtype)
+        self.restart_average()
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
@@ -118,11 +121,29 @@ class OptimizerState:
             elif kept is not value:
                 kept.copy_(value)
 
-    def part(self, where: slice) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor]]:
-        """Return stored elements: parameters, masters (None where those are the masters) and moments."""
-        master, *moments = self._kept.values()
+    def restart_average(self) -> None:
+        """Set the moving average to the masters, as at the start of a run; do nothing where there is none."""
+        if EMA in self._kept:
+            self._kept[EMA].copy_(self.read(MASTER))
+
+    def update_average(self, master: torch.Tensor, decay: float, skip: torch.Tensor) -> None:
+        """Move the average towards the updated masters [n]: e <- e + (1 - decay) (w - e).
+
+        Args:
+            decay: of `optimizer.ema`.
+            skip: a bool on the device; True changes no bit.
+        """
+        average = self._kept[EMA]
+        # Three roundings, as in a plain loop and in the compiled update; `lerp` and `add` with a factor may fuse two of them.
+        moved = (master - average).mul_(1 - decay).add_(average)
+        torch.where(skip, average, moved, out=average)
+
+    def part(self, where: slice) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor], torch.Tensor | None]:
+        """Return stored elements: parameters, masters (None where those are the masters), moments and average (or None)."""
+        master, average = self._kept[MASTER], self._kept.get(EMA)
         beside = None if master is self._parameters else master[where]
-        return self._parameters[where], beside, [moment[where] for moment in moments]
+        moments = [kept[where] for kind, kept in self._kept.items() if kind not in (MASTER, EMA)]
+        return self._parameters[where], beside, moments, None if average is None else average[where]
 
 
 def read_master(parameters: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.plan import stages_of
 from engine.config.tree import Config
 from engine.data.corpus.indexed import bin_path, idx_path
@@ -89,11 +88,9 @@ def needs(config: Config, backend: str) -> Needs:
     """Return the needs of the run. Each node builds an index cache for itself, so it need not be shared."""
     saves = config.checkpoint.interval is not None
     saved_to = CHECKPOINT_DIR if config.checkpoint.dir is not None else RUNS_DIR
-    # A checkpoint holds the master weight and the moments of each parameter in the accumulation dtype.
+    # A checkpoint holds every state kind of each parameter in the accumulation dtype.
     numel = num_parameters(config.model)
-    bytes_each = len(OPTIMIZERS[config.optimizer.name].state_kinds) * accumulation_bytes(
-        BYTES_PER_ELEMENT[config.precision.dtype]
-    )
+    bytes_each = len(config.optimizer.state_kinds) * accumulation_bytes(BYTES_PER_ELEMENT[config.precision.dtype])
     return Needs(
         backend,
         save_bytes=numel * bytes_each if saves else 0,

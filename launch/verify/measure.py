@@ -59,6 +59,7 @@ def leave_the_initial_point(engine: Engine, seed: int) -> None:
 def _masters_follow(engine: Engine) -> None:
     for owned in engine.optimizer.owned:
         owned.state.write({"master": owned.parameters.to(owned.state.wide)})
+        owned.state.restart_average()
 
 
 @torch.no_grad()

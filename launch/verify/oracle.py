@@ -148,6 +148,8 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
                 f"model.{name} = {probability}: {oracle} draws masks from generators of its own, so equal models would differ. "
                 f"Add model.{name}=0."
             )
+    if config.optimizer.ema is not None:
+        yield f"optimizer.ema: {oracle} keeps no moving average that is compared. Add optimizer.ema=null."
     if config.optimizer.name != "adamw":
         yield f"optimizer.name = {config.optimizer.name}: {oracle} is compared with AdamW alone. Add optimizer.name=adamw."
     if config.model.mtp is not None:

@@ -47,11 +47,12 @@ def state_bytes(config: Config, sizes: ParallelSizes, chunks: Sequence[StageLaye
 
 
 def _of_owned(config: Config, element: int, wide: int) -> int:
-    """Count the bytes of one owned parameter: its moments and its master."""
+    """Count the bytes of one owned parameter: its moments, its master and its average."""
     precision = config.precision
     moment = element if precision.moments == "bf16" else wide
     master = wide - element if precision.masters == "split" else 0 if wide == element else wide
-    return len(OPTIMIZERS[config.optimizer.name].moments) * moment + master
+    average = 0 if config.optimizer.ema is None else wide
+    return len(OPTIMIZERS[config.optimizer.name].moments) * moment + master + average
 
 
 def _records(config: Config, sizes: ParallelSizes, mine: Sequence[StageLayers]) -> list[ParamRecord]:

@@ -3,7 +3,7 @@
 Gradients are read where the optimizer reads them, from the owned parts of the reduced main grads.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from engine.checkpoint.shards import having
 from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
@@ -74,6 +75,8 @@ class Case:
     optimizer: str = "adamw"
     groups: bool = False
     """Parameters are in `GROUPS`."""
+    ema: float | None = None
+    """Decay of the moving average; None: there is none."""
     documents: bool = False
     """Samples are documents of some three tokens that do not see each other, with positions of their own."""
     staged: bool = False
@@ -123,6 +126,7 @@ class Case:
         parts += ["compiled"] if self.compiled else []
         parts += [self.optimizer] if self.optimizer != "adamw" else []
         parts += ["groups"] if self.groups else []
+        parts += [f"ema{self.ema}"] if self.ema is not None else []
         parts += ["documents"] if self.documents else []
         parts += ["staged"] if self.staged else []
         parts += [self.backend] if self.backend else []
@@ -166,6 +170,7 @@ class Case:
                     "bucket_bytes": self.bucket_bytes,
                     "warmup_steps": 2,
                     "groups": GROUPS if self.groups else [],
+                    "ema": None if self.ema is None else {"decay": self.ema},
                 },
                 "schedule": {"file": str(Path(__file__).with_name(self.schedule))}
                 if self.schedule.endswith(".txt")
@@ -245,13 +250,14 @@ def load_weights(engine: Engine, weights: Mapping[str, torch.Tensor]) -> None:
         parameter.value.data.view(-1)[: record.box_numel] = box.to(parameter.value.device, parameter.value.dtype)
     for owned in engine.optimizer.owned:
         owned.state.write({"master": owned.parameters.to(owned.state.wide)})
+        owned.state.restart_average()
 
 
 def owned_pieces(engine: Engine, which: str) -> list[Piece]:
-    """`grads` or `master` of everything that this rank owns."""
+    """`grads`, or a kind of state, of everything that this rank owns."""
     pieces = []
-    for owned in engine.optimizer.trained if which == "grads" else engine.optimizer.owned:
-        values = owned.grads if which == "grads" else owned.state.read("master")
+    for owned in engine.optimizer.trained if which == "grads" else having(engine.optimizer.owned, which):
+        values = owned.grads if which == "grads" else owned.state.read(which)
         for segment in owned.segments:
             start = segment.offset - owned.bucket.owned[0]
             part = values[start : start + segment.stop - segment.start].cpu().clone()
@@ -342,8 +348,13 @@ class OracleResult:
     ahead: tuple[float, ...]
 
 
-def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) -> OracleResult:
-    """Train on the same batches with the oracle and torch's own optimizer and clipping."""
+def run_oracle(
+    case: Case,
+    weights: Mapping[str, torch.Tensor],
+    num_steps: int,
+    on_step: Callable[[Mapping[str, torch.Tensor]], None] = lambda weights: None,
+) -> OracleResult:
+    """Train on the same batches with the oracle and torch's own optimizer and clipping; `on_step` reads each step's weights."""
     config = case.config()
     weights = {name: weight.detach().clone().requires_grad_(is_trained(name)) for name, weight in weights.items()}
     batches = Batches(
@@ -407,6 +418,8 @@ def run_oracle(case: Case, weights: Mapping[str, torch.Tensor], num_steps: int) 
             bias = weights.get(f"layers.{layer}.mlp.router.bias")
             if bias is not None and config.model.moe is not None:
                 bias += config.model.moe.balance.bias_rate * torch.sign(counts.double().mean() - counts)
+        with torch.no_grad():
+            on_step(weights)
     batches.close()
     final = {name: weight.detach() for name, weight in weights.items()}
     return OracleResult(first_loss, grads, steps, final, first_ahead)

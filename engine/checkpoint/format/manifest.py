@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect
-from engine.config.optimizer_kinds import MASTER, OPTIMIZERS, STATE_KINDS, OptimizerName, StateKind
+from engine.config.optimizer_kinds import MASTER, OPTIMIZERS, STATE_KINDS, OptimizerName, StateKind, state_kinds
 from engine.config.training import MOST_STEPS
 from engine.data.skipped import Ranges
 from engine.errors import CheckpointError
@@ -53,7 +53,7 @@ PIECE_BYTES = 32 * 2**20
 """Largest piece: the memory of a reader."""
 
 Kind = Annotated[StateKind, Field(pattern=f"^({'|'.join(STATE_KINDS)})$")]
-"""Exact weights (the parameters themselves in fp32 and float64), or a moment of one of our optimizers."""
+"""Exact weights (the parameters themselves in fp32 and float64), a moment of one of our optimizers, or the average of weights."""
 
 DType = Literal["bfloat16", "float16", "float32", "float64"]
 DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -108,7 +108,7 @@ class DataFile(_Record):
 
 
 class TensorInfo(_Record):
-    """A parameter of the model: its logical global shape, and whether it has moments of the optimizer."""
+    """A parameter of the model: its logical global shape, and whether it has moments of the optimizer, and an average."""
 
     shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)]
     is_trained: bool = True
@@ -173,7 +173,7 @@ class Manifest(_Record):
     """A checkpoint without its tensors.
 
     Attributes:
-        content: `training` (weights and moments, resumable) or `weights` (an import, to start from).
+        content: `training` (weights, moments and average, resumable) or `weights` (an import, to start from).
         attempt: attempt that wrote it; with the step it orders checkpoints by age.
         layout: sizes, bucket bytes, threads, kernels, versions, device: equal in a bit-identical resume.
         fingerprint: by kind, see `fingerprint.py`.
@@ -209,7 +209,9 @@ class Manifest(_Record):
     @property
     def kinds(self) -> tuple[StateKind, ...]:
         """Return the state kinds of its trained tensors."""
-        return OPTIMIZERS[self.optimizer].state_kinds if self.content == "training" else (MASTER,)
+        if self.content != "training":
+            return (MASTER,)
+        return state_kinds(self.optimizer, has_ema=self.config.get("optimizer", {}).get("ema") is not None)
 
     def kinds_of(self, tensor: TensorInfo) -> tuple[StateKind, ...]:
         """Return the state kinds of one tensor."""

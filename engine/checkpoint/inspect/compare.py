@@ -19,7 +19,6 @@ from engine.checkpoint.directory import Candidate
 from engine.checkpoint.format.manifest import PIECE_BYTES, DType, Kind, Manifest, Piece
 from engine.checkpoint.format.store import TORCH_DTYPES, Shard, load
 from engine.checkpoint.resume_rules import flat
-from engine.config.optimizer_kinds import MASTER
 from engine.numerics.hashing import SAME_SIZE_INTEGERS
 
 _WIDEST_BYTES = 8
@@ -84,8 +83,8 @@ def tensors_of(manifest: Manifest) -> dict[tuple[str, Kind], Tensor]:
 
 
 def compared_kinds(one: Manifest, other: Manifest) -> tuple[Kind, ...]:
-    """Return the kinds to compare: only weights if one has nothing else or the optimizers differ."""
-    return one.kinds if one.kinds == other.kinds else (MASTER,)
+    """Return the kinds that both have: only weights if one has nothing else, or if the optimizers differ."""
+    return tuple(kind for kind in one.kinds if kind in other.kinds)
 
 
 def differences(one: Manifest, other: Manifest) -> list[Difference]:

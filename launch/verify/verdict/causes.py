@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from engine.config.optimizer_kinds import STATE_KINDS
+from engine.config.optimizer_kinds import EMA, STATE_KINDS
 from launch.verify.verdict.deviation import Deviation
 from launch.verify.verdict.evidence import Cause, Difference, Evidence, Outcome
 from launch.verify.verdict.records import RankReport, together
@@ -282,6 +282,11 @@ def _are_all(evidence: Evidence, differing: Sequence[Difference]) -> bool:
 def _of_update(evidence: Evidence, differing: Sequence[Difference]) -> str:
     decays: Mapping[str, bool] = {one.name: one.decay for one in evidence.parameters}
     kind = differing[0].what
+    if kind == EMA:
+        return (
+            "gradients and masters are right and the moving average is not: it follows the masters of another step, moves in a "
+            "step without an update, or starts from other weights"
+        )
     if kind == "master" and all(one.name.endswith("router.bias") for one in differing):
         return (
             "gradients, their norm and all trained weights are right, and the bias of the choice of experts is not: it follows "

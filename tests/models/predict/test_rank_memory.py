@@ -70,8 +70,10 @@ MANY = {
         parallel={"vpp": 2},
         train={"global_batch_size": 12},
     ),
-    "the head in pieces, sgd": deeper(
-        config_of(LLAMA, tp=2, recompute=HEAD_IN_PIECES), train={"global_batch_size": 8}, optimizer={"name": "sgd"}
+    "the head in pieces, sgd averaged": deeper(
+        config_of(LLAMA, tp=2, recompute=HEAD_IN_PIECES),
+        train={"global_batch_size": 8},
+        optimizer={"name": "sgd", "ema": {}},
     ),
     "tokens ahead": deeper(
         config_of({**LLAMA, "mtp": {"num_layers": 2}}, tp=2, sp=True),

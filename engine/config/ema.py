@@ -1,0 +1,18 @@
+"""The `optimizer.ema` section (no torch here)."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from engine.config.section import MEANT, OnResume, Section
+
+
+class EmaConfig(Section):
+    """An exponential moving average of the exact weights, e <- e + (1 - decay) (w - e) after each update (1703.01780).
+
+    It starts as the weights of the run's first step and has no bias correction.
+    """
+
+    on_resume: ClassVar[OnResume | None] = MEANT
+
+    decay: float = Field(0.999, gt=0, lt=1, description="share of the average that an update keeps")
