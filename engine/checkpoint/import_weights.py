@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.directory import Candidate, CheckpointDirectory
 from engine.checkpoint.format.manifest import (
     FORMAT_VERSION,
     Ancestor,
@@ -24,6 +24,7 @@ from engine.checkpoint.format.manifest import (
     write_manifest,
 )
 from engine.checkpoint.format.store import TORCH_DTYPES, Shard, fingerprints, load, write_file
+from engine.checkpoint.inspect.weights import WhichWeights, kind_of
 from engine.checkpoint.lock import holding
 from engine.errors import CheckpointError
 from engine.layout.shard_spec import Box
@@ -58,7 +59,7 @@ def write_checkpoint(
         config: the known part of the resolved configuration, at least its `model` section.
         source: origin of the checkpoint, for the reader.
         lineage: its ancestors.
-        has_moments: the shards include the optimizer's moments, so that a run can resume from it.
+        has_moments: the shards include the optimizer's moments, and the average if `config` has one, so that a run can resume.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written; nothing half-written is left.
@@ -130,6 +131,16 @@ def read_tensor(
     values = torch.empty([stop - start for start, stop in box], dtype=TORCH_DTYPES[max(dtypes)])
     load(folder, manifest, [Shard(name, kind, info.shape, box, 0, values.view(-1))])
     return values
+
+
+def read_weights(candidate: Candidate, name: str, which: WhichWeights) -> torch.Tensor:
+    """Read one parameter whole, as it was trained or its average, in the dtype in which it was saved, on the CPU.
+
+    Raises:
+        CheckpointError: it is missing or damaged.
+    """
+    manifest = candidate.manifest
+    return read_tensor(candidate.folder, manifest, name, kind_of(manifest, name, which))
 
 
 def _batches(shards: Iterable[Shard]) -> Iterator[list[Shard]]:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from engine.config.optimizer_kinds import EMA
 from engine.errors import CheckpointError
 from engine.telemetry.outlets.format import compact, significant
 from engine.telemetry.record.parameters import MODULES, module_of
@@ -186,11 +187,11 @@ def _console() -> Console:
 
 def _facts(manifest: "Manifest") -> Iterator[tuple[str, str]]:
     state = manifest.state
-    training = manifest.content == "training"
-    yield (
-        "content",
-        "training: weights and the optimizer's moments" if training else "weights only: to start from, not to resume",
-    )
+    content = "weights only: to start from, not to resume"
+    if manifest.content == "training":
+        average = ", and the moving average of the weights" if EMA in manifest.kinds else ""
+        content = f"training: weights and the optimizer's moments{average}"
+    yield "content", content
     yield "run", f"{manifest.run}, attempt {manifest.attempt}, written {manifest.written_at}"
     yield (
         "step",
@@ -297,6 +298,10 @@ def _show_diff(
     kinds = compared_kinds(a.manifest, b.manifest)
     if a.manifest.content != b.manifest.content:
         console.print(f"A holds {a.manifest.content}, B {b.manifest.content}: only the weights are compared")
+    elif EMA in {*a.manifest.kinds, *b.manifest.kinds} - {*kinds}:
+        console.print(
+            f"only {'A' if EMA in a.manifest.kinds else 'B'} has a moving average of the weights, which is not compared"
+        )
     compared = {key for side in (a, b) for key in tensors_of(side.manifest) if key[1] in kinds}
     if not found:
         console.print(f"all {len(compared):,} tensors are equal ({', '.join(kinds)})")

@@ -21,12 +21,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.inspect.recorded import recorded_tokenizer
+from engine.checkpoint.inspect.weights import check_weights
 from engine.config.model import ModelConfig
 from engine.data.corpus.tokenizers import check_tokenizer, load_tokenizer, split_name
 from engine.errors import CheckpointError, DataError
 from engine.storage.files import sha256_of_file
 from launch.commands import convert_megatron
-from launch.start.command_line import CommandParser, add_checkpoint, add_ignore
+from launch.start.command_line import CommandParser, add_checkpoint, add_ignore, add_weights
 from models.interop.huggingface.config import family_of, to_hugging_face
 from models.interop.huggingface.families import FAMILIES
 from models.interop.huggingface.record import GENERATION_CONFIG, RECORD, ImportRecord, read_record
@@ -83,6 +84,7 @@ def add_arguments(parser: CommandParser) -> None:
     take.add_argument(
         "--max-shard-gb", type=float, default=5.0, metavar="N", help="largest file, in units of 10^9 bytes (default: 5)"
     )
+    add_weights(take)
     take.set_defaults(convert=hf_export)
     convert_megatron.add_verbs(parser)
 
@@ -179,6 +181,7 @@ def hf_export(args: argparse.Namespace) -> None:
             f"--max-shard-gb {args.max_shard_gb}: a file has more than 0 bytes. Give a positive number."
         )
     candidate = find(args.source)
+    check_weights(candidate, args.weights)
     try:
         model = ModelConfig.model_validate(candidate.manifest.config.get("model", {}))
     except ValidationError as error:
@@ -200,7 +203,9 @@ def hf_export(args: argparse.Namespace) -> None:
     num_bytes = sum(plan.num_bytes for plan in export.plans)
     with whole_folder(args.out) as partial:
         with _progress(console, "export", num_bytes) as advance:
-            files = write_weights(partial, export.plans, export.tensors(advance), int(args.max_shard_gb * 1e9))
+            files = write_weights(
+                partial, export.plans, export.tensors(advance, args.weights), int(args.max_shard_gb * 1e9)
+            )
         write_text(partial / "config.json", json.dumps(keys, indent=2) + "\n")
         if record is not None and record.generation_config is not None:
             write_text(partial / GENERATION_CONFIG, record.generation_config)
@@ -216,7 +221,8 @@ def hf_export(args: argparse.Namespace) -> None:
                     "transformers' AutoTokenizer splits text by Qwen's rules in any qwen2 folder; unless this tokenizer is Qwen's "
                     "own, load it with PreTrainedTokenizerFast.from_pretrained"
                 )
-    console.print(f"checkpoint {candidate.folder}, step {candidate.manifest.state.step:,}")
+    average = ", the moving average of its weights" if args.weights == "ema" else ""
+    console.print(f"checkpoint {candidate.folder}, step {candidate.manifest.state.step:,}{average}")
     console.print(
         f"model      {keys['architectures'][0]}, {candidate.manifest.num_parameters:,} parameters, {export.dtype}"
     )

@@ -18,11 +18,12 @@ from rich.console import Console
 
 from engine.config.load import load_config
 from engine.config.model import ModelConfig
+from engine.config.optimizer_kinds import EMA, MASTER
 from engine.config.section import Section
 from engine.config.training import OptimizerConfig, PrecisionConfig, TrainConfig
 from engine.config.tree import Config
 from engine.errors import CheckpointError, ConfigError, shown
-from launch.start.command_line import CommandParser, add_checkpoint, refuse
+from launch.start.command_line import CommandParser, add_checkpoint, add_weights, refuse
 from models.interop.megatron.config import differences, megatron_args, model_section, training_sections
 from models.specs import num_parameters
 
@@ -57,7 +58,7 @@ def add_verbs(parser: CommandParser) -> None:
     bring.set_defaults(convert=megatron_import)
 
     summary = "turn a checkpoint of any layout into a torch_dist checkpoint that Megatron-Core loads in any layout"
-    words = "CHECKPOINT OUT_DIR [--dtype DTYPE] [--weights-only]"
+    words = "CHECKPOINT OUT_DIR [--dtype DTYPE] [--weights-only [--weights ema]]"
     take = parser.add_verb("megatron-export", summary, words, EXPORT_EXAMPLES)
     add_checkpoint(take, "source")
     take.add_argument("out", type=Path, metavar="OUT_DIR", help="for Megatron's --load; iterations in it are kept")
@@ -67,6 +68,7 @@ def add_verbs(parser: CommandParser) -> None:
         help="of the weights (default: the run's; of weights without a run: as they are saved)",
     )
     _add_weights_only(take)
+    add_weights(take)
     take.set_defaults(convert=megatron_export)
 
 
@@ -135,13 +137,19 @@ def megatron_import(args: argparse.Namespace) -> None:
 def megatron_export(args: argparse.Namespace) -> None:
     """Write our checkpoint in Megatron's format, with the optimizer's state where there is one."""
     from engine.checkpoint.directory import find
-    from engine.checkpoint.import_weights import read_tensor
+    from engine.checkpoint.import_weights import read_tensor, read_weights
+    from engine.checkpoint.inspect.weights import check_weights
     from engine.numerics.precision import DTYPES as TORCH_DTYPES
     from models.interop.megatron.state import common_state, training_args, weights_state
     from models.interop.megatron.weights import empty_objects, export_chunks
     from models.interop.megatron.writer import write_checkpoint
 
     candidate = find(args.source)
+    check_weights(candidate, args.weights)
+    if args.weights == "ema" and not args.weights_only:
+        refuse(
+            ["--weights ema: the optimizer's state is that of the trained weights. Export them alone: --weights-only."]
+        )
     manifest = candidate.manifest
     has_moments = manifest.content == "training" and not args.weights_only
     model = _validated(ModelConfig, manifest.config.get("model"), candidate.folder)
@@ -157,7 +165,11 @@ def megatron_export(args: argparse.Namespace) -> None:
         args.out,
         manifest.state.step if has_moments else None,
         export_chunks(
-            lambda name, kind: read_tensor(candidate.folder, manifest, name, kind),
+            lambda name, kind: (
+                read_weights(candidate, name, args.weights)
+                if kind == MASTER
+                else read_tensor(candidate.folder, manifest, name, kind)
+            ),
             model,
             dtype=TORCH_DTYPES[dtype] if dtype else None,
             has_moments=has_moments,
@@ -168,8 +180,11 @@ def megatron_export(args: argparse.Namespace) -> None:
     )
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"checkpoint {candidate.folder}, step {manifest.state.step:,}")
-    what = "weights and the distributed optimizer's state" if has_moments else "weights"
+    average = "the moving average of the weights" if args.weights == "ema" else "weights"
+    what = "weights and the distributed optimizer's state" if has_moments else average
     console.print(f"written    {written}: {what}")
+    if has_moments and EMA in manifest.kinds:
+        console.print("note       the moving average of the weights is left behind: Megatron-Core has no place for it")
     console.print("load it in Megatron-LM with the model's own arguments, any tp and pp, and:")
     resume = (
         "--use-distributed-optimizer --override-opt-param-scheduler" if has_moments else "--no-load-optim --no-load-rng"
@@ -192,7 +207,11 @@ def _model(
         if theirs:
             wrong = differences(model_section(theirs, config.model.vocab_size, source), config.model)
             refuse(wrong, f"{args.config} with {source}")
-        return config.model, config.model_dump(mode="json"), []
+        known = config.model_dump(mode="json")
+        if config.optimizer.ema is not None:
+            # Megatron-Core has no moving average: a run that keeps one starts it as these weights.
+            del known["optimizer"]["ema"]
+        return config.model, known, []
     if not theirs:
         raise CheckpointError(
             f"{source} holds no arguments of Megatron's, so nothing says how many heads the model has. Give a config of ours "

@@ -51,6 +51,7 @@ def _evaluate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
     if rank.number == 0:
         result = {
             "checkpoint": job["checkpoint"],
+            "weights": job["weights"],
             "text": job["text"] or job["bin"],
             "tokens": num_tokens,
             "bytes": num_bytes,
@@ -121,8 +122,9 @@ def _exp(nats: float) -> float | None:
 
 def show_losses(console: Console, result: dict[str, Any]) -> None:
     """Print what was read, and the losses."""
+    average = ", the moving average of its weights" if result["weights"] == "ema" else ""
     rows = {
-        "checkpoint": result["checkpoint"],
+        "checkpoint": f"{result['checkpoint']}{average}",
         "text": f"{result['text']}: {result['tokens']:,} tokens, {result['bytes']:,} bytes",
         "windows": f"{result['windows']:,} of {result['seq_length']:,} tokens, stride {result['stride']:,}",
     }

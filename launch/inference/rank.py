@@ -19,5 +19,6 @@ def run(argv: Sequence[str], work: Callable[[Rank, LoadedModel, dict[str, Any]],
     """
     job = read_job(argv)
     with join_run(argv) as rank:
-        work(rank, load_model(find(Path(job["checkpoint"])), rank.config, rank.topology), job)
+        candidate = find(Path(job["checkpoint"]))
+        work(rank, load_model(candidate, rank.config, rank.topology, job["weights"]), job)
     return 0

@@ -26,11 +26,12 @@ import yaml
 
 from engine.checkpoint.directory import Candidate, find
 from engine.checkpoint.inspect.recorded import recorded_tokenizer
+from engine.checkpoint.inspect.weights import WhichWeights, check_weights
 from engine.config.load import load_config
 from engine.config.tree import Config
 from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from engine.errors import CheckpointError, ConfigError, DataError
-from launch.start.command_line import CHECKPOINT, CommandParser
+from launch.start.command_line import CHECKPOINT, CommandParser, add_weights
 from launch.start.launcher import Request, launch
 from launch.start.srun_task import is_rank
 
@@ -45,21 +46,24 @@ class Asked:
     """A checkpoint, and the configuration with which its model is read.
 
     Attributes:
+        which: the weights to read.
         tree: the configuration before the environment and the overrides.
         config: after them.
     """
 
     candidate: Candidate
+    which: WhichWeights
     tree: Mapping[str, Any]
     overrides: tuple[str, ...]
     config: Config
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Add the arguments of all these commands: the checkpoint, overrides, sizes of the layout, --json."""
+    """Add the arguments of all these commands: the checkpoint, overrides, sizes of the layout, --weights, --json."""
     parser.takes(CHECKPOINT, "step_00001000, a folder of checkpoints or a run directory (their latest)")
     for name, meaning in (("tp", "tensor"), ("pp", "pipeline")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}-parallel ranks (default: 1)")
+    add_weights(parser)
     parser.add_argument("--json", action="store_true", help="print JSON for scripts")
 
 
@@ -71,11 +75,12 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
         train: batch sizes, where they matter.
 
     Raises:
-        CheckpointError: no checkpoint there, or a damaged one.
+        CheckpointError: no checkpoint there, a damaged one, or one without the weights that are asked for.
         ConfigError: all problems of the configuration at once.
     """
     overrides = list(args.overrides)
     candidate = find(args.checkpoint)
+    check_weights(candidate, args.weights)
     tree = readers_config(candidate, train or {})
     sizes = ("tp", "pp", "dp")
     overrides += [f"parallel.{size}={given}" for size in sizes if (given := getattr(args, size, None)) is not None]
@@ -84,7 +89,7 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
             config = load_config(_write_config(Path(folder), candidate, tree), overrides, os.environ)
         except ConfigError as error:
             raise ConfigError(error.problems, f"the configuration for {candidate.folder}") from None
-    return Asked(candidate, tree, tuple(overrides), config)
+    return Asked(candidate, args.weights, tree, tuple(overrides), config)
 
 
 def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, Any]:
@@ -136,13 +141,14 @@ def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
 
     Args:
         worker: the module that each rank runs: `main(argv) -> int`.
-        job: its other arguments; the checkpoint is added.
+        job: its other arguments; the checkpoint and the weights to read are added.
     """
     parallel = asked.config.parallel
     with tempfile.TemporaryDirectory(prefix="triaxis-") as name:
         folder = Path(name)
         path = _write_config(folder, asked.candidate, asked.tree)
-        (folder / JOB).write_text(json.dumps({"checkpoint": str(asked.candidate.folder.resolve()), **job}))
+        what = {"checkpoint": str(asked.candidate.folder.resolve()), "weights": asked.which}
+        (folder / JOB).write_text(json.dumps({**what, **job}))
         if is_rank(os.environ):
             return launch(Request(path, asked.overrides, worker=worker), os.environ)
         if parallel.tp * parallel.pp * (parallel.dp or 1) == 1:

@@ -183,6 +183,16 @@ def add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
     )
 
 
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """Add `--weights`: the weights of the checkpoint that are read (`engine.checkpoint.inspect.weights.WhichWeights`)."""
+    parser.add_argument(
+        "--weights",
+        choices=("trained", "ema"),
+        default="trained",
+        help="ema: their moving average, where the run had optimizer.ema (default: trained)",
+    )
+
+
 def add_dry_run(parser: argparse.ArgumentParser, meaning: str = "print the launch line; start nothing") -> None:
     """Add `--dry-run`."""
     parser.add_argument("--dry-run", action="store_true", help=meaning)

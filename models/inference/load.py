@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from engine.checkpoint.directory import Candidate
+from engine.checkpoint.format.manifest import Manifest
 from engine.checkpoint.format.store import Shard, load
+from engine.checkpoint.inspect.weights import WhichWeights, check_weights, kind_of
 from engine.comm.texts import gather_text
 from engine.comm.topology import Topology
 from engine.config.activations import OffloadConfig
@@ -37,11 +39,13 @@ class LoadedModel:
     chunks: Sequence[GPTChunk]
 
 
-def load_model(candidate: Candidate, config: Config, topology: Topology) -> LoadedModel:
+def load_model(
+    candidate: Candidate, config: Config, topology: Topology, which: WhichWeights = "trained"
+) -> LoadedModel:
     """Build this rank's chunks in evaluation mode with weights from the checkpoint; every rank calls it.
 
     Raises:
-        CheckpointError: on every rank, if any rank cannot load its part: damaged, or of another model.
+        CheckpointError: on every rank, if any rank cannot load its part: damaged, of another model, or without these weights.
     """
     sizes, stages = topology.sizes, stages_of(config)
     mine = [stages[stage] for stage in of_forward(sizes, 1).placement.stages_on(topology.coordinates.pp)]
@@ -50,7 +54,9 @@ def load_model(candidate: Candidate, config: Config, topology: Topology) -> Load
     refused = ""
     try:
         _refuse_other_tensors(candidate, config)
-        flat = _allocate(list(parameters.values()), DTYPES[config.precision.dtype], topology.device)
+        check_weights(candidate, which)
+        dtype = DTYPES[config.precision.dtype]
+        flat = _allocate(list(parameters.values()), dtype, topology.device, candidate.manifest, which)
         load(candidate.folder, candidate.manifest, flat)
     except CheckpointError as error:
         refused = str(error)
@@ -87,7 +93,13 @@ def _refuse_other_tensors(candidate: Candidate, config: Config) -> None:
         )
 
 
-def _allocate(parameters: Sequence[ShardedParameter], dtype: torch.dtype, device: torch.device) -> list[Shard]:
+def _allocate(
+    parameters: Sequence[ShardedParameter],
+    dtype: torch.dtype,
+    device: torch.device,
+    manifest: Manifest,
+    which: WhichWeights,
+) -> list[Shard]:
     """Allocate one flat tensor for all trained parameters; return the logical parts to be filled (padding stays zero).
 
     In forward order, so that weights which share a GEMM are adjacent and stay one matrix. A parameter that is not trained has
@@ -105,5 +117,6 @@ def _allocate(parameters: Sequence[ShardedParameter], dtype: torch.dtype, device
         else:
             part = torch.zeros(record.numel, dtype=accumulation_dtype(dtype), device=device)
         parameter.value = nn.Parameter(part.view(record.local_shape), requires_grad=False)
-        targets.append(Shard(record.name, "master", record.spec.shape, record.box, 0, part[: record.box_numel]))
+        kind = kind_of(manifest, record.name, which)
+        targets.append(Shard(record.name, kind, record.spec.shape, record.box, 0, part[: record.box_numel]))
     return targets

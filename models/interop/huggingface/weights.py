@@ -26,7 +26,8 @@ import torch
 
 from engine.checkpoint.directory import Candidate
 from engine.checkpoint.format.store import DTYPE_NAMES, Shard
-from engine.checkpoint.import_weights import read_tensor, whole
+from engine.checkpoint.import_weights import read_weights, whole
+from engine.checkpoint.inspect.weights import WhichWeights
 from engine.config.model import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.layout.shard_spec import ParamSpec
@@ -334,11 +335,12 @@ class Export:
     plans: Sequence[TensorPlan]
     dtype: str
 
-    def tensors(self, on_tensor: Callable[[int], None] = lambda num_bytes: None) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(
+        self, on_tensor: Callable[[int], None] = lambda num_bytes: None, which: WhichWeights = "trained"
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield names and values, one exchange in memory at a time; `on_tensor` receives the bytes read of the checkpoint."""
-        folder, manifest = self.candidate.folder, self.candidate.manifest
         for exchange in self.exchanges:
-            ours = [read_tensor(folder, manifest, spec.name) for spec in exchange.ours]
+            ours = [read_weights(self.candidate, spec.name, which) for spec in exchange.ours]
             yield from zip(exchange.theirs, exchange.to_theirs(ours), strict=True)
             on_tensor(sum(tensor.nbytes for tensor in ours))
 
@@ -363,6 +365,7 @@ def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: to
             f"{candidate.folder}: {name} has the shape {there.get(name)}, and its model section needs {wanted.get(name)} "
             f"({len(differing)} such tensors): the export would be another model. Make the checkpoint again."
         )
+    # An average has the dtype of its master.
     saved = {piece.name: piece.dtype for file in manifest.files for piece in file.pieces if piece.kind == "master"}
     by_name = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     found = [*exchanges(family, model), *copies(family, model)]

@@ -1,0 +1,36 @@
+"""The weights that a reader of a checkpoint takes: as they were trained, or their moving average (no torch here)."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+from engine.checkpoint.directory import Candidate
+from engine.checkpoint.format.manifest import Kind, Manifest
+from engine.config.optimizer_kinds import EMA, MASTER
+from engine.errors import CheckpointError
+
+WhichWeights = Literal["trained", "ema"]
+
+KINDS: Mapping[WhichWeights, Kind] = MappingProxyType({"trained": MASTER, "ema": EMA})
+"""The kind of state of each."""
+
+
+def check_weights(candidate: Candidate, which: WhichWeights) -> None:
+    """Refuse a checkpoint that lacks these weights.
+
+    Raises:
+        CheckpointError: it has no moving average.
+    """
+    if KINDS[which] in candidate.manifest.kinds:
+        return
+    raise CheckpointError(
+        f"{candidate.folder} holds no moving average of the weights: its run had no optimizer.ema, or an import has the weights "
+        "alone. The trained weights would be another model. Leave --weights out to read those; to have an average, train with "
+        "optimizer.ema.decay=0.999."
+    )
+
+
+def kind_of(manifest: Manifest, name: str, which: WhichWeights) -> Kind:
+    """Return the kind to read of a parameter; one without gradients has no average, and its present value is read."""
+    kind, tensor = KINDS[which], manifest.tensors.get(name)
+    return kind if tensor is not None and kind in manifest.kinds_of(tensor) else MASTER
