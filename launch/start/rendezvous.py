@@ -39,11 +39,13 @@ class MeetingPlace:
 
     def use(self, words: argparse.Namespace) -> None:
         """Replace the rendezvous in torchrun's parsed arguments by this one; each use has keys of its own in the store."""
-        rendezvous_handler_registry.register(BACKEND, self._create)
+        # The registry of torch takes a name once in a process, and another place has another store.
+        backend = f"{BACKEND}_{id(self):x}"
+        rendezvous_handler_registry.register(backend, self._create)
         host, port = (words.local_addr, 0) if words.standalone else (words.master_addr, words.master_port)
         endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         words.standalone = False
-        words.rdzv_backend, words.rdzv_endpoint, words.rdzv_conf = BACKEND, endpoint, f"node={words.node_rank}"
+        words.rdzv_backend, words.rdzv_endpoint, words.rdzv_conf = backend, endpoint, f"node={words.node_rank}"
         words.node_rank = 0  # torchrun would warn that this backend does not read it
         words.rdzv_id = f"stage_{self._num_uses}"
         self._num_uses += 1
