@@ -4,6 +4,7 @@ print     YAML < environment < overrides  ->  the resolved tree, with the meanin
 check     the same, and the cluster       ->  every problem at once, or the derived values
 params    the same                        ->  every parameter, its shape and group (`optimizer.groups`)
 from-hf   a Hugging Face config.json      ->  our model section
+from-megatron   a command line of Megatron-LM  ->  a config, and what has no counterpart
 """
 
 import argparse
@@ -33,6 +34,7 @@ from engine.telemetry.record.parameters import num_active
 from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts, refuse
 from models.interop.huggingface.config import from_hugging_face, passed_over_notes
 from models.interop.huggingface.families import FAMILIES
+from models.interop.megatron.command_line.convert import from_command_line
 from models.parameter_groups import Grouped, grouped_parameters, groups_have_parameters
 from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
 from models.predict.rank_memory import GB, can_keep, predict, resolve_recompute
@@ -50,6 +52,10 @@ CHECK_EXAMPLES = """examples:
 PARAMS_EXAMPLES = """examples:
   triaxis config params configs/gpt_tiny.yaml
   triaxis config params configs/llama3_8b.yaml 'optimizer.groups=[{match: "embedding.*", weight_decay: 0.0}]'
+"""
+FROM_MEGATRON_EXAMPLES = """examples:
+  triaxis config from-megatron '--num-layers 24 --hidden-size 2048 --bf16 ...' --vocab-size 50257 > mine.yaml
+  triaxis config from-megatron @args.txt --ignore moe-aux-loss-coeff > mine.yaml
 """
 FROM_HF_EXAMPLES = """examples:
   triaxis config from-hf path/to/config.json --seq-length 4096 > model.yaml
@@ -87,12 +93,31 @@ def add_arguments(parser: CommandParser) -> None:
         help="tokens in a training sample (default: the longest that the model was made for)",
     )
     add_ignore(from_hf)
+    summary = "make a config from a command line of Megatron-LM's pretrain_gpt.py"
+    words = "'ARGUMENTS' | @FILE [--vocab-size N] [--ignore NAME]"
+    from_megatron = parser.add_verb("from-megatron", summary, words, FROM_MEGATRON_EXAMPLES)
+    from_megatron.add_argument(
+        "texts", nargs="+", metavar="ARGUMENTS", help="in quotes; @FILE: a file of them, with \\ and # as in a shell"
+    )
+    from_megatron.add_argument(
+        "--vocab-size", type=int, metavar="N", help="tokens of the tokenizer, where ARGUMENTS do not say it"
+    )
+    from_megatron.add_argument(
+        "--ignore",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="pass over an argument without a counterpart, or an unknown one, and list it; may be repeated",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen verb; ConfigError with all problems if there are any."""
     if args.verb == "from-hf":
         print(_from_hf(args.path, args.seq_length, args.ignore), end="")
+        return 0
+    if args.verb == "from-megatron":
+        print(from_command_line(args.texts, args.vocab_size, args.ignore), end="")
         return 0
     if args.verb == "print":
         print(to_yaml(load_config(args.config, args.overrides, os.environ), describe=True), end="")

@@ -63,6 +63,9 @@ _OPTIMIZER = {
 _OPTIMIZER_NAMES: Mapping[str, OptimizerName] = {kind.megatron: name for name, kind in OPTIMIZERS.items()}
 """Their `optimizer` -> our `optimizer.name`."""
 
+_LESS_ONE = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
+"""The argument of norms whose weights are stored less one, before Megatron-LM 0.16 and since."""
+
 _CHOICES = (
     "normalization",
     "position_embedding_type",
@@ -75,7 +78,7 @@ _CHOICES = (
     "padded_vocab_size",
     "vocab_size",
     "tokenizer_type",
-    "apply_layernorm_1p",
+    *_LESS_ONE,
     "rotary_percent",
     "rotary_seq_len_interpolation_factor",
     "use_rope_scaling",
@@ -151,7 +154,7 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
         if given not in values:
             problems.append(f"{theirs} = {shown(given)}: must be one of {', '.join(values)}; no other one is built.")
         model[ours] = values.get(given)
-    if args.get("apply_layernorm_1p"):
+    if any(args.get(name) for name in _LESS_ONE):
         one_more = _ONE_MORE.get(model["norm"])
         if one_more is None:
             problems.append(
@@ -262,7 +265,7 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
             "use_rotary_position_embeddings": model.position_kind.is_rotary,
             "rotary_interleaved": False,
             "normalization": norm.megatron,
-            "apply_layernorm_1p": model.norm in stored_less_one,
+            **dict.fromkeys(_LESS_ONE, model.norm in stored_less_one),
             "norm_epsilon": model.norm_eps,
             "untie_embeddings_and_output_weights": not model.tie_embeddings,
             "add_bias_linear": bias,

@@ -352,3 +352,23 @@ def test_check_executes_the_programs_of_a_step_and_of_a_validation(
     monkeypatch.setattr("engine.pipeline.programs.check", lambda program: checked.append(program.schedule.name))
     assert main(["config", "check", TINY, "--gpus", "8"]) == 0
     assert checked[1:] == ["interleaved", "interleaved", "forward_only", "forward_only"]
+
+
+def test_from_megatron_prints_a_config_or_everything_without_counterpart(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    line = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 8 "
+        "--train-iters 10 --lr 1e-3 --mock-data --bf16 --log-throughput --fp8-format hybrid"
+    )
+    assert main(["config", "from-megatron", line]) == 2
+    error = capsys.readouterr().err
+    assert "has 2 problems" in error and "--vocab-size is missing" in error and "--ignore fp8-format" in error
+    (tmp_path / "args.txt").write_text(line)
+    text = shown(capsys, "from-megatron", f"@{tmp_path}/args.txt", "--vocab-size", "500", "--ignore", "fp8-format")
+    assert "# Without effect here (logging): log-throughput." in text
+    (tmp_path / "config.yaml").write_text(text)
+    assert load_config(tmp_path / "config.yaml").model.vocab_size == 500
+    assert main(["config", "from-megatron", line, "--vocab-size", "500", "--ignore", "lr", "--ignore", "none"]) == 2
+    error = capsys.readouterr().err
+    assert "--ignore none: not among" in error and "--ignore lr: it is no argument without a counterpart" in error

@@ -34,6 +34,7 @@ def model_of(**args: Any) -> ModelConfig:
         ({"softmax_type": "learnable"}, {"sinks": True}),
         ({"window_size": [7, 0]}, {"window": 8}),
         ({"apply_layernorm_1p": True, "qk_layernorm": True}, {"norm": "rmsnorm_1p", "qk_norm": True}),
+        ({"layernorm_zero_centered_gamma": True}, {"norm": "rmsnorm_1p"}),
     ],
 )
 def test_arguments_are_fields(args: dict[str, Any], fields: dict[str, Any]) -> None:

@@ -1,0 +1,238 @@
+"""The model of a Megatron-LM command line as our section `model` (no torch here).
+
+    --hidden-size, --swiglu, --normalization ..          model: {hidden_size, activation, norm, ..}      (../config.py)
+    --num-experts, --moe-router-topk, --moe-layer-freq   model.moe, model.layers
+    --multi-latent-attention, --kv-lora-rank ..          model.mla, model.rope_scaling
+
+Sources: `topk_routing_with_score_function` and `switch_load_balancing_loss_func` (transformer/moe/moe_utils.py),
+`get_gpt_decoder_block_spec` and `MultiLatentAttention` of Megatron-Core 0.16.
+"""
+
+import math
+from itertools import groupby
+from typing import Any
+
+from engine.config.foreign_names import OF_THE_LAYOUT
+from engine.errors import ConfigError
+from models.interop.megatron.attention_args import LISTS_BY_LAYER
+from models.interop.megatron.command_line.parse import Parsed
+from models.interop.megatron.config import model_section
+
+Fields = dict[str, Any]
+
+_OF_MLA = ("num_query_groups", "group_query_attention", "kv_channels", "qk_layernorm", "add_qkv_bias")
+"""Arguments that latent attention does not have, or has under another meaning."""
+
+_YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
+"""Constants of MLATransformerConfig that no argument of version 0.16 changes."""
+
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+
+
+def model_fields(parsed: Parsed, vocab_size: int | None) -> Fields:
+    """Return our `model` section; {} where it cannot be made, with the problems in `parsed`.
+
+    Args:
+        vocab_size: tokens of the tokenizer; None: what the arguments say.
+    """
+    args = dict(parsed.args)
+    if lacking := [name for name in _REQUIRED if args[name] is None]:
+        parsed.problems += [
+            f"--{name.replace('_', '-')} is missing: the model has no shape without it." for name in lacking
+        ]
+        return {}
+    args |= _completed(args)
+    _positions_have_rows(parsed, args)
+    plain = {name: value for name, value in args.items() if name not in ("num_experts", "multi_latent_attention")}
+    if args["multi_latent_attention"]:
+        plain = {name: value for name, value in plain.items() if name not in _OF_MLA}
+        # Rules of heads of one size do not see the sizes of latent attention.
+        plain["kv_channels"] = 2
+    if vocab_size is None and args["vocab_size"] is None:
+        parsed.problems.append(
+            "--vocab-size is missing: rows of the embedding are the tokenizer's tokens. Give their number, also behind the quotes."
+        )
+        vocab_size = 1
+    try:
+        model = model_section(plain, vocab_size, "the command line")
+    except ConfigError as error:
+        parsed.problems += error.problems
+        return {}
+    model["vocab_multiple"] = args["make_vocab_size_divisible_by"] * args["tensor_model_parallel_size"]
+    if args["multi_latent_attention"]:
+        _read_latents(parsed, args, model)
+    elif args["rope_type"] not in (None, "rope"):
+        parsed.lacks("rope-type", "it is for latent attention")
+    if args["num_experts"]:
+        _read_experts(parsed, args, model)
+    return model
+
+
+def _completed(args: Fields) -> Fields:
+    """Return arguments that follow from others, as Megatron-LM's validation derives them."""
+    more: Fields = {}
+    if args["use_rotary_position_embeddings"]:
+        more["position_embedding_type"] = "rope"
+    if args["ffn_hidden_size"] is None:
+        width = 4 * args["hidden_size"]
+        more["ffn_hidden_size"] = int((width * 2 / 3) / 64) * 64 if args["swiglu"] else width
+    multiple = args["make_vocab_size_divisible_by"] * args["tensor_model_parallel_size"]
+    rows = args["vocab_size"] or 0
+    more["padded_vocab_size"] = args["padded_vocab_size"] or -(-rows // multiple) * multiple
+    return more
+
+
+def _positions_have_rows(parsed: Parsed, args: Fields) -> None:
+    """Note a table of learned positions that is longer than a sample."""
+    rows = args["max_position_embeddings"]
+    is_learned = args["position_embedding_type"] == "learned_absolute"
+    if rows is not None and rows < args["seq_length"]:
+        parsed.problems.append(
+            f"--max-position-embeddings {rows}: must be at least --seq-length {args['seq_length']}, or tokens have no position."
+        )
+    elif rows is not None and is_learned and rows > args["seq_length"]:
+        parsed.lacks(
+            "max-position-embeddings",
+            f"the table of learned positions has a row for each of --seq-length {args['seq_length']} tokens, and {rows:,} rows are "
+            "another model",
+        )
+
+
+def _read_latents(parsed: Parsed, args: Fields, model: Fields) -> None:
+    """Write `mla` and its RoPE to `model`."""
+    if args["group_query_attention"]:
+        parsed.problems.append(
+            "--group-query-attention with --multi-latent-attention: Megatron-LM refuses both. Remove one."
+        )
+    if args["mscale_all_dim"] and not args["mscale"]:
+        parsed.lacks("mscale-all-dim", "it goes with an --mscale above 0")
+    if not args["qk_layernorm"]:
+        parsed.lacks("multi-latent-attention", "latents are normalised here: add --qk-layernorm")
+    for name in ("head_dim", "num_kv_heads"):
+        model.pop(name, None)
+    model["mla"] = {
+        "kv_lora_rank": args["kv_lora_rank"],
+        "qk_nope_head_dim": args["qk_head_dim"],
+        "qk_rope_head_dim": args["qk_pos_emb_head_dim"],
+        "v_head_dim": args["v_head_dim"],
+    }
+    if args["q_lora_rank"] is not None:
+        model["mla"]["q_lora_rank"] = args["q_lora_rank"]
+    factor, model_has_rope = args["rotary_scaling_factor"], model["position"] == "rope"
+    if args["rope_type"] not in (None, "yarn", "rope"):
+        parsed.problems.append(f"--rope-type {args['rope_type']}: must be rope or yarn.")
+    elif args["rope_type"] != "rope" and factor != 1 and model_has_rope:
+        model["rope_scaling"] = {
+            "type": "yarn",
+            "factor": factor,
+            **_YARN,
+            **_magnitudes(factor, args["mscale"], args["mscale_all_dim"]),
+        }
+
+
+def _magnitudes(factor: float, mscale: float, all_dim: float) -> Fields:
+    """Return the fields of YaRN's factor on cos and sin: m(mscale) / m(all_dim), m(x) = 0.1 x ln(factor) + 1 above factor 1."""
+    if all_dim and mscale:
+        return {"mscale": mscale, "mscale_all_dim": all_dim}
+    # Without mscale_all_dim, ours is m(1) unless it is given.
+    return {} if mscale == 1 else {"attention_factor": 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0}
+
+
+def _read_experts(parsed: Parsed, args: Fields, model: Fields) -> None:
+    """Write `moe` and `layers` to `model`."""
+    width = args["moe_ffn_hidden_size"] or model["ffn_hidden_size"]
+    top_k, score = args["moe_router_topk"], args["moe_router_score_function"]
+    if score not in ("softmax", "sigmoid"):
+        parsed.lacks("moe-router-score-function", f"scores are softmax or sigmoid, not {score}")
+        score = "softmax"
+    is_softmax = score == "softmax"
+    moe: Fields = {
+        "num_experts": args["num_experts"],
+        "top_k": top_k,
+        "ffn_hidden_size": width,
+        "score": score,
+        # Softmax of the k largest logits is softmax of all, over the sum of the k.
+        "normalize": not args["moe_router_pre_softmax"] if is_softmax else top_k > 1,
+        "scaling": args["moe_router_topk_scaling_factor"] or 1.0,
+    }
+    shared = args["moe_shared_expert_intermediate_size"] or 0
+    if shared % width:
+        parsed.lacks(
+            "moe-shared-expert-intermediate-size",
+            f"shared experts have the width of the others: {shared} is no multiple of {width}",
+        )
+    moe["shared_experts"] = shared // width
+    _read_groups(parsed, args, moe)
+    moe["balance"] = balance = _balance(parsed, args)
+    if args["moe_router_enable_expert_bias"] and not balance.get("bias_rate"):
+        moe["choice_bias"] = True
+    if args["moe_router_force_load_balancing"]:
+        moe["force_balanced"] = True
+    model["moe"] = moe
+    if "layers" in model:
+        given = next(name for name in LISTS_BY_LAYER if args[name] is not None)
+        parsed.lacks(given.replace("_", "-"), "layers that differ by their attention, with experts, are not taken over")
+        del model["layer_kinds"]
+    kinds = _expert_layers(parsed, args["moe_layer_freq"], model["num_layers"])
+    model["layers"] = [name if (count := len(list(run))) == 1 else f"{name}*{count}" for name, run in groupby(kinds)]
+
+
+def _read_groups(parsed: Parsed, args: Fields, moe: Fields) -> None:
+    groups, top_groups = args["moe_router_num_groups"], args["moe_router_group_topk"]
+    if not groups:
+        return
+    top_groups = top_groups or groups
+    moe |= {"groups": groups, "top_groups": top_groups}
+    summed = moe["top_k"] // top_groups
+    if summed not in (1, 2) or (summed == 2 and moe["score"] == "softmax" and moe["normalize"]):
+        parsed.lacks(
+            "moe-router-num-groups",
+            f"a group's score is its best expert's, or the sum of its best two; here it is a sum of {summed} {moe['score']} logits",
+        )
+    moe["group_score"] = "top2" if summed == 2 else "max"
+
+
+def _balance(parsed: Parsed, args: Fields) -> Fields:
+    """Return the section `balance`; note terms that depend on the layout."""
+    balance: Fields = {}
+    if args["moe_router_enable_expert_bias"]:
+        balance["bias_rate"] = args["moe_router_bias_update_rate"]
+    if args["moe_z_loss_coeff"]:
+        balance["z_loss"] = args["moe_z_loss_coeff"]
+    kinds, factors = args["moe_router_load_balancing_type"], args["moe_aux_loss_coeff"]
+    if len(factors) == 1:
+        factors = factors * len(kinds)
+    if len(factors) != len(kinds):
+        parsed.problems.append(
+            f"--moe-aux-loss-coeff has {len(factors)} numbers for {len(kinds)} of --moe-router-load-balancing-type: one each."
+        )
+        return balance
+    for kind, factor in zip(kinds, factors, strict=True):
+        if kind == "seq_aux_loss":
+            balance["sequence_loss"] = factor
+        elif kind in ("aux_loss", "global_aux_loss"):
+            if factor:
+                why = (
+                    OF_THE_LAYOUT["moe_aux_loss_coeff"]
+                    if kind == "aux_loss"
+                    else "it weighs the load of a global batch"
+                )
+                parsed.lacks(
+                    "moe-aux-loss-coeff", f"{why}: use --moe-router-load-balancing-type seq_aux_loss, or the bias"
+                )
+        elif kind != "none":
+            parsed.lacks("moe-router-load-balancing-type", f"{kind} is not built")
+    return balance
+
+
+def _expert_layers(parsed: Parsed, given: Any, num_layers: int) -> list[str]:
+    """Return the kind of each layer: every n-th from the first on has experts, or as listed."""
+    if isinstance(given, int) and given > 0:
+        flags = [int(layer % given == 0) for layer in range(num_layers)]
+    else:
+        flags = given if isinstance(given, list) else []
+    if len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+        parsed.problems.append(
+            f"--moe-layer-freq: must be a number above 0, or a 0 or 1 for each of {num_layers} layers; it has {len(flags)}."
+        )
+    return ["moe" if flag else "dense" for flag in flags]

@@ -1,0 +1,272 @@
+"""Layout, data and the run itself of a Megatron-LM command line as our sections (no torch here).
+
+    --tensor-model-parallel-size, ..        parallel
+    --num-layers-per-virtual-pipeline-stage parallel.vpp: chunks of that many layers on each rank
+    --recompute-granularity, ..             recompute
+    --data-path 30 A 70 B, --split          data: {train: [[30, A], [70, B]], split}
+    --save, --save-interval                 checkpoint
+    --log-interval, --wandb-project ..      telemetry
+
+Sources: `PipelineParallelLayerLayout` and `get_blend_from_list` of Megatron-Core 0.16.
+"""
+
+import re
+from typing import Any
+
+from engine.config.foreign_names import FOREIGN_VALUES
+from models.interop.megatron.command_line.parse import Parsed
+
+Fields = dict[str, Any]
+
+_CP_METHODS = {"p2p": "auto", "all_gather": "all_gather", "a2a": "ulysses", "a2a+p2p": "auto"}
+_PARTS = {**FOREIGN_VALUES["recompute.modules"], "mlp": "mlp"}
+"""Megatron-LM's recomputed modules that are recomputed here too."""
+
+LEGACY_SPLIT = "969, 30, 1"
+"""Megatron-LM's split of --data-path without --split."""
+
+
+def layout_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
+    """Return our sections parallel, recompute and offload; add problems and notes."""
+    args = parsed.args
+    tp, pp = args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]
+    methods = {_CP_METHODS.get(method) for method in args["cp_comm_type"]}
+    method = methods.pop() if len(methods) == 1 else "auto"
+    parallel: Fields = {
+        "tp": tp,
+        "pp": pp,
+        "cp": args["context_parallel_size"],
+        # Megatron-LM disables it where tp is 1.
+        "sequence_parallel": args["sequence_parallel"] and tp > 1,
+    }
+    if method is None:
+        parsed.problems.append(
+            f"--cp-comm-type {' '.join(args['cp_comm_type'])}: must be one of {', '.join(_CP_METHODS)}."
+        )
+    elif method != "auto":
+        parallel["cp_method"] = method
+    if args["num_experts"]:
+        parallel["ep"] = args["expert_model_parallel_size"]
+        parallel["etp"] = args["expert_tensor_parallel_size"] or tp
+    parallel |= _stages(parsed, pp)
+    sections = {"parallel": parallel, "recompute": _recompute(parsed, notes)}
+    if args["cpu_offloading_num_layers"]:
+        sections["offload"] = {"num_layers": args["cpu_offloading_num_layers"]}
+    return sections
+
+
+def _stages(parsed: Parsed, pp: int) -> Fields:
+    """Return `vpp`, and `layers_per_stage` where stages differ."""
+    args, problems = parsed.args, parsed.problems
+    num_layers = args["num_layers"]
+    ways = [
+        name
+        for name in (
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "pipeline_model_parallel_layout",
+        )
+        if args[name] is not None
+    ]
+    if len(ways) > 1:
+        problems.append(
+            f"{' with '.join(_flag(name) for name in ways)}: Megatron-LM takes one of them. Remove the others."
+        )
+    if len(ways) > 1 or num_layers is None or pp < 1:
+        return {"vpp": 1}
+    if ways == ["pipeline_model_parallel_layout"]:
+        return _listed_stages(parsed, pp)
+    more_at_first, more_at_last = (int(args[f"account_for_{end}_in_pipeline_split"]) for end in ("embedding", "loss"))
+    slots = num_layers + more_at_first + more_at_last
+    vpp = args["num_virtual_stages_per_pipeline_rank"] or 1
+    if ways == ["num_layers_per_virtual_pipeline_stage"]:
+        each = args["num_layers_per_virtual_pipeline_stage"]
+        if each < 1 or slots % (pp * each):
+            problems.append(
+                f"--num-layers-per-virtual-pipeline-stage {each}: {slots} layers over {pp} pipeline ranks are no whole number of "
+                f"chunks of {each}."
+            )
+            return {"vpp": 1}
+        vpp = slots // (pp * each)
+    first, last = args["decoder_first_pipeline_num_layers"], args["decoder_last_pipeline_num_layers"]
+    if first is None and last is None and not (more_at_first or more_at_last):
+        return {"vpp": vpp}
+    return {"vpp": vpp} | _uneven_stages(parsed, pp, vpp, (more_at_first, more_at_last))
+
+
+def _uneven_stages(parsed: Parsed, pp: int, vpp: int, more: tuple[int, int]) -> Fields:
+    """Return `layers_per_stage` where the first and the last pipeline rank have other numbers of layers."""
+    args = parsed.args
+    first, last = args["decoder_first_pipeline_num_layers"], args["decoder_last_pipeline_num_layers"]
+    if first is None and last is None:
+        each, rest = divmod(args["num_layers"] + sum(more), pp * vpp)
+        layers = [each] * (pp * vpp)
+        layers[0] -= more[0]
+        layers[-1] -= more[1]
+        is_whole = rest == 0
+    else:
+        given = (first or 0) + (last or 0)
+        between = pp - (first is not None) - (last is not None)
+        each, rest = divmod(args["num_layers"] - given, between) if between else (0, args["num_layers"] - given)
+        ranks = [*([] if first is None else [first]), *[each] * between, *([] if last is None else [last])]
+        # A rank's layers are cut evenly over its chunks; stage = chunk x pp + rank.
+        layers = [count // vpp for _ in range(vpp) for count in ranks]
+        is_whole = rest == 0 and all(count % vpp == 0 for count in ranks)
+    if not is_whole or min(layers) < 0:
+        parsed.problems.append(
+            f"{args['num_layers']} layers cannot be dealt out to {pp} pipeline ranks with {vpp} chunks each as the arguments of "
+            "uneven pipelines say."
+        )
+        return {}
+    return {"layers_per_stage": layers}
+
+
+def _listed_stages(parsed: Parsed, pp: int) -> Fields:
+    """Return the stages of a layout in letters: t is a layer, | ends a stage, (..)*n and t*n repeat."""
+    given = parsed.args["pipeline_model_parallel_layout"]
+    text = re.sub(r"[\s,]", "", given)
+    for repeated in (r"\(([^()]*)\)\*(\d+)", r"([EtmL|])\*(\d+)"):
+        text = re.sub(repeated, lambda found: found[1] * min(int(found[2]), 10_000), text)
+    stages = [stage.count("t") for stage in text.split("|")]
+    if re.search(r"[^EtmL|]", text) or len(stages) % pp or sum(stages) != parsed.args["num_layers"]:
+        parsed.problems.append(
+            f"--pipeline-model-parallel-layout {given}: must be stages of E, t, m and L with | between them, n x {pp} of them, and "
+            f"{parsed.args['num_layers']} t."
+        )
+        return {"vpp": 1}
+    return {"vpp": len(stages) // pp, "layers_per_stage": stages}
+
+
+def _recompute(parsed: Parsed, notes: list[str]) -> Fields:
+    args = parsed.args
+    granularity = "selective" if args["recompute_activations"] else args["recompute_granularity"]
+    if granularity is None:
+        return {"granularity": "none"}
+    if granularity == "full":
+        method = args["recompute_method"] or "uniform"
+        return {"granularity": "full", "method": method, "num_layers": args["recompute_num_layers"] or 1}
+    modules = args["recompute_modules"] or ["core_attn"]
+    parts = [_PARTS[name] for name in modules if name in _PARTS]
+    if "mlp" in parts and args["sequence_parallel"] and args["tensor_model_parallel_size"] > 1:
+        parts[parts.index("mlp")] = "activation"
+    if "attention" in parts and args["context_parallel_size"] > 1:
+        # Its backward starts from what was gathered: recomputing it saves nothing here.
+        parts.remove("attention")
+    if len(parts) < len(modules):
+        notes.append(
+            f"of --recompute-modules {' '.join(modules)}, {', '.join(parts) or 'none'} is recomputed: memory alone differs"
+        )
+    return {"granularity": granularity, "modules": parts} if parts else {"granularity": "none"}
+
+
+def run_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
+    """Return our sections data, checkpoint, telemetry, resilience and runtime; add problems and notes."""
+    args = parsed.args
+    sections = {"data": _data(parsed, notes), "checkpoint": _checkpoint(parsed)}
+    sections["telemetry"] = {"log_interval": args["log_interval"], "tensorboard": bool(args["tensorboard_dir"])}
+    if args["wandb_project"]:
+        names = {"project": "wandb_project", "entity": "wandb_entity", "name": "wandb_exp_name"}
+        sections["telemetry"]["wandb"] = {ours: args[theirs] for ours, theirs in names.items() if args[theirs]}
+    if args["check_weight_hash_across_dp_replicas_interval"]:
+        sections["resilience"] = {"replica_check_interval": args["check_weight_hash_across_dp_replicas_interval"]}
+    sections["runtime"] = {
+        "timeout_seconds": args["distributed_timeout_minutes"] * 60.0,
+        "deterministic": args["deterministic_mode"],
+    }
+    if args["attention_dropout"]:
+        # The fused kernels draw masks that depend on the layout.
+        sections["kernels"] = {"attention": "explicit"}
+    return sections
+
+
+def _data(parsed: Parsed, notes: list[str]) -> Fields:
+    args = parsed.args
+    data: Fields = {
+        "attention": "within" if args["reset_attention_mask"] else "across",
+        "positions": "document" if args["reset_position_ids"] else "sample",
+        "count_document_starts": not args["eod_mask_loss"],
+    }
+    sources = [name for name in ("data_path", "train_data_path", "mock_data") if args[name]]
+    if len(sources) > 1:
+        parsed.problems.append(
+            f"{' with '.join(map(_flag, sources))}: two sources of data; Megatron-LM takes one. Remove the others."
+        )
+    if not sources:
+        parsed.problems.append("--data-path or --mock-data is missing: there is nothing to learn from.")
+    if args["mock_data"]:
+        data["synthetic"] = True
+    elif args["train_data_path"]:
+        data |= {"train": _blend(parsed, "train_data_path"), "split": [1.0, 0.0, 0.0]}
+        if args["valid_data_path"]:
+            data["valid"] = _blend(parsed, "valid_data_path")
+        elif args["eval_interval"]:
+            parsed.problems.append(
+                "--eval-interval without --valid-data-path: there is nothing to validate on. Give one, or remove it."
+            )
+    elif args["data_path"]:
+        data |= {"train": _blend(parsed, "data_path"), "split": _split(parsed)}
+    if args["data_cache_path"]:
+        data["cache_dir"] = args["data_cache_path"]
+    if args["tokenizer_model"]:
+        data["tokenizer"] = args["tokenizer_model"]
+    elif args["vocab_file"]:
+        notes.append(
+            f"data.tokenizer is not set: {args['vocab_file']} is not read; make a tokenizer.json of it. Until then text "
+            "is shown as bytes"
+        )
+    if not args["mock_data"]:
+        notes.append("the samples are those of the corpora, in our order")
+    return data
+
+
+def _blend(parsed: Parsed, name: str) -> list[list[Any]]:
+    """Return [[weight, prefix], ..]; corpora without weights are a problem if there are several."""
+    words = parsed.args[name]
+    if len(words) == 1:
+        return [[1.0, words[0]]]
+    try:
+        if len(words) % 2:
+            raise ValueError(words)
+        return [[float(weight), prefix] for weight, prefix in zip(words[::2], words[1::2], strict=True)]
+    except ValueError:
+        parsed.problems.append(
+            f"{_flag(name)} {' '.join(words)}: must be a weight before each prefix. Without weights Megatron-LM takes the sizes of "
+            "the corpora, which are not read here."
+        )
+        return []
+
+
+def _split(parsed: Parsed) -> list[float]:
+    text = parsed.args["split"] or LEGACY_SPLIT
+    # As Megatron-LM reads it: numbers, whatever is between them.
+    weights = [float(number) for number in re.findall(r"\d+\.?\d*|\.\d+", text)]
+    if not 1 <= len(weights) <= 3:
+        parsed.problems.append(
+            f"--split {text}: must be up to three numbers with commas between them, such as 949,50,1."
+        )
+        return [1.0, 0.0, 0.0]
+    return [*weights, 0.0, 0.0][:3]
+
+
+def _checkpoint(parsed: Parsed) -> Fields:
+    args = parsed.args
+    checkpoint: Fields = {"keep_last": None, "async": args["async_save"]}
+    if args["save"]:
+        if args["save_interval"] is None:
+            parsed.problems.append(
+                "--save without --save-interval: Megatron-LM needs both. Give the iterations between saves."
+            )
+        checkpoint |= {"dir": args["save"], "interval": args["save_interval"]}
+        if args["save_retain_interval"]:
+            checkpoint |= {"keep_last": 1, "keep_every": args["save_retain_interval"]}
+    if args["load"] and args["load"] != args["save"]:
+        parsed.lacks(
+            "load",
+            f"it holds checkpoints of Megatron-LM: `triaxis convert megatron-import {args['load']} imported` brings one in; then "
+            "checkpoint.load=imported",
+        )
+    return checkpoint
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

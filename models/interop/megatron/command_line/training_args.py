@@ -1,0 +1,155 @@
+"""Batches, optimizer and precision of a Megatron-LM command line as our sections (no torch here).
+
+--train-iters, or --train-samples          train: {steps}, or {tokens}
+--lr-decay-samples, --lr-warmup-samples    optimizer: {decay_steps (rounded to steps), warmup_tokens}
+--lr, --adam-beta2, --lr-decay-style ..    optimizer                                             (../config.py)
+--bf16, --fp16, --loss-scale-window ..     precision
+"""
+
+from typing import Any
+
+from models.interop.megatron.command_line.parse import Parsed
+from models.interop.megatron.config import training_sections
+
+Fields = dict[str, Any]
+
+BUILT = ("adam", "sgd")
+STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+
+_PAIRS = (
+    ("train_iters", "train_samples"),
+    ("lr_decay_iters", "lr_decay_samples"),
+    ("lr_warmup_iters", "lr_warmup_samples"),
+    ("lr_warmup_iters", "lr_warmup_fraction"),
+    ("lr_warmup_samples", "lr_warmup_fraction"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ("bf16", "fp16"),
+)
+"""Arguments of which Megatron-LM takes one."""
+
+
+def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
+    """Return our sections train, optimizer and precision, as far as the arguments say; add problems and notes."""
+    args = dict(parsed.args)
+    for one, other in _PAIRS:
+        if args[one] and args[other]:
+            parsed.problems.append(
+                f"--{_flag(one)} with --{_flag(other)}: Megatron-LM takes one of them. Remove the other."
+            )
+    _units_agree(parsed, args)
+    for name, why in (
+        ("micro_batch_size", "a microbatch has no size"),
+        ("global_batch_size", "it would be the micro batch times the replicas, and their number is open. Give it"),
+        ("lr", "the optimizer has no learning rate"),
+    ):
+        if args[name] is None:
+            parsed.problems.append(f"--{_flag(name)} is missing: {why}.")
+    if not (args["train_iters"] or args["train_samples"]):
+        parsed.problems.append("--train-iters or --train-samples is missing: the run would have no end.")
+    if parsed.problems:
+        return {}
+    if args["optimizer"] not in BUILT:
+        parsed.lacks("optimizer", f"{args['optimizer']} is not built: adam and sgd are")
+    if args["lr_decay_style"] not in STYLES:
+        parsed.problems.append(f"--lr-decay-style {args['lr_decay_style']}: must be one of {', '.join(STYLES)}.")
+        return {}
+    batch, samples = args["global_batch_size"], args["train_samples"]
+    if batch < 1:
+        parsed.problems.append(f"--global-batch-size {batch}: must be at least 1.")
+        return {}
+    args |= _in_iterations(args, batch, notes)
+    sections, more = training_sections(args)
+    train, optimizer = sections["train"], sections["optimizer"]
+    if samples:
+        del train["steps"]
+        train["tokens"] = args["train_iters"] * batch * args["seq_length"]
+    if args["lr_warmup_samples"]:
+        optimizer["warmup_tokens"] = args["lr_warmup_samples"] * args["seq_length"]
+        del optimizer["warmup_steps"]
+    if args["lr_wsd_decay_samples"] and "cooldown_tokens" in optimizer:
+        optimizer["cooldown_tokens"] = args["lr_wsd_decay_samples"] * args["seq_length"]
+    if args["lr_decay_style"] == "WSD":
+        _wsd(parsed, args)
+    if args["ddp_bucket_size"]:
+        optimizer["bucket_bytes"] = args["ddp_bucket_size"] * (2 if args["grad_reduce_in_bf16"] else 4)
+    if args["eval_interval"] and args["eval_iters"]:
+        train |= {"eval_interval": args["eval_interval"], "eval_steps": args["eval_iters"]}
+    if args["eod_mask_loss"] and not args["calculate_per_token_loss"]:
+        more.append(
+            "the loss of a step is a mean over tokens here, as with --calculate-per-token-loss; without it Megatron-LM takes the "
+            "mean of microbatches, whose tokens differ in number with --eod-mask-loss"
+        )
+    notes += more
+    sections["precision"] |= _precision(parsed, args)
+    return sections
+
+
+def _units_agree(parsed: Parsed, args: Fields) -> None:
+    """Add a problem for each length of a schedule in another unit than the run's."""
+    if args["train_iters"] and args["train_samples"]:
+        return
+    unit, other = ("iters", "samples") if args["train_iters"] else ("samples", "iters")
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        if args[f"{name}_{other}"] and args[f"train_{unit}"]:
+            parsed.problems.append(
+                f"--{_flag(name)}-{other} with --train-{unit}: Megatron-LM counts the run and its schedule in one unit. Give it in "
+                f"{unit}."
+            )
+
+
+def _in_iterations(args: Fields, batch: int, notes: list[str]) -> Fields:
+    """Return the lengths of a run in samples in iterations of `batch` samples, whole ones."""
+    if not args["train_samples"]:
+        return {}
+    iterations: Fields = {"train_iters": args["train_samples"] // batch}
+    if args["lr_decay_samples"]:
+        iterations["lr_decay_iters"] = max(1, round(args["lr_decay_samples"] / batch))
+        if args["lr_decay_samples"] % batch:
+            notes.append(f"--lr-decay-samples {args['lr_decay_samples']} was rounded to steps of {batch} samples")
+    if args["lr_wsd_decay_samples"]:
+        iterations["lr_wsd_decay_iters"] = max(1, args["lr_wsd_decay_samples"] // batch)
+    return iterations
+
+
+def _wsd(parsed: Parsed, args: Fields) -> None:
+    """Note where the last fall of WSD is no fall to the run's end, or has another shape."""
+    if args["lr_decay_iters"] not in (None, args["train_iters"]):
+        parsed.lacks(
+            "lr-decay-samples" if args["lr_decay_samples"] else "lr-decay-iters",
+            "WSD falls at the end of the run, not before it",
+        )
+    if args["lr_wsd_decay_style"] == "exponential":
+        parsed.lacks(
+            "lr-wsd-decay-style" if "lr-wsd-decay-style" in parsed.given else "lr-decay-style",
+            "WSD falls exponentially by Megatron-LM's default, and here as linear, cosine or minus_sqrt: choose one by "
+            "--lr-wsd-decay-style",
+        )
+
+
+def _precision(parsed: Parsed, args: Fields) -> Fields:
+    """Return the fields of `precision` besides the dtype."""
+    fields: Fields = {}
+    if args["fp16"]:
+        if args["loss_scale"]:
+            fields["loss_scale"] = {"static": args["loss_scale"]}
+        else:
+            fields["loss_scale"] = {
+                "initial": args["initial_loss_scale"],
+                "window": int(args["loss_scale_window"]),
+                "hysteresis": args["hysteresis"],
+                "minimum": args["min_loss_scale"],
+            }
+    if args["grad_reduce_in_bf16"]:
+        fields["gradients"] = "bf16"
+    dtypes = {args["exp_avg_dtype"], args["exp_avg_sq_dtype"]}
+    if dtypes == {"bf16"}:
+        fields["moments"] = "bf16"
+    elif dtypes != {"fp32"}:
+        for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+            if args[name] != "fp32":
+                parsed.lacks(_flag(name), "moments are both in fp32, or both in bf16")
+    return fields
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

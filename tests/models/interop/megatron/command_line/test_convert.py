@@ -1,0 +1,209 @@
+"""Command lines of Megatron-LM as configs: published ones, each argument by itself, and what has no counterpart."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from engine.config.foreign_names import FOREIGN_NAMES
+from engine.config.load import load_config
+from engine.config.tree import Config
+from engine.errors import ConfigError
+from models.interop.megatron.command_line.convert import from_command_line
+from models.interop.megatron.command_line.flags import FLAGS
+from models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART
+from models.specs import num_parameters
+from tests.models.interop.megatron.command_line.changes import (
+    BASE,
+    BESIDES,
+    BF16,
+    CHANGES,
+    EXPERTS,
+    FILLED,
+    FP16,
+    LATENT,
+    OTHERWISE,
+    ROPE,
+    SAVED,
+)
+from tests.models.interop.megatron.command_line.published import DEEPSEEK, GPT3, LLAMA3, MIXTRAL, PUBLISHED, Published
+
+
+def config_of(line: str, **more: Any) -> Config:
+    return Config.model_validate(yaml.safe_load(from_command_line([line], **more)))
+
+
+def outer(section: str) -> str:
+    """Return the section of a kind of layers, or the section itself."""
+    return section.rpartition(".")[0] if section.startswith("model.layer_kinds.") else section
+
+
+@cache
+def fields_of(line: str) -> dict[str, Any]:
+    return flat(config_of(line).model_dump(mode="json"))
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(tree, dict):
+        return {
+            name: value
+            for key, inner in tree.items()
+            for name, value in flat(inner, f"{prefix}.{key}".lstrip(".")).items()
+        }
+    return {prefix: tree}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_argument_changes_the_field_that_it_claims_and_no_other(name: str) -> None:
+    line, added, changed = CHANGES[name]
+    before = fields_of(f"{line} {FILLED.get(name, '')}")
+    if name in ("seq-length", "encoder-seq-length"):
+        line = line.replace("--max-position-embeddings 32", "--max-position-embeddings 16")
+    after = fields_of(f"{line} {added}")
+    known = {key: value for key, value in changed.items() if after.get(key) == value}
+    assert known == changed, "the values that are claimed"
+    differing = {
+        key
+        for key in before.keys() | after.keys()
+        if before.get(key, "no such field") != after.get(key, "no such field")
+    }
+    beside = {key for key in differing - changed.keys() if not any(one.startswith(f"{key}.") for one in changed)}
+    # A section that was null, such as model.mtp, is one now, with its defaults.
+    sections = {section for key in changed if (section := key.rpartition(".")[0]).count(".")}
+    inner = {section for section in sections if not any(key.startswith(f"{section}.") for key in before)}
+    opened = {
+        key for key in beside if any(key == each or key.startswith(f"{each}.") for each in inner | {*map(outer, inner)})
+    }
+    assert beside - opened <= BESIDES.get(name, set())
+    assert differing, "the argument changes something"
+
+
+def test_every_argument_that_is_read_has_a_test() -> None:
+    assert set(FLAGS) == CHANGES.keys() | OTHERWISE.keys() and not CHANGES.keys() & OTHERWISE.keys()
+
+
+def test_the_names_of_a_config_say_the_same() -> None:
+    """An argument in a YAML file is refused with the field that it has here; both tables name one field."""
+    for name, (_, _, changed) in CHANGES.items():
+        ours = FOREIGN_NAMES.get(FLAGS[name].name.replace("-", "_"))
+        # A kind of tokenizer says how many tokens there are, or names a file with another argument.
+        if ours is not None and name != "tokenizer-type":
+            field = ours.split("=")[0].split(" ")[0]
+            assert any(key == field or key.startswith(f"{field}.") for key in changed), f"{name}: {ours}, not {changed}"
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_command_line_is_a_config_of_the_published_size(name: str, tmp_path: Path) -> None:
+    published: Published = PUBLISHED[name]
+    if published.missing:
+        with pytest.raises(ConfigError) as error:
+            from_command_line([published.line], published.vocab_size)
+        refused = {text.split(":")[0].lstrip("-") for text in error.value.problems}
+        assert refused == set(published.missing), "listed, and nothing else is wrong"
+    text = from_command_line([published.line], published.vocab_size, published.missing)
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    config = load_config(path)
+    assert num_parameters(config.model) == published.num_parameters
+    assert {field: getattr(config.model, field) for field in published.model} == published.model
+    for missing in published.missing:
+        assert f"# NO COUNTERPART, left out: --{missing}: " in text
+
+
+def test_details_of_published_command_lines() -> None:
+    gpt = config_of(GPT3, vocab_size=50257, ignored=["step-batch-size-schedule"])
+    assert gpt.precision.scaling is not None and gpt.precision.scaling.initial == 2.0**32
+    assert (gpt.optimizer.warmup_steps, gpt.optimizer.decay_steps, gpt.train.steps) == (430, 430_000, 500_000)
+    assert (gpt.model.hidden_dropout, gpt.model.attention_dropout, gpt.kernels.attention) == (0.1, 0.1, "explicit")
+    assert (gpt.model.vocab_multiple, gpt.checkpoint.dir, gpt.checkpoint.load) == (1024, "ckpt", None)
+    llama = config_of(LLAMA3, vocab_size=128256, ignored=["fp8-format", "decoupled-lr"])
+    assert not llama.parallel.sequence_parallel, "Megatron-LM disables it where tp is 1"
+    assert llama.train.tokens == 1953125000 // 128 * 128 * 8192 and llama.optimizer.warmup_tokens == 3906252 * 8192
+    assert llama.optimizer.decay_steps == round(1949218748 / 128)
+    mixtral = config_of(MIXTRAL, vocab_size=32000, ignored=["moe-aux-loss-coeff", "no-load-optim"])
+    assert (mixtral.parallel.ep, mixtral.parallel.etp, mixtral.optimizer.beta2) == (8, 1, 0.999)
+    assert mixtral.model.moe is not None and mixtral.model.moe.normalize and mixtral.optimizer.weight_decay == 0.1
+    lite = config_of(DEEPSEEK)
+    assert lite.model.moe is not None and lite.model.moe.balance.sequence_loss == 1e-3
+    assert (lite.model.moe.shared_experts, lite.model.moe.normalize) == (2, False)
+    scaling = lite.model.rope_scaling
+    assert scaling is not None and (scaling.type, scaling.factor, scaling.mscale) == ("yarn", 40.0, 0.707)
+
+
+@pytest.mark.parametrize(
+    ("line", "fields"),
+    [
+        (f"{ROPE} --use-rope-scaling", {"model.rope_scaling.type": "llama3", "model.rope_scaling.factor": 8.0}),
+        (FP16, {"precision.dtype": "fp16", "precision.loss_scale.initial": 2.0**32}),
+        (LATENT, {"model.mla.kv_lora_rank": 32, "model.mla.v_head_dim": 128, "model.rope_scaling": None}),
+        (
+            f"{LATENT} --rotary-scaling-factor 40",
+            {"model.rope_scaling.type": "yarn", "model.rope_scaling.factor": 40.0},
+        ),
+        (f"{LATENT} --rotary-scaling-factor 40 --rope-type rope", {"model.rope_scaling": None}),
+        (f"{EXPERTS} --tensor-model-parallel-size 2 --sequence-parallel", {"parallel.etp": 2}),
+        (BASE, {"precision.dtype": "fp32", "optimizer.lr_schedule": "linear", "optimizer.weight_decay": 0.01}),
+        (f"{BASE} --swiglu", {"model.ffn_hidden_size": 128}),
+        (f"{SAVED} --load ckpt", {"checkpoint.load": None, "checkpoint.keep_last": None, "checkpoint.async": False}),
+    ],
+)
+def test_values_that_follow(line: str, fields: dict[str, Any]) -> None:
+    config = flat(config_of(line).model_dump(mode="json"))
+    assert {key: config[key] for key in fields} == fields
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        (BASE.replace("embeddings 32", "embeddings 64"), "max-position-embeddings"),
+        (f"{BASE} --load elsewhere", "load"),
+        (f"{BASE} --optimizer muon", "optimizer"),
+        (f"{BASE} --rope-type yarn", "rope-type"),
+        (LATENT.replace("--qk-layernorm", ""), "multi-latent-attention"),
+        (f"{EXPERTS} --moe-aux-loss-coeff 1e-2", "moe-aux-loss-coeff"),
+        (f"{EXPERTS} --moe-router-load-balancing-type sinkhorn", "moe-router-load-balancing-type"),
+        (f"{EXPERTS} --moe-shared-expert-intermediate-size 100", "moe-shared-expert-intermediate-size"),
+        (f"{EXPERTS} --moe-router-score-function sqrtsoftplus", "moe-router-score-function"),
+        (
+            f"{EXPERTS[:-1]}8 --moe-router-topk 3 --moe-router-num-groups 2 --moe-router-group-topk 1",
+            "moe-router-num-groups",
+        ),
+        (f"{EXPERTS} --no-rope-freq 2", "no-rope-freq"),
+        (f"{BF16} --exp-avg-dtype fp8", "exp-avg-dtype"),
+        (f"{BASE} --lr-decay-style WSD --lr-wsd-decay-iters 10", "lr-decay-style"),
+        (
+            f"{BASE} --lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style linear --lr-decay-iters 50",
+            "lr-decay-iters",
+        ),
+    ],
+)
+def test_what_has_no_counterpart_is_in_the_list(line: str, name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_command_line([line])
+    (problem,) = error.value.problems
+    assert problem.startswith(f"--{name}: no counterpart here: ") and problem.endswith(f"--ignore {name}.")
+    assert f"# NO COUNTERPART, left out: --{name}: " in " ".join(
+        from_command_line([line], ignored=[name]).replace("\n#  ", "").splitlines()
+    )
+
+
+def test_every_argument_without_counterpart_is_in_the_list() -> None:
+    values = {"": "", "=": " 7", "+": " 7 8", "?": ""}
+    line = " ".join([BASE, *(f"--{name}{values[missing.arity]}" for name, missing in NO_COUNTERPART.items())])
+    with pytest.raises(ConfigError) as error:
+        from_command_line([line])
+    assert {problem.split(":")[0].removeprefix("--") for problem in error.value.problems} == NO_COUNTERPART.keys()
+    text = from_command_line([line], ignored=list(NO_COUNTERPART))
+    assert config_of(BASE) == Config.model_validate(yaml.safe_load(text)), "left out, and nothing else changes"
+    assert all(f"# NO COUNTERPART, left out: --{name}:" in text for name in NO_COUNTERPART)
+
+
+def test_values_that_switch_nothing_on_have_counterparts() -> None:
+    line = " ".join(
+        f"--{name} {missing.off[-1]}"
+        for name, missing in NO_COUNTERPART.items()
+        if missing.arity == "=" and missing.off
+    )
+    assert from_command_line([BASE]) == from_command_line([f"{BASE} {line}"])

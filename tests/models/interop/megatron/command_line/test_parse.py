@@ -1,0 +1,85 @@
+"""Words of a Megatron-LM command line: files of them, launchers before them, and everything that is wrong at once."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from models.interop.megatron.command_line.flags import FLAGS
+from models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART
+from models.interop.megatron.command_line.parse import parse, pattern, words_of
+from models.interop.megatron.command_line.without_effect import WITHOUT_EFFECT
+
+
+def test_words_come_from_texts_and_from_files(tmp_path: Path) -> None:
+    path = tmp_path / "args.txt"
+    path.write_text("# the model\n--num-layers 4 \\\n  --split '99,1,0'  # shares\n--bf16\n")
+    words = words_of(["--lr 1e-3 --data-path a", f"@{path}", "--fp16"])
+    assert words == ["--lr", "1e-3", "--data-path", "a", "--num-layers", "4", "--split", "99,1,0", "--bf16", "--fp16"]
+    for wrong, source in (("--split '99", "the command line"), (f"@{tmp_path}/none", f"@{tmp_path}/none")):
+        with pytest.raises(ConfigError, match=r"cannot be (split|read)") as error:
+            words_of([wrong])
+        assert str(error.value).startswith(source)
+
+
+def test_a_launcher_is_left_out() -> None:
+    line = "torchrun --nproc_per_node 8 tools/pretrain_gpt.py --num-layers 4 --tokenizer-model=a.py --log-throughput"
+    parsed = parse(line.split())
+    assert (parsed.args["num_layers"], parsed.args["tokenizer_model"], parsed.problems) == (4, "a.py", [])
+    assert parsed.without_effect == {"logging": ["log-throughput"]} and parsed.args["hidden_dropout"] == 0.1
+    assert parse(["--num-layers", "4", "--tokenizer-model", "a.py"]).args["num_layers"] == 4
+
+
+def test_every_problem_of_the_words_is_found() -> None:
+    line = (
+        "stray --num-layer 4 --hidden-size --lr abc --bf16 yes --num-layers 2.5 --save $DIR --split 1 2 --log-throughput 3 "
+        "--fp8-format --seed 1 --seed 2 --my_own 7 --moe-layer-freq [0]*99999 --adam-beta1 0.9 --adam-beta1 0.9 --other"
+    )
+    problems = parse(line.split(), ignored={"other"}).problems
+    for words in (
+        "stray: no argument",
+        "--num-layer: Megatron-LM has no such argument, so what it does is unknown. Did you mean --num-layers?",
+        "--hidden-size has no value",
+        "--lr abc: must be a number.",
+        "--bf16 yes: it takes no value",
+        "--num-layers 2.5: must be a whole number.",
+        "--save $DIR: a shell variable that was not filled in",
+        "--split 1 2: it takes one value. Remove 2",
+        "--log-throughput 3: it takes no value",
+        "--fp8-format has no value",
+        "--seed is given twice, with 1 and 2",
+        "--my_own: Megatron-LM has no such argument, so what it does is unknown. Remove it, or pass it over: --ignore my_own.",
+        "--moe-layer-freq [0]*99999: must be a whole number or a list",
+    ):
+        assert sum(problem.startswith(words) for problem in problems) == 1, words
+    assert len(problems) == 13
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("3", 3),
+        ("([1]*3+[0]*1)*2", [1, 1, 1, 0] * 2),
+        ("2*[0,1]", [0, 1, 0, 1]),
+        ("127,0", [127, 0]),
+        ("(-1,0)", [-1, 0]),
+    ],
+)
+def test_patterns_are_numbers_and_lists(text: str, made: object) -> None:
+    assert pattern(text) == made
+
+
+@pytest.mark.parametrize(
+    "text", ["[1]+2", "[1]*[2]", "f()", "[True]*2.0", "[1]*-1", "[[1]*9999]*2+[1]*9999", "__import__"]
+)
+def test_other_expressions_are_refused(text: str) -> None:
+    with pytest.raises((ValueError, SyntaxError)):
+        made = pattern(text)
+        assert not isinstance(made, list) or len(made) > 10_000
+
+
+def test_an_argument_is_in_one_table() -> None:
+    passed_over = [word.rstrip("=+?") for words in WITHOUT_EFFECT.values() for word in words.split()]
+    assert len(set(passed_over)) == len(passed_over)
+    for one, other in ((FLAGS, passed_over), (FLAGS, NO_COUNTERPART), (NO_COUNTERPART, passed_over)):
+        assert not set(one) & set(other)
