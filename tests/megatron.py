@@ -25,6 +25,18 @@ ITERATION, SAMPLES, BATCH = 3, 24, 8
 ROWS_MULTIPLE = 44
 """Megatron pads the vocabulary to a multiple of this here."""
 
+SCALER: dict[str, Any] = {
+    "initial_scale": 4096.0,
+    "min_scale": 1.0,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 3,
+    "hysteresis": 2,
+}
+OVERFLOWS = (False, True, False, True, True, False)
+NEXT_OVERFLOWS = (False, False, True, True, True)
+"""Which updates of its loss scale found a gradient that is not finite: before a checkpoint, and after it."""
+
 MODELS: dict[str, dict[str, Any]] = {
     "gpt": {
         "num_layers": 4,
@@ -247,6 +259,13 @@ def expecting(optimizer: Any) -> Any:
 
     inner._set_main_param_and_optimizer_states = put_with_step
     return optimizer
+
+
+def grad_scaler() -> Any:
+    """Megatron-Core's loss scale of an fp16 run."""
+    from megatron.core.optimizer.grad_scaler import DynamicGradScaler
+
+    return DynamicGradScaler(**SCALER)
 
 
 def step(wrapped: Any, optimizer: Any, model: ModelConfig, seed: int) -> float:

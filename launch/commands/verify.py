@@ -49,7 +49,7 @@ its own; without --layout, our one process and three layouts of 4 ranks are comp
 SHOWN = 12
 DEFAULT_STEPS = 3
 ONE_PROCESS = "one process"
-DTYPES = ("float64", "fp32", "bf16")
+DTYPES = ("float64", "fp32", "bf16", "fp16")
 EQUAL, DIFFERENT, UNUSABLE = 0, 1, 2
 
 

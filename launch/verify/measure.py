@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 from engine.checkpoint.shards import having
 from engine.config.optimizer_kinds import StateKind
+from engine.errors import DivergenceError
 from engine.layout.shard_spec import Init, ParamRecord
 from engine.numerics.precision import accumulation_dtype
 from engine.step import Engine
@@ -110,6 +111,11 @@ def run_steps(
             counts = engine.forward_backward(microbatches)
         _write_owned(engine, step, "gradient", notebook)
         result = engine.update(counts, lr).wait()
+        if result.has_overflowed:
+            raise DivergenceError(
+                f"Step {step + 1} of the verification overflows in fp16 at a loss scale of {result.loss_scale:g}, and would "
+                "compare no update. Give a smaller one, such as precision.loss_scale.initial=1024."
+            )
         engine.buffers.wait_all()
         for kind in engine.optimizer.state_kinds:
             _write_owned(engine, step, kind, notebook)
@@ -121,7 +127,8 @@ def run_steps(
 
 def _write_owned(engine: Engine, step: int, kind: StateKind, notebook: Notebook) -> None:
     for owned in engine.optimizer.trained if kind == "gradient" else having(engine.optimizer.owned, kind):
-        values = owned.grads if kind == "gradient" else owned.state.read(kind)
+        # Of an fp16 run, gradients wait for the update with the loss scale in them; the run in a wider dtype has none.
+        values = owned.grads / engine.loss_scale.scale if kind == "gradient" else owned.state.read(kind)
         for segment in owned.segments:
             at = segment.offset - owned.bucket.owned[0]
             part = values[at : at + segment.stop - segment.start]

@@ -29,7 +29,7 @@ CLIP = 0.5
 LEARNING_RATE = 1e-2
 
 NARROW_EPS = 1e-3
-"""Of Adam in fp32 and bf16, near the size of a clipped gradient's elements. With 1e-8 the first update is lr x sign(g), and where
+"""Of Adam in fp32 and below, near the size of a clipped gradient's elements. With 1e-8 the first update is lr x sign(g), and where
 a gradient is zero up to rounding, its sign is a draw: one such element would be an error of 2 lr, however small the rounding."""
 
 ONE_PROCESS = {
@@ -45,7 +45,7 @@ ONE_PROCESS = {
 }
 
 
-WIDER = {"bf16": "fp32", "fp32": "float64"}
+WIDER = {"bf16": "fp32", "fp16": "fp32", "fp32": "float64"}
 """In which dtype the rounding of one process is measured; that of float64 is bounded by a constant."""
 
 
@@ -99,7 +99,9 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         "clip_grad": CLIP,
         "weight_decay": optimizer.weight_decay or 0.1,
     }
-    tree["precision"]["dtype"] = dtype or asked.precision.dtype
+    if dtype is not None and dtype != asked.precision.dtype:
+        # A loss scale and narrow state are of the dtype that was asked for.
+        tree["precision"] = {"dtype": dtype}
     if tree["precision"]["dtype"] in WIDER and "eps" in OPTIMIZERS[optimizer.name].fields:
         tree["optimizer"]["eps"] = NARROW_EPS
     tree["checkpoint"] = {}

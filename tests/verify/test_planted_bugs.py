@@ -55,6 +55,14 @@ def test_a_planted_bug_is_named(number: int, references: Path) -> None:
     assert verdict.cause.axis == bug.axis and bug.text in verdict.cause.text, verdict.cause
 
 
+@pytest.mark.slow
+def test_a_planted_bug_is_found_in_fp16(references: Path) -> None:
+    """Gradients come with the loss scale, and their rounding is measured without it."""
+    bug: Bug = BUGS[IN_CI[0]]
+    verdict = run(trial_of(bug.case, "fp16"), references, bug.plant, sub_layouts=False)
+    assert not verdict.equal and verdict.differences[0].what == "gradient"
+
+
 RELATED = (
     (planted_axes.a_rank_of_padding_counts_one_column, "output", ("parallel.tp=4", "parallel.pp=1", "parallel.vpp=1")),
     (

@@ -25,6 +25,14 @@ def test_no_false_alarm_in_small_layouts(number: int, references: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.parametrize("number", range(8))
+def test_no_false_alarm_in_small_layouts_of_fp16(number: int, references: Path) -> None:
+    verdict = run(random_trial(number, "fp16", most_ranks=4), references, sub_layouts=False)
+    assert verdict.equal, (verdict.differences[:3], verdict.of_bound)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("number", range(NUM_LAYOUTS))
 def test_no_false_alarm(number: int, dtype: str, references: Path) -> None:

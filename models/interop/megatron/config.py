@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from engine.config.attention_kinds import KindFields, beyond_plain
 from engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
+from engine.config.loss_scale import LossScaleConfig
 from engine.config.model import MOST_LAYERS, ModelConfig
 from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
 from engine.config.plan import planned_steps
@@ -60,6 +61,14 @@ _OPTIMIZER = {
 }
 """The same for `train` and `optimizer`."""
 
+_LOSS_SCALE = {
+    "initial_loss_scale": "initial",
+    "loss_scale_window": "window",
+    "hysteresis": "hysteresis",
+    "min_loss_scale": "minimum",
+}
+"""Their argument -> our field of `precision.loss_scale`."""
+
 _OPTIMIZER_NAMES: Mapping[str, OptimizerName] = {kind.megatron: name for name, kind in OPTIMIZERS.items()}
 """Their `optimizer` -> our `optimizer.name`."""
 
@@ -88,6 +97,7 @@ _CHOICES = (
     "mtp_num_layers",
     "mtp_loss_scaling_factor",
     "calculate_per_token_loss",
+    "loss_scale",
 )
 """Arguments that the functions below read by name, in addition to those of the tables."""
 
@@ -220,7 +230,8 @@ def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]
             "with --calculate-per-token-loss, which lowers them by a share of k / seq_length at k tokens further on"
         )
     dtype = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
-    return {"train": train, "optimizer": optimizer, "precision": {"dtype": dtype}}, notes
+    precision = {"dtype": dtype} | ({"loss_scale": _loss_scale(args)} if dtype == "fp16" else {})
+    return {"train": train, "optimizer": optimizer, "precision": precision}, notes
 
 
 def megatron_args(model: ModelConfig) -> dict[str, Any]:
@@ -293,6 +304,7 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
         "clip_grad": optimizer.clip_grad or 0.0,
         "bf16": dtype == "bf16",
         "fp16": dtype == "fp16",
+        **_loss_scale_args(config.precision.scaling),
     }
 
 
@@ -321,6 +333,25 @@ def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
         if field not in free and there != here:
             found.append(f"model.{field} = {here!r} in the config, {there!r} in Megatron's arguments.")
     return found
+
+
+def _loss_scale(args: Args) -> dict[str, Any] | None:
+    """Return our `precision.loss_scale` of an fp16 run; None where the arguments say nothing of it."""
+    if args.get("loss_scale"):
+        return {"static": args["loss_scale"]}
+    # Megatron-LM's window is a float, of whole steps.
+    return {
+        ours: int(args[theirs]) if ours == "window" else args[theirs]
+        for theirs, ours in _LOSS_SCALE.items()
+        if args.get(theirs) is not None
+    } or None
+
+
+def _loss_scale_args(scaling: LossScaleConfig | None) -> dict[str, Any]:
+    """Return Megatron-LM's arguments of a loss scale; none where the dtype needs no scale."""
+    if scaling is None:
+        return {}
+    return {"loss_scale": scaling.static, **{theirs: getattr(scaling, ours) for theirs, ours in _LOSS_SCALE.items()}}
 
 
 def _read_mtp(args: Args, model: dict[str, Any]) -> Iterator[str]:
@@ -352,7 +383,7 @@ def _unusable(args: Args) -> Iterator[str]:
 
 
 def _nested(args: Args) -> Iterator[str]:
-    for name in dict.fromkeys((*_NAMES, *_TRAIN, *_OPTIMIZER, *_REQUIRED, *_CHOICES)):
+    for name in dict.fromkeys((*_NAMES, *_TRAIN, *_OPTIMIZER, *_LOSS_SCALE, *_REQUIRED, *_CHOICES)):
         value = args.get(name)
         if value is not None and not isinstance(value, bool | int | float | str):
             yield f"{name} = {shown(value)}: must be a number or a word; Megatron-LM writes no other. Restore the file from a copy."

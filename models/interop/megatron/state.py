@@ -1,6 +1,7 @@
 """Progress of a run in Megatron-LM's format and in ours: iteration, consumed samples, Adam's step, learning-rate schedule.
 
     common.pt   iteration, args.consumed_train_samples, optimizer.param_groups[..].step, opt_param_scheduler   <->   TrainingState
+                optimizer.grad_scaler: scale, growth_tracker, hysteresis_tracker       <->   loss_scale: scale, updates, hysteresis
 
 Megatron's random states and its order of samples mean nothing here, and ours nothing there: they are not carried over.
 """
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from engine.checkpoint.format.manifest import TrainingState
+from engine.checkpoint.format.manifest import LossScaleRecord, TrainingState
 from engine.config.tree import Config
 from engine.errors import CheckpointError, shown
 from models.interop.megatron.config import megatron_training_args
@@ -24,7 +25,8 @@ def training_state(source: TorchDist) -> TrainingState:
     """Read the state from which a run continues.
 
     Raises:
-        CheckpointError: the iteration, the samples, Adam's step or the learning rate are not there, or are no such numbers.
+        CheckpointError: the iteration, the samples, Adam's step, the learning rate or the loss scale of an fp16 run are no such
+            numbers; or one of them, other than the scale, is not there.
     """
     step = _number(source.common.get("iteration"), source, "iteration")
     samples = _number(source.args.get("consumed_train_samples"), source, "args.consumed_train_samples")
@@ -39,6 +41,7 @@ def training_state(source: TorchDist) -> TrainingState:
             num_updates=_number(num_updates, source, "Adam's step"),
             lr=max(_scalar(group.get("lr", 0.0), source, "the learning rate") for group in groups),
             rng={},
+            loss_scale=_loss_scale(source),
             data={},
         )
     except ValidationError as error:
@@ -100,7 +103,11 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
     return {
         "checkpoint_version": 3.0,
         "iteration": state.step,
-        "optimizer": {"optimizer": {"param_groups": groups}, "param_state_sharding_type": "fully_reshardable"},
+        "optimizer": {
+            "optimizer": {"param_groups": groups},
+            "param_state_sharding_type": "fully_reshardable",
+            **_grad_scaler(state),
+        },
         "opt_param_scheduler": {
             "max_lr": optimizer.lr,
             "min_lr": optimizer.min_lr,
@@ -137,6 +144,35 @@ def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
         "skipped_train_samples": 0,
         "use_distributed_optimizer": True,
     }
+
+
+def _loss_scale(source: TorchDist) -> LossScaleRecord | None:
+    """Read the state of Megatron-Core's DynamicGradScaler; None: the run has none, or a constant scale."""
+    held = source.common.get("optimizer")
+    scaler = held.get("grad_scaler") if isinstance(held, dict) and source.args.get("fp16") else None
+    if scaler is None:
+        return None
+    if not isinstance(scaler, dict):
+        raise _wrong(scaler, source, "the state of a loss scale")
+    if "growth_tracker" not in scaler:
+        return None
+    hysteresis = scaler.get("hysteresis_tracker")
+    # It counts on below 0, where each overflow halves the scale, as at 0 here.
+    below_zero = type(hysteresis) is int and hysteresis < 0
+    return LossScaleRecord(
+        scale=float(_scalar(scaler.get("scale"), source, "a loss scale")),
+        updates=_number(scaler["growth_tracker"], source, "the updates at a loss scale"),
+        hysteresis=0 if below_zero else _number(hysteresis, source, "the hysteresis of a loss scale"),
+    )
+
+
+def _grad_scaler(state: TrainingState) -> dict[str, Any]:
+    """Return the state of Megatron-Core's DynamicGradScaler under its key; {}: the run has no dynamic scale."""
+    scale = state.loss_scale
+    if scale is None:
+        return {}
+    trackers = {"growth_tracker": scale.updates, "hysteresis_tracker": scale.hysteresis}
+    return {"grad_scaler": {"scale": torch.tensor([scale.scale], dtype=torch.float32), **trackers}}
 
 
 def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:

@@ -63,3 +63,27 @@ def test_an_overflow_is_no_divergence_and_its_scale_is_resumed(tmp_path: Path) -
         check(traces, CUT)
         if case == CASE:
             assert traces[0].told == straight[0].told[CUT:] and traces[0].fingerprint == straight[0].fingerprint
+
+
+def test_a_rollback_restores_the_scale_of_its_checkpoint(tmp_path: Path) -> None:
+    """The scale has doubled between the checkpoint and the step that is undone, and doubles again after it."""
+    bad = 6
+    changed: dict[str, dict[str, Any]] = {
+        "precision": {"dtype": "fp16", "loss_scale": {"initial": 64.0, "window": 2, "hysteresis": 2}},
+        "resilience": {"on_nonfinite": "rollback"},
+    }
+    plant = Plant(1, "blocks.1.mlp", (bad * BATCH + LAST_OF_BATCH,))
+    traces: list[Trace] = run_ranks(run, 2, CASE, str(tmp_path / "back"), sections() | changed, plant)
+    doubling = [64.0, 64.0, 128.0, 128.0, 256.0, 256.0]
+    again = [256.0, 256.0, 512.0, 512.0]
+    for trace in traces:
+        assert trace.error == "" and [(kind, step) for kind, step, *_ in trace.events] == [
+            ("non_finite", bad),
+            ("rolled_back", bad),
+        ]
+        assert [step for step, _ in trace.told] == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]
+        assert trace.scales == [(scale, False) for scale in doubling + again]
+        assert trace.num_updates == NUM_STEPS
+    assert read_manifest(tmp_path / "back" / f"step_{NUM_STEPS:08d}").state.loss_scale == LossScaleRecord(
+        scale=1024.0, updates=0, hysteresis=2
+    )

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 import yaml
 
 from engine.checkpoint.directory import find
-from engine.checkpoint.format.manifest import TrainingState
+from engine.checkpoint.format.manifest import LossScaleRecord, TrainingState
 from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
 from engine.config.load import load_config
+from engine.config.loss_scale import LossScaleConfig
 from engine.config.model import ModelConfig
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.tree import Config
@@ -78,8 +80,6 @@ def fingerprint(folder: Path) -> dict[Any, str]:
 def rewrite(folder: Path, **args: Any) -> None:
     """Change arguments in common.pt; None removes one."""
     source = open_checkpoint(folder)
-    from argparse import Namespace
-
     kept = {name: value for name, value in {**source.args, **args}.items() if value is not None or name not in args}
     common = {name: value for name, value in source.common.items() if name != "args"}
     with (source.folder / "common.pt").open("wb") as handle:
@@ -98,6 +98,39 @@ def test_a_run_moves_away_and_back_with_its_optimizer(theirs, tmp_path, capsys):
     assert manifest.state == STATE.model_copy(update={"rng": {}})
     assert set(manifest.config) == {"model", "train", "optimizer", "precision"}
     assert manifest.config["optimizer"] == Config.model_validate(RUN).optimizer.model_dump(mode="json")
+
+
+def test_a_loss_scale_moves_away_and_back(tmp_path, monkeypatch, capsys):
+    scaling = {"initial": 4096.0, "window": 7, "hysteresis": 3, "minimum": 2.0}
+    state = STATE.model_copy(update={"loss_scale": LossScaleRecord(scale=512.0, updates=5, hysteresis=1)})
+    monkeypatch.setitem(RUN, "precision", {"dtype": "fp16", "loss_scale": scaling})
+    monkeypatch.setitem(globals(), "STATE", state)
+    checkpoint(tmp_path / "start", has_moments=True)
+    theirs, back = tmp_path / "megatron", tmp_path / "back"
+    assert main(["convert", "megatron-export", str(tmp_path / "start"), str(theirs)]) == 0
+    assert main(["convert", "megatron-import", str(theirs), str(back)]) == 0
+    manifest = find(back).manifest
+    assert manifest.state == state.model_copy(update={"rng": {}})
+    assert manifest.config["precision"]["loss_scale"] == {**scaling, "static": None}
+    assert load_config(back / "train.yaml", ["data.synthetic=true"], {}).precision.loss_scale == LossScaleConfig(
+        **scaling
+    )
+
+    opened = open_checkpoint(theirs)
+    for number, (scaler, said) in enumerate(
+        (
+            ([1.0], r"\[1.0\] where the state of a loss scale belongs"),
+            ({"scale": float("nan"), "growth_tracker": 1, "hysteresis_tracker": 1}, "nan where a loss scale belongs"),
+            ({"scale": 1.0, "growth_tracker": 0.5, "hysteresis_tracker": 1}, "0.5 where the updates at a loss scale"),
+            ({"scale": 0.0, "growth_tracker": 1, "hysteresis_tracker": 1}, "0.0 where scale belongs"),
+            ({"scale": 1.0, "growth_tracker": 1, "hysteresis_tracker": None}, "None where the hysteresis of a loss"),
+        )
+    ):
+        optimizer = {**opened.common["optimizer"], "grad_scaler": scaler}
+        common = {**opened.common, "optimizer": optimizer, "args": Namespace(**opened.args)}
+        torch.save(common, opened.folder / "common.pt")
+        assert main(["convert", "megatron-import", str(theirs), str(tmp_path / f"none{number}")]) != 0
+        assert re.search(said, " ".join(capsys.readouterr().err.split())), scaler
 
 
 def test_the_config_beside_an_import_is_whole_but_for_the_data(theirs, tmp_path):

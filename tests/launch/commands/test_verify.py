@@ -104,6 +104,21 @@ def test_sizes_are_the_configs_own_when_asked(monkeypatch: pytest.MonkeyPatch) -
     assert str(one.config.parallel.tp) == "2" and one.reference.parallel.tp == 1
 
 
+def test_an_fp16_config_is_verified_in_float64_without_its_scale_and_in_fp16_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = verdict_is(monkeypatch, Verdict({}, (), None))
+    words = [*CONFIG, "precision.dtype=fp16", "precision.loss_scale={initial: 1024}"]
+    assert main(words) == 0 and main([*words, "--dtype", "fp16"]) == 0
+    wide, narrow = asked
+    assert (wide.config.precision.dtype, wide.config.precision.loss_scale, wide.noise) == ("float64", None, None)
+    scaling = narrow.config.precision.scaling
+    assert scaling is not None and scaling.initial == 1024.0
+    assert (
+        narrow.noise is not None and narrow.noise.precision.dtype == "fp32" and narrow.noise.precision.scaling is None
+    )
+
+
 def test_what_cannot_be_run_is_neither_equal_nor_different(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -129,16 +129,6 @@ def _wsd(parsed: Parsed, args: Fields) -> None:
 def _precision(parsed: Parsed, args: Fields) -> Fields:
     """Return the fields of `precision` besides the dtype."""
     fields: Fields = {}
-    if args["fp16"]:
-        if args["loss_scale"]:
-            fields["loss_scale"] = {"static": args["loss_scale"]}
-        else:
-            fields["loss_scale"] = {
-                "initial": args["initial_loss_scale"],
-                "window": int(args["loss_scale_window"]),
-                "hysteresis": args["hysteresis"],
-                "minimum": args["min_loss_scale"],
-            }
     if args["grad_reduce_in_bf16"]:
         fields["gradients"] = "bf16"
     dtypes = {args["exp_avg_dtype"], args["exp_avg_sq_dtype"]}

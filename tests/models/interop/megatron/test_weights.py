@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from engine.checkpoint.directory import find
-from engine.checkpoint.format.manifest import TrainingState
+from engine.checkpoint.format.manifest import LossScaleRecord, TrainingState
 from engine.checkpoint.import_weights import read_tensor, write_checkpoint
 from engine.checkpoint.shards import restore
 from engine.comm.topology import Topology
+from engine.config.loss_scale import LossScaleConfig
 from engine.config.model import ModelConfig
 from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.errors import CheckpointError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
+from engine.optimizer.loss_scale import LossScale, ScaleState
 from engine.train import build
 from models.gpt.chunk import build_chunks
 from models.interop.megatron import weights as megatron
@@ -34,6 +36,8 @@ pytestmark = pytest.mark.distributed
 
 RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 LR = 1e-2
+SCALE = LossScaleRecord(scale=512.0, updates=5, hysteresis=1)
+"""Of exported runs; that of an imported one is what Megatron-Core's own updates have left."""
 EXPORTED = ("gpt", "llama", "ahead")
 """Models that Megatron-Core loads again."""
 
@@ -99,14 +103,26 @@ def save_variants(folder: Path) -> None:
     wrapped, optimizer = their.optimizer_of(gpt)
     their.step(wrapped, optimizer, model, 1)
     their.save(folder / "bf16", their.state_dict(gpt, optimizer, model, RESHARDABLE, bf16=True))
+    (inner,) = optimizer.chained_optimizers
+    inner.grad_scaler = their.grad_scaler()
+    for overflows in their.OVERFLOWS:
+        inner.grad_scaler.update(overflows)
+    their.save(folder / "fp16", their.state_dict(gpt, optimizer, model, RESHARDABLE, fp16=True))
+    scales = []
+    for overflows in their.NEXT_OVERFLOWS:
+        inner.grad_scaler.update(overflows)
+        scales.append(float(inner.grad_scaler.scale))
+    torch.save(scales, folder / "scales.pt")
+    inner.grad_scaler = None
     buckets = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
     their.save(folder / "buckets", their.state_dict(gpt, optimizer, model, buckets))
 
 
 def load(
     rank: int, loads: list[tuple[str, Path, Path | None]], tp: int, pp: int
-) -> list[tuple[dict[str, torch.Tensor], Trained | None]]:
-    """Per (model, folder, where to save again): every tensor that this rank loads, and how one rank alone goes on."""
+) -> list[tuple[dict[str, torch.Tensor], Trained | None, dict[str, Any]]]:
+    """Per (model, folder, where to save again): every tensor that this rank loads, how one rank alone goes on, and the state
+    of the loss scale that it loads."""
     from tests import megatron as their
 
     results = []
@@ -114,10 +130,14 @@ def load(
         for name, folder, resaved in loads:
             model = ModelConfig(**their.MODELS[name])
             wrapped, optimizer = their.optimizer_of(their.build(model))
+            (inner,) = optimizer.chained_optimizers
+            inner.grad_scaler = their.grad_scaler()
             tensors = their.load(folder, wrapped.module, their.expecting(optimizer), RESHARDABLE)
+            scaler, inner.grad_scaler = inner.grad_scaler.state_dict(), None
             if resaved is not None:
                 their.save(resaved, their.state_dict(wrapped.module, optimizer, model, RESHARDABLE))
-            results.append((tensors, go_on(wrapped, optimizer, model) if tp == pp == 1 else None))
+            scaler["scale"] = scaler["scale"].tolist()
+            results.append((tensors, go_on(wrapped, optimizer, model) if tp == pp == 1 else None, scaler))
     return results
 
 
@@ -191,7 +211,7 @@ def bring(source: Path, out: Path, model: ModelConfig, *, has_moments: bool = Tr
 def take(source: Path, out: Path, model: ModelConfig) -> Path:
     """Export, weights and optimizer."""
     candidate = find(source)
-    state, config = candidate.manifest.state, config_of(model)
+    state, config = candidate.manifest.state.model_copy(update={"loss_scale": SCALE}), config_of(model)
     return megatron_writer.write_checkpoint(
         out,
         state.step,
@@ -246,6 +266,25 @@ def test_the_master_of_a_bf16_run_is_its_fp32_weight(saved, tmp_path):
     assert (master.dtype, stored.dtype) == (torch.get_default_dtype(), torch.bfloat16)
     assert not torch.equal(master, stored.to(master.dtype)), "an update smaller than bf16 can say is lost"
     assert torch.equal(master.to(torch.bfloat16), stored)
+
+
+def test_the_loss_scale_of_an_fp16_run_goes_on_as_megatrons_does(saved, tmp_path):
+    from tests.megatron import NEXT_OVERFLOWS, OVERFLOWS, SCALER
+
+    record = training_state(open_checkpoint(saved[0] / "fp16")).loss_scale
+    assert record is not None
+    # Three overflows at hysteresis 2 halve twice; the tracker is below zero by then.
+    assert record == LossScaleRecord(scale=1024.0, updates=1, hysteresis=0) and OVERFLOWS.count(True) == 3
+    config = LossScaleConfig(initial=1.0, window=SCALER["growth_interval"], hysteresis=2, minimum=SCALER["min_scale"])
+    scale = LossScale(config, torch.device("cpu"))
+    scale.restore(ScaleState(**record.model_dump()))
+    scales = []
+    for overflows in NEXT_OVERFLOWS:
+        scale.update(torch.tensor(overflows), torch.tensor(False))
+        scales.append(float(scale.scale))
+    assert scales == [1024.0, 2048.0, 2048.0, 1024.0, 512.0]
+    assert torch.load(saved[0] / "scales.pt") == scales, "those of DynamicGradScaler"
+    assert training_state(open_checkpoint(saved[0] / "bf16")).loss_scale is None
 
 
 @pytest.mark.parametrize("name", ["numbered", "halves"])
@@ -351,7 +390,8 @@ def test_megatron_loads_an_export_bit_for_bit_and_goes_on(saved, exported):
     folder, said = saved
     loads = [(name, where / name, None) for name in EXPORTED for where in (folder, exported)]
     (loaded,) = run_ranks(load, 1, loads, 1, 1)
-    for name, (theirs, first), (mine, second) in zip(EXPORTED, loaded[::2], loaded[1::2], strict=True):
+    for name, (theirs, first, _), (mine, second, scaler) in zip(EXPORTED, loaded[::2], loaded[1::2], strict=True):
+        assert scaler == {"scale": [512.0], "growth_tracker": 5, "hysteresis_tracker": 1}
         same_but_for_padding(theirs, mine, 0, model_of(name).vocab_size, 44)
         assert (first.losses, first.ahead) == (second.losses, second.ahead) == (said[name].losses, said[name].ahead)
 
@@ -365,7 +405,7 @@ def test_megatron_loads_an_export_in_another_layout_and_we_load_that(saved, expo
         for where in (folder, exported)
     ]
     for rank, loaded in enumerate(run_ranks(load, 4, loads, 2, 2)):
-        for name, (theirs, _), (mine, _) in zip(EXPORTED, loaded[::2], loaded[1::2], strict=True):
+        for name, (theirs, *_), (mine, *_) in zip(EXPORTED, loaded[::2], loaded[1::2], strict=True):
             same_but_for_padding(theirs, mine, 22 * (rank % 2), model_of(name).vocab_size, 22)
     for name in EXPORTED:
         bring(tmp_path / name, tmp_path / "ours" / name, model_of(name))
