@@ -10,7 +10,8 @@
 
 Nothing before `read` brings a number to the host: norm, clipping and the decision not to update are made on the device, so
 that it is never idle while the host reads. From a step on whose loss or gradients are not finite, nothing is updated (with
-`resilience.on_nonfinite: skip`, in that step alone). Of an fp16 run, gradients that only overflow lower the loss scale
+`resilience.on_nonfinite: skip`, in that step alone). A step whose loss or gradient norm is an outlier updates nothing either
+(`StepLimits`). Of an fp16 run, gradients that only overflow lower the loss scale
 (`engine/optimizer/loss_scale.py`): their step alone updates nothing, and it is no divergence.
 
 The loss is the sum of token losses over the unmasked tokens of the GLOBAL batch. The backward scales by the constant
@@ -18,7 +19,6 @@ The loss is the sum of token losses over the unmasked tokens of the GLOBAL batch
 take away is put right by one factor at the end, exactly 1.0 where nothing is masked.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -45,6 +45,7 @@ from engine.optimizer.loss_scale import LossScale
 from engine.pipeline.actions import Schedule
 from engine.pipeline.executor import Executor, InstructionObserver
 from engine.pipeline.programs import Programs
+from engine.step_limits import NO_LIMITS, StepLimits
 from engine.step_result import PendingResult, StepResult, losses_ahead, without_room
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.tensor_parallel.weight_grads import WeightGradQueue
@@ -161,11 +162,12 @@ class Engine:
         counts: torch.Tensor,
         lr: float,
         flags: StepFlags = NO_FLAGS,
-        loss_limit: float = math.inf,
+        limits: StepLimits = NO_LIMITS,
     ) -> PendingResult:
         """Post one update of the weights with the reduced gradients; `counts` are this rank's.
 
-        A loss above `loss_limit` is treated as one that is not finite: nothing is updated.
+        A loss above `limits.divergence` is treated as one that is not finite: nothing is updated. A finite loss or gradient norm
+        above the other limits leaves this update out, and the loss scale as it is.
         `flags` of a save and of a stop are summed over the ranks in the same small all-reduce (`engine.comm.agreement`), and so is
         whether this rank's allocator has retried.
         """
@@ -186,19 +188,19 @@ class Engine:
         used = self.loss_scale.scale
         scale = self.nominal_tokens / tokens / used
         grad_norm = square_sum.sqrt() * scale
-        is_bad = loss_sum.isfinite().logical_not() | (loss_sum / tokens > loss_limit) | (overflow > 0)
+        is_bad = loss_sum.isfinite().logical_not() | (loss_sum / tokens > limits.divergence) | (overflow > 0)
         has_overflowed = square_sum.isfinite().logical_not()
         is_bad |= has_overflowed & self.loss_scale.can_fall().logical_not()
         self.diverged = is_bad if self.config.resilience.on_nonfinite == "skip" else self.diverged | is_bad
         has_overflowed &= self.diverged.logical_not()
-        self.loss_scale.update(has_overflowed, self.diverged)
-        skip = self.diverged | has_overflowed
+        is_outlier = (loss_sum / tokens > limits.loss) | (grad_norm > limits.grad_norm)
+        is_outlier &= (self.diverged | has_overflowed).logical_not()
+        self.loss_scale.update(has_overflowed, self.diverged | is_outlier)
+        skip = self.diverged | has_overflowed | is_outlier
         clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
         self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=skip)
-        of_scale = (used, has_overflowed)
-        sums = torch.stack(
-            (loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, overflow, self.diverged, *of_scale)
-        )
+        why_skipped = (self.diverged, used, has_overflowed, is_outlier)
+        sums = torch.stack((loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, overflow, *why_skipped))
         numbers = [sums, agreed[NUM_SUMS:NUM_NUMBERS], losses_ahead(agreed[NUM_NUMBERS:], self.config.model.mtp)]
         num_experts = 0
         if load is not None and posted is not None:
@@ -208,7 +210,7 @@ class Engine:
             num_experts = by_layer.shape[1]
         num_ahead = self.config.model.num_mtp_layers
         is_scaled = self.config.precision.scaling is not None
-        return PendingResult(torch.cat(numbers), loss_limit, self.to_host, num_experts, num_ahead, is_scaled)
+        return PendingResult(torch.cat(numbers), limits, self.to_host, num_experts, num_ahead, is_scaled)
 
     def receive_late(self) -> bool:
         """Use late receives in the next runs; whether the runs before had early ones. Every rank calls it after the same step."""

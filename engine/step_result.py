@@ -11,6 +11,7 @@ from engine.comm.stop import StopRequest
 from engine.config.mtp import MTPConfig
 from engine.device.host_copy import HostCopy, ToHost
 from engine.errors import DivergenceError
+from engine.step_limits import NO_LIMITS, StepLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,8 @@ class StepResult:
         dropped: rows of tokens that found no room in the buffers of their experts; a step with any has a flaw.
         ahead: loss per token of multi-token prediction, at each distance beyond the next token.
         loss_scale: of its backward; None where the dtype needs none.
+        outlier: why it has updated nothing though its numbers are finite: they are above the limits of `StepLimits`; "": they are
+            not.
         has_overflowed: its gradients did not fit in fp16 at this scale, so it has updated nothing. The scale may have fallen since.
     """
 
@@ -40,6 +43,7 @@ class StepResult:
     ahead: tuple[float, ...] = ()
     loss_scale: float | None = None
     has_overflowed: bool = False
+    outlier: str = ""
 
 
 class PendingResult:
@@ -47,9 +51,9 @@ class PendingResult:
 
     Args:
         numbers: [loss, gradient norm, tokens, loss sum, sum of squares, rows without room, whether the step diverged,
-            loss scale, whether gradients overflowed, *`StepFlags.values`, *the loss of each token ahead, *the load of experts
-            by layer].
-        loss_limit: what the loss may be at most.
+            loss scale, whether gradients overflowed, whether the step is an outlier, *`StepFlags.values`, *the loss of each token
+            ahead, *the load of experts by layer].
+        limits: what the numbers may be at most.
         num_experts: of a layer; 0: the model has none.
         num_ahead: tokens ahead; 0: the model predicts none.
         is_scaled: the run is one in fp16.
@@ -59,21 +63,21 @@ class PendingResult:
     def __init__(
         self,
         numbers: torch.Tensor,
-        loss_limit: float = math.inf,
+        limits: StepLimits = NO_LIMITS,
         to_host: ToHost | None = None,
         num_experts: int = 0,
         num_ahead: int = 0,
         is_scaled: bool = False,
     ) -> None:
         self._numbers = HostCopy(numbers, to_host)
-        self._loss_limit = loss_limit
+        self._limits = limits
         self._num_experts, self._num_ahead = num_experts, num_ahead
         self._is_scaled = is_scaled
 
     def read(self) -> StepResult:
         """Read what all ranks agree on; `flaw` says why nothing was updated, if so."""
         loss, grad_norm, num_tokens, loss_sum, square_sum, overflow, diverged, *others = self._numbers.wait()
-        loss_scale, has_overflowed, *others = others
+        loss_scale, has_overflowed, is_outlier, *others = others
         flags, ahead = others[:NUM_FLAGS], tuple(others[NUM_FLAGS : NUM_FLAGS + self._num_ahead])
         load = [int(count) for count in others[NUM_FLAGS + self._num_ahead :]]
         by_layer = tuple(tuple(load[at : at + self._num_experts]) for at in range(0, len(load), self._num_experts or 1))
@@ -86,8 +90,10 @@ class PendingResult:
                 flaw += "are not finite"
                 if self._is_scaled and math.isfinite(loss_sum):
                     flaw += f", at a loss scale of {loss_scale:g}, which may not fall further (precision.loss_scale)"
-            elif loss > self._loss_limit:
-                flaw = f"loss {loss:.4f} over {int(num_tokens)} tokens is above the limit of {self._loss_limit:.4f}"
+            elif loss > self._limits.divergence:
+                flaw = (
+                    f"loss {loss:.4f} over {int(num_tokens)} tokens is above the limit of {self._limits.divergence:.4f}"
+                )
             else:
                 flaw += "are finite, but those of a step before were not"
         return StepResult(
@@ -101,10 +107,19 @@ class PendingResult:
             ahead,
             loss_scale if self._is_scaled else None,
             bool(has_overflowed),
+            self._outlier(loss, grad_norm) if is_outlier else "",
         )
 
+    def _outlier(self, loss: float, grad_norm: float) -> str:
+        """Return which numbers of a step are above their limits, and by which rule."""
+        compared = (("loss", loss, self._limits.loss), ("gradient norm", grad_norm, self._limits.grad_norm))
+        above = " and ".join(
+            f"{name} {number:.4f} is above {most:.4f}" for name, number, most in compared if number > most
+        )
+        return f"{above}, the mean of the last steps and resilience.skip_above_deviations standard deviations"
+
     def wait(self) -> StepResult:
-        """Read the result of a step that must have updated the weights, but for an overflow of fp16.
+        """Read the result of a step that must have updated the weights, but for an overflow of fp16 or an outlier.
 
         Raises:
             DivergenceError: the loss or the gradient norm of this step or of one before it was not finite; on every rank. No

@@ -38,6 +38,7 @@ from engine.run.garbage import GarbageCollection
 from engine.run.phases import Phase
 from engine.run.validation import StepSource, Validation, ValidationObserver
 from engine.step import Chunk, Engine
+from engine.step_limits import StepLimits
 from engine.step_result import FinishedStep, RollbackRequested, StepResult, StepsInFlight
 from engine.tensor_parallel.initial_weights import initialize
 from engine.tensor_parallel.parameter import ShardedParameter
@@ -69,7 +70,7 @@ class Observer(ValidationObserver, Protocol):
 class StepGuard(Protocol):
     """The judge of a step's numbers (`engine.resilience.guard`), on every rank alike."""
 
-    def loss_limit(self, step: int) -> float: ...
+    def limits(self, step: int) -> StepLimits: ...
     def before_update(self, step: int) -> None: ...
     def judge(self, step: int, result: StepResult) -> None: ...
 
@@ -227,7 +228,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
                 stage.tokens_before(step), plan.tokens_per_step, engine.config.optimizer, plan.num_tokens
             )
             flags = StepFlags(checkpoints.flags(), stop.flags())
-            in_flight.post(step, lr, engine.update(counts, lr, flags, run.guard.loss_limit(step)))
+            in_flight.post(step, lr, engine.update(counts, lr, flags, run.guard.limits(step)))
             reads_all = is_last or validates or checkpoints.is_due(step + 1, is_last=is_last)
             finished = in_flight.read(stop, newest=reads_all)
             observer.end_step()

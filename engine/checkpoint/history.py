@@ -1,10 +1,17 @@
 """The faults that a run remembers: part of every checkpoint, so that a resumed run continues alike (no torch here).
 
     skipped, num_rollbacks    also in checkpoints/skipped.json, written before a rollback: a kill before the next save loses none
-    recent losses             of the last steps that were made, for the limit of the next ones
+    recent losses             of the last steps that were made, for the limits of the next ones; with
+                              `resilience.skip_above_deviations` their gradient norms too
 
-The limit of step s is a multiple of the median loss up to step s - 2, which every rank knows when step s is posted, however early
-the host reads (`engine/train.py`). So it does not depend on saves, validations or resumes.
+The limits of step s follow from the losses and norms up to step s - 2, which every rank knows when step s is posted, however early
+the host reads (`engine/train.py`). So they do not depend on saves, validations or resumes.
+
+    divergence         loss_spike x median of 64 losses
+    loss, grad_norm    mean + skip_above_deviations x standard deviation of the last skip_window numbers
+
+The second rule is that of OLMo-core (optim/skip_step_optimizer.py), but for three things: a number below the mean is never
+an outlier, the numbers of steps that were left out do not enter the mean, and the step before is not in it.
 """
 
 import json
@@ -14,8 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine.config.run import ResilienceConfig
 from engine.data.skipped import SkippedRanges
 from engine.errors import CheckpointError
+from engine.step_limits import StepLimits
 from engine.storage.files import write_atomically
 from engine.storage.state_files import read_object
 
@@ -36,22 +45,42 @@ class RunHistory:
         skipped: sample ids that are left out.
         num_rollbacks: rollbacks over all attempts.
         losses: (step from 0, loss) of the last steps, ascending.
+        grad_norms: the same of gradient norms; empty where no limit depends on them.
     """
 
     skipped: SkippedRanges = field(default_factory=SkippedRanges)
     num_rollbacks: int = 0
     losses: list[tuple[int, float]] = field(default_factory=list)
+    grad_norms: list[tuple[int, float]] = field(default_factory=list)
 
-    def remember(self, step: int, loss: float) -> None:
-        """Append the loss of step `step` (from 0)."""
-        self.losses = [*self.losses[-MEDIAN_OVER:], (step, loss)]
+    def remember(self, step: int, loss: float, grad_norm: float, config: ResilienceConfig) -> None:
+        """Append the numbers of step `step` (from 0), whose update was made, as far as the limits of `config` need them."""
+        deviations = config.skip_above_deviations
+        kept = max(
+            MEDIAN_OVER if config.loss_spike is not None else 0, config.skip_window if deviations is not None else 0
+        )
+        if kept:
+            self.losses = [*self.losses[-kept:], (step, loss)]
+        if deviations is not None:
+            self.grad_norms = [*self.grad_norms[-config.skip_window :], (step, grad_norm)]
 
-    def loss_limit(self, step: int, factor: float | None) -> float:
-        """Return the largest allowed loss of a step; infinite without a factor or with too few losses."""
-        known = [loss for at, loss in self.losses if at <= step - 2][-MEDIAN_OVER:]
-        if factor is None or len(known) < MEDIAN_FROM:
-            return math.inf
-        return factor * statistics.median(known)
+    def limits(self, step: int, config: ResilienceConfig) -> StepLimits:
+        """Return the largest numbers of a step; infinite without their rule or with too few steps."""
+        divergence = math.inf
+        known = _before(step, self.losses, MEDIAN_OVER)
+        if config.loss_spike is not None and len(known) >= MEDIAN_FROM:
+            divergence = config.loss_spike * statistics.median(known)
+        deviations, window = config.skip_above_deviations, config.skip_window
+        if deviations is None:
+            return StepLimits(divergence)
+        return StepLimits(
+            divergence,
+            *(_above(_before(step, each, window), deviations, window) for each in (self.losses, self.grad_norms)),
+        )
+
+    def continue_from(self, other: "RunHistory") -> None:
+        """Take over the numbers of the steps that another history remembers."""
+        self.losses, self.grad_norms = list(other.losses), list(other.grad_norms)
 
     def write(self, folder: Path) -> None:
         """Write skipped ranges and rollbacks into the folder of checkpoints, atomically (rank 0).
@@ -61,6 +90,19 @@ class RunHistory:
         """
         record = {"skipped": self.skipped.ranges, "num_rollbacks": self.num_rollbacks}
         write_atomically(folder / SKIPPED, [(json.dumps(record) + "\n").encode()])
+
+
+def _before(step: int, numbers: Sequence[tuple[int, float]], most: int) -> list[float]:
+    """Return the last numbers, at most `most`, that every rank knows when a step is posted."""
+    return [number for at, number in numbers if at <= step - 2][-most:]
+
+
+def _above(known: Sequence[float], deviations: float, window: int) -> float:
+    """Return the largest number that is no outlier; infinite with fewer than half of `window`, or where all are equal."""
+    if len(known) < window // 2:
+        return math.inf
+    deviation = statistics.stdev(known)
+    return statistics.fmean(known) + deviations * deviation if deviation else math.inf
 
 
 def read_history(folder: Path, saved: Sequence[tuple[int, int]] = (), num_rollbacks: int = 0) -> RunHistory:

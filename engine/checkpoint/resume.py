@@ -247,7 +247,7 @@ def _history(engine: Engine, chosen: ResumeCandidate, state: TrainingState) -> R
     history = RunHistory(SkippedRanges.of(state.skipped), state.num_rollbacks)
     if chosen.is_own:
         history = read_history(chosen.folder.parent, state.skipped, state.num_rollbacks)
-    history.losses = list(state.recent_losses)
+    history.losses, history.grad_norms = list(state.recent_losses), list(state.recent_grad_norms)
     asked = history.skipped.with_(engine.config.data.skip_samples)
     if not asked.keeps_past_of(history.skipped, state.consumed_samples):
         trained = history.skipped.id_at(state.consumed_samples - 1) + 1

@@ -208,6 +208,7 @@ class CheckpointSaver:
             skipped=self._facts.history.skipped.ranges,
             num_rollbacks=self._facts.history.num_rollbacks,
             recent_losses=tuple(self._facts.history.losses),
+            recent_grad_norms=tuple(self._facts.history.grad_norms),
             validation_is_due=validation_is_due,
         )
         self._failure = None

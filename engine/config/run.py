@@ -19,6 +19,10 @@ LONGEST_NAME = 128
 """Characters of a run name. File systems allow 255 bytes, and files of the run append to the name."""
 
 
+MOST_REMEMBERED = 10_000
+"""Steps whose losses and gradient norms are kept, and written into each checkpoint."""
+
+
 # Users know the word `async`; as a keyword of Python it cannot be written as a field.
 _InBackground = create_model(
     "_InBackground",
@@ -64,6 +68,14 @@ class ResilienceConfig(Section):
     )
     loss_spike: float | None = Field(
         None, gt=1, description="treat a loss above this multiple of the running median as not finite; null: never"
+    )
+    skip_above_deviations: float | None = Field(
+        None,
+        gt=0,
+        description="leave out an update whose loss or norm is this many deviations above the mean; null: none",
+    )
+    skip_window: Count = Field(
+        128, ge=4, le=MOST_REMEMBERED, description="last updates in that mean; with half of them there is a limit"
     )
     max_rollbacks: int = Field(3, gt=0, description="rollbacks of a run over all its attempts; one more stops it")
     max_skips_in_a_row: int = Field(
@@ -165,6 +177,17 @@ def rollback_has_a_checkpoint(subject: Subject) -> Iterator[Problem]:
         )
 
 
+def window_is_of_a_limit(subject: Subject) -> Iterator[Problem]:
+    resilience = subject.config.resilience
+    default = ResilienceConfig.model_fields["skip_window"].default
+    if resilience.skip_above_deviations is None and resilience.skip_window != default:
+        yield subject.problem(
+            "resilience.skip_window",
+            "is the number of updates that skip_above_deviations looks back on, and that is null: it would have no effect",
+            {"resilience.skip_window": [default], "resilience.skip_above_deviations": [6.0]},
+        )
+
+
 def name_is_a_folder(subject: Subject) -> Iterator[Problem]:
     if subject.config.runtime.name is not None:
         yield from name_problems(subject.config.runtime.name)
@@ -221,6 +244,7 @@ RUN_RULES: tuple[Rule, ...] = (
     kept_steps_are_saved,
     accepted_fields_exist,
     rollback_has_a_checkpoint,
+    window_is_of_a_limit,
     name_is_a_folder,
     hang_is_seen_before_the_timeout,
     collectives_reach_the_device,

@@ -1,6 +1,7 @@
 """The judgement of each step: continue, skip its update, return to a checkpoint, or stop the run.
 
     gradients of an fp16 run overflow                                     continues: its loss scale falls (`loss_scale.py`)
+    a loss or gradient norm far above those of the last steps             continues without that update (`StepLimits`)
     a loss or gradient that is not finite, or a loss above its limit      resilience.on_nonfinite
         stop        no update from that step on; the error names the first rank and module
         skip        no update in that step; its samples stay consumed
@@ -20,6 +21,7 @@ from engine.errors import DivergenceError, ReplicaError
 from engine.resilience.nonfinite import Finding, locate
 from engine.resilience.replicas import ReplicaCheck
 from engine.step import Engine
+from engine.step_limits import StepLimits
 from engine.step_result import RollbackRequested, StepResult, explain
 from engine.telemetry.record.events import EventKind
 
@@ -59,9 +61,9 @@ class Guard:
         self._num_skips_in_a_row = 0
         self._last_alike: int | None = None
 
-    def loss_limit(self, step: int) -> float:
-        """Return the largest allowed loss of step number `step` (from 0)."""
-        return self._history.loss_limit(step, self._config.loss_spike)
+    def limits(self, step: int) -> StepLimits:
+        """Return the largest numbers with which step number `step` (from 0) may update the weights."""
+        return self._history.limits(step, self._config)
 
     def before_update(self, step: int) -> None:
         """Start a replica check that is due: gradients are complete, and weights still those that made them."""
@@ -80,12 +82,14 @@ class Guard:
         self._check_replicas(step)
         if result.has_overflowed:
             return
-        if not result.flaw:
+        if not (result.flaw or result.outlier):
             self._num_skips_in_a_row = 0
-            if self._config.loss_spike is not None:
-                self._history.remember(step, result.loss)
+            self._history.remember(step, result.loss, result.grad_norm, self._config)
             return
         first, stop = self.samples(step)
+        if result.outlier:
+            self._leave_out(step, result, (first, stop))
+            return
         is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
         finding = None if is_finite else self._locate(step)
         where = f"step {step + 1:,} on samples {first:,} to {stop - 1:,}"
@@ -109,6 +113,21 @@ class Guard:
                 "(resilience.max_skips_in_a_row): the weights themselves are spoiled. Continue from an older checkpoint."
             )
         raise DivergenceError(error)
+
+    def _leave_out(self, step: int, result: StepResult, samples: tuple[int, int]) -> None:
+        """Report a step that is an outlier; DivergenceError where too many of them follow each other."""
+        first, stop = samples
+        message = f"step {step + 1:,} on samples {first:,} to {stop - 1:,}: {result.outlier}."
+        self._num_skips_in_a_row += 1
+        self._notices.on_trouble(
+            "outlier", step, f"{message} Its update is left out.", **_details(result, samples, finding=None)
+        )
+        if self._num_skips_in_a_row > (most := self._config.max_skips_in_a_row):
+            raise DivergenceError(
+                f"{message} {most} updates in a row were left out before (resilience.max_skips_in_a_row): this is no outlier any "
+                "more, and the mean, which has only updates that were made, will not follow. Continue from an older checkpoint, or "
+                "with a larger resilience.skip_above_deviations."
+            )
 
     def samples(self, step: int) -> tuple[int, int]:
         """Return the range [first, stop) of sample ids of a step."""

@@ -62,7 +62,7 @@ class Rollback:
         history.num_rollbacks += 1
         self._write_down(self._directory.path)
         beginning = go_back(self._engine, self._directory, request.step, self._data)
-        history.losses = beginning.history.losses
+        history.continue_from(beginning.history)
         self._engine.diverged.zero_()
         state, (first, stop) = beginning.state, request.samples
         self._notices.on_trouble(

@@ -71,6 +71,7 @@ class TrainingObserver:
     val_loss: float | None = field(default=None, init=False)
     _cp_imbalance: float | None = field(default=None, init=False)
     _num_overflows: int = field(default=0, init=False)
+    _num_outliers: int = field(default=0, init=False)
     _ended: deque[_Ended] = field(default_factory=deque, init=False)
 
     def begin(self, steps_made: int) -> None:
@@ -108,6 +109,7 @@ class TrainingObserver:
         """Record step `step`, counted from 0."""
         self.loss = result.loss
         self._num_overflows += result.has_overflowed
+        self._num_outliers += bool(result.outlier)
         ended = self._ended.popleft()
         split = None if self.times is None else self.times.on_step(step + 1)
         compared = None if self.memory is None else self.memory.on_step()
@@ -127,6 +129,7 @@ class TrainingObserver:
         experts = None if self.experts is None else self.experts.measure(step + 1, result.load, result.dropped)
         if result.loss_scale is not None:
             metrics = replace(metrics, loss_scale=result.loss_scale, num_overflows=self._num_overflows)
+        metrics = replace(metrics, num_outliers=self._num_outliers or None)
         self.telemetry.step(replace(metrics, time_split=split, experts=experts, losses_ahead=result.ahead))
         if compared is not None:
             self.telemetry.notice("memory", str(compared), style="", step=step + 1, **compared.to_record())

@@ -13,6 +13,7 @@ from engine.config.plan import batch_plan
 from engine.config.tree import Config
 from engine.errors import DivergenceError
 from engine.step import Engine
+from engine.step_limits import StepLimits
 from engine.step_result import RollbackRequested, StepResult
 from engine.train import TrainingRun, train_steps
 
@@ -97,8 +98,8 @@ class Loop:
         if self.step == self.asked_at:
             self.request.ask(Stop.PREEMPTED)
 
-    def update(self, counts: None, lr: float, flags: StepFlags, limit: float) -> Result:
-        assert limit == 100.0 + self.step and self.log[-1] == ("check", self.step)
+    def update(self, counts: None, lr: float, flags: StepFlags, limits: StepLimits) -> Result:
+        assert limits.divergence == 100.0 + self.step and self.log[-1] == ("check", self.step)
         assert (flags.stop == StopFlags()) == (self.asked_at is None or self.step < self.asked_at)
         self.log.append(("post", self.step))
         flags = flags._replace(retried=3.0 * (self.step in self.retries_at))
@@ -121,8 +122,8 @@ class Loop:
 
     # The guard
 
-    def loss_limit(self, step: int) -> float:
-        return 100.0 + step
+    def limits(self, step: int) -> StepLimits:
+        return StepLimits(100.0 + step)
 
     def before_update(self, step: int) -> None:
         self.log.append(("check", step))

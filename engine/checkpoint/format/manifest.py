@@ -146,6 +146,7 @@ class TrainingState(_Record):
         skipped: ranges [first, stop) of skipped sample ids (`engine/data/skipped.py`).
         num_rollbacks: automatic returns to a checkpoint.
         recent_losses: (step from 0, loss) as far as the limit of the next losses needs them; empty without a limit.
+        recent_grad_norms: the same of gradient norms.
         validation_is_due: the run stopped before the validation after `step` had its loss; the next attempt makes it first.
     """
 
@@ -161,6 +162,7 @@ class TrainingState(_Record):
     skipped: Annotated[Ranges, Field(strict=False)] = ()
     num_rollbacks: int = Field(0, ge=0, le=MOST_STEPS)
     recent_losses: Annotated[tuple[tuple[int, float], ...], Field(strict=False)] = ()
+    recent_grad_norms: Annotated[tuple[tuple[int, float], ...], Field(strict=False)] = ()
     validation_is_due: bool = False
 
     @classmethod

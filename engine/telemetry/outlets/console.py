@@ -222,7 +222,8 @@ class Report:
                 for line in table.lines(row, outlet.width):
                     outlet.write(line)
                 indent = " " * (table.first_width + 2)
-                for below in (metrics.time_split, metrics.experts, metrics.ahead_line(), metrics.scale_line()):
+                lines = (metrics.ahead_line(), metrics.scale_line(), metrics.outlier_line())
+                for below in (metrics.time_split, metrics.experts, *lines):
                     for text in [] if below is None else _wrapped(str(below), outlet.text_width - len(indent)):
                         outlet.write(Text(indent + text, "dim"))
 

@@ -5,6 +5,7 @@ perf/tokens_per_second  perf/mfu  perf/step_time_seconds  perf/data_seconds ...
 time/compute_seconds  time/bubble_seconds  time/schedule_bubble_seconds ...     on steps with a line
 pipeline/bubble_fraction  pipeline/schedule_bubble_fraction  comm/exposed_tp_fraction ...     of the step, 0 to 1
 optim/lr  optim/grad_norm  optim/loss_scale  optim/num_overflows     the last two of fp16 runs
+optim/num_outliers     where an update was left out
 data/loss_tokens
 experts/load_max_over_mean  experts/dropped     the worst layer's;  experts/layer_7/load_max_over_mean  experts/layer_7/entropy
 memory/peak_gib
@@ -13,7 +14,7 @@ memory/peak_gib
 from engine.telemetry.record.metrics import StepMetrics
 
 _TRAIN = ("step", "attempt", "consumed_samples", "consumed_tokens", "loss", "val_loss")
-_OPTIM = ("lr", "grad_norm", "loss_scale", "num_overflows")
+_OPTIM = ("lr", "grad_norm", "loss_scale", "num_overflows", "num_outliers")
 _PERF = (
     "step_time_seconds",
     "tokens_per_second",

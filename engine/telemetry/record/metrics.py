@@ -18,7 +18,16 @@ from engine.telemetry.record.expert_load import ExpertsRecord
 from engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
 from engine.telemetry.timing.time_split import TimeSplit
 
-OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "experts", "losses_ahead", "loss_scale", "num_overflows")
+OPTIONAL = (
+    "cp_imbalance",
+    "val_loss",
+    "time_split",
+    "experts",
+    "losses_ahead",
+    "loss_scale",
+    "num_overflows",
+    "num_outliers",
+)
 """Fields that are left out of a record where they are None."""
 
 
@@ -51,6 +60,8 @@ class StepMetrics:
         losses_ahead: nats per token of multi-token prediction, at each distance beyond the next token; (): the model has none.
         loss_scale: of the backward of an fp16 run; None in other dtypes.
         num_overflows: steps of the attempt so far that have updated nothing, because gradients overflowed at their loss scale.
+        num_outliers: steps of the attempt so far whose update was left out, because their loss or gradient norm was far above those
+            before (`resilience.skip_above_deviations`); None: there was none.
     """
 
     step: int
@@ -77,6 +88,7 @@ class StepMetrics:
     losses_ahead: tuple[float, ...] = ()
     loss_scale: float | None = None
     num_overflows: int | None = None
+    num_outliers: int | None = None
 
     def ahead_line(self) -> str | None:
         """Return the line `losses of tokens ahead 2.8312 3.1045`; None where the model predicts the next token alone."""
@@ -88,6 +100,13 @@ class StepMetrics:
         if self.loss_scale is None or self.num_overflows is None:
             return None
         return f"loss scale {self.loss_scale:.10g}, {self.num_overflows:,} overflow{'s' * (self.num_overflows != 1)}"
+
+    def outlier_line(self) -> str | None:
+        """Return the line `2 outliers, whose updates were left out`; None where there was none."""
+        if not self.num_outliers:
+            return None
+        several = self.num_outliers != 1
+        return f"{self.num_outliers:,} outlier{'s' * several}, whose update{'s were' if several else ' was'} left out"
 
     def to_record(self) -> dict[str, Any]:
         """Return a JSON object, without the fields that most runs lack (`OPTIONAL`) where they are None or empty."""

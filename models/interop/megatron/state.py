@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from engine.checkpoint.format.manifest import LossScaleRecord, TrainingState
 from engine.config.tree import Config
 from engine.errors import CheckpointError, shown
+from engine.numerics.precision import accumulation_dtype
 from models.interop.megatron.config import megatron_training_args
 from models.interop.megatron.files import TorchDist
 from models.interop.megatron.schedule import schedule_args
@@ -172,7 +173,7 @@ def _grad_scaler(state: TrainingState) -> dict[str, Any]:
     if scale is None:
         return {}
     trackers = {"growth_tracker": scale.updates, "hysteresis_tracker": scale.hysteresis}
-    return {"grad_scaler": {"scale": torch.tensor([scale.scale], dtype=torch.float32), **trackers}}
+    return {"grad_scaler": {"scale": torch.tensor([scale.scale], dtype=accumulation_dtype(torch.float16)), **trackers}}
 
 
 def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:

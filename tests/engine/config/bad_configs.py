@@ -431,6 +431,7 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["on_nonfinite = rollback", "interval = null", "on_nonfinite = stop or skip", "checkpoint.interval = 100"],
     ),
+    "a window of no limit": (["resilience.skip_window=64"], {}, ["skip_window = 64", "= 128", "_deviations = 6"]),
     "a hang after the timeout": (
         ["runtime.hang_seconds=600"],
         {},

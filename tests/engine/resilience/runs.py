@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -71,6 +71,12 @@ class Plant:
 
         chunk.register_forward_pre_hook(begins)
         chunk.get_submodule(self.module).register_forward_hook(spoils)
+
+
+class Fault(Protocol):
+    """Something that goes wrong in an engine."""
+
+    def into(self, engine: Engine) -> None: ...
 
 
 @dataclass
@@ -157,7 +163,7 @@ def run(
     case: Case,
     folder: str,
     sections: dict[str, dict[str, Any]],
-    plant: Plant | None = None,
+    plant: Fault | None = None,
     attempt: int = 0,
     change: Callable[[Engine, int], None] | None = None,
     open_validation: Callable[[Engine, StopRequest], StepSource] | None = None,

@@ -18,6 +18,7 @@ from engine.step_result import StepResult
 from engine.telemetry.observer import TrainingObserver
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.hub import Telemetry
+from engine.telemetry.outlets.sections import sections
 from engine.telemetry.record.events import EventLog
 from engine.telemetry.record.metrics import Meter, StepMetrics
 from tests.engine.context_parallel.test_deal import batch_of
@@ -63,6 +64,21 @@ def test_overflows_are_counted(make_config: Callable[..., Config], monkeypatch: 
         observer.end_step()
         observer.on_step(step, StepResult(3.0, 0.5, 100, loss_scale=scale, has_overflowed=has_overflowed), lr=0.1)
     assert [(record.loss_scale, record.num_overflows) for record in records] == [(8, 1), (4, 1), (4, 2), (None, None)]
+
+
+def test_outliers_are_counted(make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    records = list[StepMetrics]()
+    telemetry = Telemetry(Report(30, 10, terminal=io.StringIO(), log=None, show_mfu=False))
+    monkeypatch.setattr(telemetry, "step", records.append)
+    observer = TrainingObserver(telemetry, meter_of(make_config(parallel={"dp": 1})), torch.device("cpu"))
+    for step, outlier in enumerate(["", "loss 9 is above 4", "", "gradient norm 7 is above 2"]):
+        observer.phase(Phase.DATA)
+        observer.end_step()
+        observer.on_step(step, StepResult(3.0, 0.5, 100, outlier=outlier), lr=0.1)
+    assert [record.num_outliers for record in records] == [None, 1, 1, 2]
+    lines = [record.outlier_line() for record in records[::3]]
+    assert lines == [None, "2 outliers, whose updates were left out"] and "num_outliers" not in records[0].to_record()
+    assert sections(records[3])["optim/num_outliers"] == records[3].to_record()["num_outliers"] == 2
 
 
 def test_flops_per_second_count_global_tokens_and_all_ranks(make_config: Callable[..., Config]) -> None:

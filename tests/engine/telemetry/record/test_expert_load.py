@@ -80,7 +80,7 @@ def test_a_rollback_forgets_what_was_counted() -> None:
 
 def test_a_step_reads_its_load_with_its_other_numbers() -> None:
     """The counts are part of the one vector that is copied to the host; rows without room are `dropped`."""
-    head = [2.5, 0.5, 100.0, 250.0, 0.25, 3.0, 1.0, 1.0, 0.0, *NO_FLAGS.values()]
+    head = [2.5, 0.5, 100.0, 250.0, 0.25, 3.0, 1.0, 1.0, 0.0, 0.0, *NO_FLAGS.values()]
     result = PendingResult(torch.tensor([*head, *EVEN, *UNEVEN], dtype=torch.float64), num_experts=4).read()
     assert result.load == (EVEN, UNEVEN) and result.dropped == 3 and "no room" in result.flaw
     assert "model.moe.row_headroom" in explain(result) and "optimizer.lr" not in explain(result)

@@ -1,0 +1,21 @@
+"""The largest numbers with which a step may update the weights (no torch here)."""
+
+import math
+from typing import NamedTuple
+
+
+class StepLimits(NamedTuple):
+    """The limits of one step, the same on every rank.
+
+    Attributes:
+        divergence: loss per token above which the step is treated as one that is not finite (`resilience.on_nonfinite`).
+        loss: loss per token above which this update alone is left out (`resilience.skip_above_deviations`).
+        grad_norm: global gradient norm, before clipping and without the loss scale, of which the same holds.
+    """
+
+    divergence: float = math.inf
+    loss: float = math.inf
+    grad_norm: float = math.inf
+
+
+NO_LIMITS = StepLimits()
