@@ -143,6 +143,8 @@ FOREIGN_NAMES = {
     "min_loss_scale": "precision.loss_scale.minimum",
     "loss_scale_window": "precision.loss_scale.window",
     "hysteresis": "precision.loss_scale.hysteresis",
+    "sigma_factor": "resilience.skip_above_deviations",
+    "rolling_interval_length": "resilience.skip_window",
     "attention_backend": "kernels.attention",
     "use_flash_attn": "kernels.attention=sdpa",
     "deterministic_mode": "runtime.deterministic=true",
