@@ -3,6 +3,7 @@
 print     YAML < environment < overrides  ->  the resolved tree, with the meaning of every field
 check     the same, and the cluster       ->  every problem at once, or the derived values
 params    the same                        ->  every parameter, its shape and group (`optimizer.groups`)
+mup       the same, and a base width      ->  the config with the fields of muP
 from-hf   a Hugging Face config.json      ->  our model section
 from-megatron   a command line of Megatron-LM  ->  a config, and what has no counterpart
 """
@@ -19,7 +20,7 @@ import yaml
 from engine.config.context_parallel import gathers_keys, method_line
 from engine.config.load import load_config, to_yaml
 from engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
-from engine.config.stages import at_stage, run_stages
+from engine.config.stages import at_stage, run_stages, with_fields
 from engine.config.tree import Config
 from engine.data.datasets import open_datasets
 from engine.data.document_statistics import measure_documents
@@ -35,6 +36,7 @@ from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_wor
 from models.interop.huggingface.config import from_hugging_face, passed_over_notes
 from models.interop.huggingface.families import FAMILIES
 from models.interop.megatron.command_line.convert import from_command_line
+from models.mup import mup_fields
 from models.parameter_groups import Grouped, grouped_parameters, groups_have_parameters
 from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
 from models.predict.rank_memory import GB, can_keep, predict, resolve_recompute
@@ -56,6 +58,9 @@ PARAMS_EXAMPLES = """examples:
 FROM_MEGATRON_EXAMPLES = """examples:
   triaxis config from-megatron '--num-layers 24 --hidden-size 2048 --bf16 ...' --vocab-size 50257 > mine.yaml
   triaxis config from-megatron @args.txt --ignore moe-aux-loss-coeff > mine.yaml
+"""
+MUP_EXAMPLES = """examples:
+  triaxis config mup configs/gpt_125m.yaml --base-hidden-size 256 model.position=rope > wide.yaml
 """
 FROM_HF_EXAMPLES = """examples:
   triaxis config from-hf path/to/config.json --seq-length 4096 > model.yaml
@@ -81,6 +86,12 @@ def add_arguments(parser: CommandParser) -> None:
     )
     summary = "list every parameter: its name, shape, learning-rate factor, weight decay and group"
     parser.add_verb("params", summary, "CONFIG [section.key=value ...]", PARAMS_EXAMPLES).takes(CONFIG, "the file")
+    summary = "print a config with the fields of muP, so that the rates of a narrower model hold for it"
+    words = "CONFIG --base-hidden-size N [--base-head-dim N] [section.key=value ...]"
+    mup = parser.add_verb("mup", summary, words, MUP_EXAMPLES)
+    mup.takes(CONFIG, "the file, of the width that is trained, with lr and init_std of the base")
+    mup.add_argument("--base-hidden-size", type=int, required=True, metavar="N", help="width of the model they are of")
+    mup.add_argument("--base-head-dim", type=int, metavar="N", help="size of its heads (default: the same)")
     summary = "make a model section from a Hugging Face config.json"
     from_hf = parser.add_verb("from-hf", summary, "CONFIG_JSON [--seq-length N] [--ignore KEY]", FROM_HF_EXAMPLES)
     from_hf.add_argument(
@@ -121,6 +132,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.verb == "print":
         print(to_yaml(load_config(args.config, args.overrides, os.environ), describe=True), end="")
+        return 0
+    if args.verb == "mup":
+        config = load_config(args.config, args.overrides, os.environ)
+        given = with_fields(config, mup_fields(config, args.base_hidden_size, args.base_head_dim))
+        print(
+            f"# With the fields of muP, from hidden_size {args.base_hidden_size}: lr, init_std and weight_decay are its own."
+        )
+        print(to_yaml(given), end="")
         return 0
     if args.verb == "params":
         print(_parameters(load_config(args.config, args.overrides, os.environ, more_rules=[groups_have_parameters])))

@@ -1,0 +1,103 @@
+"""Maximal update parametrization (muP): learning rates that carry over between widths (2203.03466; no torch here).
+
+    m = hidden_size / base_hidden_size        for Adam, table 8 of the paper, in the form with an output multiplier:
+
+                      initial std    learning rate    factor in the forward
+    word embedding    std            lr               1
+    hidden matrix     std / sqrt(m)  lr / m           1
+    head              std            lr               1 / m
+    vectors           as before      lr               1
+    attention         logits are q . k sqrt(base_head_dim) / head_dim
+
+A model has one initial std here. Adam's steps do not see a factor that moves from the initial weights and the learning rate to the
+forward (section 2 of the paper: abc-parametrizations). So embedding and head have the std of hidden matrices, a learning rate of
+lr / sqrt(m), and the forward gives the factor sqrt(m) back: tied or not, the head's product is then divided by sqrt(m). All of it
+is fields that other recipes use too, so nothing in the engine is of muP alone.
+
+AdamW multiplies the decay by the learning rate; the decay of each group grows as its rate falls, so the product is that of the base
+(2309.14322). Adam's eps stays, and should be small beside the gradients.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from engine.config.groups import GroupFields, group_of
+from engine.config.tree import Config
+from engine.errors import ConfigError
+from engine.layout.shard_spec import ParamSpec
+from models.specs import model_specs
+
+ENDS = ("embedding.word.weight", "head.weight")
+"""The matrices of which one side is the vocabulary."""
+
+
+def mup_fields(config: Config, base_hidden_size: int, base_head_dim: int | None = None) -> dict[str, Any]:
+    """Return the fields that give a config the training of a narrower one, by dotted name.
+
+    Args:
+        config: of the width that is trained, with lr, init_std and weight_decay of the base.
+        base_hidden_size: width for which these were found.
+        base_head_dim: head size of the base; None: the same.
+
+    Raises:
+        ConfigError: the config has what the rules do not cover; all of it at once.
+    """
+    if found := list(_problems(config, base_hidden_size)):
+        raise ConfigError(found)
+    model, optimizer = config.model, config.optimizer
+    width = model.hidden_size / base_hidden_size
+    root = math.sqrt(width)
+    trained = [spec for spec in model_specs(model) if spec.is_trained]
+    fields: dict[str, Any] = {
+        "model.init_std": model.init_std / root,
+        "model.embedding_multiplier": model.embedding_multiplier * root,
+        "model.logit_divisor": model.logit_divisor * root,
+        "optimizer.groups": _groups(trained, width, optimizer.weight_decay),
+    }
+    if base_head_dim is not None:
+        fields["model.attention_scale"] = math.sqrt(base_head_dim) / model.head_size
+    return fields
+
+
+def _problems(config: Config, base_hidden_size: int) -> Iterator[str]:
+    model, optimizer = config.model, config.optimizer
+    if base_hidden_size < 1:
+        yield f"--base-hidden-size {base_hidden_size}: must be at least 1; it is the width of a model."
+    if optimizer.name != "adamw":
+        yield f"optimizer.name = {optimizer.name}: the rules are those of Adam; those of SGD have other rates. Set adamw."
+    if optimizer.groups:
+        yield (
+            "optimizer.groups is given: muP is groups of parameters too, and the first match wins. Leave them out here, and put "
+            "them in front of those that are printed, with factors of both."
+        )
+    if model.position_kind.has_table:
+        yield (
+            "model.position = learned: the table of positions is added to the embedding behind its factor, and would start too "
+            "small. Set rope or none."
+        )
+    if model.attention_scale is not None:
+        yield "model.attention_scale is given, and muP sets it. Leave it out."
+
+
+def _groups(specs: Sequence[ParamSpec], width: float, weight_decay: float) -> list[GroupFields]:
+    """Return groups so that vectors keep the rate, ends have 1 / sqrt(m) of it, and all other matrices 1 / m."""
+    root = math.sqrt(width)
+    vectors = dict.fromkeys(_pattern(spec.name) for spec in specs if not spec.decay)
+    made: list[GroupFields] = [{"match": pattern, "lr_factor": 1.0} for pattern in vectors]
+    made += [{"match": name, "lr_factor": 1 / root, "weight_decay": weight_decay * root} for name in ENDS]
+    made.append({"match": "layers.*", "lr_factor": 1 / width, "weight_decay": weight_decay * width})
+    numbers = {spec.name: group_of(spec.name, made) for spec in specs}
+    for spec in specs:
+        number = numbers[spec.name]
+        expected = 1.0 if not spec.decay else 1 / root if spec.name in ENDS else 1 / width
+        assert number is not None and made[number]["lr_factor"] == expected, (
+            f"{spec.name} has the rate of another group"
+        )
+    return [group for number, group in enumerate(made) if number in numbers.values()]
+
+
+def _pattern(vector: str) -> str:
+    """Return a pattern of vectors like this one, and of no matrix."""
+    last = vector.rpartition(".")[2]
+    return "*norm.weight" if last == "weight" else f"*.{last}"
