@@ -127,12 +127,12 @@ def build(
     grad_dtype = main_grad_dtype(dtype, config.precision.gradients)
 
     stages = stages_of(config)
-    train_schedule = schedules.of_step(config, sizes)
     forward_schedule = of_forward(sizes, plan.num_microbatches)
 
-    mine = [stages[stage] for stage in train_schedule.placement.stages_on(topology.coordinates.pp)]
+    mine = [stages[stage] for stage in forward_schedule.placement.stages_on(topology.coordinates.pp)]
     kernels = open_kernels(config, topology) if kernels is None else kernels
     chunks, parameters = build_model(config, topology, kernels, mine, on_saved)
+    train_schedule = schedules.of_step(config, sizes, chunks[0].trained_from)
 
     layouts = layout_parameters(
         [parameter.record for parameter in parameters.values()],

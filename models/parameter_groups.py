@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.config.groups import UpdateRule, group_of, update_rule
+from engine.config.groups import UpdateRule, group_of, is_frozen, update_rule
 from engine.config.section import Problem, Subject
+from engine.config.training import OptimizerConfig
 from engine.config.tree import Config
 from engine.layout.shard_spec import ParamSpec
 from models.specs import model_specs
@@ -17,26 +18,31 @@ class Grouped:
     Attributes:
         number: of the group in `optimizer.groups`; None: it has none.
         rule: of its updates; None: it is not trained.
+        is_frozen: the group keeps its value.
     """
 
     spec: ParamSpec
     number: int | None
     rule: UpdateRule | None
+    is_frozen: bool = False
 
 
 def grouped_parameters(config: Config) -> list[Grouped]:
     """List all parameters in forward order."""
-    optimizer = config.optimizer
-    return [
-        Grouped(spec, group_of(spec.name, optimizer.groups), update_rule(spec.name, optimizer, decays=spec.decay))
-        if spec.is_trained
-        else Grouped(spec, None, None)
-        for spec in model_specs(config.model)
-    ]
+    return [_grouped(spec, config.optimizer) for spec in model_specs(config.model)]
+
+
+def _grouped(spec: ParamSpec, optimizer: OptimizerConfig) -> Grouped:
+    number = group_of(spec.name, optimizer.groups)
+    if is_frozen(spec.name, optimizer):
+        return Grouped(spec, number, None, is_frozen=True)
+    if not spec.is_trained:
+        return Grouped(spec, None, None)
+    return Grouped(spec, number, update_rule(spec.name, optimizer, decays=spec.decay))
 
 
 def groups_have_parameters(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each group of `optimizer.groups` that no trained parameter is in.
+    """Yield a problem for each group of `optimizer.groups` that no parameter is in, and where all parameters are frozen.
 
     It is a rule for those who start a run or check one: no rule of `engine.config` can read the names.
     """
@@ -45,7 +51,15 @@ def groups_have_parameters(subject: Subject) -> Iterator[Problem]:
         return
     found = grouped_parameters(config)
     used = {one.number for one in found}
-    trained = [one for one in found if one.rule is not None]
+    if all(one.rule is None for one in found):
+        yield Problem(
+            "optimizer.groups",
+            ", ".join(group["match"] for group in config.optimizer.groups if group.get("freeze")),
+            "freezes all parameters: no step would change the model",
+            {},
+            "Leave a group out, or put a narrower pattern with freeze: false before it.",
+        )
+    trained = [one for one in found if one.spec.is_trained]
     for number, group in enumerate(config.optimizer.groups):
         if number in used:
             continue

@@ -3,9 +3,11 @@
     groups:                                                     the first group whose pattern matches a parameter's name has it
       - {match: "embedding.*", weight_decay: 0.0}
       - {match: "*.mlp.experts.*", lr_factor: 0.5}
+      - {match: "layers.[0-3].*", freeze: true}
 
 A pattern is that of a shell (`*`, `?`, `[0-3]`), over the whole name; `triaxis config params FILE` lists names and their groups. A
-parameter of no group has the learning rate of the step, and decays by `weight_decay` where it is a matrix.
+parameter of no group has the learning rate of the step, and decays by `weight_decay` where it is a matrix. A frozen parameter keeps
+its value: it has no gradient and no moments.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +32,7 @@ class GroupFields(TypedDict, total=False):
     match: Required[Annotated[str, Field(min_length=1)]]
     weight_decay: Annotated[float, Field(ge=0), BeforeValidator(no_bool)]
     lr_factor: Annotated[float, Field(gt=0), BeforeValidator(no_bool)]
+    freeze: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,14 @@ def update_rule(name: str, optimizer: "OptimizerConfig", *, decays: bool) -> Upd
     return UpdateRule(group.get("lr_factor", 1.0), decay)
 
 
+def is_frozen(name: str, optimizer: "OptimizerConfig") -> bool:
+    """Return whether a parameter keeps its value."""
+    number = group_of(name, optimizer.groups)
+    return number is not None and bool(optimizer.groups[number].get("freeze"))
+
+
 def groups_change_something(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each group without a field, or of a pattern that an earlier group has."""
+    """Yield a problem for each group without a field, of a pattern that an earlier group has, or that freezes and updates."""
     seen: set[str] = set()
     for number, group in enumerate(subject.config.optimizer.groups):
         pattern, key = group["match"], f"optimizer.groups.{number}.match"
@@ -67,9 +76,18 @@ def groups_change_something(subject: Subject) -> Iterator[Problem]:
             yield Problem(
                 key,
                 pattern,
-                "has neither weight_decay nor lr_factor: its parameters would be as those of no group",
+                "has none of weight_decay, lr_factor and freeze: its parameters would be as those of no group",
                 {},
                 "Give the group one of them, or leave it out.",
+            )
+        of_updates = [name for name in ("weight_decay", "lr_factor") if name in group]
+        if group.get("freeze") and of_updates:
+            yield Problem(
+                key,
+                pattern,
+                f"freezes its parameters, so {' and '.join(of_updates)} would have no effect: they are never updated",
+                {},
+                f"Leave out freeze, or {' and '.join(of_updates)}.",
             )
         if pattern in seen:
             yield Problem(

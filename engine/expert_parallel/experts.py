@@ -91,16 +91,17 @@ class _Up(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, ends: Ends, layer: ExpertUp) -> torch.Tensor:
         ctx.layer, ctx.ends = layer, ends
-        ctx.save_for_backward(rows)
+        ctx.save_for_backward(*([rows] if layer.weight.is_trained else []))
         return layer.times(rows, ends)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        (rows,) = ctx.saved_tensors
         layer: ExpertUp = ctx.layer
         grad = grad.contiguous()
         grad_rows = layer.times_transposed(grad, ctx.ends)
-        layer.weight_grad(rows, grad, ctx.ends)
+        if layer.weight.is_trained:
+            (rows,) = ctx.saved_tensors
+            layer.weight_grad(rows, grad, ctx.ends)
         return grad_rows, None, None
 
 
@@ -127,7 +128,8 @@ class _Down(torch.autograd.Function):
         layer: ExpertDown = ctx.layer
         fusion, grad = layer.work.fusion, grad.contiguous()
         of_weighted = layer.times_transposed(grad, ctx.ends)
-        layer.weight_grad(fusion(_weighted, any_length=True)(activated, weights), grad, ctx.ends)
+        if layer.weight.is_trained:
+            layer.weight_grad(fusion(_weighted, any_length=True)(activated, weights), grad, ctx.ends)
         backward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = fusion(_weighted_backward, any_length=True)
         return *backward(activated, weights, of_weighted), None, None
 

@@ -29,21 +29,28 @@ class BufferKey:
         sum_over: the axis of the second gradient sum, or None.
         reduce_over: the axis of the first one, over whose ranks the optimizer's state is cut.
         is_trained: they have gradients and moments.
+        is_frozen: the run keeps their values, and would train them otherwise. They have the run's dtype and no master besides.
     """
 
     replicas: ReplicaAxis | None
     sum_over: ReplicaAxis | None
     reduce_over: ReduceAxis = "dp"
     is_trained: bool = True
+    is_frozen: bool = False
 
     @classmethod
     def of(cls, record: ParamRecord) -> "BufferKey":
         """Return the key of one parameter."""
-        return cls(record.replicas, record.sum_over, record.reduce_over, record.spec.is_trained)
+        is_frozen = record.is_frozen and record.spec.is_trained
+        return cls(record.replicas, record.sum_over, record.reduce_over, record.is_trained, is_frozen)
 
     def __str__(self) -> str:
-        if not self.is_trained:
+        if not self.is_trained and not self.is_frozen:
             return "not trained"
+        return f"{'frozen, ' if self.is_frozen else ''}{self._replication}"
+
+    @property
+    def _replication(self) -> str:
         if self.reduce_over == "expert_dp":
             return "experts"
         if self.replicas is None:

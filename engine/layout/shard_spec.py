@@ -92,6 +92,7 @@ class ParamRecord:
         sum_over: the axis over which the replicas' gradients are partial sums, added after the data-parallel reduction; None where
             each replica computes the whole gradient.
         reduce_over: the axis over which gradients of other samples are summed.
+        is_frozen: the run keeps its value (`optimizer.groups`).
     """
 
     spec: ParamSpec
@@ -100,10 +101,16 @@ class ParamRecord:
     replicas: ReplicaAxis | None
     sum_over: ReplicaAxis | None
     reduce_over: ReduceAxis = "dp"
+    is_frozen: bool = False
 
     @property
     def name(self) -> str:
         return self.spec.name
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether it has gradients and moments."""
+        return self.spec.is_trained and not self.is_frozen
 
     @property
     def numel(self) -> int:
@@ -135,7 +142,13 @@ ALL_EXPERTS = ExpertPlace()
 
 
 def localize(
-    spec: ParamSpec, *, tp: int, tp_index: int, sequence_parallel: bool, experts: ExpertPlace = ALL_EXPERTS
+    spec: ParamSpec,
+    *,
+    tp: int,
+    tp_index: int,
+    sequence_parallel: bool,
+    experts: ExpertPlace = ALL_EXPERTS,
+    is_frozen: bool = False,
 ) -> ParamRecord:
     """Return the part of `spec` that the tensor-parallel rank `tp_index` of `tp` holds; of experts, the rank at that place."""
     box = [(0, size) for size in spec.shape]
@@ -145,7 +158,7 @@ def localize(
         box[spec.ep_dim] = cut(spec.shape[spec.ep_dim], experts.ep, experts.ep_index)
         box[spec.tp_dim] = cut(spec.shape[spec.tp_dim], experts.etp, experts.etp_index)
         held = tuple(stop - start for start, stop in box)
-        return ParamRecord(spec, tuple(box), held, None, None, "expert_dp")
+        return ParamRecord(spec, tuple(box), held, None, None, "expert_dp", is_frozen)
     replicas: ReplicaAxis | None = None
     if spec.tp_dim is None:
         replicas = "tp"
@@ -166,7 +179,9 @@ def localize(
     if spec.tied_ends:
         assert replicas is None, f"{spec.name}: a tied parameter is cut over tp"
         replicas = sum_over = "ends"
-    return ParamRecord(spec, tuple(box), tuple(local_shape), replicas, sum_over)
+    # Without a gradient nothing is summed.
+    summed = None if is_frozen else sum_over
+    return ParamRecord(spec, tuple(box), tuple(local_shape), replicas, summed, is_frozen=is_frozen)
 
 
 def cut(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -94,7 +94,7 @@ class DistributedOptimizer:
         self.owned: list[OwnedBucket] = []
         for buffer in buffers.buffers:
             segments = list(buffer.layout.segments(buffer.reduce_axis.size, buffer.reduce_axis.index))
-            is_trained = buffer.layout.key.is_trained
+            is_trained, is_frozen = buffer.layout.key.is_trained, buffer.layout.key.is_frozen
             for bucket in buffer.buckets:
                 start, stop = bucket.owned
                 self.owned.append(
@@ -102,7 +102,10 @@ class DistributedOptimizer:
                         buffer=buffer,
                         bucket=bucket,
                         state=OptimizerState(
-                            buffer.parameters[start:stop], precision, self.state_kinds if is_trained else (MASTER,)
+                            buffer.parameters[start:stop],
+                            precision,
+                            self.state_kinds if is_trained else (MASTER,),
+                            is_frozen=is_frozen,
                         ),
                         segments=tuple(segment for segment in segments if start <= segment.offset < stop),
                     )

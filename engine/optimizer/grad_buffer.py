@@ -1,7 +1,8 @@
 """Flat parameters and main grads of one rank, reduced and gathered bucket by bucket while compute goes on.
 
 Per buffer (see `param_layout.py`) two flat tensors: parameters in the run's dtype, main grads in its accumulation dtype
-(or narrower, `precision.gradients`). Parameters that are not trained have the accumulation dtype and no main grads. A step:
+(or narrower, `precision.gradients`). Frozen parameters have no main grads, and neither have those that a rule of their own changes:
+these have the accumulation dtype. A step:
 
     start(m)          main grads are old; each parameter expects m microbatches x its uses, and writes the first over them
     backward ...      each added gradient is counted (`grad_added`); when the last one of a bucket is in, its
@@ -100,7 +101,8 @@ class GradBuffers:
         self._places: dict[str, _Place] = {}
         for layout in layouts:
             is_trained, owners = layout.key.is_trained, reduce_axes[layout.key.reduce_over]
-            numel, stored = layout.numel, dtype if is_trained else accumulation_dtype(dtype)
+            numel = layout.numel
+            stored = dtype if is_trained or layout.key.is_frozen else accumulation_dtype(dtype)
             buffer = FlatBuffer(
                 layout=layout,
                 parameters=torch.zeros(numel, dtype=stored, device=device),
@@ -180,7 +182,7 @@ class GradBuffers:
     def gather(self, *, untrained: bool = False) -> None:
         """Post the all-gathers of the updated parameters, in the order in which the forward needs them.
 
-        `untrained`: also of those that are not trained, which every rank changes alike.
+        `untrained`: also of those that are not trained: they are frozen, or every rank changes them alike.
         """
         for buffer in self.buffers if untrained else self._trained:
             for bucket in reversed(buffer.buckets):

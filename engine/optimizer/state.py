@@ -2,7 +2,8 @@
 
     kind         wide (accumulation dtype)                    narrow (bf16 runs, by choice)
     master       the exact weights; in fp32 and float64 runs  `masters: split`   the upper half of its bits is the parameter, the
-                 the parameters themselves                                       lower half a remainder of 16 bits: exact
+                 the parameters themselves, and so where                         lower half a remainder of 16 bits: exact
+                 they are frozen
     moments      what the optimizer averages (its record)     `moments: bf16`    rounded after each step
     ema          the moving average of the masters            -
 
@@ -72,15 +73,25 @@ class OptimizerState:
         parameters: a view of the flat buffer.
         precision: the stored form.
         kinds: the optimizer's kinds, the master first.
+        is_frozen: the parameters never change, so a master would hold nothing that they do not.
 
     Attributes:
         wide: the accumulation dtype of reads and writes.
     """
 
-    def __init__(self, parameters: torch.Tensor, precision: PrecisionConfig, kinds: Sequence[StateKind]) -> None:
+    def __init__(
+        self,
+        parameters: torch.Tensor,
+        precision: PrecisionConfig,
+        kinds: Sequence[StateKind],
+        *,
+        is_frozen: bool = False,
+    ) -> None:
         self._parameters = parameters
         self.wide = accumulation_dtype(parameters.dtype)
-        if precision.masters == "split" and parameters.dtype != self.wide:
+        if is_frozen:
+            master = parameters
+        elif precision.masters == "split" and parameters.dtype != self.wide:
             master = torch.zeros_like(parameters, dtype=torch.int16)
         else:
             # `to` returns the view itself where the dtypes agree: then the master is the parameter.

@@ -8,7 +8,7 @@ simulator timed. For each action:
     I   the same, keeping the weight-gradient GEMMs for later     W   run them
 
 What is kept between F and B of a microbatch is the input and an edge into the autograd graph, not the output: once it
-is sent, its memory is free.
+is sent, its memory is free. Stages before the first with a trained parameter keep nothing, and have no B.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,7 +99,7 @@ class _Run:
         topology = executor.topology
         assert len(self.microbatches) == schedule.num_microbatches
         self.rank = topology.coordinates.pp
-        self.placement = schedule.placement
+        self.schedule, self.placement = schedule, schedule.placement
         self.forward_only = schedule.forward_only
         self.transport = Transport(
             {"forward": topology.axis("pp_forward"), "backward": topology.axis("pp_backward")},
@@ -136,12 +136,16 @@ class _Run:
     def forward(self, action: Action) -> None:
         chunk, microbatch = action.chunk, action.microbatch
         stage = self.placement.stage_of(self.rank, chunk)
-        x = None
+        x, goes_back = None, self.schedule.has_backward(stage)
         if stage > 0:
-            x = self.transport.take(StageTensor("forward", stage, microbatch)).requires_grad_(not self.forward_only)
-        output = self.function(chunk, x, self.microbatches[microbatch])
-        if not self.forward_only:
-            self.kept[chunk, microbatch] = _Kept(x, get_gradient_edge(output))
+            x = self.transport.take(StageTensor("forward", stage, microbatch))
+            x.requires_grad_(goes_back and self._hands_gradient_over(stage))
+        with torch.set_grad_enabled(goes_back):
+            output = self.function(chunk, x, self.microbatches[microbatch])
+        if goes_back:
+            self.kept[chunk, microbatch] = _Kept(
+                x if self._hands_gradient_over(stage) else None, get_gradient_edge(output)
+            )
         if stage == self.placement.num_stages - 1:
             self.outputs[microbatch] = output.detach()
         else:
@@ -164,6 +168,10 @@ class _Run:
         if kept.x is not None:
             assert kept.x.grad is not None
             self._hand_over("backward", stage - 1, microbatch, kept.x.grad)
+
+    def _hands_gradient_over(self, stage: int) -> bool:
+        """Return whether the stage before this one needs the gradient of its output."""
+        return stage > self.schedule.trained_from
 
     def weight_grads(self, action: Action) -> None:
         """Run the GEMMs that an I kept."""

@@ -123,9 +123,10 @@ class ProgramTimeline(Timeline):
         return None if feeding is None else self._by_transfer[feeding]
 
     def in_flight(self, rank: int) -> list[tuple[float, int]]:
-        """List (time, number from then on) of microbatch-chunks from the start of their F to the end of their B or I."""
-        if self.schedule.forward_only:
-            return []
+        """List (time, number from then on) of microbatch-chunks from the start of their F to the end of their B or I.
+
+        Those of stages without a backward are not in flight.
+        """
         return self._counted(rank, Kind.F, (Kind.B, Kind.I))
 
     def held(self, rank: int) -> list[tuple[float, int]]:
@@ -133,8 +134,10 @@ class ProgramTimeline(Timeline):
         return self._counted(rank, Kind.I, (Kind.W,))
 
     def _counted(self, rank: int, more: Kind, fewer: Sequence[Kind]) -> list[tuple[float, int]]:
-        now, counted = 0, []
+        now, counted, schedule = 0, [], self.schedule
         for each in self.intervals[rank]:
+            if not schedule.has_backward(schedule.placement.stage_of(rank, each.action.chunk)):
+                continue
             if each.action.kind is more:
                 now += 1
                 counted.append((each.start if more is Kind.F else each.end, now))

@@ -26,7 +26,7 @@ class ScheduleFacts:
     """Facts about a schedule that is right; one entry per rank.
 
     Attributes:
-        peak_in_flight: most microbatch-chunks whose F has started and whose B (or I) has not ended; 0 where no backward comes.
+        peak_in_flight: most microbatch-chunks whose F has started and whose B (or I) has not ended; those that go back alone.
         peak_held: most microbatch-chunks whose I has ended and whose W has not.
         peak_early_receives: most receives of one direction and chunk that are posted while an action runs and feed a later
             one: buffers besides those in flight. 0 for a schedule that is not lowered.
@@ -170,6 +170,12 @@ class _Checker:
             )
         if self.schedule.forward_only and action.kind is not Kind.F:
             self.fail(f"rank {rank} has {action} in a forward-only schedule: nothing is kept for it. Remove it.", here)
+        if action.kind is not Kind.F and not self.schedule.has_backward(self.placement.stage_of(rank, chunk)):
+            self.fail(
+                f"rank {rank} has {action}, a backward of a stage before stage {self.schedule.trained_from}, the first with a "
+                "trained parameter: nothing is kept for it. Remove it.",
+                here,
+            )
         seen = {kind: self.where.get((self.placement.stage_of(rank, chunk), kind, microbatch)) for kind in Kind}
         excluded = {
             Kind.F: (Kind.F,),
@@ -201,7 +207,7 @@ class _Checker:
                 missing = None
                 if (stage, Kind.F, microbatch) not in self.where:
                     missing = Kind.F
-                elif not self.schedule.forward_only and (stage, Kind.B, microbatch) not in self.where:
+                elif self.schedule.has_backward(stage) and (stage, Kind.B, microbatch) not in self.where:
                     has_input_grad = (stage, Kind.I, microbatch) in self.where
                     if not has_input_grad:
                         missing = Kind.B
@@ -373,11 +379,9 @@ class _Checker:
     # --- what it takes ---------------------------------------------------------------------------------------------
 
     def peak_in_flight(self, rank: int) -> int:
-        if self.schedule.forward_only:
-            return 0
         now = peak = 0
         for each in self.rows[rank]:
-            if isinstance(each, Action):
+            if isinstance(each, Action) and self.schedule.has_backward(self.placement.stage_of(rank, each.chunk)):
                 now += each.kind is Kind.F
                 peak = max(peak, now)
                 now -= each.kind in (Kind.B, Kind.I)

@@ -13,6 +13,7 @@ Order of the column-parallel backward, in which communication runs under the GEM
     2. dX = dY W                       3. post f's backward on dX
     4. dW += dY^T X                    5. wait for dX
 Where weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer gathers dY again for its own.
+Where all weights of a layer are frozen, 1 and 4 fall away, and X is not saved.
 
 Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`_project`). On [s, b, in] torch looks at
 all strides, also of dimensions of size 1: for one sample with transposed tokens it makes s small GEMMs, each reading the weight.
@@ -65,13 +66,18 @@ class ColumnParallelLinear(nn.Module):
     def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Add dY^T X and the sum of dY to the main grads. grad [s, b, rows], x [s, b, in]."""
         self.region.axis.ledger.mark("weight_grad", self.name)
-        grad, x = grad.flatten(0, 1), x.flatten(0, 1)
+        rows_of_grad, x = grad.flatten(0, 1), x.flatten(0, 1)
         for main_grad, rows, overwrite in self.weights.main_grads():
-            self.queue.add_matmul(main_grad, grad[:, rows], x, overwrite=overwrite)
-        if self.biases is not None:
-            total = grad.sum(0, dtype=accumulation_dtype(grad.dtype))
-            for main_grad, rows, overwrite in self.biases.main_grads():
-                add(main_grad, total[rows], overwrite=overwrite)
+            self.queue.add_matmul(main_grad, rows_of_grad[:, rows], x, overwrite=overwrite)
+        self.add_bias_grads(grad)
+
+    def add_bias_grads(self, grad: torch.Tensor) -> None:
+        """Add the sum of dY [s, b, rows] to the main grads of the biases."""
+        if self.biases is None or not self.biases.is_trained:
+            return
+        total = grad.flatten(0, 1).sum(0, dtype=accumulation_dtype(grad.dtype))
+        for main_grad, rows, overwrite in self.biases.main_grads():
+            add(main_grad, total[rows], overwrite=overwrite)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -80,18 +86,22 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.layer = layer
         x = x.contiguous()
         inputs = layer.region.enter(x, f"{layer.name} forward").wait()
-        ctx.save_for_backward(layer.region.kept(x, inputs))
+        ctx.save_for_backward(*([layer.region.kept(x, inputs)] if layer.weights.is_trained else []))
         matrices = layer.weights.matrices()
-        # Biases are adjacent where their weights are: each matrix has one vector, added in its GEMM.
-        biases = [None] * len(matrices) if layer.biases is None else layer.biases.matrices()
+        biases = [None] * len(matrices) if layer.biases is None else _beside(matrices, layer.biases.matrices())
         outputs = [_project(inputs, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer: ColumnParallelLinear = ctx.layer
-        (kept,) = ctx.saved_tensors
         grad, regather = grad.contiguous(), f"{layer.name} regather"
+        if not layer.weights.is_trained:
+            grad_input = _times_rows(grad, layer.weights.matrices())
+            reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
+            layer.add_bias_grads(grad)
+            return reduced.wait(), None
+        (kept,) = ctx.saved_tensors
         deferring = layer.queue.deferring
         gathered = None if deferring else layer.region.enter_again(kept, regather)
         grad_input = _times_rows(grad, layer.weights.matrices())
@@ -156,21 +166,23 @@ class _RowParallel(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, layer: RowParallelLinear) -> torch.Tensor:
         ctx.layer = layer
         x = x.contiguous()
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(*([x] if layer.weights.is_trained else []))
         bias = layer.bias.weight().detach() if layer.bias is not None and layer.region.axis.index == 0 else None
         return layer.region.leave(_project(x, layer.matrix(), bias), f"{layer.name} forward").wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer: RowParallelLinear = ctx.layer
-        (x,) = ctx.saved_tensors
         grad = grad.contiguous()
         gathered = layer.region.leave_backward(grad, f"{layer.name} backward")
-        if layer.bias is not None:
+        if layer.bias is not None and layer.bias.is_trained:
             # The bias acts on this rank's part of the sequence; under sequence parallelism the sum over tp follows later.
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
         whole = gathered.wait()
         grad_input = _project(whole, layer.matrix().t())
+        if not layer.weights.is_trained:
+            return grad_input, None
+        (x,) = ctx.saved_tensors
         if layer.queue.deferring:
             # Of sequence-parallel gradients the shard is kept, and gathered once more.
             regather = f"{layer.name} regather"
@@ -229,6 +241,15 @@ class _VocabParallelLookup(torch.autograd.Function):
             add(main_grad, total, overwrite=is_first)
         layer.weight.grad_was_added()
         return None, None, None
+
+
+def _beside(matrices: Sequence[torch.Tensor], vectors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return a vector of biases for each matrix, added in its GEMM.
+
+    Biases are adjacent where their weights are, unless only some of both are frozen.
+    """
+    rows = [matrix.shape[0] for matrix in matrices]
+    return vectors if [len(vector) for vector in vectors] == rows else torch.cat(list(vectors)).split(rows)
 
 
 def _times_rows(grad: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:

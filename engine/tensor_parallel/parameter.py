@@ -12,6 +12,7 @@ A weight-gradient GEMM may be deferred (`weight_grads.py`), which zero-bubble sc
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby, takewhile
 from typing import Protocol
 
 import torch
@@ -35,7 +36,7 @@ class ShardedParameter(nn.Module):
     Attributes:
         record: name, shape, box and replicas.
         value: the weight, of `record.local_shape` in the run's dtype; a leaf whose `.grad` is never used.
-        main_grad: accumulated gradient of that shape in the accumulation dtype; None before `bind`.
+        main_grad: accumulated gradient of that shape in the accumulation dtype; None before `bind`, and where it is not trained.
         num_uses: layers that use it. A tied embedding on one stage has two; each microbatch brings a gradient from both.
     """
 
@@ -51,9 +52,14 @@ class ShardedParameter(nn.Module):
         """Use these views of the flat tensors from now on."""
         # `.data` has its own version counter: the all-gather of another bucket writes to the same flat tensor while this weight is
         # in use, and autograd must not take that for a change of this weight.
-        self.value = nn.Parameter(value.data)
+        self.value = nn.Parameter(value.data, requires_grad=main_grad is not None)
         self.main_grad = main_grad
         self._sink = sink
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether layers add gradients to it."""
+        return self.record.is_trained
 
     def weight(self) -> torch.Tensor:
         """Return the complete weight; wait for the all-gather that fills it, if one is in flight."""
@@ -81,8 +87,8 @@ class ShardedParameter(nn.Module):
         self._sink.grad_added(self)
 
     def tracked(self) -> torch.Tensor:
-        """Return the weight for ordinary autograd code; its gradient goes to the main grad."""
-        return _ToMainGrad.apply(self.weight(), self)
+        """Return the weight for ordinary autograd code; its gradient goes to the main grad, if it is trained."""
+        return _ToMainGrad.apply(self.weight(), self) if self.is_trained else self.weight().detach()
 
 
 class _ToMainGrad(torch.autograd.Function):
@@ -109,23 +115,39 @@ class FusedWeights:
     def __init__(self, members: Sequence[ShardedParameter], in_features: int | None) -> None:
         """Take the members and the width of their matrices; None for vectors (biases)."""
         self.members = tuple(members)
+        self._in_features = in_features
         self._values = _MergedViews(in_features)
-        self._main_grads = _MergedViews(in_features)
+        # Of frozen members there is no gradient: those of a run of trained ones may be one matrix.
+        self._trained = [
+            (tuple(run), _MergedViews(in_features))
+            for is_trained, run in groupby(members, key=lambda member: member.is_trained)
+            if is_trained
+        ]
+
+    @property
+    def is_trained(self) -> bool:
+        """Return whether a member is."""
+        return bool(self._trained)
 
     def matrices(self) -> list[torch.Tensor]:
         """Return the weights as few matrices [rows, in] (or vectors [rows]), as adjacency allows."""
         return self._values.of([member.weight() for member in self.members])
 
     def main_grads(self) -> Iterator[tuple[torch.Tensor, slice, bool]]:
-        """Yield (main-grad matrix, its rows of W, overwrite) per run of adjacent members; then notify their sinks."""
-        overwrite = self.members[0].is_first_grad()
-        assert all(member.is_first_grad() == overwrite for member in self.members[1:])
-        first = 0
-        for matrix in self._main_grads.of([member.bound_main_grad() for member in self.members]):
-            yield matrix, slice(first, first + matrix.shape[0]), overwrite
-            first += matrix.shape[0]
-        for member in self.members:
-            member.grad_was_added()
+        """Yield (main-grad matrix, its rows of W, overwrite) per run of adjacent trained members; then notify their sinks."""
+        for members, main_grads in self._trained:
+            overwrite = members[0].is_first_grad()
+            assert all(member.is_first_grad() == overwrite for member in members[1:])
+            first = self._first_row(members[0])
+            for matrix in main_grads.of([member.bound_main_grad() for member in members]):
+                yield matrix, slice(first, first + matrix.shape[0]), overwrite
+                first += matrix.shape[0]
+            for member in members:
+                member.grad_was_added()
+
+    def _first_row(self, member: ShardedParameter) -> int:
+        before = takewhile(lambda other: other is not member, self.members)
+        return sum(other.record.numel for other in before) // (self._in_features or 1)
 
 
 class _MergedViews:

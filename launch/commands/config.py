@@ -42,6 +42,7 @@ from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses
 from models.predict.rank_memory import GB, can_keep, predict, resolve_recompute
 from models.run_rules import RULES_OF_A_RUN
 from models.specs import num_parameters
+from models.trained_part import schedule_of_step
 
 PRINT_EXAMPLES = """examples:
   triaxis config print configs/gpt_tiny.yaml
@@ -177,7 +178,8 @@ def _parameters(config: Config) -> str:
     rows = [("parameter", "shape", "lr x", "decay", "group")]
     for layers, name, one in _by_layers(grouped_parameters(config)):
         rule, group = one.rule, "" if one.number is None else config.optimizer.groups[one.number]["match"]
-        update = ("not trained", "") if rule is None else (f"{rule.lr_factor:g}", f"{rule.weight_decay:g}")
+        kept = "frozen" if one.is_frozen else "not trained"
+        update = (kept, "") if rule is None else (f"{rule.lr_factor:g}", f"{rule.weight_decay:g}")
         shape = " x ".join(map(str, one.spec.shape))
         rows.append((name.replace("layers.N.", f"layers.{layers}."), shape, *update, group))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -206,7 +208,7 @@ def _layer_of(one: Grouped) -> str:
 
 
 def _facts(named: Sequence[tuple[str, Grouped]]) -> list[tuple[object, ...]]:
-    return [(name, one.spec.shape, one.number, one.rule) for name, one in named]
+    return [(name, one.spec.shape, one.number, one.rule, one.is_frozen) for name, one in named]
 
 
 def _derived(
@@ -279,7 +281,7 @@ def _check_programs(config: Config, sizes: ParallelSizes) -> None:
         ScheduleError: one of them would deadlock.
     """
     num_microbatches = batch_plan(config, sizes.dp).num_microbatches
-    Programs(schedules.of_step(config, sizes))
+    Programs(schedule_of_step(config, sizes))
     Programs(of_forward(sizes, num_microbatches))
 
 

@@ -267,8 +267,8 @@ def show_footprint(console: Console, config: Config, rank: int, found: "Footprin
 def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
     """Print the terms of a layer and their sum, with the measured bytes."""
     from launch.footprint.run import assumed_documents
-    from models.predict.activation_memory import block_terms, paper_per_token, per_token
     from models.predict.experts.memory import worst_load
+    from models.predict.layer_terms import block_terms, paper_per_token, per_token
     from models.predict.recompute_choice import usual_layer
 
     terms = block_terms(config, parallel_sizes(config), usual_layer(config))
@@ -306,11 +306,13 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
 def _formula_bytes(config: Config, found: "Footprint") -> float:
     """Return the bytes that a microbatch saves on the rank's chunks by the formula, those moved to the host included."""
     from models.predict.activation_memory import kept_bytes, moved_bytes
+    from models.trained_part import TrainedPart
 
     sizes = parallel_sizes(config)
     stages = stages_of(config)
     mine = [stages[stage] for stage in found.stages]
-    return float(sum(kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage) for stage in mine))
+    kept = (TrainedPart.of(config).on(stage) for stage in mine)
+    return float(sum(kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage) for stage in kept))
 
 
 def _table(title: str, *columns: str) -> Table:

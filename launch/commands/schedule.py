@@ -144,6 +144,7 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     """Build the schedules that a run of this configuration uses: of a training step and of a validation."""
     from engine.config.load import load_config
     from engine.config.plan import batch_plan, data_parallel_size
+    from models.trained_part import trained_from
 
     if given := given_of(args, "pp", "vpp", "microbatches", "name"):
         raise ScheduleError(
@@ -163,7 +164,7 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     plan = batch_plan(config, dp or usual_dp(config))
     if args.verb == "check":
         console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}{note}")
-    training = schedules.of_config(config, parallel.pp, parallel.vpp, plan.num_microbatches)
+    training = schedules.of_config(config, parallel.pp, parallel.vpp, plan.num_microbatches, trained_from(config))
     return [training, forward_only(training.placement, plan.num_microbatches)]
 
 

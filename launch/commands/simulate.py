@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from engine.errors import ScheduleError, TriaxisError
-from engine.pipeline import schedules
 from engine.pipeline.actions import Schedule
 from engine.pipeline.lowering import Program, lower
 from engine.pipeline.simulate import Costs
@@ -164,6 +163,7 @@ def _of_config(args: argparse.Namespace) -> "tuple[Config, ParallelSizes, Schedu
 
     from engine.config.load import load_config
     from engine.config.plan import data_parallel_size, parallel_sizes
+    from models.trained_part import schedule_of_step
 
     if given := given_of(args, "pp", "vpp", "microbatches", "name", "forward", "input_grad", "weight_grad"):
         raise ScheduleError(
@@ -183,7 +183,7 @@ def _of_config(args: argparse.Namespace) -> "tuple[Config, ParallelSizes, Schedu
     parallel = config.parallel
     dp = args.dp or data_parallel_size(parallel, args.world_size) or usual_dp(config)
     sizes = parallel_sizes(config.model_copy(update={"parallel": parallel.model_copy(update={"dp": dp})}))
-    return config, replace(sizes, dp=dp), schedules.of_step(config, sizes)
+    return config, replace(sizes, dp=dp), schedule_of_step(config, sizes)
 
 
 def _config_costs(

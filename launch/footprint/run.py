@@ -29,13 +29,13 @@ from engine.data.documents import Documents
 from engine.data.loader import MicroBatch
 from engine.errors import TopologyError
 from engine.layout.rank_grid import Coordinates, ParallelSizes
-from engine.pipeline import schedules
 from engine.pipeline.lowering import Program, lower
 from engine.step import Engine
 from engine.train import ModelBuilder, build
 from launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, NewTensor, Peak, SavedTensor
 from launch.footprint.parts import PartBook, Recorder, covers, likenesses
 from launch.footprint.routing import Counts, counts_in_turn, know_rows, known_rows
+from models.trained_part import schedule_of
 
 HEAD_MODULES = ("head", "losses")
 """Modules of the last chunk whose saved tensors are logits."""
@@ -218,8 +218,7 @@ class Footprints:
         )
 
     def _lowered(self, num_microbatches: int) -> Program:
-        sizes = self.sizes
-        return lower(schedules.of_config(self.config, sizes.pp, sizes.vpp, num_microbatches))
+        return lower(schedule_of(self.config, self.sizes, num_microbatches))
 
     def _short_program(self, num_microbatches: int) -> Program:
         if num_microbatches not in self._short_programs:

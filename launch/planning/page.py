@@ -5,7 +5,6 @@ from html import escape
 
 from engine.config.load import to_yaml
 from engine.config.plan import batch_plan, rank_grid
-from engine.pipeline import schedules
 from engine.pipeline.simulate import simulate
 from engine.storage.redaction import without_secrets
 from engine.telemetry.outlets.format import gigabytes, significant
@@ -16,6 +15,7 @@ from launch.pictures.topology_picture import MOST_RANKS, legend, topology_chart,
 from launch.planning.search import Found, Plan
 from models.predict.rank_memory import Memory, shown_kinds
 from models.predict.step_time.estimate import COMPONENTS, SIMULATED_ROUNDS, Estimator
+from models.trained_part import schedule_of
 
 MOST_ROWS = 24
 """Rows of a chart with a bar per pipeline rank; of more, the page scrolls inside of it."""
@@ -195,7 +195,7 @@ def _schedule(plan: Plan) -> str:
     rounds = min(SIMULATED_ROUNDS, max(1, MOST_ACTIONS // (2 * sizes.vpp * sizes.pp)))
     drawn = min(whole, rounds * sizes.pp)
     costs = Estimator(plan.cluster, expert_load=plan.expert_load).costs(config, sizes)
-    timeline = simulate(schedules.of_config(config, sizes.pp, sizes.vpp, drawn), costs)
+    timeline = simulate(schedule_of(config, sizes, drawn), costs)
     said = (
         f"{timeline.schedule.name}: {whole:,} microbatches per step in each of {sizes.dp:,} pipelines. Numbers in the picture are "
         "microbatches, time goes to the right; point at an action for its times."

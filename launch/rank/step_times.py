@@ -13,7 +13,6 @@ from engine.comm.topology import Topology
 from engine.config.plan import batch_plan
 from engine.config.tree import Config
 from engine.errors import TriaxisError
-from engine.pipeline import schedules
 from engine.run.directory import RunDirectory
 from engine.step import Engine
 from engine.telemetry.outlets.hub import Telemetry
@@ -23,6 +22,7 @@ from engine.telemetry.timing.slow_ranks import SlowRanks
 from engine.telemetry.timing.step_times import StepTimes
 from engine.telemetry.timing.timeline import Row, Timeline, merge
 from models.predict.rank_memory import predict
+from models.trained_part import schedule_of_step
 
 HOST_BYTES = 64
 """Linux cuts the name of a host there (HOST_NAME_MAX)."""
@@ -30,7 +30,7 @@ HOST_BYTES = 64
 
 def open_step_times(config: Config, topology: Topology, marks: TimeMarks, directory: RunDirectory) -> StepTimes:
     """Make what times this rank's steps by its marks, which follow the waits of `topology`."""
-    schedule, timeline = schedules.of_step(config, topology.sizes), None
+    schedule, timeline = schedule_of_step(config, topology.sizes), None
     steps = config.telemetry.timeline
     if steps is not None:
         row = Row(

@@ -9,7 +9,6 @@ from engine.config.plan import batch_plan, parallel_sizes
 from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.pipeline import schedules
 from engine.pipeline.actions import Schedule
 from engine.pipeline.simulate import Costs, Timeline, simulate
 from engine.telemetry.outlets.format import in_bytes
@@ -19,6 +18,7 @@ from launch.pictures.schedule_picture import schedule_chart
 from launch.pictures.style import NUM_COLOURS
 from launch.report.record import RunRecord, number
 from models.predict.rank_memory import Memory, predict, shown_kinds
+from models.trained_part import schedule_of
 
 MOST_COLUMNS = 150
 """Of the chart of times: longer runs show means of several steps."""
@@ -318,11 +318,11 @@ def schedule(run: RunRecord) -> str:
         return MISSING.format("Unknown without a configuration of this version and the number of ranks.")
     try:
         num_microbatches = batch_plan(run.config, sizes.dp).num_microbatches
-        whole = _timeline(schedules.of_config(run.config, sizes.pp, sizes.vpp, num_microbatches))
+        whole = _timeline(schedule_of(run.config, sizes, num_microbatches))
         drawn = whole
         if num_microbatches * sizes.pp * sizes.vpp * 2 > MOST_ACTIONS:
             shown = max(MOST_ACTIONS // (sizes.pp * sizes.vpp * 2) // sizes.pp, 1) * sizes.pp
-            drawn = _timeline(schedules.of_config(run.config, sizes.pp, sizes.vpp, min(shown, num_microbatches)))
+            drawn = _timeline(schedule_of(run.config, sizes, min(shown, num_microbatches)))
     except TriaxisError as error:
         return MISSING.format(escape(str(error)))
     rows = [

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -23,7 +23,9 @@ from engine.activations.saved_tensors import SavedTensors
 from engine.comm.topology import Topology
 from engine.config.activations import RecomputeConfig
 from engine.config.context_parallel import gathers_keys
+from engine.config.groups import is_frozen
 from engine.config.model import ModelConfig
+from engine.config.plan import stages_of
 from engine.config.tree import Config
 from engine.context_parallel.attention import ContextParallelRegion
 from engine.context_parallel.ulysses import HeadExchange
@@ -49,6 +51,7 @@ from models.gpt.losses import TokenLosses, logit_options
 from models.gpt.mtp import TokensAhead
 from models.predict.rank_memory import resolve_recompute
 from models.specs import StageContents, stage_specs
+from models.trained_part import TrainedPart
 
 
 class Batch(Protocol):
@@ -77,11 +80,13 @@ class GPTChunk(nn.Module):
         super().__init__()
         self.context = context
         self.stage = stage
+        self.num_before = context.part.layers_before(stage)
         self.embedding = Embedding(context) if stage.has_embedding else None
         self.rotaries = [context.model.layer_kind(layer).rotary for layer in stage.layers]
         num_own = stage.num_own
         self.blocks = nn.ModuleList([Block(context, layer) for layer in stage.layers[:num_own]])
-        self.ahead = TokensAhead(context, stage.layers[num_own:], num_own) if stage.num_mtp else None
+        first_place = num_own - self.num_before
+        self.ahead = TokensAhead(context, stage.layers[num_own:], first_place) if stage.num_mtp else None
         self.final_norm = Norm(context, "final_norm") if stage.has_head else None
         self.head: ColumnParallelLinear | None = None
         self.losses = TokenLosses(context) if stage.has_head else None
@@ -101,6 +106,11 @@ class GPTChunk(nn.Module):
     def saved(self) -> SavedTensors:
         """Return the policy for tensors that this chunk saves for its backward."""
         return self.context.saved
+
+    @property
+    def trained_from(self) -> int:
+        """Return the number of the model's first stage with a backward."""
+        return self.context.trained_from
 
     @property
     def load(self) -> ExpertLoad | None:
@@ -169,9 +179,15 @@ class GPTChunk(nn.Module):
         self, x: torch.Tensor | None, batch: Batch, inputs: LayerInputs, cache: KVCache | None = None
     ) -> torch.Tensor:
         positions, keys = inputs
+        part = self.context.part
         if self.embedding is not None:
-            x = self.embedding(batch.tokens, batch.position_ids, keys)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and part.has_embedding):
+                x = self.embedding(batch.tokens, batch.position_ids, keys)
         assert x is not None, "only the first stage starts from tokens"
+        with torch.no_grad():
+            x = _run(self._layers()[: self.num_before], x, positions=positions, keys=keys, cache=cache)
+        if part.begins_on(self.stage):
+            x = _Begin.apply(x, x.new_empty(0).requires_grad_())
         shared = positions.tables.values()
         for group in self._groups():
             run = partial(_run, group.blocks, positions=positions, keys=keys, cache=cache)
@@ -188,8 +204,8 @@ class GPTChunk(nn.Module):
         return [cast(Block, block) for block in self.blocks]
 
     def _groups(self) -> list["_Group"]:
-        """Yield the blocks in order, grouped: those that are recomputed together, or one that is kept."""
-        blocks, choice = self._layers(), self.context.recompute
+        """Return the blocks with a backward in order, grouped: those that are recomputed together, or one that is kept."""
+        blocks, choice = self._layers()[self.num_before :], self.context.recompute
         num_again = 0
         if choice.granularity == "full":
             num_again = len(blocks) if choice.method == "uniform" else min(choice.num_layers, len(blocks))
@@ -199,6 +215,18 @@ class GPTChunk(nn.Module):
             _Group(blocks[start:stop], start < num_again, start < self.context.num_offloaded)
             for start, stop in pairwise([*starts, len(blocks)])
         ]
+
+
+class _Begin(torch.autograd.Function):
+    """The beginning of the part with a backward: from here on gradients are computed, and what is before gets none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        return None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +278,8 @@ def build_chunks(
     )
     experts = ExpertRegion.of(config, topology, kernels.fusion, on_saved)
     place = topology.sizes.expert_place(topology.rank)
+    part = TrainedPart.of(config)
+    first = part.first_stage(stages_of(config))
     chunks = []
     for stage in stages:
         parameters = _stage_parameters(config, region, place, dtype, stage, held)
@@ -267,6 +297,8 @@ def build_chunks(
             parameters=parameters,
             queue=WeightGradQueue(kernels.choices.weight_grad, on_saved),
             saved=saved,
+            part=part,
+            trained_from=first,
         )
         chunks.append(GPTChunk(context, stage))
         context.require_all_taken()
@@ -291,6 +323,7 @@ def _stage_parameters(
                 tp_index=region.axis.index,
                 sequence_parallel=region.sequence_parallel,
                 experts=place,
+                is_frozen=is_frozen(spec.name, config.optimizer),
             )
             held[spec.name] = ShardedParameter(record, dtype)
             held[spec.name].num_uses = 0

@@ -21,6 +21,7 @@ from engine.tensor_parallel.dropout import DropoutKeys, dropout
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.tensor_parallel.weight_grads import WeightGradQueue
+from models.trained_part import TrainedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class BuildContext:
         parameters: this chunk's parameters by global name.
         saved: policy for tensors that are saved for the backward; one for all chunks of the rank.
         seed: of the run, for dropout.
+        part: the part of the model with a backward, and `trained_from` its first stage.
         taken: names that modules have asked for.
     """
 
@@ -53,6 +55,8 @@ class BuildContext:
     parameters: Mapping[str, ShardedParameter]
     queue: WeightGradQueue
     saved: SavedTensors
+    part: TrainedPart
+    trained_from: int
     taken: set[str] = field(default_factory=set)
 
     def parameter(self, name: str) -> ShardedParameter:

@@ -22,118 +22,40 @@ Kept here otherwise than there:
     experts            `models/predict/experts/memory.py`, given the load of the rank's experts
     tokens ahead       `models/predict/mtp_terms.py`, and the tensors of embedding and head once more for each
     offload            of the first layers of a chunk only small tensors, or those that are held elsewhere
+    frozen weights     their inputs are not kept for them (`models/predict/layer_terms.py`); a stage is what of it has a backward
 
 A term is one tensor, and one storage: what is offloaded is chosen by its bytes.
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 from engine.config.attention_kinds import LayerKind, Rotary
 from engine.config.context_parallel import gathers_keys
+from engine.config.groups import is_frozen
 from engine.config.plan import part_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
-from models.predict.attention_terms import operand_terms, score_terms
 from models.predict.experts.memory import BACKWARD as MLP_BACKWARD
-from models.predict.experts.memory import BALANCED, choice_terms, deferred_expert_terms, expert_terms
-from models.predict.latent_terms import BEHIND_LATENTS, deferred_latents, latent_terms
+from models.predict.experts.memory import BALANCED, choice_terms, deferred_expert_terms
+from models.predict.latent_terms import BEHIND_LATENTS, deferred_latents
+from models.predict.layer_terms import (
+    all_terms,
+    attention_part,
+    block_terms,
+    first_product,
+    layer_sort,
+    norm_terms,
+    per_token,
+)
 from models.predict.mtp_terms import BEHIND_PROJECTION, INPUTS, deferred_joining, embedding_terms, joining_terms
 from models.predict.terms import BYTES_PER_ELEMENT, INDEX_BYTES, Sizes, Term, column_input
 from models.specs import StageContents
+from models.trained_part import TrainedPart, frozen_products, head_is_frozen
 
 LOSS_MASK = "mask"
-
-
-def block_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Fraction = BALANCED) -> list[Term]:
-    """List the tensors that one transformer layer keeps if it is not recomputed as a whole; `load`: of the rank's experts."""
-    parts = config.recompute.parts | ({"activation"} if "mlp" in config.recompute.parts else set())
-    terms = _all_terms(config, sizes, config.model.layer_kind(layer), load, is_core_again="attention" in parts)
-    return [replace(term, ours=Fraction(0)) if term.part in parts else term for term in terms]
-
-
-def _all_terms(
-    config: Config, sizes: ParallelSizes, kind: LayerKind, load: Fraction, *, is_core_again: bool
-) -> list[Term]:
-    """List the tensors that parts of a layer keep; with attention's core recomputed, its operands are kept as they came."""
-    at = Sizes.of(config, sizes)
-    model = config.model
-    whole = at.w * at.h * at.shard
-    dropped = at.h * at.shard
-    nothing = Fraction(0)
-    dropout = whole if model.hidden_dropout else nothing
-    mlp = expert_terms(config, at, sizes, load) if kind.has_experts else _mlp_terms(config, at)
-    return [
-        *(joining_terms(config, at) if kind.is_mtp else []),
-        *(_norm_terms(config, at, "attention_norm") if model.norms_before else []),
-        *_attention_terms(config, at, kind, is_core_again=is_core_again),
-        Term("attention.proj", "input", at.w * at.out, at.w * at.out),
-        *(_norm_terms(config, at, "attention_post_norm") if model.norms_after else []),
-        Term("attention", "residual dropout", dropped, dropout),
-        *_behind_attention(config, at, mlp),
-        *(_norm_terms(config, at, "mlp_post_norm") if model.norms_after else []),
-        Term("mlp", "residual dropout", dropped, dropout),
-    ]
-
-
-def _mlp_terms(config: Config, at: Sizes) -> list[Term]:
-    """List the tensors of a dense MLP."""
-    model, nothing = config.model, Fraction(0)
-    terms = [column_input(config, at, "mlp.up", "norm" if model.norms_before else "")]
-    if model.activation_kind.is_gated:
-        # Megatron-LM without fusions keeps the activated gate too; here it is computed again.
-        terms += [
-            Term("mlp", "gate and up", 2 * at.w * at.f, 2 * at.w * at.f, "mlp"),
-            Term("mlp", f"{model.activation_kind.pointwise}(gate)", at.w * at.f, nothing),
-        ]
-    else:
-        terms.append(Term("mlp", "activation input", at.w * at.f, at.w * at.f, "mlp"))
-    return [*terms, Term("mlp.down", "input", at.w * at.f, at.w * at.f, "activation")]
-
-
-def _behind_attention(config: Config, at: Sizes, mlp: Sequence[Term]) -> list[Term]:
-    """List the norm before the MLP, and the MLP's terms. A parallel block reads attention's input again, which is kept once."""
-    model = config.model
-    first, *others = [*(_norm_terms(config, at, "mlp_norm") if model.norms_before else []), *mlp]
-    is_whole = first.ours == at.w * at.h * at.shard
-    return [replace(first, ours=Fraction(0)) if model.parallel_block and is_whole else first, *others]
-
-
-def _norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
-    nothing = Fraction(0)
-    whole = at.w * at.h * at.shard
-    kind = config.model.norm_kind
-    number = (at.w if kind.statistics_dtype == "run" else at.acc) * at.shard
-    return [Term(module, "input", whole, whole), *(Term(module, name, nothing, number) for name in kind.statistics)]
-
-
-def _attention_terms(config: Config, at: Sizes, kind: LayerKind, *, is_core_again: bool) -> list[Term]:
-    """List the tensors from the norm to the output's projection.
-
-    Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s.
-    """
-    model = config.model
-    is_fused = config.kernels.attention != "explicit"
-    is_exchanged = at.c > 1 and not gathers_keys(config)
-    if model.mla is not None:
-        operands = latent_terms(config, at, kind, model.mla, is_core_again=is_core_again)
-    else:
-        operands = [column_input(config, at, "attention.qkv", "norm" if model.norms_before else "")]
-        operands += operand_terms(config, at, kind, is_fused or is_core_again, is_exchanged=is_exchanged)
-    # With gathered keys and values nothing of attention is made again: its backward gathers them itself.
-    part = "" if gathers_keys(config) and model.mla is None else "attention"
-    if is_fused:
-        output = (
-            [Term("attention", "output of exchanged heads", Fraction(0), at.w * at.q, part)] if is_exchanged else []
-        )
-        return [
-            *operands,
-            *output,
-            Term("attention", "logarithm of each row's sum", Fraction(0), at.acc * at.heads, part),
-        ]
-    return operands + score_terms(config, at, kind, is_exchanged=is_exchanged)
 
 
 def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> list[Term]:
@@ -150,7 +72,8 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
 def _before_layers(config: Config, at: Sizes, stage: StageContents) -> list[Term]:
     """List the tensors of embedding and rotation."""
     terms = embedding_terms(config, at) if stage.has_embedding else []
-    if stage.has_embedding and config.model.position_kind.has_table:
+    has_table = config.model.position_kind.has_table and not is_frozen("embedding.position.weight", config.optimizer)
+    if stage.has_embedding and has_table:
         terms.append(Term("embedding", "positions", Fraction(0), INDEX_BYTES * at.shard))
     return terms if config.recompute.granularity == "full" else [*terms, *_tables(config, at, stage.layers)]
 
@@ -160,23 +83,15 @@ def head_terms(config: Config, sizes: ParallelSizes, at: Sizes) -> list[Term]:
     columns = Fraction(config.model.padded_vocab_size, sizes.tp)
     # The paper keeps the logits in 32 bits; here they stay in the run's dtype and the softmax is computed again.
     logits = at.w * columns if config.recompute.head_tokens is None else Fraction(0)
+    # A head in pieces makes its logits again from its input.
+    keeps_input = config.recompute.head_tokens is not None or not head_is_frozen(config)
     return [
-        *_norm_terms(config, at, "final_norm"),
-        column_input(config, at, "head"),
+        *norm_terms(config, at, "final_norm"),
+        *([column_input(config, at, "head")] if keeps_input else []),
         Term("losses", "logits", 4 * columns, logits),
         Term("losses", "sums, targets and which are held", Fraction(0), Fraction(at.acc + INDEX_BYTES + 1)),
         Term("losses", LOSS_MASK, Fraction(0), Fraction(1)),
     ]
-
-
-def per_token(terms: Sequence[Term]) -> Fraction:
-    """Return the bytes per token that this engine keeps."""
-    return sum((term.ours for term in terms), Fraction(0))
-
-
-def paper_per_token(terms: Sequence[Term]) -> Fraction:
-    """Return the bytes per token in the paper's count."""
-    return sum((term.paper for term in terms), Fraction(0))
 
 
 def kept_bytes(
@@ -246,10 +161,13 @@ def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: F
     shard = at.w * at.h * at.shard
     entered = Fraction(at.w * at.h) if config.recompute.gathered_inputs == "keep" else shard
     columns = at.w * model.activation_kind.num_inputs * at.f
+    frozen = frozen_products(config, layer)
     # Branches of a parallel block read one tensor, and have one gradient, unless something of their own is between.
     is_one_input = model.parallel_block and not model.norms_before and entered == shard
+    is_one_input = is_one_input and first_product(config) not in frozen
     is_scaled = model.residual_multiplier != 1.0
     is_one_gradient = model.parallel_block and not (model.hidden_dropout or model.norms_after or is_scaled)
+    is_one_gradient = is_one_gradient and not frozen.intersection(("mlp.down", "mlp.shared.down"))
     if model.mla is not None:
         before = deferred_latents(config, at, model.mla)
     else:
@@ -266,24 +184,25 @@ def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: F
     if model.layer_kind(layer).has_experts:
         mlp = deferred_expert_terms(config, at, sizes, load)
         is_one_gradient = is_one_gradient and any(term.module == "mlp.shared.down" for term in mlp)
-    return [
+    terms = [
         *(deferred_joining(at) if model.layer_kind(layer).is_mtp else []),
         *before,
         Term("attention.proj", "input", nothing, at.w * at.out),
         Term("attention.proj", "gradient", nothing, nothing if is_one_gradient else shard),
         *mlp,
     ]
+    return [term for term in terms if term.module not in frozen]
 
 
 def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents, load: Fraction = BALANCED) -> int:
     """Return the bytes that the weight gradients of one microbatch wait with on one stage; 0 where they do not wait."""
     if not config.schedule.defers_weight_gradients:
         return 0
-    kinds = config.model.kinds
-    counted = Counter(kinds[layer] for layer in stage.layers)
-    first = {kinds[layer]: layer for layer in reversed(stage.layers)}
+    sorts = {layer: layer_sort(config, layer) for layer in stage.layers}
+    counted = Counter(sorts.values())
+    first = {sorts[layer]: layer for layer in reversed(stage.layers)}
     return sum(
-        count * _bytes(config, deferred_terms(config, sizes, first[kind], load)) for kind, count in counted.items()
+        count * _bytes(config, deferred_terms(config, sizes, first[sort], load)) for sort, count in counted.items()
     )
 
 
@@ -314,12 +233,13 @@ def _waiting(config: Config, sizes: ParallelSizes, layer: int, load: Fraction, *
 
 
 def _all_waiting(config: Config, sizes: ParallelSizes, layers: Sequence[int], load: Fraction) -> list[tuple[int, int]]:
-    """Return `_waiting` of each layer of a stage; layers of a kind share it, and layers below may share a table of rotation."""
-    kinds, known, found = config.model.kinds, dict[tuple[LayerKind, bool], tuple[int, int]](), []
+    """Return `_waiting` of each layer of a stage; layers of a sort share it, and layers below may share a table of rotation."""
+    known, found = dict[tuple[object, bool], tuple[int, int]](), []
     seen: set[Rotary | None] = set()
     for layer in layers:
-        key = kinds[layer], kinds[layer].rotary not in seen
-        seen.add(kinds[layer].rotary)
+        rotary = config.model.kinds[layer].rotary
+        key = layer_sort(config, layer), rotary not in seen
+        seen.add(rotary)
         if key not in known:
             known[key] = _waiting(config, sizes, layer, load, is_last_use=key[1])
         found.append(known[key])
@@ -386,10 +306,10 @@ def layer_groups(
     at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
     num_own = stage.num_own
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
-    every = config.model.kinds
-    kinds = [every[layer] for layer in stage.layers]
+    sorts = [layer_sort(config, layer) for layer in stage.layers]
+    kinds = [kind for kind, _ in sorts]
     # What a layer keeps if nothing of it is recomputed, and so while its backward runs after it was recomputed whole.
-    plain = {kind: _all_terms(config, sizes, kind, load, is_core_again=False) for kind in set(kinds)}
+    plain = {sort: all_terms(config, sizes, sort[0], load, sort[1]) for sort in set(sorts)}
     entry = Term("attention_norm", "input", Fraction(0), at.w * at.h * at.shard)
     again = recompute.granularity == "full"
     num_again = 0
@@ -404,20 +324,20 @@ def layer_groups(
         moved = _moved(config, at, [first], start, stage)
         # One for all layers that need them; a group that is recomputed gets them from outside.
         stop = start + 1 if kinds[start].is_mtp else min(start + size, of_own)
-        in_backward = sum(_bytes(config, plain[kind]) for kind in kinds[start:stop])
+        in_backward = sum(_bytes(config, plain[sort]) for sort in sorts[start:stop])
         in_backward += _bytes(config, _tables(config, at, stage.layers[start:stop]))
         chosen = [term for kind in kinds[start:stop] if kind.has_experts for term in choice_terms(config, at, sizes)]
         groups.append(LayerGroup(_bytes(config, [first, *chosen]) - moved, in_backward, moved))
     seen: set[Rotary | None] = set()
-    of_kind = {kinds[start]: stage.layers[start] for start in range(num_again, num_layers)}
-    kept = {kind: block_terms(config, sizes, layer, load) for kind, layer in of_kind.items()}
+    of_sort = {sorts[start]: stage.layers[start] for start in range(num_again, num_layers)}
+    kept = {sort: block_terms(config, sizes, layer, load) for sort, layer in of_sort.items()}
     most = {
-        kind: (_bytes(config, terms), _in_attention(config, at, kind, terms, plain[kind]))
-        for kind, terms in kept.items()
+        sort: (_bytes(config, terms), _in_attention(config, at, sort[0], terms, plain[sort]))
+        for sort, terms in kept.items()
     }
     for start in range(num_again, num_layers):
-        kind = kinds[start]
-        terms, (layer, in_core) = kept[kind], most[kind]
+        kind, sort = kinds[start], sorts[start]
+        terms, (layer, in_core) = kept[sort], most[sort]
         moved = _moved(config, at, terms, start, stage)
         # The first layer that keeps a table keeps it for all.
         is_first = again and kind.rotary not in seen
@@ -444,7 +364,7 @@ def _in_attention(config: Config, at: Sizes, kind: LayerKind, terms: Sequence[Te
         )
         return _bytes(config, [*terms[:before], *inside])
     rotated = [
-        term for term in _attention_terms(config, at, kind, is_core_again=True) if term.tensor in ("new q", "new k")
+        term for term in attention_part(config, at, kind, is_core_again=True) if term.tensor in ("new q", "new k")
     ]
     is_exchanged = at.c > 1 and not gathers_keys(config)
     if config.kernels.attention == "explicit":
@@ -462,11 +382,14 @@ def _moved(config: Config, at: Sizes, terms: Sequence[Term], layer: int, stage: 
     """Return the bytes that layer number `layer` of a chunk moves to the host."""
     if layer >= config.offload.num_layers:
         return 0
+    part = TrainedPart.of(config)
+    # Behind the end of the backward the executor holds nothing.
+    begins = not part.has_embedding and stage.layers[layer] == part.first_layer
     total = 0
     for index, term in enumerate(terms):
         # What comes from another stage is held for its gradient; gathered for the first GEMM it is another tensor.
         is_entry = index == 0 and term.ours == at.w * at.h * at.shard
-        is_received = layer == 0 and not stage.has_embedding and is_entry and term.module != INPUTS
+        is_received = layer == 0 and not (stage.has_embedding or begins) and is_entry and term.module != INPUTS
         num_bytes = _bytes(config, [term])
         if term.moves and num_bytes >= config.offload.min_bytes and not is_received:
             total += num_bytes

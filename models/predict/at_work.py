@@ -9,8 +9,9 @@ from fractions import Fraction
 from engine.config.plan import part_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
-from models.predict.activation_memory import LOSS_MASK, LayerGroup, deferred_terms, head_terms, kept_bytes, per_token
+from models.predict.activation_memory import LOSS_MASK, LayerGroup, deferred_terms, head_terms, kept_bytes
 from models.predict.experts.temporaries import temporaries
+from models.predict.layer_terms import per_token
 from models.predict.mtp_terms import embedding_terms
 from models.predict.terms import Sizes, Term
 from models.specs import StageContents

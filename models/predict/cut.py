@@ -3,19 +3,51 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from engine.config.attention_kinds import LayerKind
 from engine.config.plan import placement_of, stages_of
 from engine.config.tree import Config
 from engine.layout.partition import StageLayers
+from models.trained_part import TrainedPart, frozen_products
 
 Memo = dict[object, Any]
 """What predictions of one model share, whatever the layout."""
+
+
+class LayerSort(NamedTuple):
+    """A layer as far as bytes and seconds depend on it.
+
+    Attributes:
+        kind: of the layer.
+        frozen: its products without a weight gradient (`models.trained_part.frozen_products`).
+        has_backward: gradients go through it.
+        is_first: it is the first one with a backward, behind something that has none.
+    """
+
+    kind: LayerKind
+    frozen: frozenset[str]
+    has_backward: bool
+    is_first: bool
+
+
+def layer_sorts(config: Config) -> list[LayerSort]:
+    """Return the sort of each layer."""
+    part = TrainedPart.of(config)
+    return [
+        LayerSort(
+            kind,
+            frozen_products(config, layer),
+            layer >= part.first_layer,
+            layer == part.first_layer and not part.has_embedding,
+        )
+        for layer, kind in enumerate(config.model.kinds)
+    ]
 
 
 class Contents(NamedTuple):
     """Contents of a stage as far as bytes and seconds depend on them: stages that are equal in this hold and take the same.
 
     Attributes:
-        layers: numbers of their kinds.
+        layers: numbers of their sorts, in the order in which the model has them first.
         num_mtp: of the layers, how many predict tokens further ahead; the last ones.
     """
 
@@ -48,10 +80,12 @@ class Cut:
         placement, given = placement_of(config), config.parallel.layers_per_stage
         key = "cut", placement, tuple(given) if isinstance(given, list) else given
         if key not in memo:
-            kinds = config.model.kinds
+            if "sorts" not in memo:
+                memo["sorts"] = layer_sorts(config)
+            sorts = memo["sorts"]
             # Records of kinds take long to hash.
-            numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
-            numbered = tuple(numbers[kind] for kind in kinds)
+            numbers = {sort: number for number, sort in enumerate(dict.fromkeys(sorts))}
+            numbered = tuple(numbers[sort] for sort in sorts)
             stages = stages_of(config, memo)
             contents = tuple(
                 Contents(numbered[one.layers.start : one.layers.stop], one.has_embedding, one.has_head, one.num_mtp)

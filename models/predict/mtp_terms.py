@@ -5,6 +5,7 @@ inputs [2 s(/t), b, h] --two norms--> [s(/t), b, 2 h] --projection--> a layer --
 
 from fractions import Fraction
 
+from engine.config.groups import is_frozen
 from engine.config.tree import Config
 from models.predict.terms import INDEX_BYTES, Sizes, Term
 
@@ -35,7 +36,8 @@ def deferred_joining(at: Sizes) -> list[Term]:
 def embedding_terms(config: Config, at: Sizes) -> list[Term]:
     """List the tensors of a word embedding."""
     dropped, whole = at.h * at.shard, at.w * at.h * at.shard
+    is_kept = not is_frozen("embedding.word.weight", config.optimizer)
     return [
-        Term("embedding", "rows and which are held", Fraction(0), Fraction(INDEX_BYTES + 1)),
+        Term("embedding", "rows and which are held", Fraction(0), Fraction((INDEX_BYTES + 1) * is_kept)),
         Term("embedding", "dropout", dropped, whole if config.model.hidden_dropout else Fraction(0)),
     ]

@@ -44,6 +44,7 @@ from models.predict.in_flight import Peak, peaks_of
 from models.predict.recompute_choice import ATTENTION, MLP, candidates, choice_for_layers, worthwhile_parts
 from models.predict.state_memory import StateBytes, state_bytes
 from models.predict.terms import BYTES_PER_ELEMENT
+from models.trained_part import TrainedPart, schedule_of, trained_from
 
 GB = 10**9
 
@@ -269,10 +270,10 @@ class _Pipeline:
         for _, chunks in self.cut.ranks:
             found = {one: number for number, one in enumerate(dict.fromkeys(chunks))}
             numbers.append(tuple(found[one] for one in chunks))
-        schedule = "peaks", schedules.title(config), sizes.pp, sizes.vpp, num_microbatches
+        schedule = "peaks", schedules.title(config), sizes.pp, sizes.vpp, num_microbatches, trained_from(config)
         keys = [(*schedule, pp, of_chunk) for pp, of_chunk in enumerate(numbers)]
         if any(key not in memo for key in keys):
-            rows = schedules.of_config(config, sizes.pp, sizes.vpp, num_microbatches).actions
+            rows = schedule_of(config, sizes, num_microbatches).actions
             for key, row, of_chunk in zip(keys, rows, numbers, strict=True):
                 if key not in memo:
                     memo[key] = peaks_of(row, of_chunk)
@@ -329,7 +330,8 @@ class _Held:
     at_work: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(cls, config: Config, sizes: ParallelSizes, stage: StageLayers, load: Fraction) -> "_Held":
+    def of(cls, config: Config, sizes: ParallelSizes, contents: StageLayers, load: Fraction) -> "_Held":
+        stage = TrainedPart.of(config).on(contents)
         groups = layer_groups(config, sizes, stage, load)
         functions = (kept_bytes, moved_bytes, forward_bytes, backward_bytes)
         kept, moved, forward, backward = (function(config, sizes, stage, groups, load) for function in functions)

@@ -24,8 +24,8 @@ from engine.config.section import Subject
 from engine.config.stage_work import made_from_latents
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
-from models.predict.activation_memory import block_terms, per_token
 from models.predict.experts.memory import columns_per_token
+from models.predict.layer_terms import block_terms, per_token
 from models.predict.terms import Sizes, Term
 
 FLOPS_PER_BYTE = 200

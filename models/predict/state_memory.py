@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.config.groups import is_frozen
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.tree import Config
 from engine.layout.param_layout import layout_parameters
@@ -35,6 +36,10 @@ def state_bytes(config: Config, sizes: ParallelSizes, chunks: Sequence[StageLaye
     )
     parameters = gradients = optimizer = 0
     for layout in layouts:
+        if layout.key.is_frozen:
+            # What never changes is its own master.
+            parameters += layout.numel * element
+            continue
         if not layout.key.is_trained:
             # A parameter of the accumulation dtype is its own master.
             parameters += layout.numel * wide
@@ -60,6 +65,13 @@ def _records(config: Config, sizes: ParallelSizes, mine: Sequence[StageLayers]) 
     sequence_parallel = config.parallel.sequence_parallel
     place = sizes.expert_place(0)
     return [
-        localize(spec, tp=sizes.tp, tp_index=0, sequence_parallel=sequence_parallel, experts=place)
+        localize(
+            spec,
+            tp=sizes.tp,
+            tp_index=0,
+            sequence_parallel=sequence_parallel,
+            experts=place,
+            is_frozen=is_frozen(spec.name, config.optimizer),
+        )
         for spec in specs.values()
     ]

@@ -16,6 +16,8 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather, reduce-scatter and al
                       latents: a gather forward (+ 1 recomputed) and a reduce-scatter of gradients, of r_kv + dr numbers per token
                       ulysses: an all-to-all of q, k and v and one of the output, each way (+ 2 recomputed)
     token ahead       a layer, and the calls of embedding and head once more; two more numbers in the step's agreement
+    frozen            before the first layer with a trained parameter there are forwards alone, in pipeline stages too; a frozen
+                      weight has no bucket, and its input is not gathered again
     layer, experts    of an MLP's calls those of the shared experts alone, and what `models/predict/experts/traffic.py` counts
 """
 
@@ -26,16 +28,17 @@ from dataclasses import dataclass
 from engine.comm.agreement import NUM_NUMBERS
 from engine.comm.ledger import CROSS_ENTROPY, EXPERTS, HEADS, KEYS_AND_VALUES, QK_NORM, REPLICA_GRADIENTS, Event
 from engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads
+from engine.config.groups import is_frozen
 from engine.config.moe import dispatch_of
 from engine.config.plan import batch_plan, local_seq_length, part_length
 from engine.config.tree import Config
 from engine.layout.rank_grid import Coordinates, ParallelSizes
 from engine.layout.shard_spec import ExpertPlace, ParamRecord, localize
-from engine.pipeline import schedules
 from engine.pipeline.actions import Kind
-from models.predict.experts.traffic import TOKENS, Choices, expert_calls, row_calls
+from models.predict.experts.traffic import TOKENS, Choices, Passes, expert_calls, row_calls
 from models.predict.rank_memory import resolve_recompute
 from models.specs import StageContents, stage_specs
+from models.trained_part import TrainedPart, frozen_products, head_is_frozen, schedule_of_step
 
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
 
@@ -114,14 +117,15 @@ def expected_traffic(
         choices: of experts in the step, on which the bytes of dispatch by all-to-all depend; None: all experts get equally many.
     """
     config = resolve_recompute(config, sizes)
-    tally = _Tally()
+    tally, part = _Tally(), TrainedPart.of(config)
     num_stages = len(stages)
     mine = [at.pp, num_stages - 1 - at.pp] if sizes.is_v else range(at.pp, num_stages, sizes.pp)
     for stage in mine:
-        _tensor_parallel(tally, config, sizes, stage, stages[stage])
-        _context_parallel(tally, config, sizes, stages[stage])
-        _pipeline(tally, config, sizes, stage, num_stages)
-        _experts(tally, config, sizes, at, stages[stage], choices)
+        going_back = part.on(stages[stage])
+        _tensor_parallel(tally, config, sizes, stage, stages[stage], going_back)
+        _context_parallel(tally, config, sizes, stages[stage], going_back)
+        _pipeline(tally, config, sizes, stage, num_stages, part.first_stage(stages))
+        _experts(tally, config, sizes, at, stages[stage], going_back, choices)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
     agreed = NUM_NUMBERS + 2 * config.model.num_mtp_layers
     tally.add("world", "step", "all_reduce", sizes.world_size, agreed * BYTES_PER_ELEMENT["float64"])
@@ -140,71 +144,96 @@ def _deferred_microbatches(config: Config, sizes: ParallelSizes, stage: int) -> 
     """Return the microbatches of a step whose weight gradients wait on a stage: all or none, but for a schedule of a file."""
     if config.schedule.file is None:
         return batch_plan(config, sizes.dp).num_microbatches * config.schedule.defers_weight_gradients
-    schedule = schedules.of_step(config, sizes)
+    schedule = schedule_of_step(config, sizes)
     placement = schedule.placement
     row, chunk = schedule.actions[placement.rank_of(stage)], placement.chunk_of(stage)
     return sum(action.kind is Kind.W and action.chunk == chunk for action in row)
 
 
-def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number: int, stage: StageContents) -> None:
+def _tensor_parallel(
+    tally: _Tally, config: Config, sizes: ParallelSizes, number: int, stage: StageContents, going_back: StageContents
+) -> None:
+    """Add what a stage sends over tp, and what its contents with a backward send again and back."""
     t, m = sizes.tp, batch_plan(config, sizes.dp).num_microbatches
     whole = _activation_bytes(config, part_length(config))
     shard = whole // t
     tokens = config.train.micro_batch_size * part_length(config)
-    num_layers, recomputed = len(stage.layers), _recomputed_layers(config, stage)
+    back, recomputed = going_back.layers, _recomputed_layers(config, going_back)
     # Attention and an MLP are a branch each, of a column- and a row-parallel layer; experts alone are none.
-    mlps = sum(_has_mlp(config, layer) for layer in stage.layers)
-    mlps_again = sum(_has_mlp(config, layer) for layer in stage.layers[:recomputed])
-    branches, repeated = num_layers + mlps, recomputed + mlps_again
+    all_mlps, mlps = ([layer for layer in layers if _has_mlp(config, layer)] for layers in (stage.layers, back))
+    mlps_again = sum(_has_mlp(config, layer) for layer in back[:recomputed])
+    branches, branches_back = len(stage.layers) + len(all_mlps), len(back) + len(mlps)
+    repeated = recomputed + mlps_again
     embeddings, heads = stage.has_embedding + stage.num_mtp, stage.has_head + stage.num_mtp
     *attention, of_mlp = _entries(config)
-    counted = [*((each, num_layers, recomputed) for each in attention), (of_mlp, mlps, mlps_again)]
+    counted = [
+        *((each, len(stage.layers), back, recomputed) for each in attention),
+        (of_mlp, len(all_mlps), mlps, mlps_again),
+    ]
+    # Of a frozen weight there is no gradient, for which its input would be gathered again.
     entries = [
-        (width * tokens * BYTES_PER_ELEMENT[config.precision.dtype], is_regathered, count, count_again)
-        for (width, is_regathered), count, count_again in counted
+        (width * tokens * BYTES_PER_ELEMENT[config.precision.dtype], count, count_again, len(layers), regathered)
+        for (width, products), count, layers, count_again in counted
+        for regathered in [_num_trained(config, layers, products)]
     ]
     if config.parallel.sequence_parallel:
         again = 0 if config.recompute.gathered_inputs == "keep" else 1
-        for entering, is_regathered, count, count_again in entries:
-            gathers = (1 + again * is_regathered) * count + count_again
+        for entering, count, count_again, count_back, regathered in entries:
+            gathers = count + again * regathered + count_again
             tally.add("tp", "activations", "all_gather", t, entering // t, m * gathers)
-            tally.add("tp", "activations", "reduce_scatter", t, entering, m * count)
-        gathers = branches + embeddings + (1 + again) * heads
+            tally.add("tp", "activations", "reduce_scatter", t, entering, m * count_back)
+        # A head in pieces makes its logits again, whatever is frozen.
+        is_head_again = again and (not head_is_frozen(config) or config.recompute.head_tokens is not None)
+        embeddings_back = 0 if is_frozen("embedding.word.weight", config.optimizer) else embeddings
+        gathers = branches_back + embeddings_back + (1 + is_head_again) * heads
         # A deferred weight gradient of a row-parallel layer gathers its output's gradient once more.
-        waiting = branches * _deferred_microbatches(config, sizes, number)
+        rows = _num_trained(config, back, ("attention.proj",))
+        rows += _num_trained(config, mlps, ("mlp.down", "mlp.shared.down"))
+        waiting = rows * _deferred_microbatches(config, sizes, number)
         scatters = branches + repeated + embeddings + heads
         tally.add("tp", "activations", "all_gather", t, shard, m * gathers + waiting)
         tally.add("tp", "activations", "reduce_scatter", t, whole, m * scatters)
     else:
-        for entering, _, count, _ in entries:
-            tally.add("tp", "activations", "all_reduce", t, entering, m * count)
+        for entering, _, _, count_back, _ in entries:
+            tally.add("tp", "activations", "all_reduce", t, entering, m * count_back)
         reduces = branches + repeated + embeddings + heads
         tally.add("tp", "activations", "all_reduce", t, whole, m * reduces)
     element = max(4, BYTES_PER_ELEMENT[config.precision.dtype])
     if config.model.qk_norm == "all_heads":
         # Squares of q and k forward, again where the layer is recomputed, and their gradients backward.
-        tally.add("tp", QK_NORM, "all_reduce", t, 2 * element * tokens, m * (2 * num_layers + recomputed))
+        tally.add(
+            "tp", QK_NORM, "all_reduce", t, 2 * element * tokens, m * (len(stage.layers) + len(back) + recomputed)
+        )
     # The largest logit of each token, then its sum of exponentials and target logit together.
     for count in (1, 2):
         tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * element * tokens, m * heads)
 
 
-def _entries(config: Config) -> list[tuple[int, bool]]:
-    """List the width of what enters a layer's products over tp, and whether it is gathered again for weight gradients."""
+def _entries(config: Config) -> list[tuple[int, tuple[str, ...]]]:
+    """List the width of what enters a layer's products over tp, and the products for whose weights it is gathered again."""
     h, mla = config.model.hidden_size, config.model.mla
-    attention = [(h, True)] if mla is None else [(mla.q_lora_rank or h, True), (mla.cached_size, False)]
-    return [*attention, (h, True)]
+    attention: list[tuple[int, tuple[str, ...]]] = [(h, ("attention.qkv",))]
+    if mla is not None:
+        attention = [(mla.q_lora_rank or h, ("attention.q_up",)), (mla.cached_size, ())]
+    return [*attention, (h, ("mlp.up", "mlp.shared.up"))]
 
 
-def _context_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
+def _num_trained(config: Config, layers: Iterable[int], products: Sequence[str]) -> int:
+    """Count the layers in which the weight of one of the products, which a layer has one of, is trained; 0 for no products."""
+    return sum(not frozen_products(config, layer).intersection(products) for layer in layers) if products else 0
+
+
+def _context_parallel(
+    tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents, going_back: StageContents
+) -> None:
     """Add what attention sends over cp: forward, again where a layer is recomputed as a whole, and backward."""
     model, m = config.model, batch_plan(config, sizes.dp).num_microbatches
     kv_heads = local_kv_heads(config)
     element = BYTES_PER_ELEMENT[config.precision.dtype]
     # Numbers of one head in all of the rows.
     head = model.head_size * config.train.micro_batch_size * model.seq_length
-    num_layers = len(stage.layers)
-    forwards = num_layers + _recomputed_layers(config, stage)
+    num_layers = len(going_back.layers)
+    forwards = len(stage.layers) + _recomputed_layers(config, going_back)
     if not gathers_keys(config):
         heads = model.num_attention_heads // sizes.tp
         for exchanged in (heads + 2 * kv_heads, heads):
@@ -247,28 +276,30 @@ def _experts(
     sizes: ParallelSizes,
     at: Coordinates,
     stage: StageContents,
+    going_back: StageContents,
     choices: Choices | None,
 ) -> None:
     """Add what layers with experts send: their tokens and outputs, and the fractions of each sample's choices."""
-    again = _recomputed_layers(config, stage)
+    again = going_back.layers[: _recomputed_layers(config, going_back)]
     member = ((at.dp * sizes.cp + at.cp) * sizes.tp + at.tp) % (sizes.ep * sizes.etp)
     axis_sizes = {"experts": sizes.ep * sizes.etp, "sample": sizes.cp * sizes.tp, "tp": sizes.tp}
     m, element = batch_plan(config, sizes.dp).num_microbatches, BYTES_PER_ELEMENT[config.precision.dtype]
-    for place, layer in enumerate(stage.layers):
+    for layer in stage.layers:
         if not config.model.layer_kind(layer).has_experts:
             continue
         chosen = None if choices is None else choices[layer]
-        for call in expert_calls(config, sizes, m, element, is_again=place < again):
+        passes = Passes(m, m * (layer in going_back.layers), m * (layer in again))
+        for call in expert_calls(config, sizes, passes, element):
             size = axis_sizes[call.axis]
             tally.add(call.axis, call.purpose, call.op, size, call.num_bytes, call.calls)
         if dispatch_of(config) == "all_to_all":
-            for purpose, calls, num_bytes in row_calls(
-                config, sizes, member, chosen, m, element, is_again=place < again
-            ):
+            for purpose, calls, num_bytes in row_calls(config, sizes, member, chosen, passes, element):
                 tally.add_uneven("experts", purpose, "all_to_all_rows", axis_sizes["experts"], num_bytes, calls)
 
 
-def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, num_stages: int) -> None:
+def _pipeline(
+    tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, num_stages: int, trained_from: int
+) -> None:
     m = batch_plan(config, sizes.dp).num_microbatches
     num_bytes = _activation_bytes(config, local_seq_length(config))
     # At the turn of a V two neighbouring stages are on one rank.
@@ -277,7 +308,8 @@ def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, n
     to_next = stage + 1 not in (num_stages, turn)
     for axis, sends, receives in (
         ("pp_forward", to_next, from_before),
-        ("pp_backward", from_before, to_next),
+        # Gradients go down to the first stage with a trained parameter.
+        ("pp_backward", from_before and stage > trained_from, to_next and stage >= trained_from),
     ):
         tally.add(axis, HAND_OVER, "send", sizes.pp, num_bytes, m * sends)
         tally.add(axis, HAND_OVER, "recv", sizes.pp, num_bytes, m * receives)
@@ -300,6 +332,7 @@ def _data_parallel(
                     sequence_parallel=config.parallel.sequence_parallel,
                     # All have equally many, and of equal shapes.
                     experts=ExpertPlace(sizes.ep, 0, sizes.etp, 0),
+                    is_frozen=is_frozen(spec.name, config.optimizer),
                 ),
             )
     axis_sizes = {
@@ -307,28 +340,38 @@ def _data_parallel(
         "kv_replicas": max(1, sizes.tp // config.model.kv_heads),
         "ends": sizes.num_ends,
     }
-    # What is not trained has no gradient, and every rank changes it alike.
-    trained = [record for record in records.values() if record.spec.is_trained]
+    # What is not trained has no gradient; it is frozen, or every rank changes it alike.
+    trained = [record for record in records.values() if record.is_trained]
     keys = dict.fromkeys((record.replicas, record.sum_over, record.reduce_over) for record in trained)
     for key in keys:
         _, sum_over, axis = key
         owners = sizes.dp_cp if axis == "dp" else sizes.dp_cp * sizes.tp // (sizes.ep * sizes.etp)
         held = [record for record in trained if (record.replicas, record.sum_over, record.reduce_over) == key]
-        for numel in _bucket_numels(held, config.optimizer.bucket_bytes // main_grad, 64 * owners):
+        for numel in _bucket_numels(
+            _groups(held, list(records.values())), config.optimizer.bucket_bytes // main_grad, 64 * owners
+        ):
             tally.add(axis, "gradients", "reduce_scatter", owners, numel * main_grad)
             tally.add(axis, "parameters", "all_gather", owners, numel * element // owners)
             if sum_over is not None:
                 tally.add(sum_over, REPLICA_GRADIENTS, "all_reduce", axis_sizes[sum_over], numel * main_grad // owners)
 
 
-def _bucket_numels(records: Iterable[ParamRecord], bucket_numel: int, multiple: int) -> list[int]:
-    """List the padded sizes of the buckets, last parameter first; parameters that share a GEMM are not parted."""
+def _groups(held: Iterable[ParamRecord], records: Sequence[ParamRecord]) -> list[int]:
+    """List the sizes of one buffer's parameters, `held` of a rank's `records`; those that share a GEMM are one."""
     groups: list[int] = []
-    for record in records:
-        if record.spec.fused_with_previous and record.replicas is None:
+    names = {record.name for record in held}
+    for before, record in zip([None, *records], records, strict=False):
+        if record.name not in names:
+            continue
+        if record.spec.fused_with_previous and before is not None and before.name in names:
             groups[-1] += record.numel
         else:
             groups.append(record.numel)
+    return groups
+
+
+def _bucket_numels(groups: Sequence[int], bucket_numel: int, multiple: int) -> list[int]:
+    """List the padded sizes of the buckets, last parameter first; groups are not parted."""
     numels = []
     open_numel = 0
     for numel in reversed(groups):

@@ -40,9 +40,10 @@ def test_the_first_match_wins_and_the_rest_is_the_optimizers_own() -> None:
             [{"match": "layers.*", "lr_factor": 2.0}, {"match": "layers.2.*", "lr_factor": 3.0}],
             ["groups.1.match = layers.2.*", "earlier groups", "layers.2.attention.norm.weight of layers.*", "narrower"],
         ),
-        ([{"match": "embedding.*"}], ["groups.0.match = embedding.*", "neither weight_decay nor lr_factor"]),
+        ([{"match": "embedding.*"}], ["groups.0.match = embedding.*", "none of weight_decay, lr_factor and freeze"]),
+        ([{"match": "*", "freeze": True}], ["optimizer.groups = *", "freezes all parameters", "freeze: false"]),
     ],
-    ids=["no parameter", "no parameter is left", "no field"],
+    ids=["no parameter", "no parameter is left", "no field", "everything is frozen"],
 )
 def test_a_group_without_effect_is_refused(groups: list[dict[str, object]], words: list[str]) -> None:
     [message] = problems(with_groups(*groups), more_rules=[groups_have_parameters])
@@ -69,9 +70,31 @@ def test_what_is_not_trained_is_in_no_group() -> None:
     assert "*.bias: matches no parameter that is trained" in message
 
 
+def test_frozen_parameters_have_no_rule_and_an_earlier_group_may_keep_some_trained() -> None:
+    config = config_with(
+        "model.moe={num_experts: 4, top_k: 2, ffn_hidden_size: 32, choice_bias: true}",
+        "model.layers=[moe]",
+        "model.bias=none",
+        "model.norm=rmsnorm",
+        'optimizer.groups=[{match: "*norm.weight", freeze: false}, {match: "layers.0.*", freeze: true}]',
+    )
+    assert not problems(config, more_rules=[groups_have_parameters])
+    found = {one.spec.name: one for one in grouped_parameters(config)}
+    for name in ("layers.0.attention.q.weight", "layers.0.mlp.router.bias"):
+        assert found[name].is_frozen and found[name].rule is None and found[name].number == 1
+    assert found["layers.0.attention.norm.weight"].rule == UpdateRule(1.0, 0.0)
+    assert not found["layers.1.mlp.router.bias"].is_frozen
+
+
 @pytest.mark.parametrize(
     "group",
-    [{"lr_factor": 2.0}, {"match": "", "lr_factor": 2.0}, {"match": "*", "lr_factor": 0}, {"match": "*", "lr": 1.0}],
+    [
+        {"lr_factor": 2.0},
+        {"match": "", "lr_factor": 2.0},
+        {"match": "*", "lr_factor": 0},
+        {"match": "*", "lr": 1.0},
+        {"match": "*", "freeze": "some"},
+    ],
 )
 def test_other_fields_are_refused(group: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="groups"):

@@ -77,6 +77,8 @@ class Case:
     """Parameters are in `GROUPS`."""
     ema: float | None = None
     """Decay of the moving average; None: there is none."""
+    frozen: tuple[str, ...] = ()
+    """Patterns of parameters that keep their values."""
     documents: bool = False
     """Samples are documents of some three tokens that do not see each other, with positions of their own."""
     staged: bool = False
@@ -127,6 +129,7 @@ class Case:
         parts += [self.optimizer] if self.optimizer != "adamw" else []
         parts += ["groups"] if self.groups else []
         parts += [f"ema{self.ema}"] if self.ema is not None else []
+        parts += ["frozen", *self.frozen] if self.frozen else []
         parts += ["documents"] if self.documents else []
         parts += ["staged"] if self.staged else []
         parts += [self.backend] if self.backend else []
@@ -169,7 +172,10 @@ class Case:
                     "clip_grad": 0.5,
                     "bucket_bytes": self.bucket_bytes,
                     "warmup_steps": 2,
-                    "groups": GROUPS if self.groups else [],
+                    "groups": [
+                        *({"match": pattern, "freeze": True} for pattern in self.frozen),
+                        *(GROUPS if self.groups else []),
+                    ],
                     "ema": None if self.ema is None else {"decay": self.ema},
                 },
                 "schedule": {"file": str(Path(__file__).with_name(self.schedule))}
@@ -334,9 +340,10 @@ def is_decayed(name: str) -> bool:
     return kind == "weight" and not part.endswith("norm")
 
 
-def is_trained(name: str) -> bool:
-    """Decide by name whether a parameter has a gradient: the bias of a router's choice has none."""
-    return not name.endswith("router.bias")
+def is_trained(name: str, case: Case | None = None) -> bool:
+    """Decide by name whether a parameter has a gradient: the bias of a router's choice has none, and what the case freezes."""
+    frozen = () if case is None else case.frozen
+    return not name.endswith("router.bias") and not any(fnmatchcase(name, pattern) for pattern in frozen)
 
 
 @dataclass
@@ -356,7 +363,7 @@ def run_oracle(
 ) -> OracleResult:
     """Train on the same batches with the oracle and torch's own optimizer and clipping; `on_step` reads each step's weights."""
     config = case.config()
-    weights = {name: weight.detach().clone().requires_grad_(is_trained(name)) for name, weight in weights.items()}
+    weights = {name: weight.detach().clone().requires_grad_(is_trained(name, case)) for name, weight in weights.items()}
     batches = Batches(
         dataset(config),
         global_batch_size=case.global_batch_size,
@@ -370,7 +377,7 @@ def run_oracle(
     )
     asked = config.optimizer
     groups = []
-    for name in filter(is_trained, weights):
+    for name in (name for name, weight in weights.items() if weight.requires_grad):
         fields = next((one for one in GROUPS if case.groups and fnmatchcase(name, one["match"])), {})
         decay = fields.get("weight_decay", asked.weight_decay * is_decayed(name))
         groups.append({"params": [weights[name]], "weight_decay": decay, "factor": fields.get("lr_factor", 1.0)})
@@ -408,7 +415,7 @@ def run_oracle(
             grads = {
                 name: weight.grad * tokens / nominal for name, weight in weights.items() if weight.grad is not None
             }
-        trained = [weight for name, weight in weights.items() if is_trained(name)]
+        trained = [weight for weight in weights.values() if weight.requires_grad]
         norm = torch.nn.utils.clip_grad_norm_(trained, config.optimizer.clip_grad or torch.inf)
         steps.append((loss, float(norm)))
         for group in optimizer.param_groups:
@@ -416,7 +423,8 @@ def run_oracle(
         optimizer.step()
         for layer, counts in load.items():
             bias = weights.get(f"layers.{layer}.mlp.router.bias")
-            if bias is not None and config.model.moe is not None:
+            frozen = any(fnmatchcase(f"layers.{layer}.mlp.router.bias", pattern) for pattern in case.frozen)
+            if bias is not None and config.model.moe is not None and not frozen:
                 bias += config.model.moe.balance.bias_rate * torch.sign(counts.double().mean() - counts)
         with torch.no_grad():
             on_step(weights)

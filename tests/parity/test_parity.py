@@ -9,6 +9,7 @@ cases of eight ranks, and compiled kernels.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
@@ -165,6 +166,7 @@ def compare(case: Case, num_steps: int = NUM_STEPS) -> None:
         optimizer=case.optimizer,
         documents=case.documents,
         groups=case.groups,
+        frozen=case.frozen,
     )
     expected = oracle(alone, num_steps)
     weights = weights_of(case.model, case.num_layers)
@@ -178,11 +180,16 @@ def compare(case: Case, num_steps: int = NUM_STEPS) -> None:
         staged=case.staged,
         backend=case.backend,
     )
-    check(results, expected, weights)
+    check(results, expected, weights, case)
 
 
-def check(results: Sequence[RankResult], expected: OracleResult, weights: Mapping[str, torch.Tensor]) -> None:
-    """Loss, norms of each step, every gradient of the first and the weights after the last."""
+def check(
+    results: Sequence[RankResult],
+    expected: OracleResult,
+    weights: Mapping[str, torch.Tensor],
+    case: Case | None = None,
+) -> None:
+    """Loss, norms of each step, every gradient of the first and the weights after the last; what `case` freezes has kept its."""
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 
     tokens = sum(result.num_tokens for result in results)
@@ -192,7 +199,8 @@ def check(results: Sequence[RankResult], expected: OracleResult, weights: Mappin
             assert got == pytest.approx(want, rel=1e-9)
 
     # A key bias has a gradient of exactly zero in theory, so the tolerance is relative to the tensor or to its share of all.
-    trained = {name: shape for name, shape in shapes.items() if is_trained(name)}
+    trained = {name: shape for name, shape in shapes.items() if is_trained(name, case)}
+    assert trained.keys() == expected.grads.keys()
     grads = assemble(trained, [piece for result in results for piece in result.grads], tolerance=1e-12)
     everything = sum(float(grad.square().sum()) for grad in expected.grads.values()) ** 0.5
     for name, want in expected.grads.items():
@@ -202,6 +210,8 @@ def check(results: Sequence[RankResult], expected: OracleResult, weights: Mappin
     masters = assemble(shapes, [piece for result in results for piece in result.masters], tolerance=1e-12)
     for name, want in expected.weights.items():
         assert float((masters[name] - want).abs().max()) <= 1e-9, name
+    for pattern in () if case is None else case.frozen:
+        assert all(masters[name].equal(weights[name]) for name in shapes if fnmatchcase(name, pattern)), pattern
 
 
 @pytest.mark.distributed

@@ -47,23 +47,33 @@ class Calls:
     calls: int
 
 
-def expert_calls(
-    config: Config, sizes: ParallelSizes, microbatches: int, element: int, *, is_again: bool
-) -> Iterator[Calls]:
+class Passes(NamedTuple):
+    """Microbatches of a step that go through a layer: forward, back, and forward once more in its backward."""
+
+    forward: int
+    backward: int
+    again: int
+
+
+ONCE = Passes(1, 1, 0)
+"""A microbatch, forward and back."""
+
+
+def expert_calls(config: Config, sizes: ParallelSizes, passes: Passes, element: int) -> Iterator[Calls]:
     """Yield the calls of one layer in a step whose sizes do not depend on the choices.
 
     Args:
+        passes: of the layer.
         element: bytes of an element of the run's dtype.
-        is_again: the layer's forward is repeated.
     """
     at = _Sizes.of(config, sizes, element)
     moe, num_ranks = at.moe, sizes.ep * sizes.etp
-    forwards = microbatches * (2 if is_again else 1)
+    forwards, backwards = passes.forward + passes.again, passes.backward
     if moe.balance.sequence_loss:
         fractions = config.train.micro_batch_size * moe.num_experts * at.wide
-        yield Calls("sample", FRACTIONS, "all_reduce", fractions, microbatches)
+        yield Calls("sample", FRACTIONS, "all_reduce", fractions, passes.forward)
     if sizes.tp > 1 and not config.parallel.sequence_parallel:
-        yield Calls("tp", TOKENS, "all_gather", at.tokens * at.row, forwards + microbatches)
+        yield Calls("tp", TOKENS, "all_gather", at.tokens * at.row, forwards + backwards)
     if dispatch_of(config) == "all_to_all":
         yield Calls("experts", COUNTS, "all_to_all", sizes.etp * moe.num_experts * INDEX_BYTES, forwards)
         return
@@ -72,9 +82,9 @@ def expert_calls(
     yield Calls("experts", FORWARD, "all_gather", tokens, forwards)
     yield Calls("experts", FORWARD, "all_gather", slots * at.wide, forwards)
     yield Calls("experts", FORWARD, "reduce_scatter", num_ranks * tokens, forwards)
-    yield Calls("experts", BACKWARD, "all_gather", tokens, microbatches)
-    yield Calls("experts", BACKWARD, "reduce_scatter", num_ranks * tokens, microbatches)
-    yield Calls("experts", BACKWARD, "reduce_scatter", num_ranks * slots * at.wide, microbatches)
+    yield Calls("experts", BACKWARD, "all_gather", tokens, backwards)
+    yield Calls("experts", BACKWARD, "reduce_scatter", num_ranks * tokens, backwards)
+    yield Calls("experts", BACKWARD, "reduce_scatter", num_ranks * slots * at.wide, backwards)
 
 
 def row_calls(
@@ -82,24 +92,23 @@ def row_calls(
     sizes: ParallelSizes,
     member: int,
     chosen: Sequence[Sequence[int]] | None,
-    microbatches: int,
+    passes: Passes,
     element: int,
-    *,
-    is_again: bool,
 ) -> Iterator[tuple[str, int, int]]:
     """Yield (purpose, calls, bytes to other ranks in all of them) of what one layer with all_to_all sends in a step.
 
     Args:
         member: place of the rank among those that share its experts.
         chosen: how often the tokens of each member chose each expert in the whole step; None: equally often.
-        element, is_again: as of `expert_calls`.
+        passes, element: as of `expert_calls`.
     """
     at = _Sizes.of(config, sizes, element)
-    sent, received = rows_between(at.moe, sizes, member, chosen, microbatches * at.tokens)
-    times = 2 if is_again else 1
+    sent, received = rows_between(at.moe, sizes, member, chosen, passes.forward * at.tokens)
+    # The choice of a microbatch is the same in all of its passes.
+    times, times_back = (count // passes.forward for count in (passes.forward + passes.again, passes.backward))
     there, back = sent * (at.row + at.wide) + received * at.row, sent * at.row + received * (at.row + at.wide)
-    yield FORWARD, 3 * microbatches * times, there * times
-    yield BACKWARD, 3 * microbatches, back
+    yield FORWARD, 3 * passes.forward * times, there * times
+    yield BACKWARD, 3 * passes.forward * times_back, back * times_back
 
 
 class _Sizes(NamedTuple):

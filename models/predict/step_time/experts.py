@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from engine.config.moe import buffer_rows, dispatch_of, local_tokens
 from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
-from models.predict.experts.traffic import BACKWARD, Calls, expert_calls, row_calls
+from models.predict.experts.traffic import BACKWARD, ONCE, Calls, expert_calls, row_calls
 from models.predict.step_time.links import Wire
 from models.predict.terms import BYTES_PER_ELEMENT, accumulation_bytes
 from models.predict.traffic import wire_bytes
@@ -77,12 +77,12 @@ def expert_work(config: Config, sizes: ParallelSizes, load: float) -> ExpertWork
     # Rows are read and written, each way; sums of outputs are read and written in the accumulation dtype; logits are read thrice.
     moved = 2 * w * copied * h + wide * (copied + 2 * sums) * h + activated + 2 * w * f * rows
     moved += 3 * wide * tokens * moe.num_experts
-    calls = list(expert_calls(config, sizes, 1, w, is_again=False))
+    calls = list(expert_calls(config, sizes, ONCE, w))
     forward = [call for call in calls if call.axis == "experts" and call.purpose != BACKWARD]
     backward = [call for call in calls if call.axis == "experts" and call.purpose == BACKWARD]
     wires = [_wire(part, sizes.expert_ranks) for part in (forward, backward)]
     if dispatch_of(config) == "all_to_all":
-        for place, (_, count, num_bytes) in enumerate(row_calls(config, sizes, 0, None, 1, w, is_again=False)):
+        for place, (_, count, num_bytes) in enumerate(row_calls(config, sizes, 0, None, ONCE, w)):
             wires[place] += Wire(num_bytes * load, count) if sizes.expert_ranks > 1 else Wire()
     cut = _wire([call for call in calls if call.axis == "tp"], sizes.tp)
     return ExpertWork(

@@ -77,7 +77,8 @@ class LayerTimer:
             forward += self._gemm(gemm.m, gemm.n, gemm.k) + self._cast(gemm.m * gemm.k)
             forward += self._cast(gemm.n * gemm.k) if self.implementation.casts_weights else 0.0
             input_grad += self._gemm(gemm.m, gemm.k, gemm.n) + self._cast(gemm.m * gemm.n)
-            weight_grad += self._gemm(gemm.k, gemm.n, gemm.m) + self._added(gemm.n * gemm.k)
+            if gemm.is_trained:
+                weight_grad += self._gemm(gemm.k, gemm.n, gemm.m) + self._added(gemm.n * gemm.k)
         return forward, input_grad, weight_grad
 
     def layer(self, work: LayerWork, *, recomputed: bool) -> Seconds:
@@ -120,21 +121,26 @@ class LayerTimer:
 
     def _add_experts(self, seconds: Seconds, work: LayerWork, experts: ExpertWork) -> None:
         """Add the routed experts of a layer: their products, copies of rows, and what dispatch sends."""
-        products = [(experts.router, self._router_dtype), (experts.up, self._dtype), (experts.down, self._dtype)]
+        router, up, down = (experts.router, self._router_dtype), (experts.up, self._dtype), (experts.down, self._dtype)
+        products = [router, up, down]
+        trained = [
+            router,
+            *(one for name, one in (("up", up), ("down", down)) if f"mlp.experts.{name}" not in work.frozen),
+        ]
         time, moved = self.device.gemm_seconds, self.stream(experts.moved_bytes)
         forward = sum(time(one.m, one.n, one.k, dtype, one.count) for one, dtype in products)
         input_grad = sum(time(one.m, one.k, one.n, dtype, one.count) for one, dtype in products)
         weight_grad = sum(
             time(one.k, one.n, one.m, dtype, one.count) + self._added(one.n * one.k * one.count)
-            for one, dtype in products
+            for one, dtype in trained
         )
         launches = self.launches(EXPERT_KERNELS)
         seconds.forward["compute"] += forward + moved + launches
         seconds.input_grad["compute"] += input_grad + 2 * moved + 2 * launches
         seconds.weight_grad["compute"] += weight_grad
         if "mlp" in self.config.recompute.parts:
-            up = experts.up
-            seconds.input_grad["recompute"] += time(up.m, up.n, up.k, self._dtype, up.count)
+            first = experts.up
+            seconds.input_grad["recompute"] += time(first.m, first.n, first.k, self._dtype, first.count)
         seconds.forward["experts"] = self._seconds(self._experts, experts.forward)
         seconds.input_grad["experts"] = self._seconds(self._experts, experts.backward)
         cut = self._tp_seconds(experts.cut)
@@ -198,7 +204,7 @@ class LayerTimer:
                 "tp": self._tp_seconds(sent),
                 **again,
             },
-            {"compute": weight_grad + self.launches(1)},
+            {"compute": weight_grad + self.launches(1)} if gemm.is_trained else {},
         )
 
     def _gemm(self, m: float, n: float, k: float) -> float:

@@ -7,10 +7,11 @@ Layouts of a run that differ in pp, vpp, dp or in where the layers are cut have 
 from collections import Counter
 from dataclasses import dataclass
 
+from engine.config.groups import is_frozen
 from engine.config.tree import Config
 from engine.data.document_statistics import DocumentStatistics
 from engine.layout.rank_grid import ParallelSizes
-from models.predict.cut import Contents
+from models.predict.cut import Contents, layer_sorts
 from models.predict.step_time.device import Device
 from models.predict.step_time.facts import (
     Parameters,
@@ -57,7 +58,7 @@ def timer_key(config: Config, sizes: ParallelSizes) -> tuple[object, ...]:
 
 
 class StageTimer:
-    """Seconds of stages without what depends on pp and dp; a stage is its layers' kinds and the model's ends."""
+    """Seconds of stages without what depends on pp and dp; a stage is its layers' sorts and the model's ends."""
 
     def __init__(
         self,
@@ -73,7 +74,9 @@ class StageTimer:
         self._config, self._sizes = config, sizes
         self._implementation, self._documents, self._expert_load = implementation, documents, expert_load
         # In the order of the numbers of `Contents`.
-        self._of_kind = [config.model.kinds.index(kind) for kind in dict.fromkeys(config.model.kinds)]
+        sorts = layer_sorts(config)
+        self._sorts = list(dict.fromkeys(sorts))
+        self._of_sort = [sorts.index(sort) for sort in self._sorts]
         self._layers: dict[tuple[int, bool], Seconds] = {}
         self._stages: dict[Contents, Timed] = {}
         self._ranks: dict[tuple[Contents, ...], Timed] = {}
@@ -100,28 +103,32 @@ class StageTimer:
         if ends not in self._in_ends:
             self._in_ends[ends] = parameters_of_ends(self._config, self._sizes, contents.as_stage())
         total = self._in_ends[ends]
-        for kind, count in Counter(contents.layers).items():
-            if kind not in self._in_layer:
-                self._in_layer[kind] = parameters_of_layer(self._config, self._sizes, self._of_kind[kind])
-            total += self._in_layer[kind].times(count)
+        for sort, count in Counter(contents.layers).items():
+            if sort not in self._in_layer:
+                self._in_layer[sort] = parameters_of_layer(self._config, self._sizes, self._of_sort[sort])
+            total += self._in_layer[sort].times(count)
         return total
 
     def _time(self, contents: Contents) -> Seconds:
         seconds = Seconds()
-        again = recomputed_layers(self._config, contents.as_stage())
-        # Layers that run forward once more are the first ones.
-        counts = Counter((kind, place < again) for place, kind in enumerate(contents.layers))
-        for (kind, recomputed), count in counts.items():
-            if (kind, recomputed) not in self._layers:
-                layer = self._of_kind[kind]
+        before = sum(not self._sorts[sort].has_backward for sort in contents.layers)
+        # Of those with a backward, layers that run forward once more are the first ones.
+        again = recomputed_layers(self._config, contents._replace(layers=contents.layers[before:]).as_stage())
+        counts = Counter((sort, before <= place < before + again) for place, sort in enumerate(contents.layers))
+        for (sort, recomputed), count in counts.items():
+            if (sort, recomputed) not in self._layers:
+                layer = self._of_sort[sort]
                 work = layer_work(
                     self._config, self._sizes, self._implementation, layer, self._documents, self._expert_load
                 )
-                self._layers[kind, recomputed] = self.layer_timer.layer(work, recomputed=recomputed)
-            seconds.add(self._layers[kind, recomputed], count)
+                whole = self.layer_timer.layer(work, recomputed=recomputed)
+                self._layers[sort, recomputed] = whole if self._sorts[sort].has_backward else Seconds(whole.forward)
+            seconds.add(self._layers[sort, recomputed], count)
         ahead = contents.num_mtp
         if contents.has_embedding or ahead:
-            seconds.add(self.layer_timer.embedding(), contents.has_embedding + ahead)
+            embedding = self.layer_timer.embedding()
+            is_back = not is_frozen("embedding.word.weight", self._config.optimizer)
+            seconds.add(embedding if is_back else Seconds(embedding.forward), contents.has_embedding + ahead)
         if contents.has_head:
             seconds.add(self.layer_timer.head(head_gemm(self._config, self._sizes)), 1 + ahead)
         return seconds

@@ -41,6 +41,11 @@ BAD_RATES: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     "a group of nothing": (
         ['optimizer.groups=[{match: "embedding.*"}]'],
         {},
-        ["optimizer.groups.0.match = embedding.*", "neither weight_decay nor lr_factor", "leave it out"],
+        ["optimizer.groups.0.match = embedding.*", "none of weight_decay, lr_factor and freeze", "leave it out"],
+    ),
+    "a group that freezes and updates": (
+        ['optimizer.groups=[{match: "embedding.*", freeze: true, lr_factor: 0.5}]'],
+        {},
+        ["optimizer.groups.0.match = embedding.*", "lr_factor would have no effect", "Leave out freeze, or lr_factor"],
     ),
 }

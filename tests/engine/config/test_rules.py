@@ -58,6 +58,7 @@ def test_values_that_a_message_names_are_legal_when_typed_in(name: str) -> None:
                 "experts that no layer has",
                 "a kind that exists",
                 "a kind without its section",
+                "a group that freezes and updates",
             ),
         )
         assert name in (

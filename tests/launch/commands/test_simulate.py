@@ -88,7 +88,7 @@ def write_run(run: Path, scale: float) -> float:
     config = load_config(TINY, [], {}, world_size=None)
     run.mkdir()
     (run / "config.yaml").write_text(Path(TINY).read_text())
-    schedule = schedules.of_step(config, parallel_sizes(config))
+    schedule = schedules.of_step(config, parallel_sizes(config), 0)
     timeline = simulate_program(lower(schedule), Costs.uniform(4, scale, scale, scale))
     folder = run / "timeline" / "attempt_00"
     folder.mkdir(parents=True)

@@ -14,7 +14,8 @@ from launch.footprint import run
 from launch.footprint.run import Footprint, Footprints
 from models.gpt.chunk import build_chunks
 from models.predict import attention_terms
-from models.predict.activation_memory import block_terms, kept_bytes, moved_bytes, paper_per_token
+from models.predict.activation_memory import kept_bytes, moved_bytes
+from models.predict.layer_terms import block_terms, paper_per_token
 from tests.harness import run_ranks
 
 GPT = {"position": "learned", "hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -6,7 +6,7 @@ import pytest
 
 from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
-from models.predict.activation_memory import block_terms, per_token
+from models.predict.layer_terms import block_terms, per_token
 from models.predict.rank_memory import predict
 
 GIB = 2**30

@@ -12,7 +12,7 @@ from engine.config.plan import parallel_sizes
 from engine.config.section import with_value
 from engine.config.tree import Config, problems
 from engine.errors import ConfigError
-from models.predict.activation_memory import block_terms, per_token
+from models.predict.layer_terms import block_terms, per_token
 from models.predict.rank_memory import GB, predicted_memory, resolve_recompute
 from models.predict.recompute_choice import FLOPS_PER_BYTE, candidates, prices, worthwhile_parts
 from tests.documented import ROOT

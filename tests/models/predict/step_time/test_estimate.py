@@ -62,7 +62,7 @@ def test_long_steps_go_on_at_the_pace_of_the_last_round() -> None:
     of, sizes = estimator(config), parallel_sizes(config)
     assert SIMULATED_ROUNDS * sizes.pp < 64
     found = of.simulated(config, sizes)
-    span = simulate(schedules.of_step(config, sizes), of.costs(config, sizes)).span
+    span = simulate(schedules.of_step(config, sizes, 0), of.costs(config, sizes)).span
     rest = found.components["dp"] + found.components["optimizer"]
     assert found.seconds - rest == pytest.approx(span, rel=1e-9)
 
@@ -76,7 +76,7 @@ def test_every_pipeline_rank_takes_the_step_and_the_slowest_one_waits_least() ->
     assert ranks[3] == pytest.approx(dict(whole.components))
     assert all(rank["pipeline bubble"] > 1.1 * ranks[3]["pipeline bubble"] for rank in ranks[:3])
     assert all(rank["compute"] < ranks[3]["compute"] for rank in ranks[:3])
-    instant = simulate(schedules.of_step(config, sizes), replace(of.costs(config, sizes), transfer=0.0)).span
+    instant = simulate(schedules.of_step(config, sizes, 0), replace(of.costs(config, sizes), transfer=0.0)).span
     assert whole.components["transfers"] > 0
     rest = whole.seconds - whole.components["transfers"] - whole.components["dp"] - whole.components["optimizer"]
     assert rest == pytest.approx(instant)

@@ -1,0 +1,174 @@
+"""Tensors that one transformer layer keeps for its backward, counted from the configuration alone (no torch here).
+
+Terms are those of `models.predict.activation_memory`. A product keeps its input for the gradient of its weight. Where the weight is
+frozen, the input stays only if something else needs it:
+
+    attention.proj    the output of a fused attention, which its backward reads
+    mlp.up            what the MLP's first product is made again from, if it is recomputed (so of experts)
+    mlp.experts.down  activated rows, of which the gradient of their weights is made
+    mlp.shared.up     the router's tokens, where they are the same tensor
+    attention.down    the queries' input, where queries are made from it as well
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from engine.config.attention_kinds import LayerKind
+from engine.config.context_parallel import gathers_keys
+from engine.config.tree import Config
+from engine.layout.rank_grid import ParallelSizes
+from models.predict.attention_terms import operand_terms, score_terms
+from models.predict.experts.memory import BALANCED, expert_terms
+from models.predict.latent_terms import latent_terms
+from models.predict.mtp_terms import joining_terms
+from models.predict.terms import Sizes, Term, column_input
+from models.trained_part import frozen_products
+
+
+def block_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Fraction = BALANCED) -> list[Term]:
+    """List the tensors that one transformer layer keeps if it is not recomputed as a whole; `load`: of the rank's experts."""
+    parts = config.recompute.parts | ({"activation"} if "mlp" in config.recompute.parts else set())
+    kind, frozen = config.model.layer_kind(layer), frozen_products(config, layer)
+    terms = all_terms(config, sizes, kind, load, frozen, parts)
+    return [replace(term, ours=Fraction(0)) if term.part in parts else term for term in terms]
+
+
+def all_terms(
+    config: Config,
+    sizes: ParallelSizes,
+    kind: LayerKind,
+    load: Fraction,
+    frozen: Collection[str],
+    parts: Collection[str] = (),
+) -> list[Term]:
+    """List the tensors that parts of a layer keep; with attention's core among the recomputed `parts`, its operands as they came.
+
+    Inputs of `frozen` products are kept only where something else needs them.
+    """
+    at, is_core_again = Sizes.of(config, sizes), "attention" in parts
+    model = config.model
+    whole = at.w * at.h * at.shard
+    dropped = at.h * at.shard
+    nothing = Fraction(0)
+    dropout = whole if model.hidden_dropout else nothing
+    mlp = expert_terms(config, at, sizes, load) if kind.has_experts else _mlp_terms(config, at)
+    terms = [
+        *(joining_terms(config, at) if kind.is_mtp else []),
+        *(norm_terms(config, at, "attention_norm") if model.norms_before else []),
+        *attention_part(config, at, kind, is_core_again=is_core_again),
+        Term("attention.proj", "input", at.w * at.out, at.w * at.out),
+        *(norm_terms(config, at, "attention_post_norm") if model.norms_after else []),
+        Term("attention", "residual dropout", dropped, dropout),
+        *_behind_attention(config, at, mlp, frozen),
+        *(norm_terms(config, at, "mlp_post_norm") if model.norms_after else []),
+        Term("mlp", "residual dropout", dropped, dropout),
+    ]
+    needed = inputs_needed(config, terms, frozen, parts, is_exchanged=at.c > 1 and not gathers_keys(config))
+    unused = set(frozen) - needed
+    return [replace(term, ours=nothing) if term.tensor == "input" and term.module in unused else term for term in terms]
+
+
+def _mlp_terms(config: Config, at: Sizes) -> list[Term]:
+    """List the tensors of a dense MLP."""
+    model, nothing = config.model, Fraction(0)
+    terms = [column_input(config, at, "mlp.up", "norm" if model.norms_before else "")]
+    if model.activation_kind.is_gated:
+        # Megatron-LM without fusions keeps the activated gate too; here it is computed again.
+        terms += [
+            Term("mlp", "gate and up", 2 * at.w * at.f, 2 * at.w * at.f, "mlp"),
+            Term("mlp", f"{model.activation_kind.pointwise}(gate)", at.w * at.f, nothing),
+        ]
+    else:
+        terms.append(Term("mlp", "activation input", at.w * at.f, at.w * at.f, "mlp"))
+    return [*terms, Term("mlp.down", "input", at.w * at.f, at.w * at.f, "activation")]
+
+
+def _behind_attention(config: Config, at: Sizes, mlp: Sequence[Term], frozen: Collection[str]) -> list[Term]:
+    """List the norm before the MLP, and the MLP's terms. A parallel block reads attention's input again, which is kept once."""
+    model = config.model
+    is_kept = model.norms_before or first_product(config) not in frozen
+    first, *others = [*(norm_terms(config, at, "mlp_norm") if model.norms_before else []), *mlp]
+    is_whole = first.ours == at.w * at.h * at.shard
+    return [replace(first, ours=Fraction(0)) if model.parallel_block and is_whole and is_kept else first, *others]
+
+
+def norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
+    nothing = Fraction(0)
+    whole = at.w * at.h * at.shard
+    kind = config.model.norm_kind
+    number = (at.w if kind.statistics_dtype == "run" else at.acc) * at.shard
+    return [Term(module, "input", whole, whole), *(Term(module, name, nothing, number) for name in kind.statistics)]
+
+
+def attention_part(config: Config, at: Sizes, kind: LayerKind, *, is_core_again: bool) -> list[Term]:
+    """List the tensors from the norm to the output's projection.
+
+    Paper: q, k 4 h; v 2 h; softmax 2 a s, its mask a s, its output 2 a s.
+    """
+    model = config.model
+    is_fused = config.kernels.attention != "explicit"
+    is_exchanged = at.c > 1 and not gathers_keys(config)
+    if model.mla is not None:
+        operands = latent_terms(config, at, kind, model.mla, is_core_again=is_core_again)
+    else:
+        operands = [column_input(config, at, "attention.qkv", "norm" if model.norms_before else "")]
+        operands += operand_terms(config, at, kind, is_fused or is_core_again, is_exchanged=is_exchanged)
+    # With gathered keys and values nothing of attention is made again: its backward gathers them itself.
+    part = "" if gathers_keys(config) and model.mla is None else "attention"
+    if is_fused:
+        output = (
+            [Term("attention", "output of exchanged heads", Fraction(0), at.w * at.q, part)] if is_exchanged else []
+        )
+        return [
+            *operands,
+            *output,
+            Term("attention", "logarithm of each row's sum", Fraction(0), at.acc * at.heads, part),
+        ]
+    return operands + score_terms(config, at, kind, is_exchanged=is_exchanged)
+
+
+def per_token(terms: Sequence[Term]) -> Fraction:
+    """Return the bytes per token that this engine keeps."""
+    return sum((term.ours for term in terms), Fraction(0))
+
+
+def paper_per_token(terms: Sequence[Term]) -> Fraction:
+    """Return the bytes per token in the paper's count."""
+    return sum((term.paper for term in terms), Fraction(0))
+
+
+def layer_sort(config: Config, layer: int) -> tuple[LayerKind, frozenset[str]]:
+    """Return what the bytes of a layer with a backward depend on: its kind, and its frozen products."""
+    return config.model.kinds[layer], frozen_products(config, layer)
+
+
+def first_product(config: Config) -> str:
+    """Return the product that reads a layer's input, or the norm of it."""
+    return "attention.qkv" if config.model.mla is None else "attention.down"
+
+
+def inputs_needed(
+    config: Config, terms: Sequence[Term], frozen: Collection[str], parts: Collection[str], *, is_exchanged: bool
+) -> set[str]:
+    """Return the products whose inputs other functions keep.
+
+    Args:
+        terms: of the layer.
+        frozen: products without a weight gradient.
+        parts: of the layer that are recomputed.
+        is_exchanged: attention gets whole rows of some heads, so its output is another tensor than the projection's input.
+    """
+    tensors = {(term.module, term.tensor) for term in terms}
+    needed = {"mlp.experts.down"}
+    is_core_again = "attention" in parts and not (gathers_keys(config) and config.model.mla is None)
+    is_padded = ("attention", "padded output") in tensors
+    if config.kernels.attention != "explicit" and not (is_core_again or is_exchanged or is_padded):
+        needed.add("attention.proj")
+    if "mlp" in parts:
+        needed |= {"mlp.up", "mlp.shared.up", "mlp.experts.up"}
+    if ("mlp.router", "input") not in tensors:
+        needed.add("mlp.shared.up")
+    if ("attention.q_up", "input") not in tensors and "attention.q_up" not in frozen:
+        needed.add("attention.down")
+    return needed
