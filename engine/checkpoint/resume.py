@@ -18,10 +18,12 @@ from engine.checkpoint.directory import Candidate, CheckpointDirectory, find
 from engine.checkpoint.environment import describe_layout, layout_differences
 from engine.checkpoint.format.fingerprint import to_text
 from engine.checkpoint.format.manifest import Ancestor, Manifest, TrainingState, parse_manifest
+from engine.checkpoint.format.store import fingerprints
 from engine.checkpoint.history import RunHistory, read_history
 from engine.checkpoint.resume_rules import ABSENT, changes, refuse, refuse_other_past
 from engine.checkpoint.shards import LoadWhat, fingerprint, loaded_kinds, restore, saved_numel
 from engine.comm.texts import announce, gather_text
+from engine.config.groups import is_frozen_by
 from engine.config.optimizer_kinds import EMA, MASTER
 from engine.config.stages import stage_at
 from engine.data.skipped import SkippedRanges
@@ -218,6 +220,7 @@ def _resume_point(
         differences += layout_differences(manifest.layout, describe_layout(engine))
         differences += [str(change) for change in changes(manifest.config, engine.config) if change.verdict == "meant"]
         differences += _average_differences(engine, manifest)
+        differences += _frozen_differences(engine, candidate)
         differences += _data_differences(candidate, data, engine.config.checkpoint.accept)
     return ResumePoint(
         state, candidate.folder, chosen.what, lineage, tuple(differences), history=_history(engine, chosen, state)
@@ -236,6 +239,29 @@ def _check_stage(engine: Engine, folder: Path, state: TrainingState) -> None:
             f"{folder} belongs to the stage {there.name}, and these ranks were started for {here.name}: a newer checkpoint "
             "has become unusable since, and the layout may be another one. Give the same command again."
         )
+
+
+def _frozen_differences(engine: Engine, candidate: Candidate) -> Iterator[str]:
+    """Yield what becomes of the moments of parameters that are frozen in one of two runs."""
+    thawed, frozen = _frozen_otherwise(engine, candidate.manifest)
+    if thawed:
+        yield f"{_named(thawed)}: frozen there and trained here; moments begin at zero"
+    if frozen:
+        yield f"{_named(frozen)}: trained there and frozen here; moments are let go"
+
+
+def _frozen_otherwise(engine: Engine, manifest: Manifest) -> tuple[list[str], list[str]]:
+    """List the parameters that were frozen in a checkpoint's run and are trained here, and those that are frozen here alone."""
+    there = manifest.config.get("optimizer", {}).get("groups", ())
+    was, now = (
+        {name for name in manifest.tensors if is_frozen_by(name, groups)}
+        for groups in (there, engine.config.optimizer.groups)
+    )
+    return sorted(was - now), sorted(now - was)
+
+
+def _named(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1:,} more"
 
 
 def _history(engine: Engine, chosen: ResumeCandidate, state: TrainingState) -> RunHistory:
@@ -305,8 +331,12 @@ def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
     saved_moments = manifest.config.get("precision", {}).get("moments", "full")
     rounds = engine.config.precision.moments == "bf16" != saved_moments
     kinds = [kind for kind in loaded_kinds(engine, manifest, what) if not rounds or kind in (MASTER, EMA)]
-    live = fingerprint(engine)
-    wrong = [kind for kind in kinds if to_text(live[kind]) != manifest.fingerprint[kind]]
+    # A parameter that is frozen in one of the runs alone has no moments to compare, and may have been rounded to its weight.
+    changed = {name for names in _frozen_otherwise(engine, manifest) for name in names}
+    pieces = (piece for file in manifest.files for piece in file.pieces)
+    saved = fingerprints(piece for piece in pieces if piece.name not in changed) if changed else manifest.fingerprint
+    live = fingerprint(engine, changed)
+    wrong = [kind for kind in kinds if to_text(live[kind]) != saved.get(kind, to_text(0))]
     if wrong:
         raise CheckpointError(
             f"{candidate.folder}: after loading, the fingerprint of {', '.join(wrong)} is not the one that was saved: "

@@ -42,6 +42,7 @@ from engine.checkpoint.shards import fingerprint
 from engine.checkpoint.writer import RankWriter, Written
 from engine.comm.agreement import SaveFlags
 from engine.comm.texts import gather_text
+from engine.config.groups import is_frozen
 from engine.config.tree import Config
 from engine.errors import CheckpointError, SaveError
 from engine.layout.shard_spec import ParamSpec
@@ -302,7 +303,13 @@ class CheckpointSaver:
             layout=self._layout,
             config=_recorded(self._engine.config),
             lineage=self._facts.lineage,
-            tensors={spec.name: TensorInfo(shape=spec.shape, is_trained=spec.is_trained) for spec in self._facts.specs},
+            tensors={
+                spec.name: TensorInfo(
+                    shape=spec.shape,
+                    is_trained=spec.is_trained and not is_frozen(spec.name, self._engine.config.optimizer),
+                )
+                for spec in self._facts.specs
+            },
             files=tuple(files),
         )
         write_manifest(partial, manifest)

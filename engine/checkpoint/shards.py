@@ -6,7 +6,7 @@ Each element is saved once over the world: by its data-parallel owner in the fir
 that it owns; the other data-parallel ranks then get the weights by the step's usual all-gather.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, TypeVar
 
 import torch
@@ -49,7 +49,9 @@ def having(buckets: Sequence[OwnedBucket], kind: Kind) -> Iterator[OwnedBucket]:
 def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingState:
     """Load weights (and moments, with `all`) of this rank from a checkpoint of any layout; every rank calls it.
 
-    The moving average is loaded with `all` where the checkpoint has one. Else it starts as the loaded weights.
+    The moving average is loaded with `all` where the checkpoint has one. Else it starts as the loaded weights. Of a parameter that was
+    frozen there, and is trained here, moments begin at zero, and the average as the weight.
+
     Memory: one piece at a time besides the state, and one kind in the accumulation dtype where it is stored otherwise.
     After an error the engine is partly filled: build or load again.
 
@@ -71,7 +73,13 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
     engine.buffers.wait_all()
     for kind in kinds:
         filled = [(owned, owned.state.read(kind)) for owned in having(optimizer.owned, kind)]
-        load(candidate.folder, manifest, [shard for owned, flat in filled for shard in shards(owned, flat, kind)])
+        wanted = [shard for owned, flat in filled for shard in shards(owned, flat, kind)]
+        if kind != MASTER:
+            # Masters come first.
+            for owned, flat in filled:
+                flat.copy_(owned.state.read(MASTER)) if kind == EMA else flat.zero_()
+            wanted = [shard for shard in wanted if _has_moments(shard.name, manifest)]
+        load(candidate.folder, manifest, wanted)
         for owned, flat in filled:
             owned.state.write({kind: flat})
     if EMA not in kinds:
@@ -95,14 +103,24 @@ def saved_numel(optimizer: DistributedOptimizer) -> int:
     return sum(segment.stop - segment.start for owned in saved_buckets(optimizer) for segment in owned.segments)
 
 
-def fingerprint(engine: Engine) -> dict[Kind, int]:
-    """Compute the fingerprint of the live state over all ranks (see `fingerprint.py`); every rank calls it."""
+def _has_moments(name: str, manifest: Manifest) -> bool:
+    """Return whether a parameter was trained in the checkpoint's run; `load` reports one that it lacks."""
+    return name not in manifest.tensors or manifest.tensors[name].is_trained
+
+
+def fingerprint(engine: Engine, leave_out: Collection[str] = ()) -> dict[Kind, int]:
+    """Compute the fingerprint of the live state over all ranks (see `fingerprint.py`); every rank calls it.
+
+    `leave_out` names parameters that do not count.
+    """
     kinds = engine.optimizer.state_kinds
     sums = torch.zeros(len(kinds), dtype=torch.int64, device=engine.topology.device)
     saved = saved_buckets(engine.optimizer)
     for number, kind in enumerate(kinds):
         for owned in having(saved, kind):
             for shard in shards(owned, owned.state.read(kind), kind):
+                if shard.name in leave_out:
+                    continue
                 sums[number] += signed(
                     range_fingerprint(shard.values, shard.name, kind, shard.shape, shard.box, shard.start)
                 )

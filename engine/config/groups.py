@@ -63,8 +63,13 @@ def update_rule(name: str, optimizer: "OptimizerConfig", *, decays: bool) -> Upd
 
 def is_frozen(name: str, optimizer: "OptimizerConfig") -> bool:
     """Return whether a parameter keeps its value."""
-    number = group_of(name, optimizer.groups)
-    return number is not None and bool(optimizer.groups[number].get("freeze"))
+    return is_frozen_by(name, optimizer.groups)
+
+
+def is_frozen_by(name: str, groups: Sequence[GroupFields]) -> bool:
+    """Return whether these groups keep the value of a parameter."""
+    number = group_of(name, groups)
+    return number is not None and bool(groups[number].get("freeze"))
 
 
 def groups_change_something(subject: Subject) -> Iterator[Problem]:
