@@ -61,6 +61,7 @@ from launch.start.preflight import refuse_without_gpu
 from launch.start.process.ending import WayOut, print_error, run_rank
 from launch.start.process.failure import AFTER, ExplainedError, code_of
 from models.gpt.chunk import build_chunks
+from models.predict.frozen_flops import unneeded_flops
 from models.specs import model_specs
 
 
@@ -143,6 +144,7 @@ def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Ran
         device_name=described.device_name,
         attempt=directory.attempt,
         documents=documents,
+        unneeded=unneeded_flops(rank.resolved, rank.resolved.recompute, described.layers_per_chunk, documents),
     )
     telemetry = open_telemetry(
         config,

@@ -81,11 +81,13 @@ def frozen_products(config: Config, layer: int) -> frozenset[str]:
         return frozenset()
     frozen = [spec.name for spec in layer_specs(model, layer) if is_frozen(spec.name, optimizer)]
     held = {name.removeprefix(f"layers.{layer}.").removesuffix(".weight") for name in frozen}
-    return frozenset(product for product, weights in _products(model, layer).items() if held.issuperset(weights))
+    return frozenset(
+        product for product, weights in weights_of_products(model, layer).items() if held.issuperset(weights)
+    )
 
 
-def _products(model: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
-    """List the products of a layer with the weights of each."""
+def weights_of_products(model: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
+    """List the products of a layer with the names of their weights, without the layer's and `.weight`."""
     kind, mla, up = model.layer_kind(layer), model.mla, up_name(model)
     products: dict[str, tuple[str, ...]] = {"attention.proj": ("attention.proj",)}
     if mla is None:

@@ -20,7 +20,9 @@ from engine.data.samples import SampleSource
 from engine.layout.rank_grid import ParallelSizes
 from engine.pipeline.simulate import Costs
 from engine.telemetry.record.flops import head_flops, layer_flops
+from models.predict.frozen_flops import trained_layers
 from models.predict.rank_memory import resolve_recompute
+from models.trained_part import head_is_frozen
 
 CostModel = Callable[[Config, ParallelSizes], Costs]
 """Costs of each stage for one microbatch."""
@@ -42,18 +44,18 @@ def flops_costs(config: Config, sizes: ParallelSizes, documents: DocumentStatist
     """
     model, recompute, stages = config.model, resolve_recompute(config, sizes).recompute, stages_of(config)
     layers_per_chunk = [len(stage.layers) for stage in stages]
-    layers = layer_flops(model, recompute, layers_per_chunk, documents)
+    layers = trained_layers(config, recompute, documents)
     usual = layer_flops(model, recompute, layers_per_chunk)
     unit = sum(layer.gemms + layer.attention for layer in usual) / len(usual)
     forward, input_grad, weight_grad = [], [], []
     for stage in stages:
-        own = [layers[number] for number in stage.layers]
+        own, goes_back = [layers[number] for number in stage.layers], 1 - head_is_frozen(config)
         head = head_flops(model) * (stage.has_head + stage.num_mtp)
         head_again = head if recompute.head_tokens is not None else 0
-        forward.append((sum(layer.gemms + layer.attention for layer in own) + head) / unit)
-        backward = sum(layer.gemms + 2 * layer.attention + layer.again for layer in own)
-        input_grad.append((backward + 2 * head + head_again) / unit)
-        weight_grad.append(sum(layer.gemms for layer in own) / unit)
+        forward.append((sum(layer.forward for layer in own) + head) / unit)
+        # The head's weight gradient is computed at once, with that of its input.
+        input_grad.append((sum(layer.input_grad for layer in own) + (1 + goes_back) * head + head_again) / unit)
+        weight_grad.append(sum(layer.weight_grad for layer in own) / unit)
     return Costs(forward, input_grad, weight_grad)
 
 

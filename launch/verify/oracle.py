@@ -152,6 +152,8 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
         yield f"optimizer.ema: {oracle} keeps no moving average that is compared. Add optimizer.ema=null."
     if config.optimizer.name != "adamw":
         yield f"optimizer.name = {config.optimizer.name}: {oracle} is compared with AdamW alone. Add optimizer.name=adamw."
+    if config.optimizer.groups:
+        yield f"optimizer.groups: {oracle} trains all parameters, with one rate and one decay. Add optimizer.groups=[]."
     if config.model.mtp is not None:
         yield f"model.mtp is given: {oracle} is compared by the next token alone. Add model.mtp=null."
     if (moe := config.model.moe) is not None:

@@ -69,7 +69,8 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         ("parameters", "\n".join(comparison(start.counted, start.config.model))),
         (
             "FLOPs",
-            f"model     {compact(meter.model_flops_per_token)} per token = {convention(start.config.model, start.documents)}\n"
+            f"model     {compact(meter.model_flops_per_token)} per token = {convention(start.config.model, start.documents)}"
+            f"{f', less {meter.frozen_share:.0%} for frozen parameters' if meter.frozen_share else ''}\n"
             f"hardware  {compact(meter.hardware_flops_per_token)} per token, with the padded vocabulary and recompute: "
             f"{start.recompute}",
         ),

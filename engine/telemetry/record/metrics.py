@@ -125,6 +125,7 @@ class Meter:
         world_size: devices that share the work.
         device_name: torch's; "cpu" has no peak.
         documents: within which tokens attend; None: across them.
+        unneeded: FLOPs per token, of the model and of the hardware, that are not made because parameters are frozen.
     """
 
     def __init__(
@@ -137,10 +138,13 @@ class Meter:
         device_name: str,
         attempt: int,
         documents: DocumentStatistics | None = None,
+        unneeded: tuple[int, int] = (0, 0),
     ) -> None:
-        model = config.model
-        self.model_flops_per_token = model_flops_per_token(model, documents=documents)
-        self.hardware_flops_per_token = hardware_flops_per_token(model, config.recompute, layers_per_chunk, documents)
+        model, (of_model, of_hardware) = config.model, unneeded
+        whole = model_flops_per_token(model, documents=documents)
+        executed = hardware_flops_per_token(model, config.recompute, layers_per_chunk, documents)
+        self.model_flops_per_token, self.hardware_flops_per_token = whole - of_model, executed - of_hardware
+        self.frozen_share = of_model / whole
         self.peak = known_peak(device_name, config.precision.dtype)
         if config.telemetry.peak_tflops is not None:
             self.peak = Peak(config.telemetry.peak_tflops, "telemetry.peak_tflops")
