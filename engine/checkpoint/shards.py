@@ -49,8 +49,8 @@ def having(buckets: Sequence[OwnedBucket], kind: Kind) -> Iterator[OwnedBucket]:
 def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingState:
     """Load weights (and moments, with `all`) of this rank from a checkpoint of any layout; every rank calls it.
 
-    The moving average is loaded with `all` where the checkpoint has one. Else it starts as the loaded weights. Of a parameter that was
-    frozen there, and is trained here, moments begin at zero, and the average as the weight.
+    The moving average is loaded with `all` where the checkpoint has one. Else it starts as the loaded weights. Of a parameter that
+    was frozen there, and is trained here, moments begin at zero, and the average as the weight.
 
     Memory: one piece at a time besides the state, and one kind in the accumulation dtype where it is stored otherwise.
     After an error the engine is partly filled: build or load again.

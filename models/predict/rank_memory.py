@@ -36,7 +36,7 @@ from models.predict.activation_memory import (
     layer_groups,
     moved_bytes,
 )
-from models.predict.at_work import most_at_work
+from models.predict.at_work import forward_at_work, most_at_work
 from models.predict.communicators import communicator_bytes
 from models.predict.cut import Contents, Cut, Memo
 from models.predict.experts.memory import BALANCED
@@ -243,7 +243,7 @@ class _Pipeline:
             model = config.model
             memo[connected] = communicator_bytes(sizes, model.kv_heads, has_experts=model.has_experts)
         communicators: tuple[int, ...] = memo[connected] if nccl else (0,) * sizes.pp
-        message = _message_bytes(config)
+        message, ahead = _message_bytes(config), self._messages_ahead(config)
         found = []
         for pp, ((_, chunks), peaks, state) in enumerate(
             zip(self.cut.ranks, self._peaks(config, memo), self.states, strict=True)
@@ -255,13 +255,22 @@ class _Pipeline:
                     state.gradients,
                     state.optimizer,
                     activations,
-                    _most_messages(sizes, pp) * message,
+                    (_most_messages(sizes, pp) + ahead[pp]) * message,
                     communicators[pp],
                     host,
                     temporaries,
                 )
             )
         return tuple(found)
+
+    def _messages_ahead(self, config: Config) -> list[int]:
+        """Return the messages of each pipeline rank that may wait for their receivers beyond the usual ones.
+
+        Nothing holds up a stage without a backward: it may be done with the forwards of all microbatches before the next stage is.
+        """
+        before = trained_from(config)
+        num_microbatches = batch_plan(config, self.sizes.dp).num_microbatches
+        return [num_microbatches * sum(stage < before for stage in stages) for stages, _ in self.cut.ranks]
 
     def _peaks(self, config: Config, memo: Memo) -> list[tuple[Peak, ...]]:
         """Return the peaks of each pipeline rank; its chunks are numbered by their contents."""
@@ -331,7 +340,8 @@ class _Held:
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, contents: StageLayers, load: Fraction) -> "_Held":
-        stage = TrainedPart.of(config).on(contents)
+        part = TrainedPart.of(config)
+        stage, before = part.on(contents), contents.layers[: part.layers_before(contents)]
         groups = layer_groups(config, sizes, stage, load)
         functions = (kept_bytes, moved_bytes, forward_bytes, backward_bytes)
         kept, moved, forward, backward = (function(config, sizes, stage, groups, load) for function in functions)
@@ -341,7 +351,9 @@ class _Held:
         if config.schedule.file is not None and config.schedule.defers_weight_gradients:
             plain = config.model_copy(update={"schedule": ScheduleConfig()})
             whole = backward_bytes(plain, sizes, stage, load=load)
-        at_work = most_at_work(config, sizes, stage, groups, load)
+        forward_alone = forward_at_work(config, sizes, before, load)
+        in_forward, in_backward = most_at_work(config, sizes, stage, groups, load)
+        at_work = max(in_forward, forward_alone), in_backward
         return cls(kept, moved, forward, backward, deferred, whole, at_work)
 
 

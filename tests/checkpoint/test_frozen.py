@@ -58,7 +58,8 @@ def test_what_is_frozen_has_weights_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tp": 2, "pp": 2, "bucket_bytes": 300, "sequence_parallel": True},
+        {"tp": 2, "pp": 2, "bucket_bytes": 5000},
+        pytest.param({"tp": 2, "pp": 2, "bucket_bytes": 300, "sequence_parallel": True}, marks=pytest.mark.slow),
         pytest.param({"pp": 4, "dp": 2, "micro_batch_size": 2}, marks=pytest.mark.slow),
         pytest.param({"dp": 4}, marks=pytest.mark.slow),
     ],
@@ -73,7 +74,7 @@ def test_another_layout_continues(layout: dict[str, Any], tmp_path: Path) -> Non
     assert traces[0].losses == pytest.approx(alone.losses, rel=1e-9)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float64", marks=pytest.mark.slow), "bf16"])
 def test_a_run_is_frozen_in_part_and_trains_all_again(dtype: str, tmp_path: Path) -> None:
     trained, partly = (
         Case("gpt_untied", frozen=frozen, dtype=dtype, **SMALL) for frozen in ((), ("layers.0.*", "*.up.weight"))
