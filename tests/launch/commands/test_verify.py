@@ -157,6 +157,10 @@ def test_a_matrix_says_each_verdict_and_counts_them(
         (["--oracle", "megatron-core", "model.hidden_dropout=0.1"], "Add model.hidden_dropout=0"),
         (["--oracle", "megatron-core", "model.position=rope", "model.mtp={}"], "Add model.mtp=null"),
         (
+            ["--oracle", "megatron-core", 'optimizer.groups=[{match: "embedding.*", freeze: true}]'],
+            "Add optimizer.groups=[]",
+        ),
+        (
             ["--oracle", "megatron-core", "model.qk_norm=true", "model.norm=layernorm"],
             "normalise queries and keys by it",
         ),
