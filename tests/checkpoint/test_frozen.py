@@ -46,6 +46,15 @@ def weights(engine: Engine) -> dict[str, torch.Tensor]:
     return {piece.name: piece.values for piece in owned_pieces(engine, "master")}
 
 
+def averages(engine: Engine) -> dict[str, torch.Tensor]:
+    found = {}
+    for owned in engine.optimizer.trained:
+        for segment in owned.segments:
+            at = segment.offset - owned.bucket.owned[0]
+            found[segment.record.name] = owned.state.read("ema")[at : at + segment.stop - segment.start]
+    return found
+
+
 def test_what_is_frozen_has_weights_alone(tmp_path: Path) -> None:
     run(0, PARTLY, str(tmp_path), 2, 0, {"interval": 2})
     described = json.loads((find(tmp_path).folder / MANIFEST).read_text())["tensors"]
@@ -77,7 +86,8 @@ def test_another_layout_continues(layout: dict[str, Any], tmp_path: Path) -> Non
 @pytest.mark.parametrize("dtype", [pytest.param("float64", marks=pytest.mark.slow), "bf16"])
 def test_a_run_is_frozen_in_part_and_trains_all_again(dtype: str, tmp_path: Path) -> None:
     trained, partly = (
-        Case("gpt_untied", frozen=frozen, dtype=dtype, **SMALL) for frozen in ((), ("layers.0.*", "*.up.weight"))
+        Case("gpt_untied", frozen=frozen, dtype=dtype, ema=0.5, **SMALL)
+        for frozen in ((), ("layers.0.*", "*.up.weight"))
     )
     run(0, trained, str(tmp_path), 2, 0, {"interval": 2})
     with pytest.raises(CheckpointError, match=r"optimizer\.groups"):
@@ -91,8 +101,8 @@ def test_a_run_is_frozen_in_part_and_trains_all_again(dtype: str, tmp_path: Path
     engine, point = resumed(trained, tmp_path)
     assert point.state.step == 4
     assert any("moments begin at zero" in line for line in point.differences), point.differences
-    now, sums = weights(engine), moments(engine)
+    now, sums, average = weights(engine), moments(engine), averages(engine)
     for name in ("layers.0.mlp.up.weight", "layers.2.mlp.up.weight", "layers.0.attention.norm.weight"):
-        assert now[name].equal(start[name]) and not sums[name], name
+        assert now[name].equal(start[name]) and not sums[name] and average[name].equal(now[name]), name
     for name in ("embedding.word.weight", "layers.1.mlp.down.weight"):
-        assert not now[name].equal(start[name]) and sums[name], name
+        assert not now[name].equal(start[name]) and sums[name] and not average[name].equal(now[name]), name
