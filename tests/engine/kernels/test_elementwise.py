@@ -142,13 +142,10 @@ KERNELS = [
     pytest.param(dropped, plain_dropped, [(6, 3, 16)], id="dropout"),
     pytest.param(dropped_on, plain_dropped_on, [(6, 3, 16), (6, 3, 16)], id="dropout on a residual"),
 ]
-FORMS = [  # compiling takes seconds
-    pytest.param("eager"),
-    pytest.param("compiled", marks=compiler()),
-]
+COMPILED_IN_CI = ("swiglu", "rms_norm", "layer_norm", "rope", "dropout on a residual")
+"""One of each kind: gated, a sum over a row, two of them, pairs of elements, a hash."""
 
 of_kernels = pytest.mark.parametrize(("ours", "plain", "shapes"), KERNELS)
-in_forms = pytest.mark.parametrize("form", FORMS)
 
 
 def inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: str = "cpu") -> list[torch.Tensor]:
@@ -184,8 +181,19 @@ def is_near(ours: Kernel, plain: Function, shapes: list[tuple[int, ...]], form: 
         assert (mine - true).norm() <= 1.05 * (torchs - true).norm()
 
 
-@in_forms
-@of_kernels
+@pytest.mark.parametrize(
+    ("ours", "plain", "shapes", "form"),
+    [pytest.param(*kernel.values, "eager", id=f"{kernel.id}-eager") for kernel in KERNELS]
+    + [
+        pytest.param(
+            *kernel.values,
+            "compiled",
+            id=f"{kernel.id}-compiled",
+            marks=[compiler(), *([] if kernel.id in COMPILED_IN_CI else [pytest.mark.slow])],
+        )
+        for kernel in KERNELS
+    ],
+)
 def test_outputs_and_gradients_are_those_of_plain_torch(
     ours: Kernel, plain: Function, shapes: list[tuple[int, ...]], form: str
 ) -> None:

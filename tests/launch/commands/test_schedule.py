@@ -70,7 +70,17 @@ def test_check_says_what_a_schedule_takes(capsys: pytest.CaptureFixture[str]) ->
     assert lines[3].split() == ["1", "1", "1", "8", "20.0%"]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
+LONG = ("gpt_1t.yaml", "gpt_530b.yaml")
+"""Configs whose programs have most instructions: they take 30 of this file's 35 seconds."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.name, marks=[pytest.mark.slow] if path.name in LONG else [])
+        for path in sorted((ROOT / "configs").glob("*.yaml"))
+    ],
+)
 def test_every_config_has_a_schedule_that_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "check", "--config", str(path)]) == 0
     assert "forward_only" in capsys.readouterr().out

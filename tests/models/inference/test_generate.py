@@ -342,7 +342,7 @@ def loaded(rank: int, case: Case, folder: Path) -> tuple[list[int], list[float]]
     [
         Case("qwen", num_layers=4),
         Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True, num_layers=4),
-        Case("qwen", tp=8, num_layers=2),
+        pytest.param(Case("qwen", tp=8, num_layers=2), marks=pytest.mark.slow),
         Case("gpt", pp=2, tp=2, num_layers=4),
         Case("gpt", pp=2, vpp=2, schedule="zbv", num_layers=4),
         pytest.param(OF_EXPERTS[2], marks=pytest.mark.slow),
