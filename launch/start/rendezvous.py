@@ -56,13 +56,16 @@ class MeetingPlace:
         interface = cluster_interface(host, several_nodes=num_nodes > 1, variables=os.environ)
         if self._store is None:
             self._store = open_store(interface, port, TIMEOUT, is_server=node == 0)
-        return _OneInterface(interface, self._store, node, num_nodes, parameters.run_id)
+        return _OneInterface(parameters.backend, interface, self._store, node, num_nodes, parameters.run_id)
 
 
 class _OneInterface(RendezvousHandler):
     """A rendezvous of numbered nodes; node 0 has the store, and the ranks use it as well."""
 
-    def __init__(self, interface: Interface, store: TCPStore, node: int, num_nodes: int, run_id: str) -> None:
+    def __init__(
+        self, backend: str, interface: Interface, store: TCPStore, node: int, num_nodes: int, run_id: str
+    ) -> None:
+        self._backend = backend
         self._interface = interface
         self._store = store
         self._node = node
@@ -70,7 +73,7 @@ class _OneInterface(RendezvousHandler):
         self._run_id = run_id
 
     def get_backend(self) -> str:
-        return BACKEND
+        return self._backend
 
     @property
     def use_agent_store(self) -> bool:
