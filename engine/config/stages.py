@@ -150,6 +150,12 @@ def at_stage(config: "Config", name: str) -> "Config":
     return with_fields(config, {**fields_of(entry), "train.stage": name})
 
 
+def as_a_run(tree: dict[str, Any], num_steps: int) -> None:
+    """Make a configuration, as JSON, a run of so many steps of the stage that it is in, without validation."""
+    tree["stages"] = []
+    tree["train"] |= {"stage": None, "steps": num_steps, "tokens": None, "eval_interval": None}
+
+
 def fields_of(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of the configuration that a stage has, by dotted name."""
     return {key: value for key, value in entry.items() if key not in StageFields.__annotations__}

@@ -21,6 +21,7 @@ from statistics import median
 import yaml
 
 from engine.config.load import load_config
+from engine.config.stages import as_a_run
 from engine.config.training import CONSTANT_RATE
 from engine.config.tree import Config
 from engine.errors import ConfigError, ExitCode, TriaxisError
@@ -139,7 +140,7 @@ def write_config(
     asked = load_config(path, overrides, variables)
     tree = asked.model_dump(mode="json")
     tree["data"] = {"synthetic": True}
-    tree["train"] |= {"steps": num_steps, "tokens": None, "eval_interval": None}
+    as_a_run(tree, num_steps)
     tree["optimizer"] |= CONSTANT_RATE
     # One line at the end, whose split is of all steps but the first.
     tree["telemetry"] = {"log_interval": num_steps, "peak_tflops": asked.telemetry.peak_tflops}

@@ -13,6 +13,7 @@ from engine.config.load import load_config
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.plan import parallel_sizes
 from engine.config.section import with_value
+from engine.config.stages import as_a_run
 from engine.config.training import CONSTANT_RATE
 from engine.config.tree import Config
 from engine.errors import ConfigError
@@ -91,7 +92,7 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         # The start is off the initial point, and so is the load: a buffer that training fills may be too small.
         tree["model"]["moe"] |= {"row_headroom": None}
     tree["data"] = {"synthetic": True, **_documents(asked.data)}
-    tree["train"] |= {"steps": num_steps, "tokens": None, "eval_interval": None}
+    as_a_run(tree, num_steps)
     optimizer = asked.optimizer
     tree["optimizer"] |= {
         **CONSTANT_RATE,

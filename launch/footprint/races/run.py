@@ -5,6 +5,7 @@ from dataclasses import asdict
 from rich.console import Console
 
 from engine.config.plan import parallel_sizes, rank_grid
+from engine.config.stages import as_a_run
 from engine.config.training import CONSTANT_RATE
 from engine.config.tree import Config
 from launch.footprint.races.check import check_rank, representative_ranks
@@ -36,7 +37,7 @@ def config_to_check(config: Config, *, small: bool) -> Config:
         tree[section] |= values
     tree["data"] = {"synthetic": True}
     # Lengths of a run that was planned in other samples.
-    tree["train"] |= {"tokens": None, "steps": 2, "eval_interval": None}
+    as_a_run(tree, 2)
     tree["optimizer"] |= CONSTANT_RATE
     tree["checkpoint"], tree["telemetry"] = {}, {}
     # A kernel of a GPU does not run here. It has the same inputs and outputs on the same stream.

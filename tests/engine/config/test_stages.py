@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from engine.config.load import load_config, to_yaml
 from engine.config.plan import batch_plan, planned_steps, planned_tokens
-from engine.config.stages import at_stage, current_stage, data_segments, past_differs, run_stages, stage_at
+from engine.config.stages import as_a_run, at_stage, current_stage, data_segments, past_differs, run_stages, stage_at
 from engine.config.tree import Config, problems
 from engine.errors import ConfigError
 from tests.engine.config.bad_configs import LEGAL
@@ -206,3 +206,14 @@ def test_every_stage_is_checked_against_the_cluster() -> None:
     )
     [problem] = problems(config, world_size=4)
     assert problem.startswith("stage wide: parallel = tp x pp x dp = 2 x 1 x 4"), problem
+
+
+def test_a_stage_can_be_a_run_of_its_own() -> None:
+    """As `verify`, `try` and the search for races make one of the stage that a config is in."""
+    there = at_stage(staged(f"[{{name: main, until: 5000}}, {LONGER}]"), "longer")
+    tree = there.model_dump(mode="json")
+    as_a_run(tree, 3)
+    alone = Config.model_validate(tree)
+    assert problems(alone) == []
+    assert (alone.stages, alone.train.stage, alone.train.steps) == ([], None, 3)
+    assert (alone.model.seq_length, alone.parallel.tp) == (128, 2)
