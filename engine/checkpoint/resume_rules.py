@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
 from engine.config.section import Section, Verdict
-from engine.config.stages import fields_of, past_differs
+from engine.config.stages import STAGE_FIELDS, fields_of, past_differs
 from engine.config.tree import Config, resume_verdict
 from engine.errors import CheckpointError
 from engine.storage.redaction import tree_without_secrets
@@ -121,6 +121,11 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
                 "  (The moments of one optimizer mean nothing to another. For the weights alone, in another run:"
             )
             lines.append("  checkpoint.load_what=weights)")
+        if staged := [change.key for change in never if change.key in STAGE_FIELDS]:
+            lines.append(
+                f"  (A run may change {' and '.join(staged)} on its way as a stage: let `stages` begin with what was trained,"
+            )
+            lines.append("  until the tokens that are consumed, and give the next one the new value.)")
     if unmeant:
         names = ", ".join([*accept, *(change.key for change in unmeant)])
         lines.append(f"These change what is trained. If they are meant: checkpoint.accept=[{names}]")
