@@ -112,6 +112,8 @@ FOREIGN_NAMES = {
     # Megatron-LM: training
     "train_iters": "train.steps",
     "train_samples": "train.tokens (samples x model.seq_length)",
+    "rampup_batch_size": "stages (a few, each with a train.global_batch_size)",
+    "step_batch_size_schedule": "stages (each with a train.global_batch_size)",
     "eval_iters": "train.eval_steps",
     "data_path": "data.train",
     "train_data_path": "data.train",
@@ -249,7 +251,6 @@ NOT_BUILT = {
     "use_torch_fsdp2": "sharded parameters (ZeRO-3)",
     "cpu_offload": "optimizer state in host memory",
     "optimizer_cpu_offload": "optimizer state in host memory",
-    "rampup_batch_size": "a batch size that grows",
     "cuda_graphs": "CUDA graphs",
     "enable_cuda_graph": "CUDA graphs",
     "compile": "torch.compile",

@@ -32,7 +32,9 @@ class Missing:
 
 _ELSEWHERE = "Megatron-LM itself refuses it"
 _OF_CHECKPOINTS = "it says what is taken from a checkpoint of Megatron-LM: `triaxis convert megatron-import` does so"
-_OF_BATCHES = NOT_BUILT["rampup_batch_size"]
+_OF_BATCHES = (
+    "a batch size that grows is a list of stages here, each with a train.global_batch_size: give a few by hand"
+)
 _OF_CORPORA = "corpora are named in it: give them with --data-path"
 
 _MORE: Mapping[str, Missing] = {
@@ -50,8 +52,8 @@ _MORE: Mapping[str, Missing] = {
         "=", "gradients are summed in at least fp32, or with --grad-reduce-in-bf16 in bf16", ("fp32",)
     ),
     # Batches and the optimizer
-    "rampup-batch-size": Missing("+", f"{_OF_BATCHES} is not built"),
-    "step-batch-size-schedule": Missing("=", f"{_OF_BATCHES} is not built"),
+    "rampup-batch-size": Missing("+", _OF_BATCHES),
+    "step-batch-size-schedule": Missing("=", _OF_BATCHES),
     "decoupled-lr": Missing(
         "=", "embedding and head have the schedule of all; optimizer.groups with lr_factor scales it as a whole"
     ),
@@ -60,7 +62,7 @@ _MORE: Mapping[str, Missing] = {
     "apply-wd-to-qk-layernorm": Missing("", "norms do not decay; optimizer.groups can name those of queries and keys"),
     "no-weight-decay-cond-type": Missing("=", "norms do not decay; optimizer.groups can name others"),
     "freeze-all-layers": Missing("", "every parameter is trained"),
-    "use-mup": Missing("", "muP is not built"),
+    "use-mup": Missing("", "muP is a recipe of fields: leave it out and apply `triaxis config mup` to the config"),
     "qk-clip": Missing("", "clipping of attention's logits is not built"),
     # Initial weights
     "init-method-xavier-uniform": Missing("", "initial weights are normal"),
