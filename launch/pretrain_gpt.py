@@ -54,7 +54,7 @@ from launch.rank.memory_snapshot import open_memory_snapshot
 from launch.rank.out_of_memory import explaining_memory
 from launch.rank.sample_text import write_sample
 from launch.rank.stage import config_of_stage
-from launch.rank.step_times import finish_step_times, open_memory_check, open_slow_ranks
+from launch.rank.step_times import finish_step_times, open_group_norms, open_memory_check, open_slow_ranks
 from launch.rank.watchers import Watchers
 from launch.start.launcher import FROM_SCRATCH
 from launch.start.preflight import refuse_without_gpu
@@ -250,6 +250,7 @@ def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoint
         slow_ranks=open_slow_ranks(engine, times),
         memory=open_memory_check(engine),
         experts=LoadMeter.of(config, engine.plan.num_steps),
+        norms=open_group_norms(engine),
     )
     valid = datasets.valid
     validation = None if valid is None else lambda: open_batches(config, engine.topology, valid)

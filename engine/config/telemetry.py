@@ -60,6 +60,11 @@ class TelemetryConfig(Section):
     memory_history: bool = Field(
         False, description="record CUDA allocations for the snapshot at out of memory; needs a GPU"
     )
+    norms_interval: Count | None = Field(
+        None,
+        gt=0,
+        description="steps between norms of gradients, weights and updates by groups of parameters; null: off",
+    )
     sample_tokens: Count = Field(0, ge=0, description="tokens of text that the model writes after training")
     peak_tflops: float | None = Field(
         None, gt=0, description="peak TFLOP/s of a device, for MFU; null: from a table of GPUs, or no MFU"

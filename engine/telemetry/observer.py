@@ -21,6 +21,7 @@ from engine.context_parallel.imbalance import imbalance
 from engine.data.loader import MicroBatch
 from engine.device.host_copy import to_device
 from engine.numerics.precision import AGREEMENT_DTYPE
+from engine.optimizer.group_norms import GroupNorms
 from engine.run.phases import Phase, StepWatcher
 from engine.step_result import StepResult
 from engine.telemetry.outlets.hub import Telemetry
@@ -54,6 +55,7 @@ class TrainingObserver:
         slow_ranks: compares the ranks, on the logging rank.
         memory: compares the ranks' memory with a prediction, once; None: there is nothing to compare.
         experts: measures the load of experts; None: the model has none.
+        norms: measures norms by groups of parameters; None: nothing asks for them.
         loss: of the last step; None before the first.
         val_loss: of the last validation; None before the first.
     """
@@ -67,6 +69,7 @@ class TrainingObserver:
     slow_ranks: SlowRanks | None = None
     memory: MemoryCheck | None = None
     experts: LoadMeter | None = None
+    norms: GroupNorms | None = None
     loss: float | None = field(default=None, init=False)
     val_loss: float | None = field(default=None, init=False)
     _cp_imbalance: float | None = field(default=None, init=False)
@@ -80,6 +83,8 @@ class TrainingObserver:
         self._ended.clear()
         if self.experts is not None:
             self.experts.begin()
+        if self.norms is not None:
+            self.norms.begin(steps_made)
         for watcher in self.watchers:
             watcher.begin(steps_made)
 
@@ -89,6 +94,8 @@ class TrainingObserver:
             self.telemetry.flush()
         if self.telemetry.report is not None:
             self.telemetry.report.phase(Phase.VALIDATION if phase is Phase.VALIDATION else "training")
+        if phase is Phase.OPTIMIZER and self.norms is not None:
+            self.norms.before_update()
         self.timers.phase(phase)
         for watcher in self.watchers:
             watcher.phase(phase)
@@ -100,6 +107,8 @@ class TrainingObserver:
 
     def end_step(self) -> None:
         """End the time of a step; its `on_step` follows, in order."""
+        if self.norms is not None:
+            self.norms.after_update()
         memory = peak_memory_bytes(self.device)
         self._ended.append(_Ended(self.timers.end_step(), time.time(), memory, self._cp_imbalance))
         if self.times is not None:
@@ -113,6 +122,7 @@ class TrainingObserver:
         ended = self._ended.popleft()
         split = None if self.times is None else self.times.on_step(step + 1)
         compared = None if self.memory is None else self.memory.on_step()
+        norms = None if self.norms is None else self.norms.read(step, result.grad_norm)
         if self.telemetry.report is None:
             return
         metrics = self.meter.measure(
@@ -130,7 +140,8 @@ class TrainingObserver:
         if result.loss_scale is not None:
             metrics = replace(metrics, loss_scale=result.loss_scale, num_overflows=self._num_overflows)
         metrics = replace(metrics, num_outliers=self._num_outliers or None)
-        self.telemetry.step(replace(metrics, time_split=split, experts=experts, losses_ahead=result.ahead))
+        metrics = replace(metrics, time_split=split, experts=experts, losses_ahead=result.ahead, norms=norms)
+        self.telemetry.step(metrics)
         if compared is not None:
             self.telemetry.notice("memory", str(compared), style="", step=step + 1, **compared.to_record())
         if split is not None and self.slow_ranks is not None:

@@ -13,6 +13,7 @@ from engine.comm.topology import Topology
 from engine.config.plan import batch_plan
 from engine.config.tree import Config
 from engine.errors import TriaxisError
+from engine.optimizer.group_norms import GroupNorms
 from engine.run.directory import RunDirectory
 from engine.step import Engine
 from engine.telemetry.outlets.hub import Telemetry
@@ -43,6 +44,14 @@ def open_step_times(config: Config, topology: Topology, marks: TimeMarks, direct
         timeline = Timeline(range(steps.start, steps.start + steps.steps), row, directory.timeline_row(topology.rank))
     num_steps = batch_plan(config, topology.sizes.dp).num_steps
     return StepTimes(config.telemetry, topology, schedule, marks, num_steps=num_steps, timeline=timeline)
+
+
+def open_group_norms(engine: Engine) -> GroupNorms | None:
+    """Make what measures norms by groups of parameters; None where `telemetry.norms_interval` does not ask for it."""
+    interval = engine.config.telemetry.norms_interval
+    if interval is None:
+        return None
+    return GroupNorms(engine.optimizer, engine.topology.axis("world"), engine.config.optimizer.groups, interval)
 
 
 def open_slow_ranks(engine: Engine, times: StepTimes | None) -> SlowRanks | None:

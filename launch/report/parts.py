@@ -109,7 +109,40 @@ def small_charts(run: RunRecord) -> str:
         else:
             drawn = MISSING.format("No value is recorded.")
         charts.append(f"<div><h3>{escape(title)}</h3>{drawn}</div>")
-    return f'<div class="pair">{"".join(charts)}</div>'
+    return f'<div class="pair">{"".join(charts)}</div>{group_norms(run)}'
+
+
+def group_norms(run: RunRecord) -> str:
+    """Render the norms by groups of parameters, a line for each; "" where the run has measured none."""
+    measured = [each for each in run.steps if isinstance(each.get("norms"), Mapping)]
+    groups = list(dict.fromkeys(group for each in measured for group in each["norms"]))
+    charts = []
+    for title, key in (
+        ("Gradient norm by group", "grad"),
+        ("Norm of weights by group", "weight"),
+        ("Update over weights by group", "relative_update"),
+    ):
+        lines = [
+            Line(
+                group,
+                [(number(each, "step"), _norm(each["norms"].get(group), key)) for each in measured],
+                f"c{place % 6}",
+            )
+            for place, group in enumerate(groups)
+        ]
+        if any(math.isfinite(y) for line in lines for _, y in line.points):
+            drawn = line_chart(title, lines, marks=starts(run), from_zero=True, small=True)
+            charts.append(f"<div><h3>{escape(title)}</h3>{drawn}</div>")
+    return f'<div class="pair">{"".join(charts)}</div>' if charts else ""
+
+
+def _norm(norms: object, key: str) -> float:
+    """Return one number of a group's record; nan where it has none."""
+    record = norms if isinstance(norms, Mapping) else {}
+    if key != "relative_update":
+        return number(record, key)
+    weight = number(record, "weight")
+    return number(record, "update") / weight if weight else math.nan
 
 
 def throughput(run: RunRecord) -> str:

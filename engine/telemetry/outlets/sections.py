@@ -8,6 +8,7 @@ optim/lr  optim/grad_norm  optim/loss_scale  optim/num_overflows     the last tw
 optim/num_outliers     where an update was left out
 data/loss_tokens
 experts/load_max_over_mean  experts/dropped     the worst layer's;  experts/layer_7/load_max_over_mean  experts/layer_7/entropy
+norms/embedding.*/grad  ../weight  ../update  ../relative_update     by groups, with telemetry.norms_interval
 memory/peak_gib
 """
 
@@ -54,5 +55,9 @@ def sections(metrics: StepMetrics) -> dict[str, float]:
         for layer, ratio, entropy in zip(experts.layers, experts.load_max_over_mean, experts.entropy, strict=True):
             values[f"experts/layer_{layer}/load_max_over_mean"] = ratio
             values[f"experts/layer_{layer}/entropy"] = entropy
+    for group, norms in (metrics.norms or {}).items():
+        values |= {
+            f"norms/{group}/{name}": getattr(norms, name) for name in ("grad", "weight", "update", "relative_update")
+        }
     values["memory/peak_gib"] = metrics.peak_memory_bytes / 2**30
     return {name: value for name, value in values.items() if value is not None}

@@ -13,6 +13,7 @@ from typing import Any
 from engine.config.plan import BatchPlan
 from engine.config.tree import Config
 from engine.data.document_statistics import DocumentStatistics
+from engine.optimizer.norms import Norms
 from engine.run.phases import Phase
 from engine.telemetry.record.expert_load import ExpertsRecord
 from engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
@@ -27,6 +28,7 @@ OPTIONAL = (
     "loss_scale",
     "num_overflows",
     "num_outliers",
+    "norms",
 )
 """Fields that are left out of a record where they are None."""
 
@@ -62,6 +64,8 @@ class StepMetrics:
         num_overflows: steps of the attempt so far that have updated nothing, because gradients overflowed at their loss scale.
         num_outliers: steps of the attempt so far whose update was left out, because their loss or gradient norm was far above those
             before (`resilience.skip_above_deviations`); None: there was none.
+        norms: of gradients, weights and the update, by groups of parameters (`engine.optimizer.group_norms`); None but on every
+            `telemetry.norms_interval`-th step.
     """
 
     step: int
@@ -89,6 +93,7 @@ class StepMetrics:
     loss_scale: float | None = None
     num_overflows: int | None = None
     num_outliers: int | None = None
+    norms: Mapping[str, Norms] | None = None
 
     def ahead_line(self) -> str | None:
         """Return the line `losses of tokens ahead 2.8312 3.1045`; None where the model predicts the next token alone."""

@@ -1,0 +1,121 @@
+"""Norms by groups of parameters (`optimizer.groups`), every K steps: of gradients, of weights, and of what an update changes.
+
+    before the update   sums of squares of the owned gradients and masters, by group; a copy of the masters
+    after it            sums of squares of what has changed; one all-reduce [3 x groups] over the world
+    read                with the numbers of the step, on the host
+
+Each element counts once over the world, as in the global gradient norm: owners hold disjoint parts, and of replicas the first
+counts. A group's gradient norm is the global norm times the root of the group's share in the sum of squares, so neither the loss
+scale nor the number of tokens matters. The copy takes the masters' bytes during the steps that are measured.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from engine.comm.collectives import Axis
+from engine.config.groups import GroupFields, group_of
+from engine.config.optimizer_kinds import MASTER
+from engine.device.host_copy import HostCopy
+from engine.numerics.precision import AGREEMENT_DTYPE
+from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
+from engine.optimizer.norms import Norms
+
+PURPOSE = "norms"
+
+OTHERS = "others"
+"""The name of the trained parameters that are in no group."""
+
+
+class GroupNorms:
+    """The measurement of one run, on every rank; each rank makes the same calls.
+
+    Args:
+        optimizer: owner of gradients and masters.
+        world: all ranks.
+        groups: of the configuration; those that are frozen have no norms.
+        interval: K, steps from one measured step to the next.
+    """
+
+    def __init__(
+        self, optimizer: DistributedOptimizer, world: Axis, groups: Sequence[GroupFields], interval: int
+    ) -> None:
+        trained = [number for number, group in enumerate(groups) if not group.get("freeze")]
+        self._names = (*(groups[number]["match"] for number in trained), OTHERS)
+        places = {number: place for place, number in enumerate(trained)}
+        self._world, self._interval = world, interval
+        self._counted = [owned for owned in optimizer.trained if owned.buffer.replica_index == 0]
+        self._parts = [list(_parts(owned, groups, places)) for owned in self._counted]
+        self._device = optimizer.buffers.device
+        self._step = 0
+        self._before: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]] | None = None
+        self._posted: dict[int, HostCopy] = {}
+
+    def begin(self, steps_made: int) -> None:
+        """Begin after so many steps; measurements that were not read are dropped."""
+        self._step, self._before = steps_made, None
+        self._posted.clear()
+
+    def before_update(self) -> None:
+        """Measure gradients and masters of the step that is about to update, where it is one of every K."""
+        if (self._step + 1) % self._interval:
+            return
+        masters = [owned.state.read(MASTER).clone() for owned in self._counted]
+        grads = [owned.grads.to(owned.state.wide) for owned in self._counted]
+        self._before = self._sums(grads), self._sums(masters), masters
+
+    def after_update(self) -> None:
+        """Measure what the update has changed, and post the sums over all ranks."""
+        if self._before is not None:
+            grads, weights, masters = self._before
+            changes = [owned.state.read(MASTER) - was for owned, was in zip(self._counted, masters, strict=True)]
+            vector = torch.cat((grads, weights, self._sums(changes)))
+            self._posted[self._step] = HostCopy(self._world.all_reduce(vector, PURPOSE).wait())
+            self._before = None
+        self._step += 1
+
+    def read(self, step: int, grad_norm: float) -> Mapping[str, Norms] | None:
+        """Return the norms of step number `step` (from 0) by group; None where it was not measured.
+
+        Args:
+            grad_norm: of all parameters, of that step.
+        """
+        if step not in self._posted:
+            return None
+        sums = self._posted.pop(step).wait()
+        count = len(self._names)
+        grads, weights, updates = sums[:count], sums[count : 2 * count], sums[2 * count :]
+        total = sum(grads)
+        return {
+            name: Norms(
+                grad_norm * math.sqrt(grad / total) if total > 0 and math.isfinite(total) else 0.0 * grad_norm * total,
+                math.sqrt(weight),
+                math.sqrt(update),
+            )
+            for name, grad, weight, update in zip(self._names, grads, weights, updates, strict=True)
+        }
+
+    def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sums of squares by group of one tensor per counted bucket, [groups]."""
+        sums = torch.zeros(len(self._names), dtype=AGREEMENT_DTYPE, device=self._device)
+        for tensor, parts in zip(tensors, self._parts, strict=True):
+            for where, place in parts:
+                total = torch.zeros((), dtype=tensor.dtype, device=self._device)
+                add_squares(total, tensor[where])
+                sums[place] += total
+        return sums
+
+
+def _parts(owned: OwnedBucket, groups: Sequence[GroupFields], places: Mapping[int, int]) -> Sequence[tuple[slice, int]]:
+    """Return (owned elements, place of their group) of a bucket; segments of one group in a row are one."""
+    parts: list[tuple[slice, int]] = []
+    for segment in owned.segments:
+        number = group_of(segment.record.spec.name, groups)
+        place = len(places) if number is None else places[number]
+        start = segment.offset - owned.bucket.owned[0]
+        stop = start + segment.stop - segment.start
+        if parts and (parts[-1][0].stop, parts[-1][1]) == (start, place):
+            start = parts.pop()[0].start
+        parts.append((slice(start, stop), place))
+    return parts
