@@ -129,15 +129,15 @@ def rotation_counts_from_each_part() -> None:
 
 
 def each_rank_has_the_parts_of_the_microbatch_before() -> None:
-    hidden = GPTChunk._hidden
+    inputs = GPTChunk._layer_inputs
     latest: dict[int, Any] = {}
 
-    def lag(self: GPTChunk, x: Any, batch: Any, *args: Any) -> torch.Tensor:
+    def lag(self: GPTChunk, batch: Any) -> Any:
         before = latest.get(id(self), batch)
         latest[id(self)] = batch
-        return hidden(self, x, replace(batch, part=before.part), *args)
+        return inputs(self, replace(batch, part=before.part))
 
-    GPTChunk._hidden = lag  # type: ignore[method-assign]
+    GPTChunk._layer_inputs = lag  # type: ignore[method-assign]
 
 
 def query_heads_of_a_piece_read_the_keys_of_another() -> None:

@@ -58,7 +58,14 @@ def kinds_of_layers_count_from_each_stage() -> None:
         seen.append(layer)
         self.attention.kind = replace(context.model.layer_kind(layer - seen[0]), sinks=self.attention.kind.sinks)
 
+    made = GPTChunk.__init__
+
+    def with_all_tables(self: GPTChunk, context: Any, stage: Any) -> None:
+        made(self, context, stage)
+        self.rotaries = [context.model.layer_kind(layer).rotary for layer in range(context.model.num_layers)]
+
     models.gpt.block.Block.__init__ = counted  # type: ignore[method-assign]
+    GPTChunk.__init__ = with_all_tables  # type: ignore[method-assign]
 
 
 def every_rank_has_the_sinks_of_the_first() -> None:
