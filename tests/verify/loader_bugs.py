@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from engine.data.epoch_index import EpochIndex
 from engine.data.loader import Batches, MicroBatch
-from engine.data.samples import SampleStream
+from engine.data.samples import DocumentPart, SampleStream
 
 
 def the_last_label_of_a_row_is_its_first_token() -> None:
@@ -33,10 +33,9 @@ def the_last_label_of_a_row_is_not_counted() -> None:
 
 def each_sample_begins_one_token_early() -> None:
     """Plant samples that overlap by two tokens in place of one."""
-    place = SampleStream._place
+    parts_at = SampleStream.parts_at
 
-    def early(self: SampleStream, sample_id: int) -> tuple[EpochIndex, int]:
-        index, start = place(self, sample_id)
-        return index, max(0, start - 1)
+    def early(self: SampleStream, index: EpochIndex, start: int, length: int) -> list[DocumentPart]:
+        return parts_at(self, index, max(0, start - 1), length)
 
-    SampleStream._place = early  # type: ignore[method-assign]
+    SampleStream.parts_at = early  # type: ignore[method-assign]

@@ -70,7 +70,7 @@ def test_a_document_may_be_several_sequences(tmp_path: Path) -> None:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_bug_of_the_loader_is_seen(plant, what, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((loader_bugs.Batches, "_read_microbatch"), (loader_bugs.SampleStream, "_place")):
+    for owner, name in ((loader_bugs.Batches, "_read_microbatch"), (loader_bugs.SampleStream, "parts_at")):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # put back after the test
     plant()
     assert differences(written(tmp_path)) == what
