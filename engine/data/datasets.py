@@ -35,7 +35,7 @@ class Datasets:
     """The three parts, each with every sample id >= 0; None where the configuration has none."""
 
     train: SampleSource
-    """Of a run whose samples change on the way: those of its present part, from 0."""
+    """Samples of training from 0; where they change on the way, those of the present part of the run."""
     valid: SampleSource | None
     test: SampleSource | None
     fingerprint: str

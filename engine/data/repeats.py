@@ -1,4 +1,4 @@
-"""What a run has read over all its attempts: tokens that were read twice, and tokens that were left out (no torch here).
+"""The reads of a run over all its attempts: tokens that were read twice, and tokens that were left out (no torch here).
 
     attempt 0   steps 1 .. 43         ->  spans of steps as they were made last: 1 .. 40 of attempt 0, 41 .. 60 of attempt 1
     attempt 1   from 40, .. 60

@@ -87,13 +87,10 @@ class GroupNorms:
         count = len(self._names)
         grads, weights, updates = sums[:count], sums[count : 2 * count], sums[2 * count :]
         total = sum(grads)
+        shares = [grad / total if math.isfinite(total) else math.nan for grad in grads] if total else grads
         return {
-            name: Norms(
-                grad_norm * math.sqrt(grad / total) if total > 0 and math.isfinite(total) else 0.0 * grad_norm * total,
-                math.sqrt(weight),
-                math.sqrt(update),
-            )
-            for name, grad, weight, update in zip(self._names, grads, weights, updates, strict=True)
+            name: Norms(grad_norm * math.sqrt(share), math.sqrt(weight), math.sqrt(update))
+            for name, share, weight, update in zip(self._names, shares, weights, updates, strict=True)
         }
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

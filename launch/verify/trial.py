@@ -30,8 +30,9 @@ CLIP = 0.5
 LEARNING_RATE = 1e-2
 
 NARROW_EPS = 1e-3
-"""Of Adam in fp32 and below, near the size of a clipped gradient's elements. With 1e-8 the first update is lr x sign(g), and where
-a gradient is zero up to rounding, its sign is a draw: one such element would be an error of 2 lr, however small the rounding."""
+"""Adam's eps in fp32 and below, near the size of a clipped gradient's elements. With 1e-8 the first update is lr x sign(g), and
+where a gradient is zero up to rounding, its sign is a draw: one such element would be an error of 2 lr, however small the
+rounding."""
 
 ONE_PROCESS = {
     "tp": 1,

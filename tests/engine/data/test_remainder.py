@@ -176,7 +176,7 @@ SEGMENT = st.tuples(BLENDS, st.integers(5, 60))
 def test_each_corpus_goes_on_where_it_was_left(
     folder: Path, drawn: list[tuple[list[tuple[int, str]], int]], skip_from: int, num_skipped: int
 ) -> None:
-    """Of one length, the samples of a corpus over all segments are those of its stream, each once and in order."""
+    """Samples of one length over all segments are those of the corpus' stream, each once and in order."""
     skipped = SkippedRanges.of([(skip_from, skip_from + num_skipped)] if num_skipped else [])
     segments, position = [], 0
     for weighted, num_samples in drawn:

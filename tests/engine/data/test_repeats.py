@@ -68,7 +68,7 @@ def test_random_runs_read_each_token_once(
 
 
 def test_an_attempt_that_forgets_a_skipped_sample_repeats_one(config: Config) -> None:
-    """It counts from where it should, but its samples are one behind: the last one that was read is read again."""
+    """The attempt counts from where it should, but its samples are one behind: the last one is read again."""
     skipped = SkippedRanges.of([(5, 6)])
     spans = [ReadSpan(0, 8, 0, config, skipped), ReadSpan(8, 11, 1, config, SkippedRanges())]
     found = reads_of(spans)

@@ -46,7 +46,10 @@ ALONE = (
     "model.seq_length: 256, data.train: [[3.0, second], [1.0, first]], train.global_batch_size: 2",
 )
 NUM_STEPS, EDGE = 9, 5
-"""Of 512 tokens each."""
+"""Steps of 512 tokens; the cooldown begins at the edge."""
+
+DECAYS = (("decay_a", "first"), ("decay_b", "second"))
+"""Names of runs, and the corpus of their second stage."""
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +110,7 @@ def test_the_optimizer_goes_along(in_layouts: Path) -> None:
 def test_each_document_is_read_once_over_both_stages(
     folder: Path, in_layouts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What `data which` lists: no token is an input twice before its corpus is at its end."""
+    """No token is an input twice before its corpus is at its end, by the parts that `data which` lists."""
     monkeypatch.chdir(folder)
     read: Counter[tuple[str, int, int, int]] = Counter()
     config = load_config(in_layouts / "config.yaml")
@@ -127,22 +130,19 @@ def test_each_document_is_read_once_over_both_stages(
 
 @pytest.mark.slow
 def test_two_decays_share_every_bit_up_to_the_fork(folder: Path) -> None:
-    stable = "parallel.dp: 1"
+    """Two runs that differ behind the fork are one run up to it, and one branches off from the other's checkpoint there."""
     ends = (EDGE * 512, NUM_STEPS * 512)
-    constant = ("optimizer.lr_schedule=constant", "optimizer.cooldown_tokens=null")
-    main = trained(folder, "main", (stable, stable), ends, *constant)
-    fork = main / "checkpoints" / f"step_{EDGE:08d}"
-    losses = []
-    for name, corpus in (("decay_a", "first"), ("decay_b", "second")):
-        stages = (stable, f"data.train: [[1.0, {corpus}]], parallel.dp: 1")
-        accept = "checkpoint.accept=[stages, data, optimizer]"
-        branch = trained(
-            folder, name, stages, ends, f"checkpoint.load={fork}", accept, "optimizer.cooldown_tokens=1024"
-        )
-        made = records(branch / "metrics.jsonl")
-        assert [one["step"] for one in made] == list(range(EDGE + 1, NUM_STEPS + 1))
-        losses.append([one["loss"] for one in made])
-    assert losses[0][0] != losses[1][0], "the decays read other samples"
+    stages = {name: ("parallel.dp: 1", f"data.train: [[1.0, {corpus}]], parallel.dp: 1") for name, corpus in DECAYS}
+    runs = {name: trained(folder, name, stages[name], ends) for name in stages}
+    made = {name: [one["loss"] for one in records(run / "metrics.jsonl")] for name, run in runs.items()}
+    forks = [run / "checkpoints" / f"step_{EDGE:08d}" for run in runs.values()]
+    assert made["decay_a"][:EDGE] == made["decay_b"][:EDGE]
+    assert read_manifest(forks[0]).fingerprint == read_manifest(forks[1]).fingerprint
+    assert made["decay_a"][EDGE] != made["decay_b"][EDGE], "the decays read other samples"
+    branch = trained(
+        folder, "branch", stages["decay_b"], ends, f"checkpoint.load={forks[0]}", "checkpoint.accept=[stages]"
+    )
+    assert [one["loss"] for one in records(branch / "metrics.jsonl")] == made["decay_b"][EDGE:]
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.distributed
 RESHARDABLE = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 LR = 1e-2
 SCALE = LossScaleRecord(scale=512.0, updates=5, hysteresis=1)
-"""Of exported runs; that of an imported one is what Megatron-Core's own updates have left."""
+"""The loss scale of exported runs; that of an imported one is what Megatron-Core's own updates have left."""
 EXPORTED = ("gpt", "llama", "ahead")
 """Models that Megatron-Core loads again."""
 
