@@ -13,11 +13,13 @@ from unittest.mock import patch
 
 import torch
 
+from engine.config.fp8 import Fp8Config
 from engine.context_parallel.deal import runs_of_ranks
 from engine.data.documents import Documents
 from engine.data.sequence_part import SequencePart
 from engine.kernels.elementwise import activation
 from engine.kernels.flash_attention import Varlen, VarlenParts
+from engine.kernels.fp8.products import open_fp8
 from engine.kernels.fusion import Fusion
 from engine.kernels.masked_attention import CpuFlash, Kernel, Mask
 from engine.kernels.weight_grad import weight_grad_failure
@@ -167,6 +169,10 @@ def _fused_weight_grad() -> None:
     weight_grad_failure("fused", torch.bfloat16, torch.float32, CPU)
 
 
+def _scaled_gemm() -> None:
+    assert open_fp8(Fp8Config(backend="torch"), torch.bfloat16, CPU) is not None
+
+
 MAKERS: Mapping[str, Callable[[], None]] = {
     "_flash_attention_forward": _flash,
     "_flash_attention_backward": _flash,
@@ -175,5 +181,6 @@ MAKERS: Mapping[str, Callable[[], None]] = {
     "gelu_backward.grad_input": _activations("geglu", "geglu_tanh"),
     "silu_backward.grad_input": _activations("swiglu"),
     "addmm.dtype_out": _fused_weight_grad,
+    "_scaled_mm": _scaled_gemm,
 }
 """Runs of our kernels that call an operator, by its name."""

@@ -17,7 +17,7 @@ Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to
 REPLICA_GRADIENTS = "replica gradients"
 """Purpose of the sum of a gradient over the ranks that hold its parameter and each saw a part (`engine.layout.shard_spec`)."""
 
-CROSS_ENTROPY, QK_NORM = "cross-entropy", "qk-norm"
+CROSS_ENTROPY, QK_NORM, FP8_SCALES = "cross-entropy", "qk-norm", "fp8 scale"
 """First words of the purposes of the cross-entropy's reductions, and of those of QK-norm over all heads."""
 
 KEYS_AND_VALUES, HEADS = "keys and values", "heads"

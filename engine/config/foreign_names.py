@@ -5,7 +5,7 @@ An unknown key is refused with the name that was probably meant:
     tensor-model-parallel-size, model.n_embd, hf's num_key_value_heads      another name of the same field
     model.tp, hidden_size at the top level                                  a field of ours in another section
     train.step                                                              the nearest spelling
-    precision.fp8                                                           known, not built yet
+    precision.fp4                                                           known, not built yet
     moe_aux_loss_coeff                                                      depends on the layout, so it is refused
 """
 
@@ -150,6 +150,8 @@ FOREIGN_NAMES = {
     "attention_backend": "kernels.attention",
     "use_flash_attn": "kernels.attention=sdpa",
     "deterministic_mode": "runtime.deterministic=true",
+    "fp8_format": "precision.fp8",
+    "fp8_recipe": "precision.fp8.recipe",
     "wandb_project": "telemetry.wandb.project",
     "wandb_entity": "telemetry.wandb.entity",
     "wandb_exp_name": "telemetry.wandb.name",
@@ -238,9 +240,6 @@ ALWAYS_ON = {
 
 NOT_BUILT = {
     "planner": "the layout planner",
-    "fp8": "FP8",
-    "fp8_format": "FP8",
-    "fp8_recipe": "FP8",
     "fp4": "FP4",
     "transformer_impl": "Transformer Engine layers",
     "transformer_engine": "Transformer Engine layers",

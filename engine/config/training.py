@@ -8,6 +8,7 @@ from pydantic import Field
 
 from engine.config.counts import Count
 from engine.config.ema import EmaConfig
+from engine.config.fp8 import FP8_RULES, Fp8Config
 from engine.config.groups import GROUP_RULES, GroupFields
 from engine.config.loss_scale import LOSS_SCALE_RULES, LossScaleConfig
 from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName, StateKind, state_kinds
@@ -129,6 +130,9 @@ class PrecisionConfig(Section):
     )
     loss_scale: Annotated[LossScaleConfig | None, MEANT] = Field(
         None, description="of an fp16 run; null: dynamic from 2^16, with the defaults of this section"
+    )
+    fp8: Annotated[Fp8Config | None, MEANT] = Field(
+        None, description="GEMMs of linear layers with FP8 operands; null: in the run's dtype"
     )
 
     @property
@@ -342,6 +346,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
     bucket_holds_a_number,
     narrow_state_fits,
     *LOSS_SCALE_RULES,
+    *FP8_RULES,
     *GROUP_RULES,
     fields_are_of_the_optimizer,
 )

@@ -36,6 +36,7 @@ from engine.config.moe import dispatch_of
 from engine.config.tree import Config
 from engine.errors import ConfigError
 from engine.kernels.attention import AttentionShape, attention_failure, attention_refusal, chosen, decoding_failure
+from engine.kernels.fp8.products import Fp8, open_fp8
 from engine.kernels.fusion import Form, Fusion, compiler_failure, compiler_refusal
 from engine.kernels.grouped_gemm import ExpertKernel, grouped_gemm_failure, grouped_gemm_refusal
 from engine.kernels.weight_grad import WeightGradKernel, weight_grad_failure, weight_grad_refusal
@@ -134,10 +135,12 @@ class Kernels:
     Attributes:
         choices: their names.
         fusion: runs elementwise functions; one object, so that each is compiled once.
+        fp8: of linear layers; None: their GEMMs are in the run's dtype.
     """
 
     choices: Choices
     fusion: Fusion
+    fp8: Fp8 | None = None
 
 
 def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
@@ -348,6 +351,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
     """
     device, asked = topology.device, config.kernels
     dtype = DTYPES[config.precision.dtype]
+    fp8 = open_fp8(config.precision.fp8, dtype, device)
     main_grad = main_grad_dtype(dtype, config.precision.gradients)
     trials = device_trials(attention_shape(config, topology), main_grad, decoding_shape(config, topology))
     choices, notes = try_out(asked, resolve(asked, DeviceFacts.of(config, device)), trials)
@@ -361,7 +365,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
     if topology.rank == 0 or is_alone:
         for note in notes:
             print(note, file=sys.stderr)
-    return Kernels(choices, Fusion(choices.elementwise))
+    return Kernels(choices, Fusion(choices.elementwise), fp8)
 
 
 def describe(choices: Choices, shape: AttentionShape) -> str:

@@ -22,6 +22,15 @@ INIT_DTYPE = torch.float32
 AGREEMENT_DTYPE = torch.float64
 """Dtype of the step's small all-reduce: token counts (exact to 2^53) and sums of squares of gradients."""
 
+FP8_E4M3 = torch.float8_e4m3fn
+"""Dtype of FP8 weights and activations: 4 bits of exponent, 3 of mantissa, no infinity."""
+
+FP8_E5M2 = torch.float8_e5m2
+"""Dtype of FP8 gradients where one scale serves a whole tensor: 5 bits of exponent, 2 of mantissa."""
+
+SCALE_DTYPE = torch.float32
+"""Dtype of the scales of FP8 numbers."""
+
 STEP_DTYPE = torch.float32
 """Dtype of step counts and skip flags for torch's fused optimizers; whole numbers are exact to 2^24."""
 

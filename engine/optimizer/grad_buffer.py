@@ -97,6 +97,7 @@ class GradBuffers:
         self.dtype = dtype
         self.device = device
         self._on_grad: Callable[[ShardedParameter], None] | None = None
+        self._version = 0
         self.buffers: list[FlatBuffer] = []
         self._places: dict[str, _Place] = {}
         for layout in layouts:
@@ -184,6 +185,7 @@ class GradBuffers:
 
         `untrained`: also of those that are not trained: they are frozen, or every rank changes them alike.
         """
+        self._version += 1
         for buffer in self.buffers if untrained else self._trained:
             for bucket in reversed(buffer.buckets):
                 start, stop = bucket.owned
@@ -192,6 +194,10 @@ class GradBuffers:
                     "parameters",
                     out=buffer.parameters[bucket.layout.start : bucket.layout.stop],
                 )
+
+    def weights_version(self) -> int:
+        """Return how often parameters were gathered: after each update, and when they are loaded."""
+        return self._version
 
     def weight_needed(self, parameter: ShardedParameter) -> None:
         """Complete the parameter's bucket before it is used."""

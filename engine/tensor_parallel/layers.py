@@ -15,8 +15,9 @@ Order of the column-parallel backward, in which communication runs under the GEM
 Where weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer gathers dY again for its own.
 Where all weights of a layer are frozen, 1 and 4 fall away, and X is not saved.
 
-Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`_project`). On [s, b, in] torch looks at
-all strides, also of dimensions of size 1: for one sample with transposed tokens it makes s small GEMMs, each reading the weight.
+Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`gemms.py`, also in FP8). On [s, b, in]
+torch looks at all strides, also of dimensions of size 1: for one sample with transposed tokens it makes s small GEMMs, each
+reading the weight.
 """
 
 import math
@@ -24,11 +25,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from engine.kernels.weight_grad import add
 from engine.numerics.precision import accumulate, accumulation_dtype
+from engine.tensor_parallel.gemms import IN_RUN_DTYPE, Cut, LinearForm, LinearGemms, Scale
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import FusedWeights, ShardedParameter
 from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
@@ -50,11 +51,13 @@ class ColumnParallelLinear(nn.Module):
         region: TensorParallelRegion,
         queue: WeightGradQueue,
         name: str,
+        form: LinearForm = IN_RUN_DTYPE,
     ) -> None:
         super().__init__()
         self.parameters_held = nn.ModuleList([*weights, *biases])
         self.weights = FusedWeights(weights, in_features=weights[0].record.local_shape[-1])
         self.biases = FusedWeights(biases, in_features=None) if biases else None
+        self.gemms: LinearGemms = form.gemms(self.weights, queue, name, Cut(inputs=region.cuts_entered, outputs=True))
         self.region = region
         self.queue = queue
         self.name = name
@@ -63,12 +66,10 @@ class ColumnParallelLinear(nn.Module):
         """Map [s(/t), b, in] to [s, b, rows on this rank]."""
         return _ColumnParallel.apply(x, self)
 
-    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """Add dY^T X and the sum of dY to the main grads. grad [s, b, rows], x [s, b, in]."""
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Scale = None, of_x: Scale = None) -> None:
+        """Add dY^T X and the sum of dY to the main grads. grad [s, b, rows], x [s, b, in], and what quantises them."""
         self.region.axis.ledger.mark("weight_grad", self.name)
-        rows_of_grad, x = grad.flatten(0, 1), x.flatten(0, 1)
-        for main_grad, rows, overwrite in self.weights.main_grads():
-            self.queue.add_matmul(main_grad, rows_of_grad[:, rows], x, overwrite=overwrite)
+        self.gemms.add_weight_grads(grad, x, of_grad, of_x)
         self.add_bias_grads(grad)
 
     def add_bias_grads(self, grad: torch.Tensor) -> None:
@@ -89,32 +90,33 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.save_for_backward(*([layer.region.kept(x, inputs)] if layer.weights.is_trained else []))
         matrices = layer.weights.matrices()
         biases = [None] * len(matrices) if layer.biases is None else _beside(matrices, layer.biases.matrices())
-        outputs = [_project(inputs, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        ctx.of_x = layer.gemms.input_scale(inputs)
+        return layer.gemms.forward(inputs, biases, ctx.of_x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer: ColumnParallelLinear = ctx.layer
         grad, regather = grad.contiguous(), f"{layer.name} regather"
         if not layer.weights.is_trained:
-            grad_input = _times_rows(grad, layer.weights.matrices())
+            grad_input = layer.gemms.input_grad(grad, layer.gemms.grad_scale(grad))
             reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
             layer.add_bias_grads(grad)
             return reduced.wait(), None
         (kept,) = ctx.saved_tensors
         deferring = layer.queue.deferring
         gathered = None if deferring else layer.region.enter_again(kept, regather)
-        grad_input = _times_rows(grad, layer.weights.matrices())
+        of_grad, of_x = layer.gemms.grad_scale(grad), ctx.of_x
+        grad_input = layer.gemms.input_grad(grad, of_grad)
         reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
         if gathered is not None:
-            layer.add_weight_grads(grad, gathered.wait())
+            layer.add_weight_grads(grad, gathered.wait(), of_grad, of_x)
         else:
             layer.queue.defer(
                 DeferredGrad(
                     kept,
                     lambda kept: layer.region.enter_again(kept, regather),
                     grad,
-                    lambda x, grad: layer.add_weight_grads(grad, x),
+                    lambda x, grad: layer.add_weight_grads(grad, x, of_grad, of_x),
                 )
             )
         return reduced.wait(), None
@@ -136,10 +138,12 @@ class RowParallelLinear(nn.Module):
         region: TensorParallelRegion,
         queue: WeightGradQueue,
         name: str,
+        form: LinearForm = IN_RUN_DTYPE,
     ) -> None:
         super().__init__()
         self.weight = weight
         self.weights = FusedWeights([weight], in_features=math.prod(weight.record.local_shape[1:]))
+        self.gemms: LinearGemms = form.gemms(self.weights, queue, name, Cut(inputs=True, outputs=False))
         self.bias = bias
         self.region = region
         self.queue = queue
@@ -149,16 +153,10 @@ class RowParallelLinear(nn.Module):
         """Map [s, b, in on this rank] to [s(/t), b, out]."""
         return _RowParallel.apply(x, self)
 
-    def matrix(self) -> torch.Tensor:
-        (matrix,) = self.weights.matrices()
-        return matrix
-
-    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor) -> None:
-        """Add dY^T X to the main grad. grad [s, b, out], x [s, b, in on this rank]."""
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Scale = None, of_x: Scale = None) -> None:
+        """Add dY^T X to the main grad. grad [s, b, out], x [s, b, in on this rank], and what quantises them."""
         self.region.axis.ledger.mark("weight_grad", self.name)
-        grad, x = grad.flatten(0, 1), x.flatten(0, 1)
-        for main_grad, _, overwrite in self.weights.main_grads():
-            self.queue.add_matmul(main_grad, grad, x, overwrite=overwrite)
+        self.gemms.add_weight_grads(grad, x, of_grad, of_x)
 
 
 class _RowParallel(torch.autograd.Function):
@@ -168,7 +166,8 @@ class _RowParallel(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(*([x] if layer.weights.is_trained else []))
         bias = layer.bias.weight().detach() if layer.bias is not None and layer.region.axis.index == 0 else None
-        return layer.region.leave(_project(x, layer.matrix(), bias), f"{layer.name} forward").wait()
+        ctx.of_x = layer.gemms.input_scale(x)
+        return layer.region.leave(layer.gemms.forward(x, [bias], ctx.of_x), f"{layer.name} forward").wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -179,7 +178,8 @@ class _RowParallel(torch.autograd.Function):
             # The bias acts on this rank's part of the sequence; under sequence parallelism the sum over tp follows later.
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
         whole = gathered.wait()
-        grad_input = _project(whole, layer.matrix().t())
+        of_grad, of_x = layer.gemms.grad_scale(whole), ctx.of_x
+        grad_input = layer.gemms.input_grad(whole, of_grad)
         if not layer.weights.is_trained:
             return grad_input, None
         (x,) = ctx.saved_tensors
@@ -187,10 +187,15 @@ class _RowParallel(torch.autograd.Function):
             # Of sequence-parallel gradients the shard is kept, and gathered once more.
             regather = f"{layer.name} regather"
             layer.queue.defer(
-                DeferredGrad(grad, lambda grad: layer.region.leave_backward(grad, regather), x, layer.add_weight_grads)
+                DeferredGrad(
+                    grad,
+                    lambda grad: layer.region.leave_backward(grad, regather),
+                    x,
+                    lambda grad, x: layer.add_weight_grads(grad, x, of_grad, of_x),
+                )
             )
         else:
-            layer.add_weight_grads(whole, x)
+            layer.add_weight_grads(whole, x, of_grad, of_x)
         return grad_input, None
 
 
@@ -250,17 +255,3 @@ def _beside(matrices: Sequence[torch.Tensor], vectors: Sequence[torch.Tensor]) -
     """
     rows = [matrix.shape[0] for matrix in matrices]
     return vectors if [len(vector) for vector in vectors] == rows else torch.cat(list(vectors)).split(rows)
-
-
-def _times_rows(grad: torch.Tensor, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return dX = sum_i dY_i W_i; grad [s, b, rows] is cut along its last dim as the matrices [rows_i, in] are stacked."""
-    parts = grad.split([matrix.shape[0] for matrix in matrices], dim=-1)
-    total = _project(parts[0], matrices[0].t())
-    for part, matrix in zip(parts[1:], matrices[1:], strict=True):
-        total += _project(part, matrix.t())
-    return total
-
-
-def _project(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x [s, b, in] W^T + bias as [s, b, out], in one GEMM; matrix W [out, in], bias [out]."""
-    return F.linear(x.flatten(0, 1), matrix, bias).view(*x.shape[:-1], matrix.shape[0])

@@ -32,11 +32,13 @@ class TensorParallelRegion:
         axis: the tp axis.
         sequence_parallel: activations outside the region are cut along the sequence.
         keeps_gathered: gathered inputs are kept whole for the backward.
+        cuts_entered: what has entered may still differ over tp.
     """
 
     axis: Axis
     sequence_parallel: bool
     keeps_gathered: bool = False
+    cuts_entered: bool = False
 
     def enter(self, x: torch.Tensor, purpose: str) -> Pending:
         """Post f or f': [s (/t), b, h] -> [s, b, h]."""

@@ -28,6 +28,7 @@ class GradSink(Protocol):
     def grad_added(self, parameter: "ShardedParameter") -> None: ...
     def is_first_grad(self, parameter: "ShardedParameter") -> bool: ...
     def weight_needed(self, parameter: "ShardedParameter") -> None: ...
+    def weights_version(self) -> int: ...
 
 
 class ShardedParameter(nn.Module):
@@ -128,6 +129,11 @@ class FusedWeights:
     def is_trained(self) -> bool:
         """Return whether a member is."""
         return bool(self._trained)
+
+    def version(self) -> int | None:
+        """Return a number that changes with the weights, as copies of them must; None where they are not bound."""
+        sink = self.members[0]._sink
+        return None if sink is None else sink.weights_version()
 
     def matrices(self) -> list[torch.Tensor]:
         """Return the weights as few matrices [rows, in] (or vectors [rows]), as adjacency allows."""

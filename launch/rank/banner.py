@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.config.fp8 import fp8_line
 from engine.config.tree import Config
 from engine.data.corpus.stdlib import entropies
 from engine.kernels import registry
@@ -55,12 +56,16 @@ def describe(engine: Engine) -> Description:
         threads = torch.get_num_threads()
         device_name = "cpu"
         device = f"cpu, gloo, {threads} thread{'s' if threads > 1 else ''} per rank"
+    kernels, fp8 = (
+        registry.describe(engine.kernels.choices, registry.attention_shape(config, topology)),
+        engine.kernels.fp8,
+    )
     return Description(
         layout=f"{topology.sizes}: {grid.world_size} ranks on {nodes}, {schedule}{sequence}{chosen}",
         schedule=schedule,
         device=device,
         device_name=device_name,
-        kernels=registry.describe(engine.kernels.choices, registry.attention_shape(config, topology)),
+        kernels="; ".join([kernels, *([] if fp8 is None else [f"fp8: {fp8_line(config, fp8.backend)}"])]),
         layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
     )
 

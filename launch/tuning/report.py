@@ -105,7 +105,10 @@ class Tried:
         """Return the peak that MFU is a share of, or None where it is not known."""
         if config.telemetry.peak_tflops is not None:
             return Peak(config.telemetry.peak_tflops, "telemetry.peak_tflops")
-        return known_peak(self.machine.device, config.precision.dtype) if self.machine.is_gpu else None
+        if not self.machine.is_gpu:
+            return None
+        precision = config.precision
+        return known_peak(self.machine.device, precision.dtype, in_fp8=precision.fp8 is not None)
 
 
 def to_text(tried: Tried) -> str:

@@ -40,6 +40,7 @@ class Attention(AttentionCore):
             context.region,
             context.queue,
             f"{name}.qkv",
+            context.form,
         )
         self.rotated = NormalisedAndRotated(context, name)
 

@@ -38,6 +38,7 @@ class AttentionCore(nn.Module):
             context.region,
             context.queue,
             f"{name}.proj",
+            context.form,
         )
 
     def _core(self, kernel: str, mask: Mask, keys: DropoutKeys, heads: slice, *qkv: torch.Tensor) -> torch.Tensor:

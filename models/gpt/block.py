@@ -20,6 +20,7 @@ class Block(nn.Module):
 
     def __init__(self, context: BuildContext, layer: int) -> None:
         super().__init__()
+        context = context.of_layer(layer)
         self.context = context
         self.name = f"layers.{layer}"
         self.attention_norm, self.attention_post_norm = self._norms("attention")

@@ -23,6 +23,7 @@ from engine.activations.saved_tensors import SavedTensors
 from engine.comm.topology import Topology
 from engine.config.activations import RecomputeConfig
 from engine.config.context_parallel import gathers_keys
+from engine.config.fp8 import fp8_layers
 from engine.config.groups import is_frozen
 from engine.config.model import ModelConfig
 from engine.config.plan import stages_of
@@ -39,6 +40,7 @@ from engine.kernels.rotary import tables_by_rotary
 from engine.layout.shard_spec import ExpertPlace, localize
 from engine.numerics.precision import DTYPES
 from engine.tensor_parallel.dropout import DropoutKeys
+from engine.tensor_parallel.gemms import Fp8Form
 from engine.tensor_parallel.layers import ColumnParallelLinear
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter
@@ -276,6 +278,8 @@ def build_chunks(
         weights=lambda: [parameter.value for parameter in held.values()],
         on_saved=on_saved,
     )
+    form = None if kernels.fp8 is None else Fp8Form(kernels.fp8, tp, cp.axis, saved.once)
+    forms = {} if form is None else dict.fromkeys(fp8_layers(config), form)
     experts = ExpertRegion.of(config, topology, kernels.fusion, on_saved)
     place = topology.sizes.expert_place(topology.rank)
     part = TrainedPart.of(config)
@@ -299,6 +303,7 @@ def build_chunks(
             saved=saved,
             part=part,
             trained_from=first,
+            forms=forms,
         )
         chunks.append(GPTChunk(context, stage))
         context.require_all_taken()

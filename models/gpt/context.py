@@ -1,7 +1,7 @@
 """The environment that the modules of a GPT share: sizes, the tp region, dtype, kernels, parameters by name."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from engine.expert_parallel.region import ExpertRegion
 from engine.kernels.elementwise import norm
 from engine.kernels.registry import Kernels
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
+from engine.tensor_parallel.gemms import IN_RUN_DTYPE, LinearForm
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.tensor_parallel.weight_grads import WeightGradQueue
@@ -39,6 +40,8 @@ class BuildContext:
         saved: policy for tensors that are saved for the backward; one for all chunks of the rank.
         seed: of the run, for dropout.
         part: the part of the model with a backward, and `trained_from` its first stage.
+        forms: how the linear layers of a layer multiply, by its number; those of other layers, in the run's dtype.
+        form: that of the layer whose modules are built.
         taken: names that modules have asked for.
     """
 
@@ -57,7 +60,13 @@ class BuildContext:
     saved: SavedTensors
     part: TrainedPart
     trained_from: int
+    forms: Mapping[int, LinearForm] = field(default_factory=dict)
+    form: LinearForm = IN_RUN_DTYPE
     taken: set[str] = field(default_factory=set)
+
+    def of_layer(self, layer: int) -> "BuildContext":
+        """Return the environment of one layer's modules."""
+        return replace(self, form=self.forms.get(layer, IN_RUN_DTYPE))
 
     def parameter(self, name: str) -> ShardedParameter:
         """Return the parameter that every model of this kind has."""

@@ -44,14 +44,21 @@ class LatentAttention(AttentionCore):
             outside,
             context.queue,
             f"{name}.down",
+            context.form,
         )
         self.q_norm = context.optional_parameter(f"{name}.q_a_norm.weight")
         self.kv_norm = context.parameter(f"{name}.kv_a_norm.weight")
         query = "q" if self.mla.q_lora_rank is None else "q_b"
         self.q_up = ColumnParallelLinear(
-            [context.parameter(f"{name}.{query}.weight")], [], context.region, context.queue, f"{name}.q_up"
+            [context.parameter(f"{name}.{query}.weight")],
+            [],
+            context.region,
+            context.queue,
+            f"{name}.q_up",
+            context.form,
         )
         self.kv_b = context.parameter(f"{name}.kv_b.weight")
+        # Decoding multiplies this weight into the queries, so it stays in the run's dtype.
         self.kv_up = ColumnParallelLinear([self.kv_b], [], outside, context.queue, f"{name}.kv_up")
 
     def new_cache(self, places: int, device: torch.device) -> LatentCache:

@@ -21,6 +21,7 @@ class MLP(nn.Module):
             context.region,
             context.queue,
             f"{name}.{up}",
+            context.form,
         )
         self.down = RowParallelLinear(
             context.parameter(f"{name}.down.weight"),
@@ -28,6 +29,7 @@ class MLP(nn.Module):
             context.region,
             context.queue,
             f"{name}.down",
+            context.form,
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -70,13 +70,15 @@ def load_model(
 def for_reading(config: Config) -> Config:
     """Return the configuration of a model that has no backward: nothing is recomputed or offloaded, no gradient is computed.
 
-    Logits still exist for some tokens at a time. Kernels that compute or use gradients need not run on this device.
+    Logits still exist for some tokens at a time. Kernels that compute or use gradients need not run on this device. Weights are
+    read whole, and no operand is in FP8: a scale of the tokens at hand would change with what else is computed beside them.
     """
     without_gradients = {"weight_grad": "separate", "optimizer": "torch"}
     return config.model_copy(
         update={
             "recompute": choice_for_layers(config.recompute),
             "offload": OffloadConfig(),
+            "precision": config.precision.model_copy(update={"fp8": None}),
             "kernels": config.kernels.model_copy(update=without_gradients),
         }
     )

@@ -4,7 +4,7 @@
     gradients      flat buffers, accumulation dtype (or as narrow as the parameters)
     optimizer      moments, and masters where the parameters are not wide enough; 1/(dp cp) of each bucket, of experts 1/edp
     activations    what microbatches in flight keep for their backwards (`models/predict/activation_memory.py`), at most
-    temporaries    what experts at work add to the fullest moment (`models/predict/experts/temporaries.py`)
+    temporaries    what experts at work add to the fullest moment (`models/predict/experts/temporaries.py`), FP8 copies of weights
     messages       activations and gradients between stages that are received early, in use or being sent, the most at one time
     communicators  NCCL's buffers, outside of torch's allocator: an estimate (`models/predict/communicators.py`)
     host           what they keep in the host's memory; no part of the rest
@@ -81,7 +81,7 @@ class Memory:
 
 
 def shown_kinds(ranks: Sequence[Memory]) -> tuple[str, ...]:
-    """Return the kinds of a table: temporaries belong to it where some rank has any, so where there are experts."""
+    """Return the kinds of a table: temporaries belong to it where some rank has any, so with experts or FP8."""
     return KINDS if any(rank.temporaries for rank in ranks) else KINDS[:-1]
 
 
@@ -258,7 +258,7 @@ class _Pipeline:
                     (_most_messages(sizes, pp) + ahead[pp]) * message,
                     communicators[pp],
                     host,
-                    temporaries,
+                    temporaries + state.copies,
                 )
             )
         return tuple(found)

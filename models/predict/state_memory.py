@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.config.fp8 import BLOCKS, fp8_layers
 from engine.config.groups import is_frozen
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.tree import Config
@@ -13,14 +14,20 @@ from engine.layout.shard_spec import ParamRecord, localize
 from models.predict.terms import BYTES_PER_ELEMENT, accumulation_bytes
 from models.specs import stage_specs
 
+_IN_FP8 = (
+    *(f"attention.{name}.weight" for name in ("q", "kv", "q_a", "kv_a", "q_b", "proj")),
+    *(f"{mlp}.{name}.weight" for mlp in ("mlp", "mlp.shared") for name in ("up", "gate_up", "down")),
+)
+
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Bytes of what lives between steps on one rank."""
+    """Bytes of what lives between steps on one rank; `copies` of weights in FP8, which each step makes anew."""
 
     parameters: int
     gradients: int
     optimizer: int
+    copies: int = 0
 
 
 def state_bytes(config: Config, sizes: ParallelSizes, chunks: Sequence[StageLayers]) -> StateBytes:
@@ -28,8 +35,9 @@ def state_bytes(config: Config, sizes: ParallelSizes, chunks: Sequence[StageLaye
     element = BYTES_PER_ELEMENT[config.precision.dtype]
     wide = accumulation_bytes(element)
     gradient = element if config.precision.gradients == "bf16" else wide
+    records = _records(config, sizes, chunks)
     layouts = layout_parameters(
-        _records(config, sizes, chunks),
+        records,
         dp=sizes.dp_cp,
         expert_dp=sizes.expert_dp,
         bucket_numel=config.optimizer.bucket_bytes // gradient,
@@ -48,7 +56,26 @@ def state_bytes(config: Config, sizes: ParallelSizes, chunks: Sequence[StageLaye
         gradients += layout.numel * gradient
         owners = sizes.reduce_size(layout.key.reduce_over)
         optimizer += layout.numel // owners * _of_owned(config, element, wide)
-    return StateBytes(parameters, gradients, optimizer)
+    return StateBytes(parameters, gradients, optimizer, _fp8_copies(config, records))
+
+
+def _fp8_copies(config: Config, records: Sequence[ParamRecord]) -> int:
+    """Count the FP8 copies of weights, of W and of its transpose, with their scales."""
+    if config.precision.fp8 is None:
+        return 0
+    recipe = config.precision.fp8.recipe
+    numel = [record.numel for record in records if has_fp8_copies(config, record.name)]
+    # One scale for a matrix; or one for a square of numbers, or for a row of them.
+    block = BLOCKS.get(recipe, 0)
+    of_scale = {"tensorwise": 0, "blockwise": block * block, "mxfp8": block}[recipe]
+    scales = [each // of_scale if of_scale else 1 for each in numel]
+    return 2 * (sum(numel) + BYTES_PER_ELEMENT["fp32"] * sum(scales))
+
+
+def has_fp8_copies(config: Config, name: str) -> bool:
+    """Return whether a weight is read in FP8: one of a projection of attention, an MLP or shared experts, in an FP8 layer."""
+    layer = next((int(part) for part in name.split(".")[1:2] if part.isdigit()), -1)
+    return name.endswith(_IN_FP8) and layer in fp8_layers(config)
 
 
 def _of_owned(config: Config, element: int, wide: int) -> int:

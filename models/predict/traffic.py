@@ -15,6 +15,9 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather, reduce-scatter and al
                       (`recompute.gathered_kv`), and a reduce-scatter of their gradients, each in pieces of heads;
                       latents: a gather forward (+ 1 recomputed) and a reduce-scatter of gradients, of r_kv + dr numbers per token
                       ulysses: an all-to-all of q, k and v and one of the output, each way (+ 2 recomputed)
+    FP8               with one scale for a tensor an all-reduce of its largest number, 4 bytes: of the input over cp, and over tp
+                      where it is cut, once, also where a layer is recomputed; of the output's gradient likewise; of a weight over
+                      tp, once a step
     token ahead       a layer, and the calls of embedding and head once more; two more numbers in the step's agreement
     frozen            before the first layer with a trained parameter there are forwards alone, in pipeline stages too; a frozen
                       weight has no bucket, and its input is not gathered again
@@ -26,8 +29,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.comm.agreement import NUM_NUMBERS
-from engine.comm.ledger import CROSS_ENTROPY, EXPERTS, HEADS, KEYS_AND_VALUES, QK_NORM, REPLICA_GRADIENTS, Event
+from engine.comm.ledger import (
+    CROSS_ENTROPY,
+    EXPERTS,
+    FP8_SCALES,
+    HEADS,
+    KEYS_AND_VALUES,
+    QK_NORM,
+    REPLICA_GRADIENTS,
+    Event,
+)
 from engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads
+from engine.config.fp8 import BLOCKS, fp8_layers
 from engine.config.groups import is_frozen
 from engine.config.moe import dispatch_of
 from engine.config.plan import batch_plan, local_seq_length, part_length
@@ -124,6 +137,7 @@ def expected_traffic(
         going_back = part.on(stages[stage])
         _tensor_parallel(tally, config, sizes, stage, stages[stage], going_back)
         _context_parallel(tally, config, sizes, stages[stage], going_back)
+        _fp8_scales(tally, config, sizes, stages[stage], going_back)
         _pipeline(tally, config, sizes, stage, num_stages, part.first_stage(stages))
         _experts(tally, config, sizes, at, stages[stage], going_back, choices)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
@@ -254,6 +268,25 @@ def _context_parallel(
         gathered = 2 * heads * head
         tally.add("cp", KEYS_AND_VALUES, "all_gather", sizes.cp, gathered * element // sizes.cp, m * (forwards + again))
         tally.add("cp", KEYS_AND_VALUES, "reduce_scatter", sizes.cp, gathered * summed, m * num_layers)
+
+
+def _fp8_scales(
+    tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents, going_back: StageContents
+) -> None:
+    """Add the maxima over tp and cp that FP8 scales of whole tensors are made of."""
+    fp8 = config.precision.fp8
+    if fp8 is None or fp8.recipe in BLOCKS:
+        return
+    m, num_bytes = batch_plan(config, sizes.dp).num_microbatches, BYTES_PER_ELEMENT["fp32"]
+    for layer in set(stage.layers).intersection(fp8_layers(config)):
+        # A column-parallel product's output is cut over tp, a row-parallel one's input. The latents' weight is on every tp rank,
+        # and its input and output may be cut along the sequence.
+        pairs = 1 + _has_mlp(config, layer)
+        beside = 0 if config.model.mla is None else 1
+        products, passes = 2 * pairs + beside, m * (1 + (layer in going_back.layers))
+        over_tp = m * (pairs + beside) * (1 + (layer in going_back.layers)) + products
+        tally.add("tp", FP8_SCALES, "all_reduce", sizes.tp, num_bytes, over_tp)
+        tally.add("cp", FP8_SCALES, "all_reduce", sizes.cp, num_bytes, products * passes)
 
 
 def _recomputed_layers(config: Config, stage: StageContents) -> int:
@@ -391,6 +424,8 @@ def measured_traffic(posted: Iterable[Event]) -> dict[Flow, Volume]:
         purpose = event.purpose
         if event.axis in ("pp_forward", "pp_backward"):
             purpose = HAND_OVER
+        elif purpose.startswith(FP8_SCALES):
+            purpose = FP8_SCALES
         elif event.axis == "cp":
             purpose = HEADS if event.op == "all_to_all" else KEYS_AND_VALUES
         elif event.axis == "tp" and purpose != REPLICA_GRADIENTS:

@@ -79,6 +79,8 @@ class Case:
     """Decay of the moving average; None: there is none."""
     frozen: tuple[str, ...] = ()
     """Patterns of parameters that keep their values."""
+    fp8: str | None = None
+    """A recipe of FP8, emulated; None: there is none."""
     documents: bool = False
     """Samples are documents of some three tokens that do not see each other, with positions of their own."""
     staged: bool = False
@@ -130,6 +132,7 @@ class Case:
         parts += ["groups"] if self.groups else []
         parts += [f"ema{self.ema}"] if self.ema is not None else []
         parts += ["frozen", *self.frozen] if self.frozen else []
+        parts += [self.fp8] if self.fp8 else []
         parts += ["documents"] if self.documents else []
         parts += ["staged"] if self.staged else []
         parts += [self.backend] if self.backend else []
@@ -182,6 +185,7 @@ class Case:
                 if self.schedule.endswith(".txt")
                 else {"name": self.schedule},
                 "precision": {"dtype": self.dtype, "gradients": "bf16" if self.bf16_gradients else "full"}
+                | ({"fp8": {"recipe": self.fp8, "backend": "emulated"}} if self.fp8 else {})
                 | ({"masters": "split", "moments": "bf16"} if self.narrow else {}),
                 "recompute": {
                     "granularity": granularity,

@@ -55,6 +55,29 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_dropout": 0.2,
         "attention_dropout": 0.3,
     },
+    # Of these every side of a matrix on one of two tp ranks is a block of numbers with one FP8 scale, or two.
+    "blocks_of_32": {
+        **BASE,
+        "num_layers": 3,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "num_kv_heads": 2,
+        "ffn_hidden_size": 64,
+        "seq_length": 64,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+    },
+    "blocks_of_128": {
+        **BASE,
+        "num_layers": 2,
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "head_dim": 128,
+        "ffn_hidden_size": 256,
+        "seq_length": 128,
+        "position": "learned",
+    },
     "mqa_rope_bias": {**BASE, "num_kv_heads": 1, "ffn_hidden_size": 24, "bias": "all", "tie_embeddings": True},
 }
 

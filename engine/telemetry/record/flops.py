@@ -206,16 +206,25 @@ _PEAKS: tuple[tuple[str, Peak], ...] = (
 )
 
 
-def known_peak(device_name: str, dtype: str) -> Peak | None:
+_WITHOUT_FP8 = ("A100", "A800", "A30", "A40", "RTX 3090")
+"""Devices of the table before Ada and Hopper; all later ones multiply FP8 at twice the rate of bf16, by the same sources."""
+
+
+def known_peak(device_name: str, dtype: str, *, in_fp8: bool = False) -> Peak | None:
     """Return the peak of a device with its source; None where the table lacks it.
 
     Args:
         device_name: as `torch.cuda.get_device_name` says ("NVIDIA H100 80GB HBM3").
         dtype: of the GEMMs, as in `precision.dtype`; fp32 and float64 have no entry, since whether they run on tensor cores
             is a setting of the process, not of the device. A MIG slice has none: it is a part of its GPU.
+        in_fp8: that of FP8 GEMMs, which some of the run's are.
     """
     words = device_name.replace("-", " ").split()
     if dtype not in ("bf16", "fp16") or "MIG" in words:
         return None
     # Whole words: an A10G is no A10. The form factor may stand apart from the model ("NVIDIA H100 80GB PCIe").
-    return next((peak for name, peak in _PEAKS if all(word in words for word in name.split())), None)
+    found = next(((name, peak) for name, peak in _PEAKS if all(word in words for word in name.split())), None)
+    if found is None or (in_fp8 and found[0] in _WITHOUT_FP8):
+        return None
+    peak = found[1]
+    return Peak(2 * peak.tflops, f"FP8, twice the bf16 of {peak.source}") if in_fp8 else peak

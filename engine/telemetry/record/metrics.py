@@ -150,7 +150,7 @@ class Meter:
         executed = hardware_flops_per_token(model, config.recompute, layers_per_chunk, documents)
         self.model_flops_per_token, self.hardware_flops_per_token = whole - of_model, executed - of_hardware
         self.frozen_share = of_model / whole
-        self.peak = known_peak(device_name, config.precision.dtype)
+        self.peak = known_peak(device_name, config.precision.dtype, in_fp8=config.precision.fp8 is not None)
         if config.telemetry.peak_tflops is not None:
             self.peak = Peak(config.telemetry.peak_tflops, "telemetry.peak_tflops")
         self._plan = plan

@@ -1,6 +1,8 @@
-"""Loss scales that must be refused, in the form of `bad_configs.BAD`."""
+"""Loss scales, and sections of FP8, that must be refused, in the form of `bad_configs.BAD`."""
 
 from collections.abc import Sequence
+
+from tests.engine.config.bad_fp8 import BAD_FP8
 
 BAD_SCALES: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     "a loss scale of bf16": (
@@ -23,4 +25,5 @@ BAD_SCALES: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["precision.masters = split", "for weights in bf16", "precision.masters = full"],
     ),
+    **BAD_FP8,
 }

@@ -180,7 +180,8 @@ def test_an_override_that_is_no_yaml(base: Path) -> None:
         ("train.save_interval", ["here it is checkpoint.interval"]),
         ("model.num_experts", ["model.moe.num_experts"]),
         ("model.moe_aux_loss_coeff", ["another layout", "model.moe.balance"]),
-        ("precision.fp8", ["known, not built yet", "FP8"]),
+        ("precision.fp4", ["known, not built yet", "FP4"]),
+        ("precision.fp8_recipe", ["here it is precision.fp8.recipe"]),
         ("optimizer.kind", ["here it is optimizer.name"]),
         ("optimizer.zero_stage", ["known, not built yet", "ZeRO"]),
         ("model.reset_position_ids", ["data.positions=document"]),
@@ -331,9 +332,7 @@ def test_a_wrong_value_of_any_field_is_named_and_stops_no_other_check(base: Path
     overrides = (
         ["telemetry.wandb.project=p"] if leaf.startswith("telemetry.wandb.") and not leaf.endswith("project") else []
     )
-    problems = refused(
-        base, *overrides, f"{leaf}={{a: {{b: 1}}}}", f"precision.{'fp8' if leaf != 'precision.fp8' else 'fp4'}=1"
-    ).problems
+    problems = refused(base, *overrides, f"{leaf}={{a: {{b: 1}}}}", "precision.fp4=1").problems
     assert sum(problem.startswith(leaf) for problem in problems) >= 1, problems
     assert any("not built yet" in problem for problem in problems), problems
 

@@ -1,0 +1,234 @@
+"""The `precision.fp8` section and its rules: linear layers whose GEMMs take FP8 operands (no torch here)."""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+
+from pydantic import Field
+
+from engine.config.counts import Count
+from engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
+
+if TYPE_CHECKING:  # the tree imports every section
+    from engine.config.tree import Config
+
+Fp8RecipeName = Literal["tensorwise", "blockwise", "mxfp8"]
+Fp8Backend = Literal["torch", "emulated"]
+
+BLOCKS: Mapping[Fp8RecipeName, int] = MappingProxyType({"blockwise": 128, "mxfp8": 32})
+"""Numbers along a GEMM's contraction that share a scale."""
+
+TILE = 16
+"""Sides of the matrices of a scaled GEMM are multiples of it (cuBLAS: 16 bytes)."""
+
+
+class Fp8Config(Section):
+    """FP8 operands in the GEMMs of attention's and the MLP's linear layers; other layers have none."""
+
+    on_resume: ClassVar[OnResume | None] = MEANT
+
+    recipe: Fp8RecipeName = Field("tensorwise", description="numbers that share a scale: a tensor, or blocks of it")
+    backend: Annotated[Literal["auto", "torch", "emulated"], LAYOUT] = Field(
+        "auto", description="GEMMs by torch's scaled GEMM, or by plain operators on rounded numbers (any device)"
+    )
+    bf16_layers: list[Count] = Field(
+        [0, 0], min_length=2, max_length=2, description="first and last layers that stay in the run's dtype"
+    )
+
+
+def fp8_layers(config: "Config") -> range:
+    """Return the layers whose linear layers are in FP8; those of tokens ahead (`model.mtp`) never are."""
+    fp8 = config.precision.fp8
+    if fp8 is None:
+        return range(0)
+    first, last = fp8.bf16_layers
+    return range(first, config.model.num_layers - last)
+
+
+def fp8_line(config: "Config", backend: Fp8Backend) -> str:
+    """Describe the FP8 of a run: its recipe and backend, how many of the model's linear layers have it, and which have not."""
+    model, fp8 = config.model, config.precision.fp8
+    assert fp8 is not None, "the run has FP8"
+    per_layer = [_num_linears(config, layer) for layer in range(model.num_layers)]
+    in_fp8 = sum(per_layer[layer] for layer in fp8_layers(config))
+    # The head is one more; of latent attention one weight stays.
+    total = sum(per_layer) + (model.num_layers if model.mla is not None else 0) + 1
+    first, last = fp8.bf16_layers
+    ends = [f"{which} {count}" for which, count in (("first", first), ("last", last)) if count]
+    others = [*([f"{', '.join(ends)} layers"] if ends else []), "head"]
+    others += [
+        *(["values and keys from latents"] if model.mla is not None else []),
+        *(["experts"] if model.has_experts else []),
+    ]
+    others += ["layers of tokens ahead"] if model.mtp is not None else []
+    return f"{fp8.recipe} ({backend}) in {in_fp8} of {total} linears; {config.precision.dtype}: {', '.join(others)}"
+
+
+def _num_linears(config: "Config", layer: int) -> int:
+    """Count the products of a layer that may be in FP8: of its attention, and of an MLP or of shared experts."""
+    model = config.model
+    has_mlp = not model.layer_kind(layer).has_experts or (model.moe is not None and model.moe.shared_experts > 0)
+    return (2 if model.mla is None else 3) + 2 * has_mlp
+
+
+def fp8_has_layers(subject: Subject) -> Iterator[Problem]:
+    fp8, num_layers = subject.config.precision.fp8, subject.config.model.num_layers
+    if fp8 is not None and sum(fp8.bf16_layers) >= num_layers:
+        yield subject.problem(
+            "precision.fp8.bf16_layers",
+            f"must leave one of the {num_layers} layers: none would have FP8 operands, and precision.fp8 no effect",
+            {"precision.fp8.bf16_layers": [[0, 0]]},
+        )
+
+
+def fp8_has_a_wide_dtype(subject: Subject) -> Iterator[Problem]:
+    precision = subject.config.precision
+    if precision.fp8 is None:
+        return
+    if precision.dtype == "fp16":
+        yield subject.problem(
+            "precision.dtype",
+            "is not combined with precision.fp8: gradients of fp16 overflow before they are scaled for FP8",
+            {"precision.dtype": ["bf16"]},
+        )
+    elif precision.fp8.backend == "torch" and precision.dtype == "float64":
+        yield subject.problem(
+            "precision.fp8.backend",
+            "sums in fp32, and precision.dtype = float64 is for exact comparisons: they would not be exact",
+            {"precision.fp8.backend": ["emulated"]},
+        )
+
+
+def fp8_backend_has_the_recipe(subject: Subject) -> Iterator[Problem]:
+    fp8 = subject.config.precision.fp8
+    if fp8 is not None and fp8.backend == "torch" and fp8.recipe != "tensorwise":
+        yield subject.problem(
+            "precision.fp8.backend",
+            f"has no scales of blocks here, and precision.fp8.recipe = {fp8.recipe}",
+            {"precision.fp8.backend": ["emulated"], "precision.fp8.recipe": ["tensorwise"]},
+        )
+
+
+def fp8_shapes_fit(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem for each side of a GEMM's matrices, on one rank, that does not divide into blocks or tiles."""
+    config, fp8 = subject.config, subject.config.precision.fp8
+    if fp8 is None or not fp8_layers(config) or (fp8.recipe == "tensorwise" and fp8.backend == "emulated"):
+        return
+    block = BLOCKS.get(fp8.recipe, TILE)
+    why = "ranks would share a block and its scale" if fp8.recipe in BLOCKS else "an FP8 GEMM takes no other shapes"
+    for side in _sides(config):
+        if side.size % (block * side.ranks) == 0:
+            continue
+        nearest = list(islice(multiples(block * side.ranks, side.size), 2))
+        named = nearest if side.is_field else []
+        yield Problem(
+            side.key,
+            side.value,
+            f"makes {side.size / side.ranks:g} {side.what}, and precision.fp8.recipe = {fp8.recipe} takes multiples of {block}: "
+            f"{why}",
+            {side.key: named},
+            "" if named else f"Nearest that fit in all: {' or '.join(map(str, nearest))}.",
+        )
+
+
+def fp8_gradients_are_whole(subject: Subject) -> Iterator[Problem]:
+    model, parallel = subject.config.model, subject.config.parallel
+    if subject.config.precision.fp8 is not None and model.mla is None and model.kv_heads < parallel.tp:
+        yield subject.problem(
+            "parallel.tp",
+            f"must be at most model.num_kv_heads = {model.kv_heads} with precision.fp8: gradients of a head's keys and values that "
+            "several ranks hold would be rounded in parts, unlike in other layouts",
+            {"parallel.tp": divisors(model.kv_heads, model.kv_heads), "precision.fp8": [None]},
+        )
+
+
+def fp8_scales_are_not_made_twice(subject: Subject) -> Iterator[Problem]:
+    config, fp8 = subject.config, subject.config.precision.fp8
+    if fp8 is None or fp8.recipe in BLOCKS or config.parallel.cp == 1 or "mlp" not in config.recompute.parts:
+        return
+    yield subject.problem(
+        "recompute.modules",
+        f"has mlp, but with parallel.cp = {config.parallel.cp} and one FP8 scale per tensor, recomputing it would communicate",
+        {
+            "recompute.modules": [["activation" if name == "mlp" else name for name in config.recompute.modules or []]],
+            "precision.fp8.recipe": ["mxfp8", "blockwise"],
+        },
+    )
+
+
+class _Side(NamedTuple):
+    """One side of some matrices: the field that it follows from, with its value, and the ranks that it is cut over.
+
+    `is_field`: the field is the size itself.
+    """
+
+    key: str
+    value: int
+    size: int
+    ranks: int
+    what: str
+    is_field: bool = True
+
+
+def _sides(config: "Config") -> Iterator[_Side]:
+    model, tp = config.model, config.parallel.tp
+    layers = [model.layer_kind(layer) for layer in fp8_layers(config)]
+    yield _Side("model.hidden_size", model.hidden_size, model.hidden_size, 1, "numbers per token")
+    heads, kv_heads, mla = model.num_attention_heads, model.kv_heads, model.mla
+    of_heads = "numbers of a token's heads on a rank"
+    yield _Side(
+        "model.num_attention_heads", heads, heads * model.value_size, tp, f"{of_heads} that attention returns", False
+    )
+    if mla is None:
+        yield _Side(
+            "model.num_attention_heads", heads, heads * model.head_size, tp, f"{of_heads} that are queries", False
+        )
+        # With fewer heads than ranks each has one whole.
+        yield _Side(
+            "model.num_kv_heads",
+            kv_heads,
+            kv_heads * model.head_size,
+            min(tp, kv_heads),
+            f"{of_heads} that are keys",
+            False,
+        )
+    else:
+        if mla.q_lora_rank is not None:
+            yield _Side("model.mla.q_lora_rank", mla.q_lora_rank, mla.q_lora_rank, 1, "numbers of a latent")
+        yield _Side("model.mla.kv_lora_rank", mla.kv_lora_rank, mla.kv_lora_rank, 1, "numbers of a latent")
+        yield _Side(
+            "model.mla.qk_rope_head_dim", mla.qk_rope_head_dim, mla.qk_rope_head_dim, 1, "numbers of a rotated key"
+        )
+        yield _Side(
+            "model.num_attention_heads", heads, heads * mla.qk_head_dim, tp, f"{of_heads} that are queries", False
+        )
+    if any(not kind.has_experts for kind in layers):
+        yield _Side(
+            "model.ffn_hidden_size", model.ffn_size, model.ffn_size, tp, "numbers of the MLP's inner width on a rank"
+        )
+    if model.moe is not None and model.moe.shared_experts and any(kind.has_experts for kind in layers):
+        yield _Side(
+            "model.moe.shared_experts",
+            model.moe.shared_experts,
+            model.moe.shared_size,
+            tp,
+            "numbers of their inner width on a rank",
+            False,
+        )
+    micro, cp = config.train.micro_batch_size, config.parallel.cp
+    # A cp rank has a part of the sequence from the front and one from the back; a block is of neighbours.
+    parts, what = (
+        (1, "tokens of a microbatch") if cp == 1 else (2 * cp, "tokens of a microbatch in one of a cp rank's two parts")
+    )
+    yield _Side("model.seq_length", model.seq_length, micro * model.seq_length, parts, what, micro == 1)
+
+
+FP8_RULES: tuple[Rule, ...] = (
+    fp8_has_layers,
+    fp8_has_a_wide_dtype,
+    fp8_backend_has_the_recipe,
+    fp8_shapes_fit,
+    fp8_gradients_are_whole,
+    fp8_scales_are_not_made_twice,
+)

@@ -1,0 +1,135 @@
+"""The recipes of FP8: the format of each operand of a GEMM, and the numbers that share a scale.
+
+    recipe       activations, gradients         weights                 gradients' format   scale
+    tensorwise   one scale for the tensor       one for the tensor      e5m2                largest / amax, in fp32
+    blockwise    1 x 128 along the contraction  128 x 128               e4m3                a power of two
+    mxfp8        1 x 32 along the contraction   1 x 32                  e4m3                a power of two
+
+Activations and weights are in e4m3 (3 bits of mantissa, at most 448); e5m2 has 2 bits, and at most 57,344 (2209.05433, table 1).
+`tensorwise` is current scaling: the scale is made from the tensor itself, not from its history. `blockwise` is DeepSeek-V3's
+(2412.19437, section 3.3.2), its scales rounded to powers of two so that scaling loses no bit. `mxfp8` is the OCP Microscaling
+format (2310.10537) with scales rounded up (2506.08027), so that no number is beyond the largest.
+
+Each GEMM of a layer is A B^T of two matrices that are quantised along their rows, the contraction:
+
+    forward                 Y [n, out]    = X [n, in] (W [out, in])^T
+    gradient of the input   dX [n, in]    = dY [n, out] (W^T [in, out])^T
+    gradient of the weight  dW [out, in]  = dY^T [out, n] (X^T [in, n])^T
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from engine.config.fp8 import BLOCKS, Fp8RecipeName
+from engine.numerics.precision import FP8_E4M3, FP8_E5M2, SCALE_DTYPE, accumulate
+
+
+class Fp8Format(NamedTuple):
+    """A format of numbers: its dtype, and the largest finite one."""
+
+    dtype: torch.dtype
+    largest: float
+
+
+E4M3 = Fp8Format(FP8_E4M3, 448.0)
+E5M2 = Fp8Format(FP8_E5M2, 57344.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The formats and scales of the operands.
+
+    Attributes:
+        gradient: format of the gradients of outputs; all else is in e4m3.
+        activation_block: rows and columns of a matrix of activations or gradients that share a scale; None: all of it.
+        weight_block: those of a weight.
+        has_powers: scales are rounded down to powers of two.
+    """
+
+    gradient: Fp8Format
+    activation_block: tuple[int, int] | None
+    weight_block: tuple[int, int] | None
+    has_powers: bool
+
+    @property
+    def is_tensorwise(self) -> bool:
+        """Return whether a tensor has one scale, which all ranks with a part of it must agree on."""
+        return self.activation_block is None
+
+
+RECIPES: Mapping[Fp8RecipeName, Recipe] = MappingProxyType(
+    {
+        "tensorwise": Recipe(E5M2, None, None, has_powers=False),
+        "blockwise": Recipe(E4M3, (1, BLOCKS["blockwise"]), (BLOCKS["blockwise"],) * 2, has_powers=True),
+        "mxfp8": Recipe(E4M3, (1, BLOCKS["mxfp8"]), (1, BLOCKS["mxfp8"]), has_powers=True),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A matrix of FP8 numbers with their scales.
+
+    Attributes:
+        values: [rows, columns] in an FP8 dtype.
+        inverse: [rows / r, columns / c] in fp32 for blocks of r x c: what the values of each are multiplied by.
+    """
+
+    values: torch.Tensor
+    inverse: torch.Tensor
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return [rows, columns] in a wider dtype."""
+        (rows, columns), (down, across) = self.values.shape, self.inverse.shape
+        blocks = self.values.to(dtype).view(down, rows // down, across, columns // across)
+        return (blocks * self.inverse.to(dtype)[:, None, :, None]).view(rows, columns)
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """Return the largest absolute value of a tensor, a scalar in the dtype of scales."""
+    return x.abs().amax().to(SCALE_DTYPE)
+
+
+def scale_of(largest: torch.Tensor, into: Fp8Format, *, has_powers: bool) -> torch.Tensor:
+    """Return the factor that maps numbers up to `largest` (any shape, the dtype of scales) to the range of a format.
+
+    It is 1 where all numbers are zero, and finite where they are tiny; an infinity or NaN stays in the result.
+    """
+    scale = (into.largest / largest).clamp(max=torch.finfo(SCALE_DTYPE).max)
+    scale = torch.where(largest == 0, torch.ones_like(scale), scale)
+    if not has_powers:
+        return scale
+    mantissa, exponent = torch.frexp(scale)
+    # frexp gives [0.5, 1) x 2^e, and the scale of e8m0 goes down to 2^-127 and up to 2^127.
+    # The zero of an infinite amax stays, and makes NaNs.
+    return torch.where(
+        scale.isfinite() & (scale > 0), torch.ldexp(torch.ones_like(mantissa), (exponent - 1).clamp(-126, 126)), scale
+    )
+
+
+def quantise(
+    x: torch.Tensor, into: Fp8Format, block: tuple[int, int] | None, *, has_powers: bool, largest: torch.Tensor | None
+) -> Quantised:
+    """Round a matrix to FP8.
+
+    Args:
+        x: [rows, columns] in any dtype; both are multiples of the block's.
+        into: the format.
+        block: rows and columns that share a scale; None: all do.
+        has_powers: round scales down to powers of two.
+        largest: the largest absolute value of the whole tensor where all share a scale; None: of this matrix, or of each block.
+    """
+    rows, columns = x.shape
+    r, c = block or (rows, columns)
+    blocks = x.view(rows // r, r, columns // c, c) if x.is_contiguous() else x.reshape(rows // r, r, columns // c, c)
+    if largest is None:
+        largest = blocks.abs().amax((1, 3)).to(SCALE_DTYPE)
+    scale = scale_of(largest.expand(rows // r, columns // c), into, has_powers=has_powers)
+    wide = accumulate(blocks) * scale[:, None, :, None]
+    # A number beyond the range is the largest, not an infinity; NaN stays.
+    values = wide.clamp(-into.largest, into.largest).to(into.dtype)
+    return Quantised(values.view(rows, columns), scale.reciprocal())

@@ -1,0 +1,186 @@
+"""The three GEMMs of a linear layer, in the run's dtype or with FP8 operands.
+
+    forward                 Y  = X W^T (+ bias)
+    gradient of the input   dX = dY W
+    gradient of the weight  dW += dY^T X
+
+X [n, in] and dY [n, out] are whole over what the layer has gathered, and are cut over tp otherwise. Where one FP8 scale serves a
+whole tensor, its largest absolute value is a maximum over all ranks with a part of it: over cp, whose ranks have other tokens,
+and over tp where it is cut. Data-parallel ranks have other microbatches, with scales of their own. So the scales of a microbatch
+are the same in each layout. That maximum is a small all-reduce before the GEMM: of X once (a replayed layer remembers it), of dY
+once, of the weight once a step. Scales of blocks need none: no block is cut.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from engine.comm.collectives import Axis
+from engine.comm.ledger import FP8_SCALES
+from engine.kernels.fp8.products import Fp8
+from engine.kernels.fp8.recipes import Quantised, amax
+from engine.kernels.weight_grad import add
+from engine.numerics.precision import accumulation_dtype
+from engine.tensor_parallel.parameter import FusedWeights
+from engine.tensor_parallel.weight_grads import WeightGradQueue
+
+Scale = torch.Tensor | None
+"""The largest absolute value of a tensor that has one FP8 scale; None: it has none, or many."""
+
+
+class Cut(NamedTuple):
+    """The operands of a layer that are cut over tp."""
+
+    inputs: bool
+    outputs: bool
+
+
+class LinearGemms:
+    """The GEMMs of one layer in the run's dtype.
+
+    Args:
+        weights: of the layer, which read the same input.
+        queue: has the kernel of weight gradients.
+    """
+
+    def __init__(self, weights: FusedWeights, queue: WeightGradQueue) -> None:
+        self.weights = weights
+        self.queue = queue
+
+    def input_scale(self, x: torch.Tensor) -> Scale:
+        """Return what `forward` and `add_weight_grads` need of X to quantise it."""
+        return None
+
+    def grad_scale(self, grad: torch.Tensor) -> Scale:
+        """Return what `input_grad` and `add_weight_grads` need of dY."""
+        return None
+
+    def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], scale: Scale) -> torch.Tensor:
+        """Return Y [.., out] of x [.., in]; `biases` has one vector, or None, for each matrix of the weights."""
+        matrices = self.weights.matrices()
+        outputs = [_project(x, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def input_grad(self, grad: torch.Tensor, scale: Scale) -> torch.Tensor:
+        """Return dX [.., in] of grad [.., out], whose columns are cut as the rows of the matrices are stacked."""
+        matrices = self.weights.matrices()
+        parts = grad.split([matrix.shape[0] for matrix in matrices], dim=-1)
+        total = _project(parts[0], matrices[0].t())
+        for part, matrix in zip(parts[1:], matrices[1:], strict=True):
+            total += _project(part, matrix.t())
+        return total
+
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Scale, of_x: Scale) -> None:
+        """Add dY^T X to the main grads of the trained weights; grad [.., out], x [.., in]."""
+        rows_of_grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+        for main_grad, rows, overwrite in self.weights.main_grads():
+            self.queue.add_matmul(main_grad, rows_of_grad[:, rows], x, overwrite=overwrite)
+
+
+class LinearForm:
+    """The form of the GEMMs of some layers: in the run's dtype."""
+
+    def gemms(self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut) -> LinearGemms:
+        """Build the GEMMs of a layer."""
+        return LinearGemms(weights, queue)
+
+
+IN_RUN_DTYPE = LinearForm()
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Form(LinearForm):
+    """GEMMs with FP8 operands.
+
+    Attributes:
+        fp8: recipe and backend.
+        tp: the tp axis.
+        cp: the cp axis.
+        once: returns what a function returned in the forward where a layer is replayed (`SavedTensors.once`).
+    """
+
+    fp8: Fp8
+    tp: Axis
+    cp: Axis
+    once: Callable[[Callable[[], Scale]], Scale]
+
+    def gemms(self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut) -> LinearGemms:
+        return Fp8Gemms(weights, queue, self, name, cut)
+
+
+_NONE_YET = object()
+
+
+class Fp8Gemms(LinearGemms):
+    """The GEMMs of one layer with FP8 operands.
+
+    The FP8 copies of the weights, [out, in] and [in, out] as the two GEMMs read them, are made once after each change of the
+    weights.
+    """
+
+    def __init__(self, weights: FusedWeights, queue: WeightGradQueue, form: Fp8Form, name: str, cut: Cut) -> None:
+        super().__init__(weights, queue)
+        self.form = form
+        self.name = name
+        self.cut = cut
+        self._version: object = _NONE_YET
+        self._copies: list[tuple[Quantised, Quantised]] = []
+
+    def input_scale(self, x: torch.Tensor) -> Scale:
+        return self.form.once(lambda: self._largest([x], "input", over_tp=self.cut.inputs, over_cp=True))
+
+    def grad_scale(self, grad: torch.Tensor) -> Scale:
+        return self._largest([grad], "gradient", over_tp=self.cut.outputs, over_cp=True)
+
+    def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], scale: Scale) -> torch.Tensor:
+        fp8 = self.form.fp8
+        inputs = fp8.activation(x.flatten(0, -2), scale)
+        copies = zip(self.copies(), biases, strict=True)
+        outputs = [fp8.product(inputs, weight, bias, x.dtype) for (weight, _), bias in copies]
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)).unflatten(0, x.shape[:-1])
+
+    def input_grad(self, grad: torch.Tensor, scale: Scale) -> torch.Tensor:
+        fp8, copies = self.form.fp8, self.copies()
+        parts = grad.flatten(0, -2).split([weight.values.shape[0] for weight, _ in copies], dim=-1)
+        total = None
+        for part, (_, transposed) in zip(parts, copies, strict=True):
+            product = fp8.product(fp8.gradient(part, scale), transposed, None, grad.dtype)
+            total = product if total is None else total.add_(product)
+        assert total is not None
+        return total.unflatten(0, grad.shape[:-1])
+
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Scale, of_x: Scale) -> None:
+        fp8 = self.form.fp8
+        inputs = fp8.activation(x.flatten(0, -2).t(), of_x)
+        columns = grad.flatten(0, -2).t()
+        for main_grad, rows, overwrite in self.weights.main_grads():
+            product = fp8.product(fp8.gradient(columns[rows], of_grad), inputs, None, accumulation_dtype(grad.dtype))
+            add(main_grad, product, overwrite=overwrite)
+
+    def copies(self) -> list[tuple[Quantised, Quantised]]:
+        """Return W and W^T in FP8, matrix by matrix; made anew where the weights have changed."""
+        matrices, version = self.weights.matrices(), self.weights.version()
+        if version != self._version:
+            fp8 = self.form.fp8
+            largest = self._largest(matrices, "weight", over_tp=True, over_cp=False)
+            self._copies = [(fp8.weight(each, largest), fp8.weight(each.t(), largest)) for each in matrices]
+            self._version = version
+        return self._copies
+
+    def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
+        """Return the largest absolute value of a tensor, of which this rank has some parts; None where blocks have scales."""
+        if not self.form.fp8.recipe.is_tensorwise:
+            return None
+        largest = amax(parts[0]) if len(parts) == 1 else torch.stack([amax(each) for each in parts]).amax()
+        for axis, is_over in ((self.form.tp, over_tp), (self.form.cp, over_cp)):
+            if is_over:
+                largest = axis.all_reduce(largest, f"{FP8_SCALES} {self.name} {what}", op="max").wait()
+        return largest
+
+
+def _project(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return x [.., in] W^T + bias as [.., out], in one GEMM; matrix W [out, in], bias [out]."""
+    return F.linear(x.flatten(0, -2), matrix, bias).view(*x.shape[:-1], matrix.shape[0])
