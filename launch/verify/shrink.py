@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from engine.config.context_parallel import gathers_keys, heads_of_pieces, method_of
+from engine.config.fp8 import BLOCKS
 from engine.config.model import ModelConfig
 from engine.config.moe import dispatch_of
 from engine.config.plan import data_parallel_size
@@ -66,13 +67,18 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
             "seq_length": seq_length,
             **_heads(config),
             **_vocabulary(config.model, config.parallel.tp),
-            **shrink_attention(config.model, seq_length, HEAD_DIM if config.model.mla is None else ROTATED),
+            **shrink_attention(config.model, seq_length, _head_dim(config) if config.model.mla is None else ROTATED),
         },
         "train": batch,
         "optimizer": {"bucket_bytes": BUCKET_BYTES},
         "recompute": recompute,
         "offload": {"num_layers": num_offloaded, "min_bytes": 1},
     }
+    fp8 = config.precision.fp8
+    if fp8 is not None:
+        # At least one layer has FP8 operands.
+        kept = [min(count, 1) for count in fp8.bf16_layers]
+        changes["precision"] = {"fp8": fp8.model_dump() | {"bf16_layers": kept if sum(kept) < sum(layers) else [0, 0]}}
     moe = config.model.moe
     if moe is not None:
         width = changes["model"]["ffn_hidden_size"]
@@ -86,6 +92,15 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
     if config.parallel.layers_per_stage is not None:
         changes["parallel"]["layers_per_stage"] = layers
     return changes
+
+
+def _block(config: Config) -> int | None:
+    """Return the numbers that share an FP8 scale, of which every size stays a multiple; None: sizes are free."""
+    return None if config.precision.fp8 is None else BLOCKS.get(config.precision.fp8.recipe)
+
+
+def _head_dim(config: Config) -> int:
+    return _block(config) or HEAD_DIM
 
 
 def _heads(config: Config) -> dict[str, Any]:
@@ -102,18 +117,19 @@ def _heads(config: Config) -> dict[str, Any]:
     if model.mla is not None:
         heads = tp * min(model.num_attention_heads // tp, 2)
     filled = model.num_attention_heads * model.head_size
-    width = heads * HEAD_DIM
+    head_dim, block = _head_dim(config), _block(config)
+    width = heads * head_dim
     return {
         "hidden_size": width
         if model.hidden_size == filled
         else width * 2
         if model.hidden_size > filled
-        else width // 2,
+        else max(width // 2, block or 1),
         "num_attention_heads": heads,
         "num_kv_heads": kv_heads if model.mla is None else None,
         "mla": _latents(model),
-        "head_dim": None if model.head_dim is None else HEAD_DIM,
-        "ffn_hidden_size": tp * -(-10 // tp) * (2 if tp == 1 else 1),
+        "head_dim": None if model.head_dim is None else head_dim,
+        "ffn_hidden_size": tp * (block or -(-10 // tp)) * (2 if tp == 1 else 1),
     }
 
 
@@ -150,11 +166,13 @@ def _vocabulary(model: ModelConfig, tp: int) -> dict[str, Any]:
 def _seq_length(config: Config) -> int:
     """Return a length of several tokens on each rank, odd where it was (then no two equal pieces are possible)."""
     length, tp, cp = config.model.seq_length, config.parallel.tp, config.parallel.cp
-    least = max(LEAST_SEQ_LENGTH, 2 * tp)
+    least, block = max(LEAST_SEQ_LENGTH, 2 * tp), _block(config)
+    if block is not None:
+        least = length if length < block else math.lcm(block, tp) * (1 if cp == 1 else 2 * cp)
     if cp > 1:
         # Parts of whole blocks, as many of them as before, and for sequence parallelism whole shards of parts.
         blocks = blocks_of_part(config)
-        unit = cp * math.lcm(2, blocks, tp if length // cp % tp == 0 else 1)
+        unit = cp * math.lcm(2 * (block or 1), blocks, tp if length // cp % tp == 0 else 1)
         return next(
             n
             for n in range(unit, 4 * (least + unit) * cp, unit)

@@ -103,7 +103,10 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     }
     if dtype is not None and dtype != asked.precision.dtype:
         # A loss scale and narrow state are of the dtype that was asked for.
-        tree["precision"] = {"dtype": dtype}
+        tree["precision"] = {"dtype": dtype, "fp8": tree["precision"]["fp8"]}
+    if tree["precision"]["fp8"] is not None:
+        # Scaled GEMMs sum in another order from size to size; layouts are compared in the numbers that they multiply.
+        tree["precision"]["fp8"]["backend"] = "emulated"
     if tree["precision"]["dtype"] in WIDER and "eps" in OPTIMIZERS[optimizer.name].fields:
         tree["optimizer"]["eps"] = NARROW_EPS
     tree["checkpoint"] = {}

@@ -25,6 +25,7 @@ from tests.verify import (
     planted_context,
     planted_documents,
     planted_experts,
+    planted_fp8,
     planted_latents,
     planted_schedules,
 )
@@ -442,4 +443,5 @@ BUGS = (
     *planted_schedules.BUGS,
     *planted_experts.BUGS,
     *planted_ahead.BUGS,
+    *planted_fp8.BUGS,
 )

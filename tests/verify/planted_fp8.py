@@ -1,0 +1,43 @@
+"""Bugs that FP8 has had in this field, planted at run time (see `planted.py`)."""
+
+from dataclasses import replace
+
+import torch
+
+from engine.kernels.fp8.products import Fp8
+from engine.kernels.fp8.recipes import E4M3, Quantised
+from engine.tensor_parallel.gemms import Fp8Gemms, Scale
+from engine.tensor_parallel.parameter import FusedWeights
+from tests.parity.cases import Case
+from tests.verify.bug import Bug, anything, is_attention
+
+FP8 = Case("llama", tp=2, dp=2, sequence_parallel=True, fp8="tensorwise", num_layers=2, global_batch_size=4)
+
+
+def gradients_are_rounded_as_weights_are() -> None:
+    gradient = Fp8.gradient
+
+    def with_the_format_of_weights(self: Fp8, grad: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
+        return gradient(replace(self, recipe=replace(self.recipe, gradient=E4M3)), grad, largest)
+
+    Fp8.gradient = with_the_format_of_weights  # type: ignore[method-assign]
+
+
+def copies_of_weights_are_those_of_the_first_step() -> None:
+    FusedWeights.version = lambda self: 0  # type: ignore[method-assign]
+
+
+def each_tp_rank_has_scales_of_its_own() -> None:
+    largest = Fp8Gemms._largest
+
+    def alone(self: Fp8Gemms, parts: list[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
+        return largest(self, parts, what, over_tp=False, over_cp=over_cp)
+
+    Fp8Gemms._largest = alone  # type: ignore[assignment, method-assign]
+
+
+BUGS = (
+    Bug(gradients_are_rounded_as_weights_are, FP8, "gradient", anything, None, "stays with tp=1"),
+    Bug(copies_of_weights_are_those_of_the_first_step, FP8, "loss", anything, None, "stays with tp=1"),
+    Bug(each_tp_rank_has_scales_of_its_own, FP8, "output", is_attention(0), "tp", "vanishes with tp=1"),
+)
