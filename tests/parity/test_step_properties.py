@@ -76,9 +76,12 @@ TRAFFIC = [
     Case("olmo2", tp=4, recompute=("full", "block", 1), num_layers=3, global_batch_size=3),
     Case("gpt", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=6, global_batch_size=3),
     Case("gpt", tp=2, pp=2, sequence_parallel=True, schedule="mixed_schedule.txt", num_layers=2, global_batch_size=5),
-    Case("qwen", tp=2, pp=2, schedule="zb_h1", gathered_inputs="keep", sequence_parallel=True, num_layers=2),
+    pytest.param(
+        Case("qwen", tp=2, pp=2, schedule="zb_h1", gathered_inputs="keep", sequence_parallel=True, num_layers=2),
+        marks=pytest.mark.slow,
+    ),
     Case("gpt", tp=2, pp=2, vpp=2, sequence_parallel=True, schedule="zbv", num_layers=6, global_batch_size=3),
-    Case("gpt", pp=3, vpp=2, schedule="zbv", num_layers=6, global_batch_size=5),
+    pytest.param(Case("gpt", pp=3, vpp=2, schedule="zbv", num_layers=6, global_batch_size=5), marks=pytest.mark.slow),
     Case(
         "llama",
         cp=2,
@@ -91,9 +94,14 @@ TRAFFIC = [
         global_batch_size=6,
         cp_gradients="accumulation",
     ),
-    Case("kinds_dropout", cp=4, pp=2, recompute=("full", "block", 1), num_layers=6, global_batch_size=3),
+    pytest.param(
+        Case("kinds_dropout", cp=4, pp=2, recompute=("full", "block", 1), num_layers=6, global_batch_size=3),
+        marks=pytest.mark.slow,
+    ),
     Case("mqa_rope_bias", cp=2, tp=4, recompute=("full", "uniform", 2), num_layers=3, global_batch_size=3),
-    Case("olmo2", cp=2, tp=2, num_layers=3, micro_batch_size=2, gathered_kv="keep"),
+    pytest.param(
+        Case("olmo2", cp=2, tp=2, num_layers=3, micro_batch_size=2, gathered_kv="keep"), marks=pytest.mark.slow
+    ),
     Case("qwen", cp=2, tp=2, num_layers=3, cp_method="ulysses", recompute=("full", "block", 1), global_batch_size=3),
     Case("mla", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=6, global_batch_size=3),
     Case(
@@ -108,7 +116,7 @@ TRAFFIC = [
         num_layers=3,
         global_batch_size=3,
     ),
-    Case("mla", tp=2, num_layers=3, global_batch_size=3),
+    pytest.param(Case("mla", tp=2, num_layers=3, global_batch_size=3), marks=pytest.mark.slow),
     Case("deepseek", tp=2, dp=2, ep=2, micro_batch_size=2, recompute=("full", "block", 2), global_batch_size=12),
     Case(
         "deepseek", tp=2, etp=2, dp=2, ep=2, dispatch="all_to_all", recompute=("full", "block", 3), global_batch_size=6

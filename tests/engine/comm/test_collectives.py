@@ -293,6 +293,7 @@ def reduce_one(rank: int) -> float:
     return float(value)
 
 
+@pytest.mark.slow
 def test_eight_ranks_start_faster_than_one_interpreter_imports_torch() -> None:
     """Eight ranks take 0.2 to 0.5 s on an idle machine. As a ratio, since machines are shared: less than one import."""
     run_ranks(reduce_one, 8)  # starts the fork server, once per test session

@@ -20,10 +20,13 @@ SIZES = [(pp, vpp) for pp in (2, 3, 4, 6, 8, 16) for vpp in (1, 2, 3, 4)]
 LARGE_PP = 8
 """From here on the programs of 3 pp microbatches and more take most of the time: they are in the slow tier."""
 
-MOSTLY_SMALL = [
-    pytest.param(size, False, marks=pytest.mark.distributed if size[0] >= 6 else (), id=str(size)) for size in SIZES
-]
-"""From pp 6 on they take seconds: they are in the CI tier, and not in `make check`."""
+
+def _tier(pp: int) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.distributed] * (pp >= 6) + [pytest.mark.slow] * (pp >= 16)
+
+
+MOSTLY_SMALL = [pytest.param(size, False, marks=_tier(size[0]), id=str(size)) for size in SIZES]
+"""From pp 6 on they take seconds: they are in the CI tier, and not in `make check`; from 16 on in the slow one."""
 
 LARGE = [
     pytest.param(size, True, marks=[pytest.mark.distributed, pytest.mark.slow], id=f"{size} large")

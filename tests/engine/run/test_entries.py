@@ -93,6 +93,7 @@ ENTRIES = (
 KINDS = (*CONTENTS, "folder", "FIFO", "link to itself", "link to a device", "large")
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     strange=st.dictionaries(st.sampled_from(ENTRIES), st.sampled_from(KINDS), min_size=1, max_size=4),

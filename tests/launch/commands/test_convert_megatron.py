@@ -302,6 +302,7 @@ def test_what_megatron_cannot_express_is_refused(choices, refusal, tmp_path, cap
     assert refusal in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_an_imported_run_goes_on_where_it_stood(theirs, tmp_path, monkeypatch):
     """The command that the import prints, typed: 6 steps in all, the first three of them Megatron's."""

@@ -208,6 +208,7 @@ def findings_in(path: Path) -> dict[str, dict[str, str]]:
     return {one["check"]: one for one in json.loads(path.read_text())["findings"]}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_what_is_out_of_line_is_the_exit_code_and_no_failure_of_a_rank(tmp_path: Path) -> None:
     """The corpus of the config is not there."""

@@ -42,6 +42,7 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(llama, capsys, monkeypatch):
     assert "tokens/s" in said.err
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_write_the_text_of_one_process(llama, capsys, monkeypatch, tmp_path):
     words = ("generate", str(llama.folder), *SAMPLED, "--prompt", "class €", "--json")

@@ -34,6 +34,7 @@ SMALL = (
 MACHINE = Machine("NVIDIA H100 80GB HBM3", 8, True, "550.54.15", {"torch": "2.13.0", "NCCL": "2.27.3"}, "0123456789ab")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_layouts_are_trained_and_ranked(tmp_path: Path) -> None:
     words = ("try", str(TINY), "--steps", "3", "--layouts", "tp=2;pp=2;tp=3", "--json", "tried.json")

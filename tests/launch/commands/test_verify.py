@@ -205,6 +205,7 @@ def oracle_says(monkeypatch: pytest.MonkeyPatch, *verdicts: Verdict) -> list[Ora
     return asked
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_an_oracle_in_a_process_of_its_own(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

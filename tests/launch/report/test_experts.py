@@ -49,6 +49,7 @@ def test_shades_are_those_of_the_ratio() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_large_model_and_a_long_run_stay_small(tmp_path: Path) -> None:
     experts = 3 * MOST_EXPERTS
     counts = tuple(tuple(100 + (expert == 700) * 900 for expert in range(experts)) for _ in range(40))

@@ -61,6 +61,7 @@ def test_no_file_of_a_run_and_nothing_it_says_holds_a_key(folder: Path, trained:
     assert "to upload it: wandb sync runs/small/wandb/offline-run-*" in trained.out
 
 
+@pytest.mark.slow
 def test_an_error_quotes_a_path_without_its_key_and_the_run_goes_on_with_a_renewed_one(
     folder: Path, trained: Ended
 ) -> None:

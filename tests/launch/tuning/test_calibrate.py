@@ -25,6 +25,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "ROUND_SECONDS", 0.002)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.usefixtures("quick")
 def test_a_measured_device_predicts_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

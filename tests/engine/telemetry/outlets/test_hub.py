@@ -452,6 +452,7 @@ def test_speeds_follow_from_flops_devices_and_peak(make_config: MakeConfig) -> N
     assert said.mfu == pytest.approx(plain.model_tflops_per_device / 2.0)
 
 
+@pytest.mark.slow
 def test_peak_memory_grows_with_what_was_allocated() -> None:
     before = peak_memory_bytes(torch.device("cpu"))
     block = torch.ones(before + 64 * 2**20, dtype=torch.uint8)

@@ -76,6 +76,7 @@ with rank_log(path, show=show) as streams:
     assert lines == ["first", *(f"line {number}" for number in range(1000)), "last"]
 
 
+@pytest.mark.slow
 def test_a_paused_terminal_holds_nobody_and_says_how_many_lines_it_missed(tmp_path: Path) -> None:
     body = """
 errors = os.dup(2)

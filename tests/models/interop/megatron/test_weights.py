@@ -396,6 +396,7 @@ def test_megatron_loads_an_export_bit_for_bit_and_goes_on(saved, exported):
         assert (first.losses, first.ahead) == (second.losses, second.ahead) == (said[name].losses, said[name].ahead)
 
 
+@pytest.mark.slow
 def test_megatron_loads_an_export_in_another_layout_and_we_load_that(saved, exported, tmp_path):
     """tp=2, pp=2 load what one process wrote, and save; the import of that is what we had exported."""
     folder, _ = saved
