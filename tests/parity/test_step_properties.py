@@ -99,9 +99,7 @@ TRAFFIC = [
         marks=pytest.mark.slow,
     ),
     Case("mqa_rope_bias", cp=2, tp=4, recompute=("full", "uniform", 2), num_layers=3, global_batch_size=3),
-    pytest.param(
-        Case("olmo2", cp=2, tp=2, num_layers=3, micro_batch_size=2, gathered_kv="keep"), marks=pytest.mark.slow
-    ),
+    Case("olmo2", cp=2, tp=2, num_layers=3, micro_batch_size=2, gathered_kv="keep"),
     Case("qwen", cp=2, tp=2, num_layers=3, cp_method="ulysses", recompute=("full", "block", 1), global_batch_size=3),
     Case("mla", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=6, global_batch_size=3),
     Case(
