@@ -142,6 +142,11 @@ initial-loss-scale float 4294967296
 min-loss-scale float 1.0
 loss-scale-window float 1000
 hysteresis int 2
+fp8-format str
+fp8-recipe str delayed
+first-last-layers-bf16 switch
+num-layers-at-start-in-bf16 int 1
+num-layers-at-end-in-bf16 int 1
 grad-reduce-in-bf16 switch
 use-precision-aware-optimizer switch
 exp-avg-dtype str fp32

@@ -39,11 +39,6 @@ _OF_CORPORA = "corpora are named in it: give them with --data-path"
 
 _MORE: Mapping[str, Missing] = {
     # Numerics
-    "fp8-format": Missing(
-        "=",
-        "the delayed scaling that it means alone is not built; a current recipe is given by hand, precision.fp8 with recipe "
-        "tensorwise, blockwise or mxfp8",
-    ),
     "fp4-format": Missing("=", f"{NOT_BUILT['fp4']} is not built"),
     "te-precision-config-file": Missing("=", "dtypes by module are not built"),
     "kitchen-config-file": Missing("=", "quantized layers are not built"),

@@ -4,6 +4,7 @@
 --lr-decay-samples, --lr-warmup-samples    optimizer: {decay_steps (rounded to steps), warmup_tokens}
 --lr, --adam-beta2, --lr-decay-style ..    optimizer                                             (../config.py)
 --bf16, --fp16, --loss-scale-window ..     precision
+--fp8-format, --fp8-recipe ..              precision.fp8
 """
 
 from typing import Any
@@ -138,7 +139,27 @@ def _precision(parsed: Parsed, args: Fields) -> Fields:
         for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
             if args[name] != "fp32":
                 parsed.lacks(_flag(name), "moments are both in fp32, or both in bf16")
-    return fields
+    return fields | _fp8(parsed, args)
+
+
+_FP8_FORMATS = {"tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
+"""Formats of Megatron-LM with which its recipes are ours: `hybrid` has gradients in e5m2."""
+
+
+def _fp8(parsed: Parsed, args: Fields) -> Fields:
+    """Return the section `fp8`; nothing without --fp8-format."""
+    asked, recipe = args["fp8_format"], args["fp8_recipe"]
+    if asked is None:
+        return {}
+    wanted = _FP8_FORMATS.get(recipe)
+    if wanted is None:
+        parsed.lacks("fp8-format", f"--fp8-recipe {recipe} is not built: {', '.join(_FP8_FORMATS)} are")
+        return {}
+    if asked != wanted:
+        parsed.lacks("fp8-format", f"{asked} is not built for --fp8-recipe {recipe}, whose format here is {wanted}")
+        return {}
+    ends = (args["num_layers_at_start_in_bf16"], args["num_layers_at_end_in_bf16"])
+    return {"fp8": {"recipe": recipe, "bf16_layers": list(ends) if args["first_last_layers_bf16"] else [0, 0]}}
 
 
 def _flag(name: str) -> str:

@@ -129,8 +129,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         dsa-indexer-n-heads= dsa-indexer-rope-interleaved dsa-indexer-skip-topk-offset= dsa-indexer-topk-freq= dsa-indexer-topk=
         dsa-indexer-use-sparse-loss dsa-kernel-backend= end-weight-decay= fim-eod-token= fim-fragment-rate= fim-middle-token=
         fim-no-prefix= fim-pad-token= fim-prefix-token= fim-rate= fim-split-sample= fim-spm-rate= fim-suffix-token=
-        first-last-layers-bf16 fp4-param-gather fp4-quantizer-factory= fp4-recipe= fp8-amax-compute-algo= fp8-amax-history-len=
-        fp8-interval= fp8-margin= fp8-output-proj fp8-param-gather fp8-quantizer-factory= fp8-recipe= hybrid-attention-ratio=
+        fp4-param-gather fp4-quantizer-factory= fp4-recipe= fp8-amax-compute-algo= fp8-amax-history-len=
+        fp8-interval= fp8-margin= fp8-output-proj fp8-param-gather fp8-quantizer-factory= hybrid-attention-ratio=
         hybrid-context-parallel hybrid-mlp-ratio= kitchen-attention-backend= linear-conv-kernel-dim= linear-key-head-dim=
         linear-num-key-heads= linear-num-value-heads= linear-value-head-dim= lion-beta1= lion-beta2= mamba-head-dim=
         mamba-inference-conv-states-dtype= mamba-inference-ssm-states-dtype= mamba-num-groups= mamba-num-heads= mamba-state-dim=
@@ -140,7 +140,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         muon-momentum= muon-nesterov muon-no-split-qkv muon-num-ns-steps= muon-scalar-optimizer= muon-scale-mode= muon-tp-mode=
         muon-use-nesterov mup-attn-scale-power= mup-base-head-dim= mup-base-hidden-size= mup-embedding-mult= mup-output-mult=
         mup-width-mult= no-dsa-indexer-rotate-activation no-dsa-indexer-scoring-relu no-fp8-wgrad
-        no-yarn-correction-range-round-to-int num-layers-at-end-in-bf16= num-layers-at-start-in-bf16= qk-clip-alpha=
+        no-yarn-correction-range-round-to-int qk-clip-alpha=
         qk-clip-threshold= relative-attention-max-distance= relative-attention-num-buckets= start-weight-decay=
         tiktoken-num-special-tokens= tiktoken-pattern= tiktoken-special-tokens+ yarn-beta-fast= yarn-beta-slow=
         yarn-correction-range-round-to-int yarn-original-max-position-embeddings=

@@ -13,6 +13,7 @@ LATENT = f"{ROPE} --disable-bias-linear --multi-latent-attention --qk-layernorm"
 FP16, BF16 = f"{BASE} --fp16", f"{BASE} --bf16"
 CORPUS = BASE.replace("--mock-data", "--data-path web")
 SAVED = f"{BASE} --save ckpt --save-interval 50"
+FP8 = f"{BF16} --fp8-recipe tensorwise --fp8-format hybrid"
 WINDOW = f"{ROPE} --window-size 15,0"
 
 Changed = dict[str, Any]
@@ -221,6 +222,22 @@ CHANGES: dict[str, tuple[str, str, Changed]] = {
     "min-loss-scale": (FP16, "--min-loss-scale 2", {"precision.loss_scale.minimum": 2.0}),
     "loss-scale-window": (FP16, "--loss-scale-window 200", {"precision.loss_scale.window": 200}),
     "hysteresis": (FP16, "--hysteresis 4", {"precision.loss_scale.hysteresis": 4}),
+    "fp8-format": (
+        f"{BF16} --fp8-recipe tensorwise",
+        "--fp8-format hybrid",
+        {"precision.fp8.recipe": "tensorwise"},
+    ),
+    "first-last-layers-bf16": (FP8, "--first-last-layers-bf16", {"precision.fp8.bf16_layers": [1, 1]}),
+    "num-layers-at-start-in-bf16": (
+        f"{FP8} --first-last-layers-bf16",
+        "--num-layers-at-start-in-bf16 2",
+        {"precision.fp8.bf16_layers": [2, 1]},
+    ),
+    "num-layers-at-end-in-bf16": (
+        f"{FP8} --first-last-layers-bf16",
+        "--num-layers-at-end-in-bf16 3",
+        {"precision.fp8.bf16_layers": [1, 3]},
+    ),
     "grad-reduce-in-bf16": (BF16, "--grad-reduce-in-bf16", {"precision.gradients": "bf16"}),
     # Both, or neither.
     **dict.fromkeys(
@@ -363,6 +380,7 @@ OTHERWISE = {
     "padded-vocab-size": "rows without a token are no part of a model here",
     "use-rope-scaling": "below",
     "fp16": "below",
+    "fp8-recipe": "below",
     "multi-latent-attention": "below",
     "rotary-scaling-factor": "below",
     "rope-type": "below",

@@ -137,6 +137,10 @@ def test_details_of_published_command_lines() -> None:
     [
         (f"{ROPE} --use-rope-scaling", {"model.rope_scaling.type": "llama3", "model.rope_scaling.factor": 8.0}),
         (FP16, {"precision.dtype": "fp16", "precision.loss_scale.initial": 2.0**32}),
+        (
+            f"{BF16} --fp8-format e4m3 --fp8-recipe mxfp8 --num-layers-at-start-in-bf16 2",
+            {"precision.fp8.recipe": "mxfp8", "precision.fp8.bf16_layers": [0, 0]},
+        ),
         (LATENT, {"model.mla.kv_lora_rank": 32, "model.mla.v_head_dim": 128, "model.rope_scaling": None}),
         (
             f"{LATENT} --rotary-scaling-factor 40",
@@ -172,6 +176,8 @@ def test_values_that_follow(line: str, fields: dict[str, Any]) -> None:
         ),
         (f"{EXPERTS} --no-rope-freq 2", "no-rope-freq"),
         (f"{BF16} --exp-avg-dtype fp8", "exp-avg-dtype"),
+        (f"{BF16} --fp8-format hybrid", "fp8-format"),
+        (f"{BF16} --fp8-format hybrid --fp8-recipe mxfp8", "fp8-format"),
         (f"{BASE} --lr-decay-style WSD --lr-wsd-decay-iters 10", "lr-decay-style"),
         (
             f"{BASE} --lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style linear --lr-decay-iters 50",
