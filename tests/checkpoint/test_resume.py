@@ -21,6 +21,7 @@ LAYOUTS = {
     "one process": {},
     "dp8": {"dp": 8},
     "tp2 pp2 vpp2 dp2": {"tp": 2, "pp": 2, "vpp": 2, "dp": 2, "sequence_parallel": True, "global_batch_size": 4},
+    "fp8": {"tp": 2, "dp": 2, "sequence_parallel": True, "global_batch_size": 4, "fp8": "tensorwise"},
 }
 NUM_BEFORE, NUM_STEPS = 2, 4
 LOOK_AT = (0, NUM_BEFORE, NUM_STEPS)
@@ -28,7 +29,13 @@ LOOK_AT = (0, NUM_BEFORE, NUM_STEPS)
 WIDE = Case("qwen", tp=2, dp=2, dtype="bf16", num_layers=2, global_batch_size=4)
 NARROW = replace(WIDE, narrow=True)
 
-LEFT_TO_SLOW = [("one process", "fp32"), ("dp8", "bf16"), ("tp2 pp2 vpp2 dp2", "fp32")]
+LEFT_TO_SLOW = [
+    ("one process", "fp32"),
+    ("dp8", "bf16"),
+    ("tp2 pp2 vpp2 dp2", "fp32"),
+    ("fp8", "fp32"),
+    ("fp8", "bf16"),
+]
 
 
 @pytest.mark.parametrize(
