@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from engine.config.plan import batch_plan, rank_grid
 from engine.config.tree import Config
 from engine.data.document_statistics import DocumentStatistics
+from engine.errors import ConfigError
 from engine.layout.partition import StageLayers
 from engine.layout.rank_grid import ParallelSizes
 from engine.pipeline import schedules
@@ -88,7 +89,7 @@ class Estimator:
                 used.
 
         Raises:
-            ConfigError: the device has no rate for the run's dtype, or as `resolve_recompute`.
+            ConfigError: the device has no rate for the run's dtype, the run has FP8, or as `resolve_recompute`.
         """
         if config.schedule.file is not None:
             # Only a named schedule has a formula.
@@ -134,6 +135,13 @@ class _Step:
         documents: DocumentStatistics | None,
         memo: Memo | None = None,
     ) -> None:
+        if config.precision.fp8 is not None:
+            raise ConfigError(
+                [
+                    "precision.fp8: no rates of FP8 GEMMs are known, and times of bf16 would be taken for theirs. Give "
+                    "precision.fp8=null for those of a run without it."
+                ]
+            )
         self.config, self.sizes = resolve_recompute(config, sizes), sizes
         self.implementation, self.device = estimator.implementation, estimator.device
         memo = {} if memo is None else memo

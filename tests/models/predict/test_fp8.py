@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from engine.config.fp8 import fp8_line
+from engine.config.plan import parallel_sizes
+from engine.errors import ConfigError
 from engine.step import Engine
 from engine.tensor_parallel.gemms import Fp8Gemms
 from engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from models.predict.rank_memory import predicted_memory
+from models.predict.step_time.cluster import cluster_at
+from models.predict.step_time.estimate import Estimator
 from tests.parity.cases import Case, build_rank
 
 CASES = [
@@ -53,3 +57,9 @@ def test_layers_at_the_ends_stay_in_the_run_s_dtype() -> None:
     fp8 = config.precision.fp8.model_copy(update={"bf16_layers": [1, 1]})
     config = config.model_copy(update={"precision": config.precision.model_copy(update={"fp8": fp8})})
     assert fp8_line(config, "torch") == "mxfp8 (torch) in 4 of 13 linears; float64: first 1, last 1 layers, head"
+
+
+def test_times_are_not_predicted() -> None:
+    config = CASES[0].config()
+    with pytest.raises(ConfigError, match=r"no rates of FP8 GEMMs are known.*precision\.fp8=null"):
+        Estimator(cluster_at("8xH100")).closed_form(config, parallel_sizes(config))
