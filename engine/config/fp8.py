@@ -55,8 +55,12 @@ def fp8_line(config: "Config", backend: Fp8Backend) -> str:
     # The head is one more; of latent attention one weight stays.
     total = sum(per_layer) + (model.num_layers if model.mla is not None else 0) + 1
     first, last = fp8.bf16_layers
-    ends = [f"{which} {count}" for which, count in (("first", first), ("last", last)) if count]
-    others = [*([f"{', '.join(ends)} layers"] if ends else []), "head"]
+    ends = [
+        f"{which} layer" if count == 1 else f"{which} {count} layers"
+        for which, count in (("first", first), ("last", last))
+        if count
+    ]
+    others = [*ends, "head"]
     others += [
         *(["values and keys from latents"] if model.mla is not None else []),
         *(["experts"] if model.has_experts else []),

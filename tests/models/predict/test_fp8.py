@@ -56,7 +56,7 @@ def test_layers_at_the_ends_stay_in_the_run_s_dtype() -> None:
     assert config.precision.fp8 is not None
     fp8 = config.precision.fp8.model_copy(update={"bf16_layers": [1, 1]})
     config = config.model_copy(update={"precision": config.precision.model_copy(update={"fp8": fp8})})
-    assert fp8_line(config, "torch") == "mxfp8 (torch) in 4 of 13 linears; float64: first 1, last 1 layers, head"
+    assert fp8_line(config, "torch") == "mxfp8 (torch) in 4 of 13 linears; float64: first layer, last layer, head"
 
 
 def test_times_are_not_predicted() -> None:
