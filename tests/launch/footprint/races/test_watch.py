@@ -74,6 +74,8 @@ NARROW = [
     Case("llama", tp=2, dp=2, dtype="bf16", narrow=True, recompute=("full", "block", 1), offload=2, num_layers=4),
     Case("moe", tp=2, dp=2, ep=2, sequence_parallel=True, offload=1, dispatch="all_to_all", global_batch_size=4),
     Case("moe", tp=2, pp=2, dp=2, ep=2, etp=2, recompute=("full", "block", 1), global_batch_size=4),
+    Case("llama", tp=2, cp=2, dp=2, sequence_parallel=True, dtype="bf16", num_layers=2, fp8="tensorwise"),
+    Case("qwen", tp=2, pp=2, dp=2, schedule="zb_h1", num_layers=4, global_batch_size=6, fp8="tensorwise"),
 ]
 
 
