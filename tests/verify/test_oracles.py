@@ -126,7 +126,10 @@ def query_heads_in_another_order() -> None:
     ("oracle", "name", "plant", "what", "parameters", "factor"),
     [
         ("transformers", "llama", another_rope_base, "output", ["token_losses", "loss"], None),
-        ("megatron-core", "gpt2", a_gradient_twice, "gradient", ["layers.1.mlp.down.bias"], 0.5),
+        pytest.param(
+            *("megatron-core", "gpt2", a_gradient_twice, "gradient", ["layers.1.mlp.down.bias"], 0.5),
+            marks=pytest.mark.slow,
+        ),
         pytest.param("megatron-core", "gpt2", no_clipping, "master", None, None, marks=pytest.mark.slow),
         pytest.param("transformers", "llama", decay_on_norms, "master", "norm", None, marks=pytest.mark.slow),
         pytest.param(

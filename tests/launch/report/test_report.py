@@ -300,7 +300,7 @@ def browser() -> str:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("scheme", "width"), [("light", 1240), ("dark", 420)])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1240), pytest.param("dark", 420, marks=pytest.mark.slow)])
 def test_a_browser_shows_it_without_a_complaint(tmp_path: Path, browser: str, scheme: str, width: int) -> None:
     image = pytest.importorskip("PIL.Image", reason="Pillow comes with tensorboard, of the extra dev")
     run = make_run(tmp_path / "<b>demo")

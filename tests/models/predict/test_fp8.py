@@ -1,4 +1,4 @@
-"""What FP8 adds to a rank's memory, and what the banner says of it, against an engine's own copies and layers."""
+"""The memory that FP8 adds to a rank, and the count of the banner, against an engine's own copies and layers."""
 
 from collections.abc import Iterator
 
