@@ -27,7 +27,7 @@ from engine.numerics.precision import accumulation_dtype
 from engine.tensor_parallel.parameter import FusedWeights
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 
-Scale = torch.Tensor | None
+Amax = torch.Tensor | None
 """The largest absolute value of a tensor that has one FP8 scale; None: it has none, or many."""
 
 
@@ -50,21 +50,21 @@ class LinearGemms:
         self.weights = weights
         self.queue = queue
 
-    def input_scale(self, x: torch.Tensor) -> Scale:
+    def input_amax(self, x: torch.Tensor) -> Amax:
         """Return what `forward` and `add_weight_grads` need of X to quantise it."""
         return None
 
-    def grad_scale(self, grad: torch.Tensor) -> Scale:
+    def grad_amax(self, grad: torch.Tensor) -> Amax:
         """Return what `input_grad` and `add_weight_grads` need of dY."""
         return None
 
-    def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], scale: Scale) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], largest: Amax) -> torch.Tensor:
         """Return Y [.., out] of x [.., in]; `biases` has one vector, or None, for each matrix of the weights."""
         matrices = self.weights.matrices()
         outputs = [_project(x, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
-    def input_grad(self, grad: torch.Tensor, scale: Scale) -> torch.Tensor:
+    def input_grad(self, grad: torch.Tensor, largest: Amax) -> torch.Tensor:
         """Return dX [.., in] of grad [.., out], whose columns are cut as the rows of the matrices are stacked."""
         matrices = self.weights.matrices()
         parts = grad.split([matrix.shape[0] for matrix in matrices], dim=-1)
@@ -73,7 +73,7 @@ class LinearGemms:
             total += _project(part, matrix.t())
         return total
 
-    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Scale, of_x: Scale) -> None:
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax, of_x: Amax) -> None:
         """Add dY^T X to the main grads of the trained weights; grad [.., out], x [.., in]."""
         rows_of_grad, x = grad.flatten(0, -2), x.flatten(0, -2)
         for main_grad, rows, overwrite in self.weights.main_grads():
@@ -105,7 +105,7 @@ class Fp8Form(LinearForm):
     fp8: Fp8
     tp: Axis
     cp: Axis
-    once: Callable[[Callable[[], Scale]], Scale]
+    once: Callable[[Callable[[], Amax]], Amax]
 
     def gemms(self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut) -> LinearGemms:
         return Fp8Gemms(weights, queue, self, name, cut)
@@ -129,30 +129,30 @@ class Fp8Gemms(LinearGemms):
         self._version: object = _NONE_YET
         self._copies: list[tuple[Quantised, Quantised]] = []
 
-    def input_scale(self, x: torch.Tensor) -> Scale:
+    def input_amax(self, x: torch.Tensor) -> Amax:
         return self.form.once(lambda: self._largest([x], "input", over_tp=self.cut.inputs, over_cp=True))
 
-    def grad_scale(self, grad: torch.Tensor) -> Scale:
+    def grad_amax(self, grad: torch.Tensor) -> Amax:
         return self._largest([grad], "gradient", over_tp=self.cut.outputs, over_cp=True)
 
-    def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], scale: Scale) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], largest: Amax) -> torch.Tensor:
         fp8 = self.form.fp8
-        inputs = fp8.activation(x.flatten(0, -2), scale)
+        inputs = fp8.activation(x.flatten(0, -2), largest)
         copies = zip(self.copies(), biases, strict=True)
         outputs = [fp8.product(inputs, weight, bias, x.dtype) for (weight, _), bias in copies]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)).unflatten(0, x.shape[:-1])
 
-    def input_grad(self, grad: torch.Tensor, scale: Scale) -> torch.Tensor:
+    def input_grad(self, grad: torch.Tensor, largest: Amax) -> torch.Tensor:
         fp8, copies = self.form.fp8, self.copies()
         parts = grad.flatten(0, -2).split([weight.values.shape[0] for weight, _ in copies], dim=-1)
         total = None
         for part, (_, transposed) in zip(parts, copies, strict=True):
-            product = fp8.product(fp8.gradient(part, scale), transposed, None, grad.dtype)
+            product = fp8.product(fp8.gradient(part, largest), transposed, None, grad.dtype)
             total = product if total is None else total.add_(product)
         assert total is not None
         return total.unflatten(0, grad.shape[:-1])
 
-    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Scale, of_x: Scale) -> None:
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax, of_x: Amax) -> None:
         fp8 = self.form.fp8
         inputs = fp8.activation(x.flatten(0, -2).t(), of_x)
         columns = grad.flatten(0, -2).t()
@@ -170,7 +170,7 @@ class Fp8Gemms(LinearGemms):
             self._version = version
         return self._copies
 
-    def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
+    def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Amax:
         """Return the largest absolute value of a tensor, of which this rank has some parts; None where blocks have scales."""
         if not self.form.fp8.recipe.is_tensorwise:
             return None

@@ -29,7 +29,7 @@ from torch import nn
 
 from engine.kernels.weight_grad import add
 from engine.numerics.precision import accumulate, accumulation_dtype
-from engine.tensor_parallel.gemms import IN_RUN_DTYPE, Cut, LinearForm, LinearGemms, Scale
+from engine.tensor_parallel.gemms import IN_RUN_DTYPE, Amax, Cut, LinearForm, LinearGemms
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import FusedWeights, ShardedParameter
 from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
@@ -66,7 +66,7 @@ class ColumnParallelLinear(nn.Module):
         """Map [s(/t), b, in] to [s, b, rows on this rank]."""
         return _ColumnParallel.apply(x, self)
 
-    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Scale = None, of_x: Scale = None) -> None:
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax = None, of_x: Amax = None) -> None:
         """Add dY^T X and the sum of dY to the main grads. grad [s, b, rows], x [s, b, in], and what quantises them."""
         self.region.axis.ledger.mark("weight_grad", self.name)
         self.gemms.add_weight_grads(grad, x, of_grad, of_x)
@@ -90,7 +90,7 @@ class _ColumnParallel(torch.autograd.Function):
         ctx.save_for_backward(*([layer.region.kept(x, inputs)] if layer.weights.is_trained else []))
         matrices = layer.weights.matrices()
         biases = [None] * len(matrices) if layer.biases is None else _beside(matrices, layer.biases.matrices())
-        ctx.of_x = layer.gemms.input_scale(inputs)
+        ctx.of_x = layer.gemms.input_amax(inputs)
         return layer.gemms.forward(inputs, biases, ctx.of_x)
 
     @staticmethod
@@ -98,14 +98,14 @@ class _ColumnParallel(torch.autograd.Function):
         layer: ColumnParallelLinear = ctx.layer
         grad, regather = grad.contiguous(), f"{layer.name} regather"
         if not layer.weights.is_trained:
-            grad_input = layer.gemms.input_grad(grad, layer.gemms.grad_scale(grad))
+            grad_input = layer.gemms.input_grad(grad, layer.gemms.grad_amax(grad))
             reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
             layer.add_bias_grads(grad)
             return reduced.wait(), None
         (kept,) = ctx.saved_tensors
         deferring = layer.queue.deferring
         gathered = None if deferring else layer.region.enter_again(kept, regather)
-        of_grad, of_x = layer.gemms.grad_scale(grad), ctx.of_x
+        of_grad, of_x = layer.gemms.grad_amax(grad), ctx.of_x
         grad_input = layer.gemms.input_grad(grad, of_grad)
         reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
         if gathered is not None:
@@ -153,7 +153,7 @@ class RowParallelLinear(nn.Module):
         """Map [s, b, in on this rank] to [s(/t), b, out]."""
         return _RowParallel.apply(x, self)
 
-    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Scale = None, of_x: Scale = None) -> None:
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax = None, of_x: Amax = None) -> None:
         """Add dY^T X to the main grad. grad [s, b, out], x [s, b, in on this rank], and what quantises them."""
         self.region.axis.ledger.mark("weight_grad", self.name)
         self.gemms.add_weight_grads(grad, x, of_grad, of_x)
@@ -166,7 +166,7 @@ class _RowParallel(torch.autograd.Function):
         x = x.contiguous()
         ctx.save_for_backward(*([x] if layer.weights.is_trained else []))
         bias = layer.bias.weight().detach() if layer.bias is not None and layer.region.axis.index == 0 else None
-        ctx.of_x = layer.gemms.input_scale(x)
+        ctx.of_x = layer.gemms.input_amax(x)
         return layer.region.leave(layer.gemms.forward(x, [bias], ctx.of_x), f"{layer.name} forward").wait()
 
     @staticmethod
@@ -178,7 +178,7 @@ class _RowParallel(torch.autograd.Function):
             # The bias acts on this rank's part of the sequence; under sequence parallelism the sum over tp follows later.
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
         whole = gathered.wait()
-        of_grad, of_x = layer.gemms.grad_scale(whole), ctx.of_x
+        of_grad, of_x = layer.gemms.grad_amax(whole), ctx.of_x
         grad_input = layer.gemms.input_grad(whole, of_grad)
         if not layer.weights.is_trained:
             return grad_input, None

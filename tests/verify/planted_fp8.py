@@ -6,7 +6,7 @@ import torch
 
 from engine.kernels.fp8.products import Fp8
 from engine.kernels.fp8.recipes import E4M3, Quantised
-from engine.tensor_parallel.gemms import Fp8Gemms, Scale
+from engine.tensor_parallel.gemms import Amax, Fp8Gemms
 from engine.tensor_parallel.parameter import FusedWeights
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention
@@ -30,7 +30,7 @@ def copies_of_weights_are_those_of_the_first_step() -> None:
 def each_tp_rank_has_scales_of_its_own() -> None:
     largest = Fp8Gemms._largest
 
-    def alone(self: Fp8Gemms, parts: list[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
+    def alone(self: Fp8Gemms, parts: list[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Amax:
         return largest(self, parts, what, over_tp=False, over_cp=over_cp)
 
     Fp8Gemms._largest = alone  # type: ignore[assignment, method-assign]

@@ -93,6 +93,8 @@ def _failure(fp8: Fp8, dtype: torch.dtype, device: torch.device) -> str:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)
         return f"a GPU of compute capability {major}.{minor} has no FP8; {'.'.join(map(str, FIRST_CAPABILITY))} is the first"
+    if not fp8.recipe.is_tensorwise:
+        return "no backend but the emulation has scales of blocks yet"
     x = torch.ones(TILE, 2 * TILE, dtype=dtype, device=device)
     try:
         a, b, g = fp8.activation(x, None), fp8.weight(x, None), fp8.gradient(x, None)
