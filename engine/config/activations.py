@@ -94,6 +94,9 @@ class KernelsConfig(Section):
     weight_grad: Literal["auto", "separate", "fused"] = Field(
         "auto", description="fused: the GEMM adds to the fp32 main grad itself (CUDA); separate: a second pass adds"
     )
+    linear: Literal["torch", "te"] = Field(
+        "torch", description="GEMMs of the linear layers: torch's, or Transformer Engine's (CUDA; the extra `te`)"
+    )
     optimizer: Literal["auto", "torch", "compiled"] = Field(
         "auto",
         description="torch: torch's fused operator; compiled: one pass by torch.compile, for every form of state",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # the tree imports every section
     from engine.config.tree import Config
 
 Fp8RecipeName = Literal["tensorwise", "blockwise", "mxfp8"]
-Fp8Backend = Literal["torch", "emulated"]
+Fp8Backend = Literal["te", "torch", "emulated"]
 
 BLOCKS: Mapping[Fp8RecipeName, int] = MappingProxyType({"blockwise": 128, "mxfp8": 32})
 """Numbers along a GEMM's contraction that share a scale."""
@@ -29,8 +29,9 @@ class Fp8Config(Section):
     on_resume: ClassVar[OnResume | None] = MEANT
 
     recipe: Fp8RecipeName = Field("tensorwise", description="numbers that share a scale: a tensor, or blocks of it")
-    backend: Annotated[Literal["auto", "torch", "emulated"], LAYOUT] = Field(
-        "auto", description="GEMMs by torch's scaled GEMM, or by plain operators on rounded numbers (any device)"
+    backend: Annotated[Literal["auto", "te", "torch", "emulated"], LAYOUT] = Field(
+        "auto",
+        description="GEMMs by Transformer Engine's, by torch's scaled GEMM, or by plain operators on rounded numbers",
     )
     bf16_layers: list[Count] = Field(
         [0, 0], min_length=2, max_length=2, description="first and last layers that stay in the run's dtype"
@@ -46,7 +47,7 @@ def fp8_layers(config: "Config") -> range:
     return range(first, config.model.num_layers - last)
 
 
-def fp8_line(config: "Config", backend: Fp8Backend) -> str:
+def fp8_line(config: "Config", backend: str) -> str:
     """Describe the FP8 of a run: its recipe and backend, how many of the model's linear layers have it, and which have not."""
     model, fp8 = config.model, config.precision.fp8
     assert fp8 is not None, "the run has FP8"
@@ -96,7 +97,7 @@ def fp8_has_a_wide_dtype(subject: Subject) -> Iterator[Problem]:
             "is not combined with precision.fp8: gradients of fp16 overflow before they are scaled for FP8",
             {"precision.dtype": ["bf16"]},
         )
-    elif precision.fp8.backend == "torch" and precision.dtype == "float64":
+    elif precision.fp8.backend in ("te", "torch") and precision.dtype == "float64":
         yield subject.problem(
             "precision.fp8.backend",
             "sums in fp32, and precision.dtype = float64 is for exact comparisons: they would not be exact",
@@ -106,7 +107,7 @@ def fp8_has_a_wide_dtype(subject: Subject) -> Iterator[Problem]:
 
 def fp8_backend_has_the_recipe(subject: Subject) -> Iterator[Problem]:
     fp8 = subject.config.precision.fp8
-    if fp8 is not None and fp8.backend == "torch" and fp8.recipe != "tensorwise":
+    if fp8 is not None and fp8.backend in ("te", "torch") and fp8.recipe != "tensorwise":
         yield subject.problem(
             "precision.fp8.backend",
             f"has no scales of blocks here, and precision.fp8.recipe = {fp8.recipe}",

@@ -5,6 +5,7 @@
                                                                 blocks, explicit                          explicit
     elementwise   norms, RoPE, SwiGLU, dropout, cross-entropy   eager, compiled                           plain torch
     weight_grad   dW += dY^T X                                  separate, fused                           separate
+    linear        GEMMs of the linear layers                    torch, te                                 torch
     optimizer     the update of the owned shards                torch, compiled                           torch
     experts       GEMMs of a rank's experts                     loop, grouped                             loop
     dispatch      tokens to experts and back                    all_gather, all_to_all                    all_gather
@@ -39,10 +40,12 @@ from engine.kernels.attention import AttentionShape, attention_failure, attentio
 from engine.kernels.fp8.products import Fp8, open_fp8
 from engine.kernels.fusion import Form, Fusion, compiler_failure, compiler_refusal
 from engine.kernels.grouped_gemm import ExpertKernel, grouped_gemm_failure, grouped_gemm_refusal
+from engine.kernels.te import TransformerEngine, gemm_failure, gemm_refusal, open_te
 from engine.kernels.weight_grad import WeightGradKernel, weight_grad_failure, weight_grad_refusal
 from engine.numerics.precision import DTYPES, main_grad_dtype
 
 OptimizerKernel = Literal["torch", "compiled"]
+LinearKernel = Literal["torch", "te"]
 
 ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -50,6 +53,7 @@ ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "decoding": ("flash", "math", "sdpa", "blocks"),
         "elementwise": ("compiled", "eager"),
         "weight_grad": ("fused", "separate"),
+        "linear": ("torch",),
         "optimizer": ("compiled", "torch"),
         "experts": ("grouped", "loop"),
         "dispatch": ("all_gather", "all_to_all"),
@@ -116,6 +120,7 @@ class Choices:
     elementwise: Form
     weight_grad: WeightGradKernel
     optimizer: OptimizerKernel
+    linear: LinearKernel = "torch"
     experts: ExpertKernel | None = None
     dispatch: DispatchForm | None = None
 
@@ -136,11 +141,13 @@ class Kernels:
         choices: their names.
         fusion: runs elementwise functions; one object, so that each is compiled once.
         fp8: of linear layers; None: their GEMMs are in the run's dtype.
+        te: Transformer Engine, where a choice is its; None: none is.
     """
 
     choices: Choices
     fusion: Fusion
     fp8: Fp8 | None = None
+    te: TransformerEngine | None = None
 
 
 def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
@@ -160,7 +167,7 @@ def _fastest(facts: DeviceFacts) -> Choices:
     if facts.capability is None:
         attention = "blocks" if pattern.softcap else "sdpa"
         loop: ExpertKernel | None = None if facts.dispatch is None else "loop"
-        return Choices(attention, attention, "eager", "separate", "torch", loop, facts.dispatch)
+        return Choices(attention, attention, "eager", "separate", "torch", experts=loop, dispatch=facts.dispatch)
     is_half = facts.element_bytes == 2
     has_flash = is_half and facts.capability >= (8, 0)
     # Torch refuses cuDNN's attention in deterministic mode.
@@ -219,6 +226,8 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
             return weight_grad_failure("fused", shape.dtype, main_grad, device)
         if choice == "grouped":
             return grouped_gemm_failure(shape.dtype, device)
+        if choice == "te":
+            return gemm_failure(shape.dtype, main_grad, device)
         return of_compiler() if choice == "compiled" else ""
 
     def refusal(name: str, choice: str, reason: str) -> str:
@@ -228,6 +237,8 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
             return weight_grad_refusal("fused", shape.dtype, main_grad, device, reason)
         if choice == "grouped":
             return grouped_gemm_refusal(shape.dtype, device, reason)
+        if choice == "te":
+            return gemm_refusal(shape.dtype, device, reason)
         return compiler_refusal(device, reason)
 
     return Trials(failure, refusal)
@@ -365,15 +376,17 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
     if topology.rank == 0 or is_alone:
         for note in notes:
             print(note, file=sys.stderr)
-    return Kernels(choices, Fusion(choices.elementwise), fp8)
+    return Kernels(choices, Fusion(choices.elementwise), fp8, open_te() if choices.linear == "te" else None)
 
 
-def describe(choices: Choices, shape: AttentionShape) -> str:
-    """Describe the choices in a line, with torch's own choice for `sdpa`."""
-    attention = choices.attention
+def describe(kernels: Kernels, shape: AttentionShape) -> str:
+    """Describe the choices in a line, with torch's own choice for `sdpa` and the version of Transformer Engine."""
+    attention = kernels.choices.attention
     if attention == "sdpa":
         attention = f"sdpa, of which torch takes {chosen(shape)}"
-    others = {name: choice for name, choice in choices.named().items() if name != "attention"}
+    others = {name: choice for name, choice in kernels.choices.named().items() if name != "attention"}
+    if kernels.te is not None:
+        others["linear"] = f"te {kernels.te.version}"
     return "; ".join(
         [f"attention: {attention}", *(f"{name.replace('_', ' ')}: {choice}" for name, choice in others.items())]
     )

@@ -22,8 +22,6 @@ from engine.comm.collectives import Axis
 from engine.comm.ledger import FP8_SCALES
 from engine.kernels.fp8.products import Fp8
 from engine.kernels.fp8.recipes import Quantised, amax
-from engine.kernels.weight_grad import add
-from engine.numerics.precision import accumulation_dtype
 from engine.tensor_parallel.parameter import FusedWeights
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 
@@ -157,8 +155,7 @@ class Fp8Gemms(LinearGemms):
         inputs = fp8.activation(x.flatten(0, -2).t(), of_x)
         columns = grad.flatten(0, -2).t()
         for main_grad, rows, overwrite in self.weights.main_grads():
-            product = fp8.product(fp8.gradient(columns[rows], of_grad), inputs, None, accumulation_dtype(grad.dtype))
-            add(main_grad, product, overwrite=overwrite)
+            fp8.add_product(main_grad, fp8.gradient(columns[rows], of_grad), inputs, grad.dtype, overwrite=overwrite)
 
     def copies(self) -> list[tuple[Quantised, Quantised]]:
         """Return W and W^T in FP8, matrix by matrix; made anew where the weights have changed."""

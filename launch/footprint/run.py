@@ -53,8 +53,13 @@ PLACES = {
 
 FEWEST_MICROBATCHES = 4
 
-AS_WRITTEN = {"kernels.elementwise": "eager", "kernels.weight_grad": "separate", "kernels.optimizer": "torch"}
-"""Operators are counted as they are written: compiled kernels exist for a device, and here is none."""
+AS_WRITTEN = {
+    "kernels.elementwise": "eager",
+    "kernels.weight_grad": "separate",
+    "kernels.optimizer": "torch",
+    "kernels.linear": "torch",
+}
+"""Operators are counted as they are written: compiled kernels, and other packages', exist for a device, and here is none."""
 
 CPU = torch.device("cpu")
 

@@ -57,7 +57,7 @@ def describe(engine: Engine) -> Description:
         device_name = "cpu"
         device = f"cpu, gloo, {threads} thread{'s' if threads > 1 else ''} per rank"
     kernels, fp8 = (
-        registry.describe(engine.kernels.choices, registry.attention_shape(config, topology)),
+        registry.describe(engine.kernels, registry.attention_shape(config, topology)),
         engine.kernels.fp8,
     )
     return Description(
@@ -65,7 +65,7 @@ def describe(engine: Engine) -> Description:
         schedule=schedule,
         device=device,
         device_name=device_name,
-        kernels="; ".join([kernels, *([] if fp8 is None else [f"fp8: {fp8_line(config, fp8.backend)}"])]),
+        kernels="; ".join([kernels, *([] if fp8 is None else [f"fp8: {fp8_line(config, fp8.label)}"])]),
         layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
     )
 

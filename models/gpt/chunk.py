@@ -40,10 +40,11 @@ from engine.kernels.rotary import tables_by_rotary
 from engine.layout.shard_spec import ExpertPlace, localize
 from engine.numerics.precision import DTYPES
 from engine.tensor_parallel.dropout import DropoutKeys
-from engine.tensor_parallel.gemms import Fp8Form
+from engine.tensor_parallel.gemms import IN_RUN_DTYPE, Fp8Form
 from engine.tensor_parallel.layers import ColumnParallelLinear
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter
+from engine.tensor_parallel.te_gemms import TeForm
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 from models.gpt.block import Block
 from models.gpt.context import BuildContext, LayerInputs, Norm, Positions
@@ -304,6 +305,7 @@ def build_chunks(
             part=part,
             trained_from=first,
             forms=forms,
+            form=IN_RUN_DTYPE if kernels.te is None else TeForm(kernels.te),
         )
         chunks.append(GPTChunk(context, stage))
         context.require_all_taken()

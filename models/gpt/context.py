@@ -40,8 +40,8 @@ class BuildContext:
         saved: policy for tensors that are saved for the backward; one for all chunks of the rank.
         seed: of the run, for dropout.
         part: the part of the model with a backward, and `trained_from` its first stage.
-        forms: how the linear layers of a layer multiply, by its number; those of other layers, in the run's dtype.
-        form: that of the layer whose modules are built.
+        forms: how the linear layers of a layer multiply, by its number, where it is not as in the others.
+        form: how those of the layer multiply whose modules are built.
         taken: names that modules have asked for.
     """
 
@@ -66,7 +66,7 @@ class BuildContext:
 
     def of_layer(self, layer: int) -> "BuildContext":
         """Return the environment of one layer's modules."""
-        return replace(self, form=self.forms.get(layer, IN_RUN_DTYPE))
+        return replace(self, form=self.forms.get(layer, self.form))
 
     def parameter(self, name: str) -> ShardedParameter:
         """Return the parameter that every model of this kind has."""

@@ -89,6 +89,7 @@ class TokenAhead(nn.Module):
             outside_of(context.region),
             context.queue,
             f"{name}.projection",
+            context.form,
         )
         self.block = Block(context, layer)
         self.norm = Norm(context, f"{name}.norm")

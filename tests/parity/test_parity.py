@@ -18,6 +18,7 @@ import torch
 
 from tests.harness import compiler, run_ranks
 from tests.parity.cases import Case, OracleResult, RankResult, assemble, is_trained, run_case, run_oracle, weights_of
+from tests.stand_in import with_stand_in
 
 NUM_STEPS = 5
 
@@ -158,7 +159,8 @@ def oracle(case: Case, num_steps: int) -> OracleResult:
     return run_oracle(case, weights_of(case.model, case.num_layers), num_steps)
 
 
-def compare(case: Case, num_steps: int = NUM_STEPS) -> None:
+def compare(case: Case, num_steps: int = NUM_STEPS, stand_in: str | None = None) -> None:
+    """Hold a layout to the oracle; `stand_in` names the package of `tests/stand_ins` that its ranks import."""
     alone = Case(
         case.model,
         num_layers=case.num_layers,
@@ -171,8 +173,7 @@ def compare(case: Case, num_steps: int = NUM_STEPS) -> None:
     expected = oracle(alone, num_steps)
     weights = weights_of(case.model, case.num_layers)
     results = run_ranks(
-        run_case,
-        case.world_size,
+        *((run_case, case.world_size) if stand_in is None else (with_stand_in, case.world_size, stand_in, run_case)),
         case,
         weights,
         num_steps,

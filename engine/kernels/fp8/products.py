@@ -1,6 +1,7 @@
 """Products of quantised matrices, A B^T, by the backend of `precision.fp8`.
 
     torch      torch's scaled GEMM (cuBLAS on GPUs from Ada and Hopper on; oneDNN or a plain loop on CPUs): fp32 sums
+    te         Transformer Engine's GEMM (cuBLASLt): fp32 sums, which it adds to the main grads itself
     emulated   plain operators on the rounded numbers, in the accumulation dtype, on any device: the reference of the others
 
 The emulation multiplies what a backend multiplies: FP8 numbers are exact in the wider dtype, and so are scales of powers of two. A
@@ -8,13 +9,14 @@ scale of a whole tensor is applied to the sums, as a GEMM's epilogue does.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from engine.config.fp8 import TILE, Fp8Backend, Fp8Config
 from engine.errors import ConfigError
 from engine.kernels.fp8.recipes import E4M3, RECIPES, Quantised, Recipe, quantise
+from engine.kernels.te import INSTALL, TransformerEngine, open_te, te_failure
+from engine.kernels.weight_grad import add
 from engine.numerics.precision import accumulation_dtype
 
 FIRST_CAPABILITY = (8, 9)
@@ -23,10 +25,16 @@ FIRST_CAPABILITY = (8, 9)
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """The FP8 of a run: its recipe, and what multiplies."""
+    """The FP8 of a run: its recipe, and what multiplies; `te` where that is Transformer Engine."""
 
     recipe: Recipe
     backend: Fp8Backend
+    te: TransformerEngine | None = None
+
+    @property
+    def label(self) -> str:
+        """Return the backend's name, and the version of another package."""
+        return self.backend if self.te is None else f"te {self.te.version}"
 
     def activation(self, x: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
         """Quantise inputs [n, in], or X^T [in, n]; `largest` is the whole tensor's absolute value, where one scale serves it."""
@@ -45,9 +53,20 @@ class Fp8:
 
     def product(self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Compute A B^T + bias: a [m, k], b [n, k], bias [n] -> [m, n] in `dtype`, from sums in its accumulation dtype."""
+        if self.te is not None:
+            return self.te.fp8_product(a, b, bias, dtype)
         if self.backend == "emulated":
             return emulated_product(a, b, bias, dtype)
         return scaled_product(a, b, bias, dtype)
+
+    def add_product(
+        self, total: torch.Tensor, a: Quantised, b: Quantised, dtype: torch.dtype, *, overwrite: bool
+    ) -> None:
+        """Compute total [m, n] += A B^T (`overwrite`: =) from sums in the accumulation dtype of `dtype`, the operands'."""
+        if self.te is not None:
+            self.te.add_fp8_product(total, a, b, overwrite=overwrite)
+        else:
+            add(total, self.product(a, b, None, accumulation_dtype(dtype)), overwrite=overwrite)
 
 
 def emulated_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -80,38 +99,44 @@ def open_fp8(config: Fp8Config | None, dtype: torch.dtype, device: torch.device)
         backend = config.backend
     else:
         backend = "emulated" if device.type == "cpu" else "torch"
-    fp8 = Fp8(RECIPES[config.recipe], backend)
-    if problem := _refusal(fp8, config, device, _failure(fp8, dtype, device)):
-        raise ConfigError([problem])
-    return fp8
+    recipe = RECIPES[config.recipe]
+    if reason := _failure(recipe, backend, dtype, device):
+        raise ConfigError([_refusal(config, backend, device, reason)])
+    return Fp8(recipe, backend, open_te() if backend == "te" else None)
 
 
-def _failure(fp8: Fp8, dtype: torch.dtype, device: torch.device) -> str:
-    """Try each product of a layer on small matrices; return torch's reason if one does not run, else ""."""
-    if fp8.backend == "emulated":
+def _failure(recipe: Recipe, backend: Fp8Backend, dtype: torch.dtype, device: torch.device) -> str:
+    """Try each product of a layer on small matrices; return the reason if one does not run, else ""."""
+    if backend == "emulated":
         return ""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)
         return f"a GPU of compute capability {major}.{minor} has no FP8; {'.'.join(map(str, FIRST_CAPABILITY))} is the first"
-    if not fp8.recipe.is_tensorwise:
+    if not recipe.is_tensorwise:
         return "no backend but the emulation has scales of blocks yet"
-    x = torch.ones(TILE, 2 * TILE, dtype=dtype, device=device)
+    if backend == "te":
+        return te_failure(lambda te: _try_products(Fp8(recipe, backend, te), dtype, device))
     try:
-        a, b, g = fp8.activation(x, None), fp8.weight(x, None), fp8.gradient(x, None)
-        fp8.product(a, b, None, dtype)
-        fp8.product(g, b, None, dtype)
-        fp8.product(g, a, None, accumulation_dtype(dtype))
+        _try_products(Fp8(recipe, backend), dtype, device)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return str(error).splitlines()[0].rstrip(".")[:160]
     return ""
 
 
-def _refusal(fp8: Fp8, config: Fp8Config, device: torch.device, reason: Any) -> str:
-    """Return the problem of a backend that does not run on the device; "" if it does."""
-    if not reason:
-        return ""
+def _try_products(fp8: Fp8, dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.ones(TILE, 2 * TILE, dtype=dtype, device=device)
+    a, b, g = fp8.activation(x, None), fp8.weight(x, None), fp8.gradient(x, None)
+    fp8.product(a, b, None, dtype)
+    fp8.product(g, b, None, dtype)
+    total = torch.zeros(TILE, TILE, dtype=accumulation_dtype(dtype), device=device)
+    fp8.add_product(total, g, a, dtype, overwrite=False)
+
+
+def _refusal(config: Fp8Config, backend: Fp8Backend, device: torch.device, reason: str) -> str:
+    """Return the problem of a backend that does not run on the device."""
     return (
-        f"precision.fp8 = {config.recipe} with backend {fp8.backend} does not run on {device.type} here ({reason}). Another "
+        f"precision.fp8 = {config.recipe} with backend {backend} does not run on {device.type} here ({reason}). Another "
         "precision would have other speed and other bits than what was asked for. precision.fp8=null trains in precision.dtype; "
         "precision.fp8.backend=emulated gives the numbers of FP8 on any device, slowly."
+        + (f" {INSTALL}" if backend == "te" else "")
     )

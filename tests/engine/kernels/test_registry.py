@@ -25,6 +25,7 @@ from engine.kernels.registry import (
     ORDER,
     Choices,
     DeviceFacts,
+    Kernels,
     Trials,
     agree,
     describe,
@@ -32,6 +33,7 @@ from engine.kernels.registry import (
     resolve,
     try_out,
 )
+from engine.kernels.te import TransformerEngine
 from models.gpt.chunk import GPTChunk
 from tests.harness import compiler
 from tests.parity.cases import Case
@@ -238,6 +240,7 @@ def test_a_fall_is_printed_and_what_was_resolved_is_recorded(
         "elementwise": "eager",
         "weight_grad": "separate",
         "optimizer": "torch",
+        "linear": "torch",
     }
     assert capsys.readouterr().err.startswith("kernels.attention = auto: cudnn does not run here (torch says: No")
 
@@ -263,9 +266,12 @@ def test_every_problem_is_reported_at_once() -> None:
 
 
 def test_the_banner_names_every_choice() -> None:
-    said = describe(replace(ON_CPU, weight_grad="fused", elementwise="compiled"), SHAPE)
+    kernels = Kernels(replace(ON_CPU, weight_grad="fused", elementwise="compiled"), EAGER)
+    said = describe(kernels, SHAPE)
     assert said.startswith("attention: sdpa, of which torch takes ")
-    assert said.endswith("; decoding: sdpa; elementwise: compiled; weight grad: fused; optimizer: torch")
+    assert said.endswith("; decoding: sdpa; elementwise: compiled; weight grad: fused; optimizer: torch; linear: torch")
+    te = TransformerEngine(len, len, {}, "2.20.2")  # type: ignore[arg-type]
+    assert describe(replace(kernels, te=te), SHAPE).endswith("linear: te 2.20.2")
 
 
 @compiler()

@@ -9,7 +9,7 @@ from engine.config.fp8 import Fp8Config
 from engine.errors import ConfigError
 from engine.kernels.fp8 import products
 from engine.kernels.fp8.products import Fp8, emulated_product, open_fp8, scaled_product
-from engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, quantise
+from engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, Fp8Format, quantise
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ def test_the_emulation_multiplies_what_was_rounded(recipe: str) -> None:
 
 @pytest.mark.parametrize("left", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_torch_s_scaled_gemm_gives_what_the_emulation_gives(left: products.Any, dtype: torch.dtype) -> None:
+def test_torch_s_scaled_gemm_gives_what_the_emulation_gives(left: Fp8Format, dtype: torch.dtype) -> None:
     a, b, _ = matrices(32, 48, 64, dtype)
     operands = [quantise(each, form, None, has_powers=False, largest=None) for each, form in ((a, left), (b, E4M3))]
     got = scaled_product(*operands, None, dtype).double()

@@ -1,0 +1,192 @@
+"""Transformer Engine's GEMM (`general_gemm`, cuBLASLt), as the linear layers call it.
+
+    forward                 Y  = X W^T (+ bias)    layout TN, A = W [out, in], B = X [n, in]
+    gradient of the input   dX = dY W              layout NN, A = W [out, in], B = dY [n, out]
+    gradient of the weight  dW (+)= dY^T X         layout NT, A = X [n, in],   B = dY [n, out], out = main grad
+
+cuBLAS counts columns first, so A is the right factor, and `T` means that its rows are the columns that are multiplied. Operands and
+`out` are contiguous. In the third GEMM the sums are added to the main grad in its own dtype, in fp32 of a bf16 run.
+
+With FP8 operands every GEMM is Y = A B^T of two quantised matrices (`engine/kernels/fp8`), which is layout TN.
+
+Only this function is called: TE's modules communicate by themselves, past the ledger and the order of the collectives here.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from engine.kernels.fp8.recipes import Quantised
+from engine.numerics.precision import FP8_E4M3, FP8_E5M2
+
+FIRST_VERSION = "2.10"
+"""The first release whose `general_gemm` takes these arguments; earlier ones want a workspace of the caller."""
+
+
+class GeneralGemm(Protocol):
+    """The arguments of `transformer_engine.pytorch.cpp_extensions.general_gemm` that are used here, and no others."""
+
+    def __call__(
+        self,
+        A: Any,  # noqa: N803 (TE's names)
+        B: Any,  # noqa: N803
+        *,
+        out_dtype: torch.dtype | None = None,
+        accumulate: bool = False,
+        layout: str = "TN",
+        out: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        use_split_accumulator: bool = False,
+        grad: bool = False,
+    ) -> Sequence[torch.Tensor | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerEngine:
+    """The GEMMs of an installed Transformer Engine.
+
+    Attributes:
+        general_gemm: TE's function; returns (out, gradient of the bias, input of GELU, extra output).
+        storage: TE's class of a matrix of FP8 numbers with one scale (`Float8TensorStorage`).
+        dtypes: TE's names of the FP8 formats.
+        version: of the package.
+    """
+
+    general_gemm: GeneralGemm
+    storage: Callable[..., Any]
+    dtypes: Mapping[torch.dtype, Any]
+    version: str
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return X W^T + bias [n, out]; x [n, in], weight [out, in], bias [out]."""
+        return _first(self.general_gemm(weight, x, layout="TN", out_dtype=x.dtype, bias=bias))
+
+    def input_grad(self, grad: torch.Tensor, weight: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
+        """Return dY W [n, in]; grad [n, out], weight [out, in]. `onto` [n, in] is a sum that it is added to, in place."""
+        gemm = partial(self.general_gemm, weight, grad, layout="NN", out_dtype=grad.dtype, grad=True)
+        return _first(gemm() if onto is None else gemm(out=onto, accumulate=True))
+
+    def add_weight_grad(self, main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, *, overwrite: bool) -> None:
+        """Compute main_grad [out, in] += dY^T X (`overwrite`: =) of grad [n, out] and x [n, in]."""
+        self.general_gemm(
+            x, grad, layout="NT", out_dtype=main_grad.dtype, out=main_grad, accumulate=not overwrite, grad=True
+        )
+
+    def fp8_product(self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return A B^T + bias [m, n] in `dtype`; a [m, k], b [n, k], each with one scale, and bias [n]."""
+        operands = self._stored(b), self._stored(a)
+        return _first(self.general_gemm(*operands, out_dtype=dtype, bias=bias, use_split_accumulator=True))
+
+    def add_fp8_product(self, total: torch.Tensor, a: Quantised, b: Quantised, *, overwrite: bool) -> None:
+        """Compute total [m, n] += A B^T (`overwrite`: =), added in the dtype of `total`."""
+        operands = self._stored(b), self._stored(a)
+        self.general_gemm(
+            *operands, out_dtype=total.dtype, out=total, accumulate=not overwrite, use_split_accumulator=True
+        )
+
+    def _stored(self, matrix: Quantised) -> Any:
+        # TE counts bytes; of a transposed view the rows are made contiguous.
+        values = matrix.values.contiguous()
+        return self.storage(
+            data=values.view(torch.uint8),
+            fp8_scale_inv=matrix.inverse.reshape(1),
+            fp8_dtype=self.dtypes[values.dtype],
+        )
+
+
+def _first(returned: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    out = returned[0]
+    assert out is not None, "general_gemm returns its output"
+    return out
+
+
+def open_te() -> TransformerEngine:
+    """Import Transformer Engine and check the function that is called.
+
+    Raises:
+        ImportError: it is not installed, not usable here, or of another version; the message says which.
+    """
+    try:
+        function = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+        storages = import_module("transformer_engine.pytorch.tensor.storage.float8_tensor_storage")
+        formats = import_module("transformer_engine_torch").DType
+    except Exception as error:  # its import looks for CUDA's libraries, and raises whatever it meets
+        raise ImportError(_reason(error)) from error
+    version = import_module("transformer_engine").__version__
+    if lacking := _lacking(function):
+        raise ImportError(
+            f"general_gemm of transformer-engine {version} takes other arguments ({lacking}); "
+            f"{FIRST_VERSION} is the first that fits"
+        )
+    dtypes = {FP8_E4M3: formats.kFloat8E4M3, FP8_E5M2: formats.kFloat8E5M2}
+    return TransformerEngine(function, storages.Float8TensorStorage, MappingProxyType(dtypes), version)
+
+
+def te_failure(run: Callable[[TransformerEngine], object]) -> str:
+    """Open Transformer Engine and run something with it; return the reason if that fails, else ""."""
+    try:
+        run(open_te())
+    except Exception as error:  # a foreign library's, about drivers, devices, shapes or dtypes
+        return _first_line(error)
+    return ""
+
+
+def gemm_failure(dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch.device) -> str:
+    """Try the three GEMMs of a layer on small matrices; return the reason if one does not run or is wrong, else ""."""
+
+    def run(te: TransformerEngine) -> None:
+        generator = torch.Generator().manual_seed(1)
+        x, weight, bias, grad, main_grad = (
+            torch.randn(*shape, generator=generator).to(device, dtype)
+            for shape in ((32, 16), (48, 16), (48,), (32, 48), (48, 16))
+        )
+        main_grad = main_grad.to(main_grad_dtype)
+        expected = [F.linear(x, weight, bias), x + grad @ weight, main_grad + grad.t() @ x]
+        found = [te.forward(x, weight, bias), te.input_grad(grad, weight, onto=x.clone()), main_grad]
+        te.add_weight_grad(main_grad, grad, x, overwrite=False)
+        for name, one, other in zip(("forward", "input's gradient", "weight's gradient"), found, expected, strict=True):
+            if not (one - other).norm() < 0.02 * other.norm():
+                raise RuntimeError(f"its GEMM of the {name} is not torch's")
+
+    return te_failure(run)
+
+
+def gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:
+    """Return the problem of `kernels.linear = te` where it does not run."""
+    return (
+        f"kernels.linear = te does not run here, in {str(dtype).removeprefix('torch.')} on {device.type} ({reason}). Another GEMM "
+        f"would have other speed and other bits than what was asked for. {INSTALL} kernels.linear=torch runs anywhere."
+    )
+
+
+INSTALL = "Beside a torch with CUDA, pip install --no-build-isolation 'triaxis[te]' installs Transformer Engine (docs/one-gpu.md)."
+
+
+def _lacking(function: Callable[..., Any]) -> str:
+    """Return how the arguments of TE's function differ from those that are passed, in words; "" where they fit."""
+    wanted = [name for name in inspect.signature(GeneralGemm.__call__).parameters if name != "self"]
+    found = inspect.signature(function).parameters
+    missing = [name for name in wanted if name not in found]
+    required = [
+        name for name, parameter in found.items() if parameter.default is parameter.empty and name not in ("A", "B")
+    ]
+    words = [f"no {name}" for name in missing] + [f"a {name} that the caller must bring" for name in required]
+    return ", ".join(words)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name == "transformer_engine":
+        return "the package transformer-engine is not installed"
+    return f"transformer-engine is installed and cannot be imported: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    lines = (line.strip().rstrip(".") for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)[:240]

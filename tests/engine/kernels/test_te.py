@@ -1,0 +1,150 @@
+"""Transformer Engine's GEMMs by a stand-in: operands, layouts and FP8 numbers as they reach it, and words where it does not run."""
+
+import importlib
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config.activations import KernelsConfig
+from engine.config.fp8 import Fp8Config
+from engine.errors import ConfigError
+from engine.kernels.attention import AttentionShape
+from engine.kernels.fp8.products import open_fp8
+from engine.kernels.registry import Choices, device_trials, try_out
+from engine.kernels.te import TransformerEngine, gemm_failure, open_te
+from tests.stand_in import stand_in
+
+CPU = torch.device("cpu")
+SHAPE = AttentionShape(4, 2, 16, torch.bfloat16, CPU)
+BY_TE = Choices("sdpa", "sdpa", "eager", "separate", "torch", linear="te")
+
+
+@pytest.fixture
+def te() -> Iterator[TransformerEngine]:
+    with stand_in("te"):
+        yield open_te()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64).to(dtype)
+
+
+def test_three_gemms_of_a_layer(te: TransformerEngine) -> None:
+    x, weight, bias, grad, total = random(6, 4), random(5, 4), random(5), random(6, 5), random(5, 4)
+    before = total.clone()
+    torch.testing.assert_close(te.forward(x, weight, bias), x @ weight.t() + bias)
+    torch.testing.assert_close(te.input_grad(grad, weight), grad @ weight)
+    onto = x.clone()
+    assert te.input_grad(grad, weight, onto) is onto
+    torch.testing.assert_close(onto, x + grad @ weight)
+    te.add_weight_grad(total, grad, x, overwrite=False)
+    torch.testing.assert_close(total, before + grad.t() @ x)
+    te.add_weight_grad(total, grad, x, overwrite=True)
+    torch.testing.assert_close(total, grad.t() @ x)
+    calls = importlib.import_module("transformer_engine.pytorch.cpp_extensions").calls
+    assert calls[-5:] == ["TN", "NN", "NN", "NT", "NT"]
+
+
+def test_sums_of_bf16_are_added_in_fp32(te: TransformerEngine) -> None:
+    grad, x = random(64, 16, dtype=torch.bfloat16), random(64, 8, dtype=torch.bfloat16)
+    total = torch.ones(16, 8)
+    te.add_weight_grad(total, grad, x, overwrite=False)
+    torch.testing.assert_close(total, 1 + grad.float().t() @ x.float(), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fp8_products_are_those_of_the_emulation(te: TransformerEngine, dtype: torch.dtype) -> None:
+    by_te = open_fp8(Fp8Config(backend="te"), dtype, CPU)
+    emulated = open_fp8(Fp8Config(backend="emulated"), dtype, CPU)
+    assert by_te is not None and emulated is not None and by_te.te is not None
+    a, b, bias = random(32, 64, dtype=dtype), random(48, 64, dtype=dtype), random(48, dtype=dtype)
+    total = random(32, 48, dtype=torch.float32)
+    found, wanted = [], []
+    for fp8, into in ((by_te, found), (emulated, wanted)):
+        left, right = fp8.gradient(a, None), fp8.weight(b.t().contiguous().t(), None)
+        onto = total.clone()
+        fp8.add_product(onto, left, right, dtype, overwrite=False)
+        into += [fp8.product(left, right, bias, dtype), fp8.product(left, right, None, dtype), onto]
+    for one, other in zip(found, wanted, strict=True):
+        tolerance = 2**-7 if one.dtype == torch.bfloat16 else 2e-6
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=2e-5)
+
+
+def refusal() -> str:
+    with pytest.raises(ConfigError) as caught:
+        try_out(KernelsConfig(linear="te"), BY_TE, device_trials(SHAPE, torch.float32))
+    (problem,) = caught.value.problems
+    return str(problem)
+
+
+def test_where_it_runs_it_is_taken() -> None:
+    with stand_in("te"):
+        chosen, notes = try_out(KernelsConfig(linear="te"), BY_TE, device_trials(SHAPE, torch.float32))
+    assert (chosen, notes) == (BY_TE, [])
+
+
+def test_without_the_package_it_is_refused() -> None:
+    assert "kernels.linear = te does not run here, in bfloat16 on cpu" in refusal()
+    assert "the package transformer-engine is not installed" in refusal()
+    assert "pip install" in refusal() and "'triaxis[te]'" in refusal() and "kernels.linear=torch" in refusal()
+    with pytest.raises(
+        ConfigError, match=r"backend te does not run on cpu here \(the package transformer-engine is not"
+    ):
+        open_fp8(Fp8Config(backend="te"), torch.bfloat16, CPU)
+
+
+def package(folder: Path, general_gemm: str) -> None:
+    """Write a transformer-engine 2.8.0 with this source of its function."""
+    inner = folder / "old" / "transformer_engine" / "pytorch"
+    (inner / "tensor" / "storage").mkdir(parents=True)
+    for each in (inner.parent, inner, inner / "tensor", inner / "tensor" / "storage"):
+        (each / "__init__.py").write_text('__version__ = "2.8.0"\n')
+    (inner / "cpp_extensions.py").write_text(general_gemm)
+    (inner / "tensor" / "storage" / "float8_tensor_storage.py").write_text("class Float8TensorStorage: ...\n")
+    (folder / "old" / "transformer_engine_torch.py").write_text("class DType: kFloat8E4M3, kFloat8E5M2 = 7, 8\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (
+            "def general_gemm(A, B, workspace, out_dtype=None, accumulate=False, layout='TN', out=None, bias=None,\n"
+            "                 use_split_accumulator=False, grad=False): ...\n",
+            r"general_gemm of transformer-engine 2.8.0 takes other arguments (a workspace that the caller must bring); 2.10 is",
+        ),
+        (
+            "def general_gemm(A, B, layout='TN', out=None, bias=None, grad=False): ...\n",
+            "(no out_dtype, no accumulate,",
+        ),
+        ("raise FileNotFoundError('Could not find shared object file: libtransformer_engine.so')\n", "libtransformer"),
+        (
+            "def general_gemm(A, B, out_dtype=None, accumulate=False, layout='TN', out=None, bias=None,\n"
+            "                 use_split_accumulator=False, grad=False):\n"
+            "    raise AssertionError('Torch not compiled with CUDA enabled')\n",
+            "Torch not compiled with CUDA enabled",
+        ),
+        (
+            "def general_gemm(A, B, out_dtype=None, accumulate=False, layout='TN', out=None, bias=None,\n"
+            "                 use_split_accumulator=False, grad=False):\n"
+            "    product = B @ A.t() + bias if layout == 'TN' else B @ A if layout == 'NN' else B.t() @ A\n"
+            "    return product, None, None, None\n",
+            "its GEMM of the input's gradient is not torch's",
+        ),
+    ],
+    ids=["a workspace", "fewer arguments", "no library", "no CUDA", "no accumulation"],
+)
+def test_one_that_does_not_fit_is_refused(tmp_path: Path, source: str, words: str) -> None:
+    package(tmp_path, source)
+    with stand_in("old", tmp_path):
+        assert words in refusal()
+
+
+def test_a_stand_in_is_gone_after_its_block() -> None:
+    with stand_in("te"):
+        assert not gemm_failure(torch.float32, torch.float32, CPU)
+    assert not any(name.startswith("transformer_engine") for name in sys.modules)
+    assert isinstance(sys.modules["torch"], types.ModuleType)

@@ -1,0 +1,1 @@
+"""As in Transformer Engine."""
