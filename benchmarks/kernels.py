@@ -160,7 +160,7 @@ def optimizer_step(
     """Return one update of one flat shard."""
     shape = (sizes.shard // sizes.hidden, sizes.hidden)
     _, buffers = in_buffers("weight", shape, precision, dtype, device)
-    optimizer = DistributedOptimizer(buffers, OptimizerConfig(), precision, form)  # type: ignore[arg-type]
+    optimizer = DistributedOptimizer(buffers, OptimizerConfig(), precision, is_compiled=form == "compiled")
     one, no = torch.ones((), device=device), torch.zeros((), dtype=torch.bool, device=device)
     return lambda: optimizer.step(1e-4, one, no)
 

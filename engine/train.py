@@ -155,7 +155,9 @@ def build(
         chunks=chunks,
         parameters=parameters,
         buffers=buffers,
-        optimizer=DistributedOptimizer(buffers, config.optimizer, config.precision, kernels.choices.optimizer),
+        optimizer=DistributedOptimizer(
+            buffers, config.optimizer, config.precision, kernels.choices.optimizer == "compiled", kernels.apex
+        ),
         executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype, tuple(observers)),
         train_programs=Programs(train_schedule),
         forward_programs=Programs(forward_schedule),

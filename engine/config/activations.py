@@ -97,9 +97,9 @@ class KernelsConfig(Section):
     linear: Literal["torch", "te"] = Field(
         "torch", description="GEMMs of the linear layers: torch's, or Transformer Engine's (CUDA; the extra `te`)"
     )
-    optimizer: Literal["auto", "torch", "compiled"] = Field(
+    optimizer: Literal["auto", "torch", "compiled", "apex"] = Field(
         "auto",
-        description="torch: torch's fused operator; compiled: one pass by torch.compile, for every form of state",
+        description="torch's fused operator; one pass by torch.compile, for every form of state; apex's FusedAdam",
     )
     experts: Literal["auto", "loop", "grouped"] = Field(
         "auto", description="loop: a GEMM per expert; grouped: torch's grouped GEMM (bf16, fp16, fp32)"
@@ -274,9 +274,33 @@ def offload_is_of_layers(subject: Subject) -> Iterator[Problem]:
         )
 
 
+def apex_has_the_form(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem for each choice that apex's kernel of AdamW in fp32 does not have."""
+    precision, name = subject.config.precision, subject.config.optimizer.name
+    if subject.config.kernels.optimizer != "apex":
+        return
+    others = {"kernels.optimizer": ["auto"]}
+    if name != "adamw":
+        yield subject.problem("optimizer.name", "has no kernel of apex here: FusedAdam is AdamW", others)
+    if precision.dtype == "float64":
+        yield subject.problem(
+            "precision.dtype",
+            "is for exact comparisons, and kernels.optimizer = apex computes in fp32: they would not be exact",
+            others,
+        )
+    for field, choice in (("masters", "split"), ("moments", "bf16")):
+        if getattr(precision, field) == choice:
+            yield subject.problem(
+                f"precision.{field}",
+                "is no form of state that kernels.optimizer = apex reads: its masters and moments are in fp32",
+                {f"precision.{field}": ["full"], **others},
+            )
+
+
 ACTIVATION_RULES: tuple[Rule, ...] = (
     recompute_fits_chunk,
     recompute_has_its_fields,
     recomputed_parts_exist,
     offload_is_of_layers,
+    apex_has_the_form,
 )

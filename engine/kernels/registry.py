@@ -6,7 +6,7 @@
     elementwise   norms, RoPE, SwiGLU, dropout, cross-entropy   eager, compiled                           plain torch
     weight_grad   dW += dY^T X                                  separate, fused                           separate
     linear        GEMMs of the linear layers                    torch, te                                 torch
-    optimizer     the update of the owned shards                torch, compiled                           torch
+    optimizer     the update of the owned shards                torch, compiled, apex                     torch
     experts       GEMMs of a rank's experts                     loop, grouped                             loop
     dispatch      tokens to experts and back                    all_gather, all_to_all                    all_gather
     (decoding)    attention of one query to the cached keys     flash, math, sdpa, blocks, explicit       explicit
@@ -36,6 +36,7 @@ from engine.config.moe import Dispatch as DispatchForm
 from engine.config.moe import dispatch_of
 from engine.config.tree import Config
 from engine.errors import ConfigError
+from engine.kernels.apex import Apex, apex_failure, apex_refusal, open_apex
 from engine.kernels.attention import AttentionShape, attention_failure, attention_refusal, chosen, decoding_failure
 from engine.kernels.fp8.products import Fp8, open_fp8
 from engine.kernels.fusion import Form, Fusion, compiler_failure, compiler_refusal
@@ -44,7 +45,7 @@ from engine.kernels.te import TransformerEngine, gemm_failure, gemm_refusal, ope
 from engine.kernels.weight_grad import WeightGradKernel, weight_grad_failure, weight_grad_refusal
 from engine.numerics.precision import DTYPES, main_grad_dtype
 
-OptimizerKernel = Literal["torch", "compiled"]
+OptimizerKernel = Literal["torch", "compiled", "apex"]
 LinearKernel = Literal["torch", "te"]
 
 ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -142,12 +143,14 @@ class Kernels:
         fusion: runs elementwise functions; one object, so that each is compiled once.
         fp8: of linear layers; None: their GEMMs are in the run's dtype.
         te: Transformer Engine, where a choice is its; None: none is.
+        apex: the update of FusedAdam, where that is the optimizer's; None: it is not.
     """
 
     choices: Choices
     fusion: Fusion
     fp8: Fp8 | None = None
     te: TransformerEngine | None = None
+    apex: Apex | None = None
 
 
 def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
@@ -228,6 +231,8 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
             return grouped_gemm_failure(shape.dtype, device)
         if choice == "te":
             return gemm_failure(shape.dtype, main_grad, device)
+        if choice == "apex":
+            return apex_failure(device)
         return of_compiler() if choice == "compiled" else ""
 
     def refusal(name: str, choice: str, reason: str) -> str:
@@ -239,6 +244,8 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
             return grouped_gemm_refusal(shape.dtype, device, reason)
         if choice == "te":
             return gemm_refusal(shape.dtype, device, reason)
+        if choice == "apex":
+            return apex_refusal(device, reason)
         return compiler_refusal(device, reason)
 
     return Trials(failure, refusal)
@@ -376,7 +383,13 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
     if topology.rank == 0 or is_alone:
         for note in notes:
             print(note, file=sys.stderr)
-    return Kernels(choices, Fusion(choices.elementwise), fp8, open_te() if choices.linear == "te" else None)
+    return Kernels(
+        choices,
+        Fusion(choices.elementwise),
+        fp8,
+        te=open_te() if choices.linear == "te" else None,
+        apex=open_apex() if choices.optimizer == "apex" else None,
+    )
 
 
 def describe(kernels: Kernels, shape: AttentionShape) -> str:

@@ -4,25 +4,27 @@ Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) w
 `state.py`, optimizers in `engine/config/optimizer_kinds.py` and `updates.py`).
 
 A step scales the owned gradients (tokens and clipping), updates the masters in the accumulation dtype and their moving average,
-rounds the masters to the parameters, and all-gathers the buckets. Two kernels (`kernels.optimizer`):
+rounds the masters to the parameters, and all-gathers the buckets. Three kernels (`kernels.optimizer`):
 
     torch      torch's fused operator; scaling and narrow state take passes of their own
     compiled   `_update`, everything in one pass over each run of parameters with one `UpdateRule`
+    apex       FusedAdam's, in one launch for all runs with one `UpdateRule` (`apex_update.py`)
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
 import torch
 
 from engine.config.groups import UpdateRule, update_rule
 from engine.config.optimizer_kinds import MASTER
 from engine.config.training import OptimizerConfig, PrecisionConfig
+from engine.kernels.apex import Apex
 from engine.kernels.fusion import Fusion
 from engine.layout.param_layout import Segment
 from engine.numerics.precision import AGREEMENT_DTYPE, STEP_DTYPE, accumulation_dtype
+from engine.optimizer.apex_update import update_by_apex
 from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
 from engine.optimizer.state import OptimizerState, read_master, write_master
 from engine.optimizer.updates import UPDATES, Update
@@ -68,7 +70,7 @@ class DistributedOptimizer:
         buffers: parameters and main grads. The parameters must hold their initial values: masters start from them.
         config: hyperparameters.
         precision: the form of the state.
-        kernel: torch or compiled, as above.
+        is_compiled, apex: the kernel, as above; else torch's.
 
     Attributes:
         state_kinds: the master, this optimizer's moments, and the average where there is one.
@@ -80,16 +82,17 @@ class DistributedOptimizer:
         buffers: GradBuffers,
         config: OptimizerConfig,
         precision: PrecisionConfig,
-        kernel: Literal["torch", "compiled"] = "torch",
+        is_compiled: bool = False,
+        apex: Apex | None = None,
     ) -> None:
         self.buffers = buffers
         self.config = config
         self.state_kinds = config.state_kinds
         self._arithmetic = UPDATES[config.name]
-        self._fusion = Fusion("compiled" if kernel == "compiled" else "eager")
+        self._fusion = Fusion("compiled" if is_compiled else "eager")
+        self._apex = apex
         # Not from a first bucket: a pipeline stage without layers owns none.
         self.wide = accumulation_dtype(buffers.dtype)
-        self._runs: list[Sequence[tuple[slice, UpdateRule]]] = []
         self._num_updates = torch.zeros((), dtype=STEP_DTYPE, device=buffers.device)
         self.owned: list[OwnedBucket] = []
         for buffer in buffers.buffers:
@@ -144,6 +147,8 @@ class DistributedOptimizer:
         grad_scale = grad_scale.to(self.wide).masked_fill(skip, 1.0)
         if self._fusion.is_compiled:
             self._update_compiled(lr, grad_scale, skip)
+        elif self._apex is not None:
+            update_by_apex(self._apex, self.trained, self._runs, self.config, lr, grad_scale, self._num_updates, skip)
         else:
             self._update_by_torch(lr, grad_scale, skip, skip.to(STEP_DTYPE))
         self._num_updates += skip.logical_not()

@@ -81,6 +81,8 @@ class Case:
     """Patterns of parameters that keep their values."""
     fp8: str | None = None
     """A recipe of FP8, emulated; None: there is none."""
+    apex: bool = False
+    """The update is FusedAdam's."""
     linear: str = "torch"
     """The GEMMs of linear layers."""
     documents: bool = False
@@ -135,6 +137,7 @@ class Case:
         parts += [f"ema{self.ema}"] if self.ema is not None else []
         parts += ["frozen", *self.frozen] if self.frozen else []
         parts += [self.fp8] if self.fp8 else []
+        parts += ["apex"] if self.apex else []
         parts += [self.linear] if self.linear != "torch" else []
         parts += ["documents"] if self.documents else []
         parts += ["staged"] if self.staged else []
@@ -203,6 +206,7 @@ class Case:
                 "offload": {"num_layers": self.offload, "min_bytes": 1},
                 "kernels": {"attention": self.attention or ("explicit" if model.get("attention_dropout") else "auto")}
                 | ({"elementwise": "compiled", "optimizer": "compiled"} if self.compiled else {})
+                | ({"optimizer": "apex"} if self.apex else {})
                 | {"dispatch": self.dispatch, "experts": self.experts, "linear": self.linear},
             }
         )

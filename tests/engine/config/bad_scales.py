@@ -1,8 +1,9 @@
-"""Loss scales, and sections of FP8, that must be refused, in the form of `bad_configs.BAD`."""
+"""Loss scales, sections of FP8 and kernels of other packages that must be refused, in the form of `bad_configs.BAD`."""
 
 from collections.abc import Sequence
 
 from tests.engine.config.bad_fp8 import BAD_FP8
+from tests.engine.config.bad_packages import BAD_PACKAGES
 
 BAD_SCALES: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     "a loss scale of bf16": (
@@ -26,4 +27,5 @@ BAD_SCALES: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         ["precision.masters = split", "for weights in bf16", "precision.masters = full"],
     ),
     **BAD_FP8,
+    **BAD_PACKAGES,
 }

@@ -1,0 +1,68 @@
+"""The update of all owned runs by the kernel of apex's FusedAdam, in one launch for those with one rule.
+
+Where gradients are in the parameters' dtype and masters beside them, the kernel writes both; else the parameters follow their
+masters in a pass of their own.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.config.groups import UpdateRule
+from engine.config.optimizer_kinds import MASTER
+from engine.config.training import OptimizerConfig
+from engine.kernels.apex import Apex
+
+if TYPE_CHECKING:  # the optimizer imports this
+    from engine.optimizer.distributed import OwnedBucket
+
+
+def update_by_apex(
+    apex: Apex,
+    trained: Sequence["OwnedBucket"],
+    runs_of: Sequence[Sequence[tuple[slice, UpdateRule]]],
+    config: OptimizerConfig,
+    lr: float,
+    grad_scale: torch.Tensor,
+    num_updates: torch.Tensor,
+    skip: torch.Tensor,
+) -> None:
+    """Update masters, moments, average and parameters with gradients x `grad_scale`; nothing changes where `skip`.
+
+    Args:
+        trained: this rank's buckets, and `runs_of` each, with their rules.
+        lr: of the step.
+        grad_scale, num_updates: scalars; the updates are those before this one.
+        skip: a bool on the device.
+    """
+    flag, step = skip.to(torch.int32).view(1), (num_updates + 1).to(torch.int32).view(1)
+    by_rule: defaultdict[UpdateRule, list[tuple[OwnedBucket, slice]]] = defaultdict(list)
+    for owned, its_runs in zip(trained, runs_of, strict=True):
+        for where, rule in its_runs:
+            by_rule[rule].append((owned, where))
+    for rule, runs in by_rule.items():
+        lists, followers = [], []
+        for owned, where in runs:
+            grads, (parameters, master, moments, _) = owned.grads[where], owned.state.part(where)
+            if master is None or grads.dtype == parameters.dtype:
+                lists.append([grads, parameters, *moments, *([] if master is None else [master])])
+            else:
+                lists.append([grads, master, *moments])
+                followers.append((parameters, master))
+        apex.update(
+            list(zip(*lists, strict=True)),
+            lr=torch.full_like(grad_scale, lr * rule.lr_factor).view(1),
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            decay=rule.weight_decay,
+            step=step,
+            scale=grad_scale.view(1),
+            skip=flag,
+        )
+        for parameters, master in followers:
+            parameters.copy_(master)
+    if config.ema is not None:
+        for owned in trained:
+            owned.state.update_average(owned.state.read(MASTER), config.ema.decay, skip)
