@@ -4,7 +4,7 @@ Each has its backward written out: autograd would record copies in the accumulat
 All save their inputs, which exist anyway, and little else.
 
 `fusion` runs the two functions of each (`engine/kernels/fusion.py`). LayerNorm, RMSNorm on a GPU and GELU use torch's own kernels
-where nothing is compiled; GELU always, being one operator.
+where nothing is compiled; GELU's forward always, being one operator.
 """
 
 import math
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from engine.kernels.bias_total import AddTotal, total_of
 from engine.kernels.fusion import Fusion
 from engine.numerics.hashing import GOLDEN, mix_words_, shift_right
 from engine.numerics.precision import accumulate, accumulation_dtype
@@ -141,32 +142,45 @@ def norm(name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], eps: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Gate:
-    """The functions of a gated activation: x [.., 2f] = [gate | up] -> [.., f], and grad [.., f] -> [.., 2f].
+class _Activation:
+    """The functions of an activation: x [.., f] -> [.., f], and (x, grad [.., f]) -> grad of x.
 
-    The compiler takes no part of a tensor as `out`. Eager code uses `backward_in_parts`, which writes each half of the gradient in
-    its place: `cat` would be two passes more.
+    Of a gated one, x is [gate | up] [.., 2f]. The compiler takes no part of a tensor as `out`. Eager code uses `eager_backward`,
+    which writes each half of the gradient in its place: `cat` would be two passes more.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
     backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    backward_in_parts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    eager_backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    is_one_operator: bool = False
 
 
-class _Gated(torch.autograd.Function):
-    """pointwise(gate) * up. Saves only its input; pointwise(gate) is recomputed."""
+class _Activated(torch.autograd.Function):
+    """An activation that saves only its input; what the backward needs besides is recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, gate: _Gate, fusion: Fusion) -> torch.Tensor:
-        ctx.gate, ctx.fusion = gate, fusion
+    def forward(ctx: Any, x: torch.Tensor, kind: _Activation, fusion: Fusion, add_total: AddTotal) -> torch.Tensor:
+        ctx.kind, ctx.fusion, ctx.add_total = kind, fusion, add_total
         ctx.save_for_backward(x)
-        return fusion(gate.forward)(x)
+        return kind.forward(x) if kind.is_one_operator else fusion(kind.forward)(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (x,) = ctx.saved_tensors
-        backward = ctx.gate.backward if ctx.fusion.is_compiled else ctx.gate.backward_in_parts
-        return ctx.fusion(backward)(x, grad), None, None
+        backward = ctx.kind.backward if ctx.fusion.is_compiled else ctx.kind.eager_backward
+        if ctx.add_total is None:
+            return ctx.fusion(backward)(x, grad), None, None, None
+        grad_x, total = ctx.fusion(_backward_and_total)(backward, x, grad)
+        ctx.add_total(total)
+        return grad_x, None, None, None
+
+
+def _backward_and_total(
+    backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of x, and its sum over the tokens."""
+    grad_x = backward(x, grad)
+    return grad_x, total_of(grad_x)
 
 
 def _swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -242,21 +256,6 @@ def _geglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tenso
     return grad_x
 
 
-class _SquaredReLU(torch.autograd.Function):
-    """y = max(x, 0)^2 (2109.08668). Saves only its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-        ctx.fusion = fusion
-        ctx.save_for_backward(x)
-        return fusion(_squared_relu)(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (x,) = ctx.saved_tensors
-        return ctx.fusion(_squared_relu_backward)(x, grad), None
-
-
 def _squared_relu(x: torch.Tensor) -> torch.Tensor:
     return x.relu().square_()
 
@@ -266,29 +265,51 @@ def _squared_relu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return x.relu().mul_(grad).mul_(2)
 
 
-_SWIGLU = _Gate(_swiglu, _swiglu_backward, _swiglu_backward_in_parts)
-_GEGLU = _Gate(_geglu, _geglu_backward, _geglu_backward_in_parts)
-_GEGLU_TANH = _Gate(_geglu_tanh, _geglu_tanh_backward, _geglu_tanh_backward_in_parts)
+def _gelu(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x)
 
-_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor, Fusion], torch.Tensor]] = MappingProxyType(
+
+def _gelu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.gelu_backward(grad, x)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _gelu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+
+
+_ACTIVATIONS: Mapping[str, _Activation] = MappingProxyType(
     {
-        "gelu": lambda x, fusion: F.gelu(x),
-        "gelu_tanh": lambda x, fusion: F.gelu(x, approximate="tanh"),
-        "relu2": lambda x, fusion: _SquaredReLU.apply(x, fusion),
-        "swiglu": lambda x, fusion: _Gated.apply(x, _SWIGLU, fusion),
-        "geglu": lambda x, fusion: _Gated.apply(x, _GEGLU, fusion),
-        "geglu_tanh": lambda x, fusion: _Gated.apply(x, _GEGLU_TANH, fusion),
+        "gelu": _Activation(_gelu, _gelu_backward, _gelu_backward, is_one_operator=True),
+        "gelu_tanh": _Activation(_gelu_tanh, _gelu_tanh_backward, _gelu_tanh_backward, is_one_operator=True),
+        "relu2": _Activation(_squared_relu, _squared_relu_backward, _squared_relu_backward),
+        "swiglu": _Activation(_swiglu, _swiglu_backward, _swiglu_backward_in_parts),
+        "geglu": _Activation(_geglu, _geglu_backward, _geglu_backward_in_parts),
+        "geglu_tanh": _Activation(_geglu_tanh, _geglu_tanh_backward, _geglu_tanh_backward_in_parts),
     }
 )
 
 
-def activation(name: str, x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+def activation(name: str, x: torch.Tensor, fusion: Fusion, add_total: AddTotal = None) -> torch.Tensor:
     """Apply the nonlinearity of an MLP: x [.., f], of a gated one [.., 2f] = [gate | up] -> [.., f].
+
+    Args:
+        name: of the kernel.
+        x: its input.
+        fusion: runs the two functions.
+        add_total: called in the backward with the gradient of x summed over its tokens, the gradient of a bias.
 
     Raises:
         KeyError: no kernel has this name.
     """
-    return _ACTIVATIONS[name](x, fusion)
+    kind = _ACTIVATIONS[name]
+    if kind.is_one_operator and add_total is None:
+        # Autograd has its backward, which is one operator as well.
+        return kind.forward(x)
+    return _Activated.apply(x, kind, fusion, add_total)
 
 
 def rope_tables(position_ids: torch.Tensor, frequencies: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
@@ -321,25 +342,26 @@ class _Rope(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.Tensor:
         ctx.fusion = fusion
         ctx.save_for_backward(tables)
-        return fusion(_rope)(x, tables)
+        return fusion(rope)(x, tables)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (tables,) = ctx.saved_tensors
-        return ctx.fusion(_rope_backward)(grad, tables), None, None
+        return ctx.fusion(rope_backward)(grad, tables), None, None
 
 
-def _rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+def rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """Return y = x cos + swap(x) sin, a function for `Fusion`; x [s, b, heads, d], the tables as in `apply_rope`."""
     if x.shape[-1] != tables.shape[-1]:
-        return _on_first(_rope, x, tables)
+        return _on_first(rope, x, tables)
     wide = accumulate(x)
     return (wide * tables[0] + _swap(wide) * tables[1]).to(x.dtype)
 
 
-def _rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Return dx = dy cos + swap(dy sin): the rotation back."""
     if grad.shape[-1] != tables.shape[-1]:
-        return _on_first(_rope_backward, grad, tables)
+        return _on_first(rope_backward, grad, tables)
     wide = accumulate(grad)
     return (wide * tables[0] + _swap(wide * tables[1])).to(grad.dtype)
 

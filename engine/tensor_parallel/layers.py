@@ -13,6 +13,7 @@ Order of the column-parallel backward, in which communication runs under the GEM
     2. dX = dY W                       3. post f's backward on dX
     4. dW += dY^T X                    5. wait for dX
 Where weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer gathers dY again for its own.
+The gradient of the biases is a sum of dY. What reads the layer's output makes dY, and can sum it there (`add_bias_total`).
 Where all weights of a layer are frozen, 1 and 4 fall away, and X is not saved.
 
 Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`gemms.py`, also in FP8). On [s, b, in]
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from engine.kernels.bias_total import AddTotal, total_of
 from engine.kernels.weight_grad import add
 from engine.numerics.precision import accumulate, accumulation_dtype
 from engine.tensor_parallel.gemms import IN_RUN_DTYPE, Amax, Cut, LinearForm, LinearGemms
@@ -42,6 +44,10 @@ class ColumnParallelLinear(nn.Module):
         weights: parameters [.., in], in the order of the output's columns.
         biases: one per weight, or none.
         name: for the ledger.
+        consumer_sums_biases: what reads the output calls `add_bias_total` in its backward, once for each of the layer's own.
+
+    Attributes:
+        biases_are_summed_by_consumer: the layer leaves the gradient of its biases to what reads its output.
     """
 
     def __init__(
@@ -52,12 +58,16 @@ class ColumnParallelLinear(nn.Module):
         queue: WeightGradQueue,
         name: str,
         form: LinearForm = IN_RUN_DTYPE,
+        *,
+        consumer_sums_biases: bool = False,
     ) -> None:
         super().__init__()
         self.parameters_held = nn.ModuleList([*weights, *biases])
         self.weights = FusedWeights(weights, in_features=weights[0].record.local_shape[-1])
         self.biases = FusedWeights(biases, in_features=None) if biases else None
         self.gemms: LinearGemms = form.gemms(self.weights, queue, name, Cut(inputs=region.cuts_entered, outputs=True))
+        are_trained = self.biases is not None and self.biases.is_trained
+        self.biases_are_summed_by_consumer = consumer_sums_biases and are_trained
         self.region = region
         self.queue = queue
         self.name = name
@@ -66,17 +76,25 @@ class ColumnParallelLinear(nn.Module):
         """Map [s(/t), b, in] to [s, b, rows on this rank]."""
         return _ColumnParallel.apply(x, self)
 
+    @property
+    def takes_bias_total(self) -> AddTotal:
+        """Return `add_bias_total` where the consumer has to call it, else None."""
+        return self.add_bias_total if self.biases_are_summed_by_consumer else None
+
     def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax = None, of_x: Amax = None) -> None:
-        """Add dY^T X and the sum of dY to the main grads. grad [s, b, rows], x [s, b, in], and what quantises them."""
+        """Add dY^T X and, unless the consumer does, the sum of dY to the main grads. grad [s, b, rows], x [s, b, in]."""
         self.region.axis.ledger.mark("weight_grad", self.name)
         self.gemms.add_weight_grads(grad, x, of_grad, of_x)
         self.add_bias_grads(grad)
 
     def add_bias_grads(self, grad: torch.Tensor) -> None:
-        """Add the sum of dY [s, b, rows] to the main grads of the biases."""
-        if self.biases is None or not self.biases.is_trained:
-            return
-        total = grad.flatten(0, 1).sum(0, dtype=accumulation_dtype(grad.dtype))
+        """Add the sum of dY [s, b, rows] to the main grads of the biases, unless the consumer does."""
+        if self.biases is not None and self.biases.is_trained and not self.biases_are_summed_by_consumer:
+            self.add_bias_total(total_of(grad))
+
+    def add_bias_total(self, total: torch.Tensor) -> None:
+        """Add the sum of dY over its tokens, [rows] in the accumulation dtype, to the main grads of the biases."""
+        assert self.biases is not None
         for main_grad, rows, overwrite in self.biases.main_grads():
             add(main_grad, total[rows], overwrite=overwrite)
 

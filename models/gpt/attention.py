@@ -16,6 +16,7 @@ from engine.activations.saved_tensors import ATTENTION
 from engine.config.attention_kinds import LayerKind
 from engine.kernels.attention import masked_kernel
 from engine.kernels.masked_attention import Mask
+from engine.kernels.qkv import split_qkv
 from engine.layout.shard_spec import cut
 from engine.tensor_parallel.dropout import DropoutKeys
 from engine.tensor_parallel.layers import ColumnParallelLinear
@@ -41,6 +42,7 @@ class Attention(AttentionCore):
             context.queue,
             f"{name}.qkv",
             context.form,
+            consumer_sums_biases=True,
         )
         self.rotated = NormalisedAndRotated(context, name)
 
@@ -52,14 +54,15 @@ class Attention(AttentionCore):
         self, x: torch.Tensor, positions: Positions, keys: DropoutKeys, cache: LayerCache | None = None
     ) -> torch.Tensor:
         """Attend within x [s(/t), b, h] -> [s(/t), b, h]. With a cache, x are its next s tokens."""
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        q, k, v = self.qkv(x).split((q_size, kv_size, kv_size), dim=-1)
-        s, b = q.shape[:2]
-        q = q.view(s, b, self.num_heads, self.head_dim)
-        k, v = (tensor.view(s, b, self.num_kv_heads, self.head_dim) for tensor in (k, v))
-        saved = self.context.saved
         rope = None if self.kind.rotary is None else positions.tables[self.kind.rotary]
-        q, k = self.rotated(q, k, rope)
+        in_split = rope if self.rotated.is_rotation else None
+        fusion, take_total = self.context.kernels.fusion, self.qkv.takes_bias_total
+        q, k, v = split_qkv(
+            self.qkv(x), (self.num_heads, self.num_kv_heads), self.head_dim, in_split, fusion, take_total
+        )
+        if not self.rotated.is_rotation:
+            q, k = self.rotated(q, k, rope)
+        s, saved = q.shape[0], self.context.saved
         heads, part = slice(0, self.num_heads), positions.part
         exchange = None if part is None else self.context.exchange
         if exchange is not None:

@@ -22,6 +22,7 @@ class MLP(nn.Module):
             context.queue,
             f"{name}.{up}",
             context.form,
+            consumer_sums_biases=True,
         )
         self.down = RowParallelLinear(
             context.parameter(f"{name}.down.weight"),
@@ -37,4 +38,4 @@ class MLP(nn.Module):
         return self.down(self.saved.recompute_output("activation", self._activation, inner))
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
-        return activation(self.activation, x, self.fusion)
+        return activation(self.activation, x, self.fusion, self.up.takes_bias_total)

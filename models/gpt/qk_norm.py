@@ -13,11 +13,18 @@ from models.gpt.context import BuildContext
 
 
 class NormalisedAndRotated(nn.Module):
+    """Norms and rotation of queries and keys.
+
+    Attributes:
+        is_rotation: it normalises nothing and makes nothing again, so the split of queries, keys and values rotates them itself.
+    """
+
     def __init__(self, context: BuildContext, name: str) -> None:
         super().__init__()
         self.context = context
         self.q_norm = context.optional_parameter(f"{name}.q_norm.weight")
         self.k_norm = context.optional_parameter(f"{name}.k_norm.weight")
+        self.is_rotation = not context.model.qk_norm and "rope" not in context.saved.parts
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalise and rotate q [s, b, heads, d] and k [s, b, kv_heads, d]; themselves where the model does neither."""

@@ -1,0 +1,93 @@
+"""Queries, keys and values as attention reads them, from one projection; and back, their gradients as one.
+
+    forward    [s, b, (heads + 2 kv_heads) d] -> q [s, b, heads, d], k and v [s, b, kv_heads, d]; q and k rotated where they are
+    backward   the gradients rotated back, side by side, and the sum over tokens for a bias
+
+Operator by operator these are a rotation of q, one of k, a concatenation and a sum, each with passes over memory of its own.
+Compiled, each direction is one kernel.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from engine.kernels.bias_total import AddTotal, total_of
+from engine.kernels.elementwise import rope, rope_backward
+from engine.kernels.fusion import Fusion
+
+
+def split_qkv(
+    x: torch.Tensor,
+    heads: tuple[int, int],
+    head_dim: int,
+    tables: torch.Tensor | None,
+    fusion: Fusion,
+    add_total: AddTotal = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split projected tokens x [s, b, (heads + 2 kv_heads) d] into queries, keys and values.
+
+    Args:
+        x: queries, keys and values of each token, side by side.
+        heads: the numbers of query heads and of key/value heads.
+        head_dim: d.
+        tables: of `rope_tables`, by which queries and keys are rotated; None: they are views of x, as the values always are.
+        fusion: runs the two functions.
+        add_total: called in the backward with the gradient of x summed over its tokens, the gradient of a bias.
+
+    Returns:
+        q [s, b, heads, d], k and v [s, b, kv_heads, d].
+    """
+    return _SplitQkv.apply(x, heads, head_dim, tables, fusion, add_total)
+
+
+class _SplitQkv(torch.autograd.Function):
+    """Saves the tables, one for all layers, and no more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        heads: tuple[int, int],
+        head_dim: int,
+        tables: torch.Tensor | None,
+        fusion: Fusion,
+        add_total: AddTotal,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.fusion, ctx.add_total = fusion, add_total
+        ctx.save_for_backward(*([] if tables is None else [tables]))
+        of_q, of_k = heads
+        q, k, v = x.view(*x.shape[:2], of_q + 2 * of_k, head_dim).split_with_sizes((of_q, of_k, of_k), dim=2)
+        if tables is not None:
+            q, k = fusion(_rotated)(q, k, tables)
+        return q, k, v
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None, None]:
+        grads = (grad_q, grad_k, grad_v, *ctx.saved_tensors)
+        if ctx.add_total is None:
+            return ctx.fusion(_joined)(*grads), None, None, None, None, None
+        grad, total = ctx.fusion(_joined_and_total)(*grads)
+        ctx.add_total(total)
+        return grad, None, None, None, None, None
+
+
+def _rotated(q: torch.Tensor, k: torch.Tensor, tables: torch.Tensor) -> Sequence[torch.Tensor]:
+    return rope(q, tables), rope(k, tables)
+
+
+def _joined(
+    grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, tables: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the gradients [s, b, .., d] side by side, [s, b, (heads + 2 kv_heads) d]; the tables rotate those of q and k back."""
+    if tables is not None:
+        grad_q, grad_k = rope_backward(grad_q, tables), rope_backward(grad_k, tables)
+    return torch.cat((grad_q, grad_k, grad_v), dim=2).flatten(2)
+
+
+def _joined_and_total(*grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the same, and its sum over the tokens."""
+    grad = _joined(*grads)
+    return grad, total_of(grad)
