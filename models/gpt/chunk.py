@@ -40,7 +40,8 @@ from engine.kernels.rotary import tables_by_rotary
 from engine.layout.shard_spec import ExpertPlace, localize
 from engine.numerics.precision import DTYPES
 from engine.tensor_parallel.dropout import DropoutKeys
-from engine.tensor_parallel.gemms import IN_RUN_DTYPE, Fp8Form
+from engine.tensor_parallel.fp8_gemms import Fp8Form
+from engine.tensor_parallel.gemms import IN_RUN_DTYPE
 from engine.tensor_parallel.layers import ColumnParallelLinear
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter

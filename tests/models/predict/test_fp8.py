@@ -9,7 +9,7 @@ from engine.config.fp8 import fp8_line
 from engine.config.plan import parallel_sizes
 from engine.errors import ConfigError
 from engine.step import Engine
-from engine.tensor_parallel.gemms import Fp8Gemms
+from engine.tensor_parallel.fp8_gemms import Fp8Gemms
 from engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from models.predict.rank_memory import predicted_memory
 from models.predict.step_time.cluster import cluster_at
