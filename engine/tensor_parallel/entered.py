@@ -35,7 +35,7 @@ class _Entered(torch.autograd.Function):
 
 def outside_of(region: TensorParallelRegion) -> TensorParallelRegion:
     """Return the form of a layer that nothing enters: its weight is whole on all tp ranks, or its input has entered before."""
-    return _Outside(region.axis, region.sequence_parallel, cuts_entered=True)
+    return _Outside(region.axis, region.sequence_parallel, cuts_entered=region.sequence_parallel)
 
 
 class _Outside(TensorParallelRegion):

@@ -65,7 +65,9 @@ class ColumnParallelLinear(nn.Module):
         self.parameters_held = nn.ModuleList([*weights, *biases])
         self.weights = FusedWeights(weights, in_features=weights[0].record.local_shape[-1])
         self.biases = FusedWeights(biases, in_features=None) if biases else None
-        self.gemms: LinearGemms = form.gemms(self.weights, queue, name, Cut(inputs=region.cuts_entered, outputs=True))
+        is_cut = weights[0].record.spec.tp_dim is not None
+        cut = Cut(inputs=region.cuts_entered, outputs=is_cut or region.cuts_entered)
+        self.gemms: LinearGemms = form.gemms(self.weights, queue, name, cut)
         are_trained = self.biases is not None and self.biases.is_trained
         self.biases_are_summed_by_consumer = consumer_sums_biases and are_trained
         self.region = region

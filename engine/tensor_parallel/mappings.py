@@ -32,7 +32,7 @@ class TensorParallelRegion:
         axis: the tp axis.
         sequence_parallel: activations outside the region are cut along the sequence.
         keeps_gathered: gathered inputs are kept whole for the backward.
-        cuts_entered: what has entered may still differ over tp.
+        cuts_entered: what has entered is still cut over tp.
     """
 
     axis: Axis

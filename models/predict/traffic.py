@@ -280,11 +280,11 @@ def _fp8_scales(
     m, num_bytes = batch_plan(config, sizes.dp).num_microbatches, BYTES_PER_ELEMENT["fp32"]
     for layer in set(stage.layers).intersection(fp8_layers(config)):
         # A column-parallel product's output is cut over tp, a row-parallel one's input. The latents' weight is on every tp rank,
-        # and its input and output may be cut along the sequence.
+        # and with sequence parallelism its input and output are cut.
         pairs = 1 + _has_mlp(config, layer)
         beside = 0 if config.model.mla is None else 1
         products, passes = 2 * pairs + beside, m * (1 + (layer in going_back.layers))
-        over_tp = m * (pairs + beside) * (1 + (layer in going_back.layers)) + products
+        over_tp = passes * (pairs + beside * config.parallel.sequence_parallel) + products
         tally.add("tp", FP8_SCALES, "all_reduce", sizes.tp, num_bytes, over_tp)
         tally.add("cp", FP8_SCALES, "all_reduce", sizes.cp, num_bytes, products * passes)
 

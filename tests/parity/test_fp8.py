@@ -102,6 +102,7 @@ def test_more_layouts_have_the_numbers_of_one_process(case: Case) -> None:
 TRAFFIC = [
     Case("llama", tp=2, cp=2, sequence_parallel=True, fp8="tensorwise", recompute=("full", "uniform", 1), **SMALL),
     Case("mla", tp=2, pp=2, dp=2, sequence_parallel=True, fp8="tensorwise", **SMALL),
+    Case("mla", tp=2, cp=2, fp8="tensorwise", **SMALL),
     Case("llama", tp=2, pp=2, fp8="tensorwise", frozen=("embedding.*", "layers.0.*"), **SMALL),
     Case("blocks_of_32", tp=2, dp=2, fp8="mxfp8", **SMALL),
     Case("deepseek", tp=2, dp=2, ep=2, fp8="tensorwise", **SMALL),
