@@ -47,6 +47,7 @@ from engine.pipeline.executor import Executor, InstructionObserver
 from engine.pipeline.programs import Programs
 from engine.step_limits import NO_LIMITS, StepLimits
 from engine.step_result import PendingResult, StepResult, losses_ahead, without_room
+from engine.tensor_parallel.fp8_shares import Fp8Counts
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 
@@ -62,6 +63,8 @@ class Chunk(Protocol):
     def recompute(self) -> RecomputeConfig: ...
     @property
     def load(self) -> ExpertLoad | None: ...
+    @property
+    def fp8_counts(self) -> Fp8Counts | None: ...
     @property
     def trained_from(self) -> int: ...
     def __call__(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...

@@ -54,7 +54,13 @@ from launch.rank.memory_snapshot import open_memory_snapshot
 from launch.rank.out_of_memory import explaining_memory
 from launch.rank.sample_text import write_sample
 from launch.rank.stage import config_of_stage
-from launch.rank.step_times import finish_step_times, open_group_norms, open_memory_check, open_slow_ranks
+from launch.rank.step_times import (
+    finish_step_times,
+    open_fp8_shares,
+    open_group_norms,
+    open_memory_check,
+    open_slow_ranks,
+)
 from launch.rank.watchers import Watchers
 from launch.start.launcher import FROM_SCRATCH
 from launch.start.preflight import refuse_without_gpu
@@ -251,6 +257,7 @@ def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoint
         memory=open_memory_check(engine),
         experts=LoadMeter.of(config, engine.plan.num_steps),
         norms=open_group_norms(engine),
+        fp8=open_fp8_shares(engine),
     )
     valid = datasets.valid
     validation = None if valid is None else lambda: open_batches(config, engine.topology, valid)

@@ -44,6 +44,9 @@ class SavedTensors:
         min_bytes: smaller tensors are not moved.
         weights: returns this rank's weights, which are never moved; called when the first layer moves its tensors.
         on_saved: called with each tensor that holds device memory for a backward.
+
+    Attributes:
+        is_replay: what runs is computed again in the backward.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class SavedTensors:
         self._on_saved = on_saved
         self._weights = weights
         self._has_hooks = bool(self.parts - {ATTENTION})
+        self.is_replay = False
         self._open: _Layer | None = None
         self._memo: _Memo | None = None
         self._below: _Layer | None = None
@@ -112,6 +116,7 @@ class SavedTensors:
             if all(_identity(each) != storage._cdata for each in inputs):
                 # A module's own hooks belong to its forward alone.
                 maker = function.forward if isinstance(function, nn.Module) else function
+                maker = partial(self._replaying, maker, is_replay=True)
                 self._sources[storage] = _Source(maker, [each.detach() for each in inputs], storage.nbytes())
         return output
 
@@ -126,11 +131,20 @@ class SavedTensors:
         return function() if self._memo is None else self._memo.next(function)
 
     def _remembering(self, memo: "_Memo", function: Function, x: torch.Tensor) -> torch.Tensor:
+        is_replay = memo.has_begun
         self._memo = memo.begin()
         try:
-            return function(x)
+            return self._replaying(function, x, is_replay=is_replay)
         finally:
             self._memo = None
+
+    def _replaying(self, function: Function, *inputs: torch.Tensor, is_replay: bool) -> torch.Tensor:
+        """Return `function(*inputs)`, while `is_replay` says whether it is computed again."""
+        before, self.is_replay = self.is_replay, is_replay
+        try:
+            return function(*inputs)
+        finally:
+            self.is_replay = before
 
     @contextmanager
     def _opened(self, layer: "_Layer", hooks: bool) -> Iterator[None]:
@@ -200,17 +214,19 @@ def _begin_backward(layer: "_Layer", below: "_Layer | None") -> None:
 class _Memo:
     """The results of a layer's `once`, in order: recorded in its forward, given again in its replay.
 
-    `on_saved` is called with the tensors among them, and in a tuple.
+    `on_saved` is called with the tensors among them, and in a tuple. `has_begun` says whether the forward has.
     """
 
     def __init__(self, on_saved: Callable[[torch.Tensor], None]) -> None:
         self._on_saved = on_saved
         self._results: list[Any] = []
         self._next = 0
+        self.has_begun = False
 
     def begin(self) -> "_Memo":
         """Begin the forward, or a replay."""
         self._next = 0
+        self.has_begun = True
         return self
 
     def next(self, function: Callable[[], Result]) -> Result:

@@ -51,7 +51,7 @@ def fp8_line(config: "Config", backend: str) -> str:
     """Describe the FP8 of a run: its recipe and backend, how many of the model's linear layers have it, and which have not."""
     model, fp8 = config.model, config.precision.fp8
     assert fp8 is not None, "the run has FP8"
-    per_layer = [_num_linears(config, layer) for layer in range(model.num_layers)]
+    per_layer = [len(_linears(config, layer)) for layer in range(model.num_layers)]
     in_fp8 = sum(per_layer[layer] for layer in fp8_layers(config))
     # The head is one more; of latent attention one weight stays.
     total = sum(per_layer) + (model.num_layers if model.mla is not None else 0) + 1
@@ -70,11 +70,20 @@ def fp8_line(config: "Config", backend: str) -> str:
     return f"{fp8.recipe} ({backend}) in {in_fp8} of {total} linears; {config.precision.dtype}: {', '.join(others)}"
 
 
-def _num_linears(config: "Config", layer: int) -> int:
-    """Count the products of a layer that may be in FP8: of its attention, and of an MLP or of shared experts."""
+def fp8_linears(config: "Config") -> tuple[str, ...]:
+    """Return the names of the model's linear layers in FP8, as they are in the ledger."""
+    return tuple(f"layers.{layer}.{name}" for layer in fp8_layers(config) for name in _linears(config, layer))
+
+
+def _linears(config: "Config", layer: int) -> list[str]:
+    """List the products of a layer that may be in FP8: of its attention, and of an MLP or of shared experts."""
     model = config.model
-    has_mlp = not model.layer_kind(layer).has_experts or (model.moe is not None and model.moe.shared_experts > 0)
-    return (2 if model.mla is None else 3) + 2 * has_mlp
+    attention = ["attention.qkv"] if model.mla is None else ["attention.down", "attention.q_up"]
+    up = "gate_up" if model.activation_kind.is_gated else "up"
+    has_experts = model.layer_kind(layer).has_experts
+    has_shared = model.moe is not None and model.moe.shared_experts > 0
+    mlps = ["mlp"] if not has_experts else ["mlp.shared"] if has_shared else []
+    return [*attention, "attention.proj", *(f"{mlp}.{name}" for mlp in mlps for name in (up, "down"))]
 
 
 def fp8_has_layers(subject: Subject) -> Iterator[Problem]:
@@ -162,6 +171,16 @@ def fp8_scales_are_not_made_twice(subject: Subject) -> Iterator[Problem]:
     )
 
 
+def fp8_shares_are_of_fp8(subject: Subject) -> Iterator[Problem]:
+    config = subject.config
+    if config.telemetry.fp8_interval is not None and config.precision.fp8 is None:
+        yield subject.problem(
+            "telemetry.fp8_interval",
+            "counts the numbers that FP8 loses, but precision.fp8 is off: it would count none",
+            {"telemetry.fp8_interval": [None]},
+        )
+
+
 class _Side(NamedTuple):
     """One side of some matrices: the field that it follows from, with its value, and the ranks that it is cut over.
 
@@ -236,4 +255,5 @@ FP8_RULES: tuple[Rule, ...] = (
     fp8_shapes_fit,
     fp8_gradients_are_whole,
     fp8_scales_are_not_made_twice,
+    fp8_shares_are_of_fp8,
 )

@@ -31,6 +31,7 @@ from engine.telemetry.record.metrics import Meter
 from engine.telemetry.timing.phases import Timers
 from engine.telemetry.timing.slow_ranks import SlowRanks
 from engine.telemetry.timing.step_times import StepTimes
+from engine.tensor_parallel.fp8_shares import Fp8Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class TrainingObserver:
         memory: compares the ranks' memory with a prediction, once; None: there is nothing to compare.
         experts: measures the load of experts; None: the model has none.
         norms: measures norms by groups of parameters; None: nothing asks for them.
+        fp8: measures the numbers that FP8 loses; None: nothing asks for them.
         loss: of the last step; None before the first.
         val_loss: of the last validation; None before the first.
     """
@@ -70,6 +72,7 @@ class TrainingObserver:
     memory: MemoryCheck | None = None
     experts: LoadMeter | None = None
     norms: GroupNorms | None = None
+    fp8: Fp8Shares | None = None
     loss: float | None = field(default=None, init=False)
     val_loss: float | None = field(default=None, init=False)
     _cp_imbalance: float | None = field(default=None, init=False)
@@ -85,6 +88,8 @@ class TrainingObserver:
             self.experts.begin()
         if self.norms is not None:
             self.norms.begin(steps_made)
+        if self.fp8 is not None:
+            self.fp8.begin(steps_made)
         for watcher in self.watchers:
             watcher.begin(steps_made)
 
@@ -96,6 +101,8 @@ class TrainingObserver:
             self.telemetry.report.phase(Phase.VALIDATION if phase is Phase.VALIDATION else "training")
         if phase is Phase.OPTIMIZER and self.norms is not None:
             self.norms.before_update()
+        if phase is Phase.FORWARD_BACKWARD and self.fp8 is not None:
+            self.fp8.before_step()
         self.timers.phase(phase)
         for watcher in self.watchers:
             watcher.phase(phase)
@@ -109,6 +116,8 @@ class TrainingObserver:
         """End the time of a step; its `on_step` follows, in order."""
         if self.norms is not None:
             self.norms.after_update()
+        if self.fp8 is not None:
+            self.fp8.after_step()
         memory = peak_memory_bytes(self.device)
         self._ended.append(_Ended(self.timers.end_step(), time.time(), memory, self._cp_imbalance))
         if self.times is not None:
@@ -123,6 +132,7 @@ class TrainingObserver:
         split = None if self.times is None else self.times.on_step(step + 1)
         compared = None if self.memory is None else self.memory.on_step()
         norms = None if self.norms is None else self.norms.read(step, result.grad_norm)
+        fp8 = None if self.fp8 is None else self.fp8.read(step)
         if self.telemetry.report is None:
             return
         metrics = self.meter.measure(
@@ -140,8 +150,8 @@ class TrainingObserver:
         if result.loss_scale is not None:
             metrics = replace(metrics, loss_scale=result.loss_scale, num_overflows=self._num_overflows)
         metrics = replace(metrics, num_outliers=self._num_outliers or None)
-        metrics = replace(metrics, time_split=split, experts=experts, losses_ahead=result.ahead, norms=norms)
-        self.telemetry.step(metrics)
+        metrics = replace(metrics, time_split=split, experts=experts, losses_ahead=result.ahead)
+        self.telemetry.step(replace(metrics, norms=norms, fp8=fp8))
         if compared is not None:
             self.telemetry.notice("memory", str(compared), style="", step=step + 1, **compared.to_record())
         if split is not None and self.slow_ranks is not None:

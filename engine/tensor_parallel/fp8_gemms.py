@@ -11,10 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.activations.saved_tensors import SavedTensors
 from engine.comm.collectives import Axis
 from engine.comm.ledger import FP8_SCALES
+from engine.comm.topology import Topology
+from engine.config.fp8 import fp8_linears
+from engine.config.tree import Config
 from engine.kernels.fp8.products import Fp8
 from engine.kernels.fp8.recipes import Quantised, amax
+from engine.kernels.fp8.shares import Operand
+from engine.tensor_parallel.fp8_shares import Fp8Counts
 from engine.tensor_parallel.gemms import Amax, Cut, LinearForm, LinearGemms
 from engine.tensor_parallel.parameter import FusedWeights
 from engine.tensor_parallel.weight_grads import WeightGradQueue
@@ -29,12 +35,24 @@ class Fp8Form(LinearForm):
         tp: the tp axis.
         cp: the cp axis.
         once: returns what a function returned in the forward where a layer is replayed (`SavedTensors.once`).
+        counts: of numbers that FP8 loses; None: nothing asks for them.
     """
 
     fp8: Fp8
     tp: Axis
     cp: Axis
     once: Callable[[Callable[[], Amax]], Amax]
+    counts: Fp8Counts | None = None
+
+    @classmethod
+    def of(cls, fp8: Fp8, config: Config, topology: Topology, saved: SavedTensors) -> "Fp8Form":
+        """Make that of a run; `saved` is the policy of the rank's chunks."""
+        counts = None
+        if config.telemetry.fp8_interval is not None:
+            is_first = topology.coordinates.dp == topology.coordinates.cp == 0
+            linears = fp8_linears(config)
+            counts = Fp8Counts(linears, topology.device, has_weights=is_first, is_replay=lambda: saved.is_replay)
+        return cls(fp8, topology.axis("tp"), topology.axis("cp"), saved.once, counts)
 
     def gemms(self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut) -> LinearGemms:
         return Fp8Gemms(weights, queue, self, name, cut)
@@ -55,6 +73,7 @@ class Fp8Gemms(LinearGemms):
         self.form = form
         self.name = name
         self.cut = cut
+        self._counted_step = 0
         self._version: object = _NONE_YET
         self._copies: list[tuple[Quantised, Quantised]] = []
 
@@ -67,6 +86,7 @@ class Fp8Gemms(LinearGemms):
     def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], largest: Amax) -> torch.Tensor:
         fp8 = self.form.fp8
         inputs = fp8.activation(x.flatten(0, -2), largest)
+        self._count_inputs(x.flatten(0, -2), inputs)
         copies = zip(self.copies(), biases, strict=True)
         outputs = [fp8.product(inputs, weight, bias, x.dtype) for (weight, _), bias in copies]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)).unflatten(0, x.shape[:-1])
@@ -76,7 +96,9 @@ class Fp8Gemms(LinearGemms):
         parts = grad.flatten(0, -2).split([weight.values.shape[0] for weight, _ in copies], dim=-1)
         total = None
         for part, (_, transposed) in zip(parts, copies, strict=True):
-            product = fp8.product(fp8.gradient(part, largest), transposed, None, grad.dtype)
+            rounded = fp8.gradient(part, largest)
+            self._count("gradient", part, rounded, is_cut=self.cut.outputs)
+            product = fp8.product(rounded, transposed, None, grad.dtype)
             total = product if total is None else total.add_(product)
         assert total is not None
         return total.unflatten(0, grad.shape[:-1])
@@ -97,6 +119,24 @@ class Fp8Gemms(LinearGemms):
             self._copies = [(fp8.weight(each, largest), fp8.weight(each.t(), largest)) for each in matrices]
             self._version = version
         return self._copies
+
+    def _count_inputs(self, matrix: torch.Tensor, rounded: Quantised) -> None:
+        """Count the numbers that X [n, in] loses, and once a step those of the weights, where a step is counted."""
+        counts = self.form.counts
+        if counts is None or not counts.is_open or counts.is_replay():
+            return
+        self._count("input", matrix, rounded, is_cut=self.cut.inputs)
+        if counts.has_weights and self._counted_step != counts.step:
+            self._counted_step = counts.step
+            is_cut = self.weights.members[0].record.spec.tp_dim is not None
+            for weight, (copy, _) in zip(self.weights.matrices(), self.copies(), strict=True):
+                self._count("weight", weight, copy, is_cut=is_cut)
+
+    def _count(self, operand: Operand, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
+        """Count the numbers that an operand loses; one that is not cut is counted by the first tp rank."""
+        counts = self.form.counts
+        if counts is not None and counts.is_open and (is_cut or self.form.tp.index == 0):
+            counts.add(self.name, operand, matrix, rounded)
 
     def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Amax:
         """Return the largest absolute value of a tensor, of which this rank has some parts; None where blocks have scales."""

@@ -22,6 +22,7 @@ from engine.telemetry.timing.marks import TimeMarks
 from engine.telemetry.timing.slow_ranks import SlowRanks
 from engine.telemetry.timing.step_times import StepTimes
 from engine.telemetry.timing.timeline import Row, Timeline, merge
+from engine.tensor_parallel.fp8_shares import Fp8Shares
 from models.predict.rank_memory import predict
 from models.trained_part import schedule_of_step
 
@@ -52,6 +53,14 @@ def open_group_norms(engine: Engine) -> GroupNorms | None:
     if interval is None:
         return None
     return GroupNorms(engine.optimizer, engine.topology.axis("world"), engine.config.optimizer.groups, interval)
+
+
+def open_fp8_shares(engine: Engine) -> Fp8Shares | None:
+    """Make what measures the numbers that FP8 loses; None where `telemetry.fp8_interval` does not ask for it."""
+    counts, interval = engine.chunks[0].fp8_counts, engine.config.telemetry.fp8_interval
+    if counts is None or interval is None:
+        return None
+    return Fp8Shares(counts, engine.topology.axis("world"), interval)
 
 
 def open_slow_ranks(engine: Engine, times: StepTimes | None) -> SlowRanks | None:

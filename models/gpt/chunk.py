@@ -41,6 +41,7 @@ from engine.layout.shard_spec import ExpertPlace, localize
 from engine.numerics.precision import DTYPES
 from engine.tensor_parallel.dropout import DropoutKeys
 from engine.tensor_parallel.fp8_gemms import Fp8Form
+from engine.tensor_parallel.fp8_shares import Fp8Counts
 from engine.tensor_parallel.gemms import IN_RUN_DTYPE
 from engine.tensor_parallel.layers import ColumnParallelLinear
 from engine.tensor_parallel.mappings import TensorParallelRegion
@@ -120,6 +121,11 @@ class GPTChunk(nn.Module):
     def load(self) -> ExpertLoad | None:
         """Return the load of the rank's experts; None: it has none."""
         return None if self.context.experts is None else self.context.experts.load
+
+    @property
+    def fp8_counts(self) -> Fp8Counts | None:
+        """Return the counts of numbers that FP8 loses, one for all chunks of the rank; None: nothing asks for them."""
+        return self.context.fp8_counts
 
     @property
     def recompute(self) -> RecomputeConfig:
@@ -280,7 +286,7 @@ def build_chunks(
         weights=lambda: [parameter.value for parameter in held.values()],
         on_saved=on_saved,
     )
-    form = None if kernels.fp8 is None else Fp8Form(kernels.fp8, tp, cp.axis, saved.once)
+    form = None if kernels.fp8 is None else Fp8Form.of(kernels.fp8, config, topology, saved)
     forms = {} if form is None else dict.fromkeys(fp8_layers(config), form)
     experts = ExpertRegion.of(config, topology, kernels.fusion, on_saved)
     place = topology.sizes.expert_place(topology.rank)
@@ -307,6 +313,7 @@ def build_chunks(
             trained_from=first,
             forms=forms,
             form=IN_RUN_DTYPE if kernels.te is None else TeForm(kernels.te),
+            fp8_counts=None if form is None else form.counts,
         )
         chunks.append(GPTChunk(context, stage))
         context.require_all_taken()

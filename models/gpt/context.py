@@ -18,6 +18,7 @@ from engine.expert_parallel.region import ExpertRegion
 from engine.kernels.elementwise import norm
 from engine.kernels.registry import Kernels
 from engine.tensor_parallel.dropout import DropoutKeys, dropout
+from engine.tensor_parallel.fp8_shares import Fp8Counts
 from engine.tensor_parallel.gemms import IN_RUN_DTYPE, LinearForm
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter
@@ -42,6 +43,7 @@ class BuildContext:
         part: the part of the model with a backward, and `trained_from` its first stage.
         forms: how the linear layers of a layer multiply, by its number, where it is not as in the others.
         form: how those of the layer multiply whose modules are built.
+        fp8_counts: of numbers that FP8 loses; None: nothing asks for them.
         taken: names that modules have asked for.
     """
 
@@ -62,6 +64,7 @@ class BuildContext:
     trained_from: int
     forms: Mapping[int, LinearForm] = field(default_factory=dict)
     form: LinearForm = IN_RUN_DTYPE
+    fp8_counts: Fp8Counts | None = None
     taken: set[str] = field(default_factory=set)
 
     def of_layer(self, layer: int) -> "BuildContext":

@@ -5,7 +5,7 @@ import re
 from tests.documented import ROOT
 
 PAGE = ROOT / "docs" / "afternoon.md"
-MOST_FILES, MOST_LINES = 28, 4880
+MOST_FILES, MOST_LINES = 28, 4900
 
 
 def listed() -> dict[str, int]:

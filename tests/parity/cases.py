@@ -85,6 +85,8 @@ class Case:
     """The update is FusedAdam's."""
     linear: str = "torch"
     """The GEMMs of linear layers."""
+    fp8_shares: bool = False
+    """Each step counts the numbers that FP8 loses."""
     documents: bool = False
     """Samples are documents of some three tokens that do not see each other, with positions of their own."""
     staged: bool = False
@@ -139,6 +141,7 @@ class Case:
         parts += [self.fp8] if self.fp8 else []
         parts += ["apex"] if self.apex else []
         parts += [self.linear] if self.linear != "torch" else []
+        parts += ["shares"] if self.fp8_shares else []
         parts += ["documents"] if self.documents else []
         parts += ["staged"] if self.staged else []
         parts += [self.backend] if self.backend else []
@@ -204,6 +207,7 @@ class Case:
                 },
                 # Everything is moved, however small.
                 "offload": {"num_layers": self.offload, "min_bytes": 1},
+                "telemetry": {"fp8_interval": 1 if self.fp8_shares else None},
                 "kernels": {"attention": self.attention or ("explicit" if model.get("attention_dropout") else "auto")}
                 | ({"elementwise": "compiled", "optimizer": "compiled"} if self.compiled else {})
                 | ({"optimizer": "apex"} if self.apex else {})

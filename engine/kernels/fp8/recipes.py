@@ -17,6 +17,7 @@ Each GEMM of a layer is A B^T of two matrices that are quantised along their row
     gradient of the weight  dW [out, in]  = dY^T [out, n] (X^T [in, n])^T
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -33,6 +34,11 @@ class Fp8Format(NamedTuple):
 
     dtype: torch.dtype
     largest: float
+
+    @property
+    def beyond(self) -> float:
+        """Return the end of what rounding takes to the largest number: half a step of the last place above it."""
+        return self.largest + 2.0 ** (math.frexp(self.largest)[1] - 1) * torch.finfo(self.dtype).eps / 2
 
 
 E4M3 = Fp8Format(FP8_E4M3, 448.0)

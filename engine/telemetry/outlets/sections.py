@@ -9,9 +9,11 @@ optim/num_outliers     where an update was left out
 data/loss_tokens
 experts/load_max_over_mean  experts/dropped     the worst layer's;  experts/layer_7/load_max_over_mean  experts/layer_7/entropy
 norms/embedding.*/grad  ../weight  ../update  ../relative_update     by groups, with telemetry.norms_interval
+fp8/gradient_underflow  fp8/gradient_overflow ...     the worst layer's;  fp8/layers.0.mlp.down/gradient_underflow ...
 memory/peak_gib
 """
 
+from engine.kernels.fp8.shares import LostByLinear
 from engine.telemetry.record.metrics import StepMetrics
 
 _TRAIN = ("step", "attempt", "consumed_samples", "consumed_tokens", "loss", "val_loss")
@@ -59,5 +61,17 @@ def sections(metrics: StepMetrics) -> dict[str, float]:
         values |= {
             f"norms/{group}/{name}": getattr(norms, name) for name in ("grad", "weight", "update", "relative_update")
         }
+    values |= _fp8(metrics.fp8 or {})
     values["memory/peak_gib"] = metrics.peak_memory_bytes / 2**30
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _fp8(lost: LostByLinear) -> dict[str, float]:
+    """Return the shares that FP8 loses, by linear layer and operand, and for each operand those of the worst layer."""
+    values: dict[str, float] = {}
+    for linear, operands in lost.items():
+        for operand, of_it in operands.items():
+            for name, share in ((f"{operand}_underflow", of_it.underflow), (f"{operand}_overflow", of_it.overflow)):
+                values[f"fp8/{linear}/{name}"] = share
+                values[f"fp8/{name}"] = max(share, values.get(f"fp8/{name}", 0.0))
+    return values

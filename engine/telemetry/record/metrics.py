@@ -13,6 +13,7 @@ from typing import Any
 from engine.config.plan import BatchPlan
 from engine.config.tree import Config
 from engine.data.document_statistics import DocumentStatistics
+from engine.kernels.fp8.shares import LostByLinear
 from engine.optimizer.norms import Norms
 from engine.run.phases import Phase
 from engine.telemetry.record.expert_load import ExpertsRecord
@@ -29,6 +30,7 @@ OPTIONAL = (
     "num_overflows",
     "num_outliers",
     "norms",
+    "fp8",
 )
 """Fields that are left out of a record where they are None."""
 
@@ -66,6 +68,8 @@ class StepMetrics:
             before (`resilience.skip_above_deviations`); None: there was none.
         norms: of gradients, weights and the update, by groups of parameters (`engine.optimizer.group_norms`); None but on every
             `telemetry.norms_interval`-th step.
+        fp8: shares of the numbers that FP8 loses, by linear layer and operand (`engine.tensor_parallel.fp8_shares`); None but on
+            every `telemetry.fp8_interval`-th step.
     """
 
     step: int
@@ -94,6 +98,7 @@ class StepMetrics:
     num_overflows: int | None = None
     num_outliers: int | None = None
     norms: Mapping[str, Norms] | None = None
+    fp8: LostByLinear | None = None
 
     def ahead_line(self) -> str | None:
         """Return the line `losses of tokens ahead 2.8312 3.1045`; None where the model predicts the next token alone."""

@@ -68,6 +68,11 @@ BAD_FP8: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["parallel.tp = 2", "model.num_kv_heads = 1 with precision.fp8", "rounded in parts", "precision.fp8 = null"],
     ),
+    "counts of what FP8 loses without FP8": (
+        ["telemetry.fp8_interval=100"],
+        {},
+        ["telemetry.fp8_interval = 100", "precision.fp8 is off", "would count none", "telemetry.fp8_interval = null"],
+    ),
     "scales that a replay would communicate": (
         [
             "precision.fp8={backend: emulated}",

@@ -1,0 +1,26 @@
+"""The shares of an operand's numbers that FP8 loses (no torch here); `engine.tensor_parallel.fp8_shares` counts them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Operand = Literal["input", "gradient", "weight"]
+
+OPERANDS: tuple[Operand, ...] = get_args(Operand)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The shares of one operand of a linear layer in a step, 0 to 1, of its numbers that are not zero.
+
+    Attributes:
+        underflow: rounded to zero.
+        overflow: clamped to the largest number of the format, from beyond what would be rounded to it.
+    """
+
+    underflow: float
+    overflow: float
+
+
+LostByLinear = Mapping[str, Mapping[Operand, Lost]]
+"""Of each linear layer with FP8, by its name (`layers.0.mlp.down`), and of each operand with numbers other than zero."""
