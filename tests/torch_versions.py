@@ -67,7 +67,6 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     ),
     "engine/kernels/fp8/products.py": ("torch.ops.aten._scaled_mm",),
     "engine/kernels/elementwise.py": (
-        "torch.ops.aten.gelu_backward",
         "torch.ops.aten.gelu_backward.grad_input",
         "torch.ops.aten.silu_backward.grad_input",
     ),

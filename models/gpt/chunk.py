@@ -9,7 +9,7 @@ Hidden states between stages are [s, b, h], or [s/t, b, h] with sequence paralle
 stage with the microbatch; nothing is broadcast.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -24,8 +24,6 @@ from engine.comm.topology import Topology
 from engine.config.activations import RecomputeConfig
 from engine.config.context_parallel import gathers_keys
 from engine.config.fp8 import fp8_layers
-from engine.config.groups import is_frozen
-from engine.config.model import ModelConfig
 from engine.config.plan import stages_of
 from engine.config.tree import Config
 from engine.context_parallel.attention import ContextParallelRegion
@@ -37,7 +35,6 @@ from engine.expert_parallel.region import ExpertRegion
 from engine.kernels.fusion import EAGER
 from engine.kernels.registry import Kernels
 from engine.kernels.rotary import tables_by_rotary
-from engine.layout.shard_spec import ExpertPlace, localize
 from engine.numerics.precision import DTYPES
 from engine.tensor_parallel.dropout import DropoutKeys
 from engine.tensor_parallel.fp8_gemms import Fp8Form
@@ -54,8 +51,9 @@ from models.gpt.embedding import Embedding
 from models.gpt.kv_cache import KVCache
 from models.gpt.losses import TokenLosses, logit_options
 from models.gpt.mtp import TokensAhead
+from models.gpt.stage_parameters import stage_parameters
 from models.predict.rank_memory import resolve_recompute
-from models.specs import StageContents, stage_specs
+from models.specs import StageContents
 from models.trained_part import TrainedPart
 
 
@@ -294,7 +292,7 @@ def build_chunks(
     first = part.first_stage(stages_of(config))
     chunks = []
     for stage in stages:
-        parameters = _stage_parameters(config, region, place, dtype, stage, held)
+        parameters = stage_parameters(config, region, place, dtype, stage, held)
         context = BuildContext(
             model=config.model,
             recompute=choice,
@@ -318,40 +316,3 @@ def build_chunks(
         chunks.append(GPTChunk(context, stage))
         context.require_all_taken()
     return chunks, held
-
-
-def _stage_parameters(
-    config: Config,
-    region: TensorParallelRegion,
-    place: ExpertPlace,
-    dtype: torch.dtype,
-    stage: StageContents,
-    held: dict[str, ShardedParameter],
-) -> Mapping[str, ShardedParameter]:
-    """Collect the stage's parameters by name; add new ones to `held`, and another use to those held already."""
-    parameters = {}
-    for spec in stage_specs(config.model, stage):
-        if spec.name not in held:
-            record = localize(
-                spec,
-                tp=region.axis.size,
-                tp_index=region.axis.index,
-                sequence_parallel=region.sequence_parallel,
-                experts=place,
-                is_frozen=is_frozen(spec.name, config.optimizer),
-            )
-            held[spec.name] = ShardedParameter(record, dtype)
-            held[spec.name].num_uses = 0
-        held[spec.name].num_uses += _num_uses(config.model, stage, spec.name)
-        parameters[spec.name] = held[spec.name]
-    return parameters
-
-
-def _num_uses(model: ModelConfig, stage: StageContents, name: str) -> int:
-    """Count the layers of a stage that use a parameter: the head, and the word embedding, serve tokens ahead as well."""
-    heads = stage.has_head + stage.num_mtp
-    if name == "head.weight":
-        return heads
-    if name == "embedding.word.weight":
-        return stage.has_embedding + stage.num_mtp + (heads if model.tie_embeddings else 0)
-    return 1

@@ -1,0 +1,50 @@
+"""The parameters of one pipeline stage, as this rank holds them."""
+
+from collections.abc import Mapping
+
+import torch
+
+from engine.config.groups import is_frozen
+from engine.config.model import ModelConfig
+from engine.config.tree import Config
+from engine.layout.shard_spec import ExpertPlace, localize
+from engine.tensor_parallel.mappings import TensorParallelRegion
+from engine.tensor_parallel.parameter import ShardedParameter
+from models.specs import StageContents, stage_specs
+
+
+def stage_parameters(
+    config: Config,
+    region: TensorParallelRegion,
+    place: ExpertPlace,
+    dtype: torch.dtype,
+    stage: StageContents,
+    held: dict[str, ShardedParameter],
+) -> Mapping[str, ShardedParameter]:
+    """Collect the stage's parameters by name; add new ones to `held`, and another use to those held already."""
+    parameters = {}
+    for spec in stage_specs(config.model, stage):
+        if spec.name not in held:
+            record = localize(
+                spec,
+                tp=region.axis.size,
+                tp_index=region.axis.index,
+                sequence_parallel=region.sequence_parallel,
+                experts=place,
+                is_frozen=is_frozen(spec.name, config.optimizer),
+            )
+            held[spec.name] = ShardedParameter(record, dtype)
+            held[spec.name].num_uses = 0
+        held[spec.name].num_uses += _num_uses(config.model, stage, spec.name)
+        parameters[spec.name] = held[spec.name]
+    return parameters
+
+
+def _num_uses(model: ModelConfig, stage: StageContents, name: str) -> int:
+    """Count the layers of a stage that use a parameter: the head, and the word embedding, serve tokens ahead as well."""
+    heads = stage.has_head + stage.num_mtp
+    if name == "head.weight":
+        return heads
+    if name == "embedding.word.weight":
+        return stage.has_embedding + stage.num_mtp + (heads if model.tie_embeddings else 0)
+    return 1
