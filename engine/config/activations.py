@@ -84,9 +84,9 @@ class KernelsConfig(Section):
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
-    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "varlen", "blocks", "explicit"] = Field(
+    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "varlen", "te", "blocks", "explicit"] = Field(
         "auto",
-        description="sdpa: torch chooses; flash, cudnn, efficient, varlen: that; blocks, explicit: operators",
+        description="sdpa: torch chooses; flash, cudnn, efficient, varlen, te: that; blocks, explicit: operators",
     )
     elementwise: Literal["auto", "eager", "compiled"] = Field(
         "auto", description="norms, RoPE, gates, dropout, cross-entropy: eager operators, or fused by torch.compile"

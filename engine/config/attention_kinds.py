@@ -430,6 +430,12 @@ def kernel_has_pattern(subject: Subject) -> Iterator[Problem]:
             "has no windows, documents or sinks, which the model's attention needs",
             {"kernels.attention": ["auto", "varlen", "blocks"]},
         )
+    elif kernel == "te" and (pattern.documents or pattern.sinks or pattern.parts):
+        yield subject.problem(
+            "kernels.attention",
+            "has windows here, and no documents, sinks or parts of a row, which the run's attention needs",
+            {"kernels.attention": ["auto", "varlen", "blocks"]},
+        )
 
 
 ATTENTION_KIND_RULES: tuple[Rule, ...] = (

@@ -3,6 +3,7 @@
     sdpa                       torch chooses a kernel for the shapes; `chosen` names it
     flash, cudnn, efficient    this one, or an error before anything is built
     varlen                     flash attention on a GPU, with windows, documents and sinks
+    te                         Transformer Engine's, with windows (`te_attention.py`)
     blocks                     plain operators by blocks of queries: runs anywhere, and alone caps the logits
     math                       torch's own formula, operator by operator: for decoding where no fused kernel runs
 
@@ -26,6 +27,8 @@ from engine.data.documents import Documents
 from engine.data.sequence_part import SequencePart
 from engine.kernels.flash_attention import Varlen, VarlenParts
 from engine.kernels.masked_attention import WHOLE, Blocks, CpuFlash, Kernel, Mask, masked_attention
+from engine.kernels.te import INSTALL
+from engine.kernels.te_attention import TeAttention, te_attention_failure
 
 BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
     {
@@ -41,6 +44,8 @@ BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
 WITH_OWN_VALUE_SIZE = ("blocks", "math")
 """Kernels that take values of another size than queries and keys; for the others values are padded with zeros."""
 
+TE_HAS = "it has windows here, and no documents, sinks, cap of logits or parts of a row"
+
 _TRIED_LENGTH = 128
 
 
@@ -55,6 +60,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    te: TeAttention | None = None,
 ) -> torch.Tensor:
     """Compute scaled dot-product attention: q [b, n, s, d], k [b, n_kv, s_k, d], v [b, n_kv, s_k, d_v] -> [b, n, s, d_v].
 
@@ -66,6 +72,7 @@ def attention(
         scale: factor of the logits; None: d ** -0.5.
         softcap: c of the logits c tanh(logit / c); None: they have no cap.
         sinks: [n], a logit per head in the denominator of the softmax; None: none.
+        te: computes it where the kernel is `te`.
 
     Raises:
         RuntimeError: the kernel cannot compute this.
@@ -82,7 +89,11 @@ def attention(
     if documents is not None and documents.is_one_per_row:
         documents = None
     mask = Mask(window, documents, mask.part)
-    if kernel == "blocks" or mask != WHOLE or sinks is not None or softcap is not None:
+    if kernel == "te" and te is not None:
+        if softcap is not None or sinks is not None or mask != Mask(window):
+            raise RuntimeError(TE_HAS)
+        out = te(q, k, v, window=window, scale=scale)
+    elif kernel == "blocks" or mask != WHOLE or sinks is not None or softcap is not None:
         out = masked_attention(masked_kernel(kernel, q.device, mask, scale, softcap), q, k, v, sinks)
     else:
         options: dict[str, Any] = {"is_causal": is_causal, "enable_gqa": k.shape[1] != q.shape[1], "scale": scale}
@@ -128,6 +139,12 @@ class AttentionShape:
 
 def attention_failure(kernel: str, shape: AttentionShape) -> str:
     """Try a named kernel, forward and backward, on a short sequence; return torch's reason if it does not run, else ""."""
+    if kernel == "te":
+        pattern = shape.pattern
+        if pattern.documents or pattern.sinks or pattern.softcap or pattern.parts:
+            return TE_HAS
+        sizes, window = (shape.num_heads, shape.num_kv_heads, shape.head_dim), _TRIED_LENGTH // 4
+        return te_attention_failure(*sizes, window if pattern.windows else None, shape.dtype, shape.device)
 
     def train() -> None:
         # An engine may be built where gradients are off, for its forwards alone.
@@ -172,7 +189,7 @@ def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:
         f"kernels.attention = {kernel} does not run here, with {shape.num_heads} query and {shape.num_kv_heads} key/value "
         f"heads of size {shape.head_dim} in {dtype} on {shape.device.type} (torch says: {reason}). Another kernel would "
         f"have other speed and other bits than what was asked for. Let torch choose with kernels.attention={other}, or "
-        "install a torch that has it."
+        + (f"install it: {INSTALL}" if kernel == "te" else "install a torch that has it.")
     )
 
 

@@ -2,7 +2,7 @@
 
     kernels.      what                                          choices                                   reference, in float64
     attention     scaled dot-product attention                  sdpa, flash, cudnn, efficient, varlen,
-                                                                blocks, explicit                          explicit
+                                                                te, blocks, explicit                          explicit
     elementwise   norms, RoPE, SwiGLU, dropout, cross-entropy   eager, compiled                           plain torch
     weight_grad   dW += dY^T X                                  separate, fused                           separate
     linear        GEMMs of the linear layers                    torch, te                                 torch
@@ -42,6 +42,7 @@ from engine.kernels.fp8.products import Fp8, open_fp8
 from engine.kernels.fusion import Form, Fusion, compiler_failure, compiler_refusal
 from engine.kernels.grouped_gemm import ExpertKernel, grouped_gemm_failure, grouped_gemm_refusal
 from engine.kernels.te import TransformerEngine, gemm_failure, gemm_refusal, open_te
+from engine.kernels.te_attention import TeAttention
 from engine.kernels.weight_grad import WeightGradKernel, weight_grad_failure, weight_grad_refusal
 from engine.numerics.precision import DTYPES, main_grad_dtype
 
@@ -142,7 +143,8 @@ class Kernels:
         choices: their names.
         fusion: runs elementwise functions; one object, so that each is compiled once.
         fp8: of linear layers; None: their GEMMs are in the run's dtype.
-        te: Transformer Engine, where a choice is its; None: none is.
+        te: Transformer Engine, where the linear layers are its; None: they are not.
+        te_attention: its attention, where that is chosen; None: it is not.
         apex: the update of FusedAdam, where that is the optimizer's; None: it is not.
     """
 
@@ -150,6 +152,7 @@ class Kernels:
     fusion: Fusion
     fp8: Fp8 | None = None
     te: TransformerEngine | None = None
+    te_attention: TeAttention | None = None
     apex: Apex | None = None
 
 
@@ -388,6 +391,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
         Fusion(choices.elementwise),
         fp8,
         te=open_te() if choices.linear == "te" else None,
+        te_attention=TeAttention(open_te()) if choices.attention == "te" else None,
         apex=open_apex() if choices.optimizer == "apex" else None,
     )
 

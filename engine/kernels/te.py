@@ -5,7 +5,8 @@
     gradient of the weight  dW (+)= dY^T X         layout NT, A = X [n, in],   B = dY [n, out], out = main grad
 
 cuBLAS counts columns first, so A is the right factor, and `T` means that its rows are the columns that are multiplied. Operands and
-`out` are contiguous. In the third GEMM the sums are added to the main grad in its own dtype, in fp32 of a bf16 run.
+`out` are contiguous. In the third GEMM the sums are added to the main grad in its own dtype, in fp32 of a bf16 run. Its epilogue
+sums dY over the tokens, which is the gradient of a bias.
 
 With FP8 operands every GEMM is Y = A B^T of two quantised matrices (`engine/kernels/fp8`), which is layout TN.
 
@@ -54,12 +55,14 @@ class TransformerEngine:
 
     Attributes:
         general_gemm: TE's function; returns (out, gradient of the bias, input of GELU, extra output).
+        dot_product_attention: makes TE's module of attention (`te_attention.py`).
         storage: TE's class of a matrix of FP8 numbers with one scale (`Float8TensorStorage`).
         dtypes: TE's names of the FP8 formats.
         version: of the package.
     """
 
     general_gemm: GeneralGemm
+    dot_product_attention: Callable[..., Any]
     storage: Callable[..., Any]
     dtypes: Mapping[torch.dtype, Any]
     version: str
@@ -73,11 +76,23 @@ class TransformerEngine:
         gemm = partial(self.general_gemm, weight, grad, layout="NN", out_dtype=grad.dtype, grad=True)
         return _first(gemm() if onto is None else gemm(out=onto, accumulate=True))
 
-    def add_weight_grad(self, main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, *, overwrite: bool) -> None:
-        """Compute main_grad [out, in] += dY^T X (`overwrite`: =) of grad [n, out] and x [n, in]."""
-        self.general_gemm(
-            x, grad, layout="NT", out_dtype=main_grad.dtype, out=main_grad, accumulate=not overwrite, grad=True
-        )
+    def add_weight_grad(
+        self,
+        main_grad: torch.Tensor,
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        *,
+        overwrite: bool,
+        with_total: bool,
+    ) -> torch.Tensor | None:
+        """Compute main_grad [out, in] += dY^T X (`overwrite`: =) of grad [n, out] and x [n, in].
+
+        `with_total`: return the sum of dY over the tokens [out], in the dtype of the main grad; else None.
+        """
+        gemm = partial(self.general_gemm, x, grad, layout="NT", out_dtype=main_grad.dtype, out=main_grad, grad=True)
+        # Of the bias, its presence, length and dtype are read, not its numbers.
+        _, total, *_ = gemm(accumulate=not overwrite, bias=main_grad[:, 0] if with_total else None)
+        return total
 
     def fp8_product(self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Return A B^T + bias [m, n] in `dtype`; a [m, k], b [n, k], each with one scale, and bias [n]."""
@@ -115,6 +130,7 @@ def open_te() -> TransformerEngine:
     """
     try:
         function = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+        attention = import_module("transformer_engine.pytorch.attention").DotProductAttention
         storages = import_module("transformer_engine.pytorch.tensor.storage.float8_tensor_storage")
         formats = import_module("transformer_engine_torch").DType
     except Exception as error:  # its import looks for CUDA's libraries, and raises whatever it meets
@@ -126,7 +142,7 @@ def open_te() -> TransformerEngine:
             f"{FIRST_VERSION} is the first that fits"
         )
     dtypes = {FP8_E4M3: formats.kFloat8E4M3, FP8_E5M2: formats.kFloat8E5M2}
-    return TransformerEngine(function, storages.Float8TensorStorage, MappingProxyType(dtypes), version)
+    return TransformerEngine(function, attention, storages.Float8TensorStorage, MappingProxyType(dtypes), version)
 
 
 def te_failure(run: Callable[[TransformerEngine], object]) -> str:
@@ -148,12 +164,17 @@ def gemm_failure(dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch
             for shape in ((32, 16), (48, 16), (48,), (32, 48), (48, 16))
         )
         main_grad = main_grad.to(main_grad_dtype)
-        expected = [F.linear(x, weight, bias), x + grad @ weight, main_grad + grad.t() @ x]
-        found = [te.forward(x, weight, bias), te.input_grad(grad, weight, onto=x.clone()), main_grad]
-        te.add_weight_grad(main_grad, grad, x, overwrite=False)
-        for name, one, other in zip(("forward", "input's gradient", "weight's gradient"), found, expected, strict=True):
-            if not (one - other).norm() < 0.02 * other.norm():
-                raise RuntimeError(f"its GEMM of the {name} is not torch's")
+        with_weight = main_grad + grad.t() @ x
+        of_bias = te.add_weight_grad(main_grad, grad, x, overwrite=False, with_total=True)
+        pairs = {
+            "output": (te.forward(x, weight, bias), F.linear(x, weight, bias)),
+            "gradient of the input": (te.input_grad(grad, weight, onto=x.clone()), x + grad @ weight),
+            "gradient of the weight": (main_grad, with_weight),
+            "gradient of the bias": (of_bias, grad.sum(0)),
+        }
+        for name, (found, expected) in pairs.items():
+            if found is None or not (found - expected).norm() < 0.02 * expected.norm():
+                raise RuntimeError(f"its {name} is not torch's")
 
     return te_failure(run)
 

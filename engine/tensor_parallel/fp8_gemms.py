@@ -54,7 +54,9 @@ class Fp8Form(LinearForm):
             counts = Fp8Counts(linears, topology.device, has_weights=is_first, is_replay=lambda: saved.is_replay)
         return cls(fp8, topology.axis("tp"), topology.axis("cp"), saved.once, counts)
 
-    def gemms(self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut) -> LinearGemms:
+    def gemms(
+        self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut, biases: FusedWeights | None = None
+    ) -> LinearGemms:
         return Fp8Gemms(weights, queue, self, name, cut)
 
 
@@ -103,12 +105,13 @@ class Fp8Gemms(LinearGemms):
         assert total is not None
         return total.unflatten(0, grad.shape[:-1])
 
-    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax, of_x: Amax) -> None:
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax, of_x: Amax) -> torch.Tensor | None:
         fp8 = self.form.fp8
         inputs = fp8.activation(x.flatten(0, -2).t(), of_x)
         columns = grad.flatten(0, -2).t()
         for main_grad, rows, overwrite in self.weights.main_grads():
             fp8.add_product(main_grad, fp8.gradient(columns[rows], of_grad), inputs, grad.dtype, overwrite=overwrite)
+        return None
 
     def copies(self) -> list[tuple[Quantised, Quantised]]:
         """Return W and W^T in FP8, matrix by matrix; made anew where the weights have changed."""

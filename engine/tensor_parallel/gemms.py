@@ -33,7 +33,12 @@ class LinearGemms:
     Args:
         weights: of the layer, which read the same input.
         queue: has the kernel of weight gradients.
+
+    Attributes:
+        makes_totals: the GEMM of the weight gradient makes the gradient of the biases too.
     """
+
+    makes_totals = False
 
     def __init__(self, weights: FusedWeights, queue: WeightGradQueue) -> None:
         self.weights = weights
@@ -62,18 +67,24 @@ class LinearGemms:
             total += _project(part, matrix.t())
         return total
 
-    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax, of_x: Amax) -> None:
-        """Add dY^T X to the main grads of the trained weights; grad [.., out], x [.., in]."""
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax, of_x: Amax) -> torch.Tensor | None:
+        """Add dY^T X to the main grads of the trained weights; grad [.., out], x [.., in].
+
+        Return the sum of dY over the tokens [out] if `makes_totals`, else None.
+        """
         rows_of_grad, x = grad.flatten(0, -2), x.flatten(0, -2)
         for main_grad, rows, overwrite in self.weights.main_grads():
             self.queue.add_matmul(main_grad, rows_of_grad[:, rows], x, overwrite=overwrite)
+        return None
 
 
 class LinearForm:
     """The form of the GEMMs of some layers: in the run's dtype."""
 
-    def gemms(self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut) -> LinearGemms:
-        """Build the GEMMs of a layer."""
+    def gemms(
+        self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut, biases: FusedWeights | None = None
+    ) -> LinearGemms:
+        """Build the GEMMs of a layer; `biases` are those whose gradient they may make."""
         return LinearGemms(weights, queue)
 
 

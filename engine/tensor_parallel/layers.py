@@ -67,9 +67,9 @@ class ColumnParallelLinear(nn.Module):
         self.biases = FusedWeights(biases, in_features=None) if biases else None
         is_cut = weights[0].record.spec.tp_dim is not None
         cut = Cut(inputs=region.cuts_entered, outputs=is_cut or region.cuts_entered)
-        self.gemms: LinearGemms = form.gemms(self.weights, queue, name, cut)
+        self.gemms: LinearGemms = form.gemms(self.weights, queue, name, cut, self.biases)
         are_trained = self.biases is not None and self.biases.is_trained
-        self.biases_are_summed_by_consumer = consumer_sums_biases and are_trained
+        self.biases_are_summed_by_consumer = consumer_sums_biases and are_trained and not self.gemms.makes_totals
         self.region = region
         self.queue = queue
         self.name = name
@@ -86,8 +86,11 @@ class ColumnParallelLinear(nn.Module):
     def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax = None, of_x: Amax = None) -> None:
         """Add dY^T X and, unless the consumer does, the sum of dY to the main grads. grad [s, b, rows], x [s, b, in]."""
         self.region.axis.ledger.mark("weight_grad", self.name)
-        self.gemms.add_weight_grads(grad, x, of_grad, of_x)
-        self.add_bias_grads(grad)
+        total = self.gemms.add_weight_grads(grad, x, of_grad, of_x)
+        if total is None:
+            self.add_bias_grads(grad)
+        else:
+            self.add_bias_total(total)
 
     def add_bias_grads(self, grad: torch.Tensor) -> None:
         """Add the sum of dY [s, b, rows] to the main grads of the biases, unless the consumer does."""

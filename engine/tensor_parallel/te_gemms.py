@@ -17,8 +17,10 @@ class TeForm(LinearForm):
 
     te: TransformerEngine
 
-    def gemms(self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut) -> LinearGemms:
-        return TeGemms(weights, queue, self.te)
+    def gemms(
+        self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut, biases: FusedWeights | None = None
+    ) -> LinearGemms:
+        return TeGemms(weights, queue, self.te, biases)
 
 
 class TeGemms(LinearGemms):
@@ -27,9 +29,13 @@ class TeGemms(LinearGemms):
     Its operands are contiguous: where the matrices of a layer are not adjacent, their parts of dY are copied first.
     """
 
-    def __init__(self, weights: FusedWeights, queue: WeightGradQueue, te: TransformerEngine) -> None:
+    def __init__(
+        self, weights: FusedWeights, queue: WeightGradQueue, te: TransformerEngine, biases: FusedWeights | None
+    ) -> None:
         super().__init__(weights, queue)
         self.te = te
+        # Of frozen rows there is no GEMM that could sum them.
+        self.makes_totals = biases is not None and all(each.is_trained for each in (*weights.members, *biases.members))
 
     def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], largest: Amax) -> torch.Tensor:
         rows = x.flatten(0, -2)
@@ -46,7 +52,11 @@ class TeGemms(LinearGemms):
         assert total is not None
         return total.unflatten(0, grad.shape[:-1])
 
-    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax, of_x: Amax) -> None:
+    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax, of_x: Amax) -> torch.Tensor | None:
         rows_of_grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+        totals = []
         for main_grad, rows, overwrite in self.weights.main_grads():
-            self.te.add_weight_grad(main_grad, rows_of_grad[:, rows].contiguous(), x, overwrite=overwrite)
+            part = rows_of_grad[:, rows].contiguous()
+            total = self.te.add_weight_grad(main_grad, part, x, overwrite=overwrite, with_total=self.makes_totals)
+            totals += [] if total is None else [total]
+        return torch.cat(totals) if len(totals) > 1 else next(iter(totals), None)

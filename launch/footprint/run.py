@@ -116,6 +116,8 @@ class Footprints:
     ) -> None:
         for key, choice in AS_WRITTEN.items():
             config = with_value(config, key, choice)
+        if config.kernels.attention == "te":
+            config = with_value(config, "kernels.attention", "sdpa")
         self.config = config
         self.build_model = build_model
         self.sizes = sizes = parallel_sizes(config)

@@ -62,8 +62,8 @@ class AttentionCore(nn.Module):
     ) -> torch.Tensor:
         """Call a kernel that keeps no probabilities, with whole keys and values."""
         # A single query sees every key, and torch's causal mask would hide all but the first from it.
-        causal, softcap = q.shape[2] > 1, self.context.model.attention_softcap
-        return attention(kernel, q, k, v, mask, is_causal=causal, scale=self.scale, softcap=softcap, sinks=sinks)
+        causal, softcap, te = q.shape[2] > 1, self.context.model.attention_softcap, self.context.kernels.te_attention
+        return attention(kernel, q, k, v, mask, is_causal=causal, scale=self.scale, softcap=softcap, sinks=sinks, te=te)
 
     def _drop(self, keys: DropoutKeys, first: int, probabilities: torch.Tensor) -> torch.Tensor:
         """Apply dropout to probabilities [b, n, s, s_k] while the module trains; the heads begin with this tp rank's `first`."""

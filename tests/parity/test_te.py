@@ -11,10 +11,15 @@ IN_CI = [
     Case("gpt", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=4, global_batch_size=5),
     Case("mqa_rope_bias", tp=4, sequence_parallel=True, num_layers=2, global_batch_size=2),
     Case("qwen", tp=2, dp=2, recompute=("full", "uniform", 1), num_layers=2, global_batch_size=4),
+    Case("window", tp=2, sequence_parallel=True, attention="te", num_layers=2, global_batch_size=4),
 ]
-"""Deferred gradients with biases; heads of keys that ranks share, so that matrices are apart; layers made again."""
+"""Deferred gradients with biases; heads of keys that ranks share, so that matrices are apart; layers made again; its attention too,
+with a window."""
 
 FAMILIES = [
+    Case("qwen", tp=2, pp=2, attention="te", recompute=("selective", "uniform", 1), num_layers=2, global_batch_size=4),
+    Case("mla", tp=2, dp=2, attention="te", num_layers=2, global_batch_size=4),
+    Case("llama", cp=2, dp=2, cp_method="ulysses", attention="te", num_layers=2, global_batch_size=4),
     Case("mla", tp=2, sequence_parallel=True, num_layers=2, global_batch_size=4),
     Case("deepseek", tp=2, ep=2, dp=2, num_layers=2, global_batch_size=4),
     Case("ahead", tp=2, sequence_parallel=True, global_batch_size=4),

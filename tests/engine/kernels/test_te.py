@@ -4,18 +4,22 @@ import importlib
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.config.activations import KernelsConfig
+from engine.config.attention_kinds import AttentionPattern
 from engine.config.fp8 import Fp8Config
 from engine.errors import ConfigError
-from engine.kernels.attention import AttentionShape
+from engine.kernels.attention import AttentionShape, attention, attention_failure
 from engine.kernels.fp8.products import open_fp8
+from engine.kernels.masked_attention import Mask
 from engine.kernels.registry import Choices, device_trials, try_out
 from engine.kernels.te import TransformerEngine, gemm_failure, open_te
+from engine.kernels.te_attention import TeAttention
 from tests.stand_in import stand_in
 
 CPU = torch.device("cpu")
@@ -41,10 +45,11 @@ def test_three_gemms_of_a_layer(te: TransformerEngine) -> None:
     onto = x.clone()
     assert te.input_grad(grad, weight, onto) is onto
     torch.testing.assert_close(onto, x + grad @ weight)
-    te.add_weight_grad(total, grad, x, overwrite=False)
+    assert te.add_weight_grad(total, grad, x, overwrite=False, with_total=False) is None
     torch.testing.assert_close(total, before + grad.t() @ x)
-    te.add_weight_grad(total, grad, x, overwrite=True)
+    of_bias = te.add_weight_grad(total, grad, x, overwrite=True, with_total=True)
     torch.testing.assert_close(total, grad.t() @ x)
+    torch.testing.assert_close(of_bias, grad.sum(0))
     calls = importlib.import_module("transformer_engine.pytorch.cpp_extensions").calls
     assert calls[-5:] == ["TN", "NN", "NN", "NT", "NT"]
 
@@ -52,8 +57,10 @@ def test_three_gemms_of_a_layer(te: TransformerEngine) -> None:
 def test_sums_of_bf16_are_added_in_fp32(te: TransformerEngine) -> None:
     grad, x = random(64, 16, dtype=torch.bfloat16), random(64, 8, dtype=torch.bfloat16)
     total = torch.ones(16, 8)
-    te.add_weight_grad(total, grad, x, overwrite=False)
+    of_bias = te.add_weight_grad(total, grad, x, overwrite=False, with_total=True)
     torch.testing.assert_close(total, 1 + grad.float().t() @ x.float(), rtol=1e-6, atol=1e-5)
+    assert of_bias is not None and of_bias.dtype == torch.float32
+    torch.testing.assert_close(of_bias, grad.float().sum(0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -72,6 +79,29 @@ def test_fp8_products_are_those_of_the_emulation(te: TransformerEngine, dtype: t
     for one, other in zip(found, wanted, strict=True):
         tolerance = 2**-7 if one.dtype == torch.bfloat16 else 2e-6
         torch.testing.assert_close(one, other, rtol=tolerance, atol=2e-5)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_of_tokens_first(te: TransformerEngine, window: int | None) -> None:
+    q, k, v = (random(2, heads, 8, 4) for heads in (4, 2, 2))
+    by_te = TeAttention(te)
+    found = by_te(q, k, v, window=window, scale=0.3)
+    wanted = attention("blocks", q, k, v, Mask(window), is_causal=True, scale=0.3)
+    torch.testing.assert_close(found, wanted)
+    assert by_te(q, k, v, window=window, scale=0.3).shape == q.shape
+
+
+def test_attention_is_tried_against_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    windows = replace(SHAPE, pattern=AttentionPattern(windows=True))
+    with stand_in("te"):
+        assert attention_failure("te", SHAPE) == attention_failure("te", windows) == ""
+        module = importlib.import_module("transformer_engine.pytorch.attention").DotProductAttention
+        monkeypatch.setattr(module, "forward", lambda self, q, k, v: (q + 0 * k.sum() + 0 * v.sum()).flatten(2))
+        assert attention_failure("te", SHAPE) == "its result or gradients are not those of attention"
+    asked = KernelsConfig(attention="te")
+    with pytest.raises(ConfigError, match=r"transformer-engine is not installed.*install it: Beside a torch with CUDA"):
+        try_out(asked, replace(BY_TE, attention="te", linear="torch"), device_trials(SHAPE, torch.float32))
+    assert "no documents, sinks" in attention_failure("te", replace(SHAPE, pattern=AttentionPattern(sinks=True)))
 
 
 def refusal() -> str:
@@ -104,6 +134,7 @@ def package(folder: Path, general_gemm: str) -> None:
     for each in (inner.parent, inner, inner / "tensor", inner / "tensor" / "storage"):
         (each / "__init__.py").write_text('__version__ = "2.8.0"\n')
     (inner / "cpp_extensions.py").write_text(general_gemm)
+    (inner / "attention.py").write_text("class DotProductAttention: ...\n")
     (inner / "tensor" / "storage" / "float8_tensor_storage.py").write_text("class Float8TensorStorage: ...\n")
     (folder / "old" / "transformer_engine_torch.py").write_text("class DType: kFloat8E4M3, kFloat8E5M2 = 7, 8\n")
 
@@ -132,7 +163,7 @@ def package(folder: Path, general_gemm: str) -> None:
             "                 use_split_accumulator=False, grad=False):\n"
             "    product = B @ A.t() + bias if layout == 'TN' else B @ A if layout == 'NN' else B.t() @ A\n"
             "    return product, None, None, None\n",
-            "its GEMM of the input's gradient is not torch's",
+            "its gradient of the input is not torch's",
         ),
     ],
     ids=["a workspace", "fewer arguments", "no library", "no CUDA", "no accumulation"],

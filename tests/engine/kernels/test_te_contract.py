@@ -15,6 +15,10 @@ from tests.stand_in import stand_in
 
 GEMM = ("transformer_engine/pytorch/cpp_extensions/gemm.py", "general_gemm")
 STORAGE = ("transformer_engine/pytorch/tensor/storage/float8_tensor_storage.py", "Float8TensorStorage.__new__")
+ATTENTION = (
+    "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py",
+    "DotProductAttention.{}",
+)
 VERSIONS = (f"{FIRST_VERSION}.0", "2.20.2")
 """The first that fits, and the one that the stand-in is of."""
 
@@ -57,9 +61,14 @@ def ours(function: Callable[..., Any]) -> dict[str, str]:
 @pytest.mark.distributed
 def test_the_stand_in_has_its_signatures(wheels: dict[str, zipfile.ZipFile]) -> None:
     with stand_in("te"):
+        from transformer_engine.pytorch.attention import DotProductAttention
         from transformer_engine.pytorch.cpp_extensions import general_gemm
         from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
     wheel = wheels[VERSIONS[-1]]
+    assert (
+        parameters(wheel, ATTENTION[0], ATTENTION[1].format("__init__")).keys()
+        == ours(DotProductAttention.__init__).keys()
+    )
     assert parameters(wheel, *GEMM) == ours(general_gemm)
     assert parameters(wheel, *STORAGE) == ours(Float8TensorStorage.__new__)
 
@@ -76,6 +85,12 @@ def test_each_version_takes_what_is_passed(wheels: dict[str, zipfile.ZipFile], v
     assert {"data", "fp8_scale_inv", "fp8_dtype"} == {name for name, default in storage.items() if not default} - {
         "cls"
     }
+    attention = parameters(wheels[version], ATTENTION[0], ATTENTION[1].format("__init__"))
+    assert list(attention)[1:3] == ["num_attention_heads", "kv_channels"]
+    passed = {"num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type", "window_size", "softmax_scale"}
+    assert passed <= attention.keys()
+    forward = list(parameters(wheels[version], ATTENTION[0], ATTENTION[1].format("forward")))
+    assert forward[1:4] == ["query_layer", "key_layer", "value_layer"]
     # The names of the formats are the compiled half's.
     assert b"tex.DType.kFloat8E4M3" in wheels[version].read("transformer_engine/pytorch/constants.py")
 
