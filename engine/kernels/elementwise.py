@@ -36,18 +36,18 @@ class _LayerNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, fusion: Fusion
     ) -> torch.Tensor:
-        y, mean, r = fusion(_layer_norm)(x, weight, bias, eps)
+        y, mean, r = fusion(layer_norm_forward)(x, weight, bias, eps)
         ctx.fusion = fusion
         ctx.save_for_backward(x, weight, mean, r)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        grad_x, grad_weight, grad_bias = ctx.fusion(_layer_norm_backward)(*ctx.saved_tensors, grad)
+        grad_x, grad_weight, grad_bias = ctx.fusion(layer_norm_backward)(*ctx.saved_tensors, grad)
         return grad_x, grad_weight, grad_bias, None, None
 
 
-def _layer_norm(
+def layer_norm_forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return y, and the mean and r of each token."""
@@ -58,7 +58,7 @@ def _layer_norm(
     return (centred * r * weight + bias).to(x.dtype), mean, r
 
 
-def _layer_norm_backward(
+def layer_norm_backward(
     x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return dx = r (dy w - mean(dy w) - n mean(dy w n)), dw = sum of dy n over the tokens, db = sum of dy."""
@@ -92,14 +92,14 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: int, fusion: Fusion
     ) -> torch.Tensor:
-        y, r = fusion(_rms_norm)(x, weight, eps, offset)
+        y, r = fusion(rms_norm_forward)(x, weight, eps, offset)
         ctx.offset, ctx.fusion = offset, fusion
         ctx.save_for_backward(x, weight, r)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        grad_x, grad_weight = ctx.fusion(_rms_norm_backward)(*ctx.saved_tensors, grad, ctx.offset)
+        grad_x, grad_weight = ctx.fusion(rms_norm_backward)(*ctx.saved_tensors, grad, ctx.offset)
         return grad_x, grad_weight, None, None, None
 
 
@@ -107,14 +107,16 @@ def _gains(weight: torch.Tensor, offset: int) -> torch.Tensor:
     return accumulate(weight) + offset if offset else weight
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rms_norm_forward(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return y, and the r of each token."""
     wide = accumulate(x)
     r = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
     return (wide * r).mul_(_gains(weight, offset)).to(x.dtype), r
 
 
-def _rms_norm_backward(
+def rms_norm_backward(
     x: torch.Tensor, weight: torch.Tensor, r: torch.Tensor, grad: torch.Tensor, offset: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return dx = r (dy g - n mean(dy g n)), dw = sum of dy n over the tokens."""
@@ -146,7 +148,7 @@ class _Activation:
     """The functions of an activation: x [.., f] -> [.., f], and (x, grad [.., f]) -> grad of x.
 
     Of a gated one, x is [gate | up] [.., 2f]. The compiler takes no part of a tensor as `out`. Eager code uses `eager_backward`,
-    which writes each half of the gradient in its place: `cat` would be two passes more.
+    with torch's own kernels, which writes each half of the gradient in its place: `cat` would be two passes more.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
@@ -217,10 +219,16 @@ def _geglu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     Then g'(z) = (1 + t) / 2 + z (1 - t^2) / 2 sqrt(2 / pi) (1 + 0.134145 z^2).
     """
     gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
-    scale, square = math.sqrt(2 / math.pi), gate * gate
-    t = torch.tanh(scale * gate * (1 + 0.044715 * square))
-    slope = 0.5 * (1 + t) + 0.5 * gate * (1 - t * t) * scale * (1 + 0.134145 * square)
-    return torch.cat((grad * up * slope, grad * 0.5 * gate * (1 + t)), dim=-1).to(x.dtype)
+    share, slope = _tanh_share_and_slope(gate)
+    return torch.cat((grad * up * slope, grad * gate * share), dim=-1).to(x.dtype)
+
+
+def _tanh_share_and_slope(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return g(z) / z = (1 + t) / 2 and g'(z) of GELU's approximation."""
+    scale, square = math.sqrt(2 / math.pi), z * z
+    t = torch.tanh(scale * z * (1 + 0.044715 * square))
+    share = 0.5 * (1 + t)
+    return share, share + 0.5 * z * (1 - t * t) * scale * (1 + 0.134145 * square)
 
 
 def _geglu_tanh_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -241,9 +249,14 @@ def _geglu(x: torch.Tensor) -> torch.Tensor:
 def _geglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """Return [dy up g'(gate) | dy g(gate)] with g(z) = z P(z), P the normal distribution (1606.08415): g'(z) = P(z) + z P'(z)."""
     gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
-    below = 0.5 * (1 + torch.erf(gate * math.sqrt(0.5)))
-    slope = below + gate * torch.exp(-0.5 * gate * gate) / math.sqrt(2 * math.pi)
-    return torch.cat((grad * up * slope, grad * gate * below), dim=-1).to(x.dtype)
+    share, slope = _share_and_slope(gate)
+    return torch.cat((grad * up * slope, grad * gate * share), dim=-1).to(x.dtype)
+
+
+def _share_and_slope(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return g(z) / z = P(z) and g'(z) of GELU."""
+    below = 0.5 * (1 + torch.erf(z * math.sqrt(0.5)))
+    return below, below + z * torch.exp(-0.5 * z * z) / math.sqrt(2 * math.pi)
 
 
 def _geglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -270,7 +283,11 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gelu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.gelu_backward(grad, x)
+    return (grad * _share_and_slope(accumulate(x))[1]).to(x.dtype)
+
+
+def _gelu_backward_of_torch(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.gelu_backward.grad_input(grad, x, grad_input=torch.empty_like(x))
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -278,13 +295,17 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gelu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")
+    return (grad * _tanh_share_and_slope(accumulate(x))[1]).to(x.dtype)
+
+
+def _gelu_tanh_backward_of_torch(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=torch.empty_like(x))
 
 
 _ACTIVATIONS: Mapping[str, _Activation] = MappingProxyType(
     {
-        "gelu": _Activation(_gelu, _gelu_backward, _gelu_backward, is_one_operator=True),
-        "gelu_tanh": _Activation(_gelu_tanh, _gelu_tanh_backward, _gelu_tanh_backward, is_one_operator=True),
+        "gelu": _Activation(_gelu, _gelu_backward, _gelu_backward_of_torch, is_one_operator=True),
+        "gelu_tanh": _Activation(_gelu_tanh, _gelu_tanh_backward, _gelu_tanh_backward_of_torch, is_one_operator=True),
         "relu2": _Activation(_squared_relu, _squared_relu_backward, _squared_relu_backward),
         "swiglu": _Activation(_swiglu, _swiglu_backward, _swiglu_backward_in_parts),
         "geglu": _Activation(_geglu, _geglu_backward, _geglu_backward_in_parts),

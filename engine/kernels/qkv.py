@@ -42,7 +42,7 @@ def split_qkv(
 
 
 class _SplitQkv(torch.autograd.Function):
-    """The split. Saves the tables, one for all layers, and no more."""
+    """The split and the concatenation. Saves the tables, one for all layers, and no more."""
 
     @staticmethod
     def forward(
