@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 
 from engine.config.fp8 import Fp8Config
+from engine.config.layer_kinds import NORMS
 from engine.context_parallel.deal import runs_of_ranks
 from engine.data.documents import Documents
 from engine.data.sequence_part import SequencePart
@@ -22,6 +23,7 @@ from engine.kernels.flash_attention import Varlen, VarlenParts
 from engine.kernels.fp8.products import open_fp8
 from engine.kernels.fusion import Fusion
 from engine.kernels.masked_attention import CpuFlash, Kernel, Mask
+from engine.kernels.residual_norm import norm_functions
 from engine.kernels.weight_grad import weight_grad_failure
 
 ATEN = "torch.ops.aten."
@@ -159,7 +161,18 @@ def _activations(*names: str) -> Callable[[], None]:
     def make() -> None:
         for name in names:
             with torch.enable_grad():
-                activation(name, torch.ones(3, 8, requires_grad=True), Fusion("eager")).sum().backward()
+                x = torch.ones(3, 8, requires_grad=True)
+                activation(name, x, Fusion("eager"), lambda total: None).sum().backward()
+
+    return make
+
+
+def _norms(name: str, device: torch.device) -> Callable[[], None]:
+    def make() -> None:
+        functions = norm_functions(name, Fusion("eager"), is_cuda=device == META)
+        x, weights = torch.ones(3, 8, device=device), [torch.ones(8, device=device) for _ in NORMS[name].parameters]
+        normalised, *statistics = functions.forward(x, 1e-5, *weights)
+        functions.backward(x, normalised, [True for _ in weights], *weights, *statistics)
 
     return make
 
@@ -178,8 +191,11 @@ MAKERS: Mapping[str, Callable[[], None]] = {
     "_flash_attention_backward": _flash,
     "_scaled_dot_product_flash_attention_for_cpu": _flash_for_cpu,
     "_scaled_dot_product_flash_attention_for_cpu_backward": _flash_for_cpu,
-    "gelu_backward.grad_input": _activations("geglu", "geglu_tanh"),
+    "gelu_backward.grad_input": _activations("gelu", "gelu_tanh", "geglu", "geglu_tanh"),
     "silu_backward.grad_input": _activations("swiglu"),
+    "native_layer_norm_backward": _norms("layernorm", CPU),
+    "_fused_rms_norm": _norms("rmsnorm", META),
+    "_fused_rms_norm_backward": _norms("rmsnorm", META),
     "addmm.dtype_out": _fused_weight_grad,
     "_scaled_mm": _scaled_gemm,
 }

@@ -70,6 +70,11 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.ops.aten.gelu_backward.grad_input",
         "torch.ops.aten.silu_backward.grad_input",
     ),
+    "engine/kernels/residual_norm.py": (
+        "torch.ops.aten._fused_rms_norm",
+        "torch.ops.aten._fused_rms_norm_backward",
+        "torch.ops.aten.native_layer_norm_backward",
+    ),
     "engine/kernels/flash_attention.py": (
         "torch.ops.aten._flash_attention_backward",
         "torch.ops.aten._flash_attention_forward",

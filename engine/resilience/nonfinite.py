@@ -128,17 +128,22 @@ class _Watch:
 
     def _after_forward(self, chunk: int, module: str) -> Callable[[nn.Module, Any, Any], None]:
         def look(_: nn.Module, arguments: Any, output: Any) -> None:
+            # A norm that adds a branch first returns the sum as well.
+            for each in output if isinstance(output, tuple) else (output,):
+                at(each, f"{'an' if isinstance(output, tuple) else 'the'} output of {module}")
+
+        def at(tensor: Any, where: str) -> None:
             action = self._action()
-            if not isinstance(output, torch.Tensor) or not output.is_floating_point() or action is None:
+            if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or action is None:
                 return
             if action.kind is Kind.F:
                 stage = self._stage(chunk)
                 order = (_DURING, action.microbatch, _FORWARD, stage, len(self._seen))
-                words = f"the output of {module} (stage {stage}) in the forward of microbatch {action.microbatch}"
-                self._look(output, order, words, self._sample_ids(action))
-            if output.requires_grad:
+                words = f"{where} (stage {stage}) in the forward of microbatch {action.microbatch}"
+                self._look(tensor, order, words, self._sample_ids(action))
+            if tensor.requires_grad:
                 # Recomputed layers come by here in their backward, and only then with gradients.
-                output.register_hook(lambda grad: self._grad_arrived(grad, f"the output of {module}", chunk))
+                tensor.register_hook(lambda grad: self._grad_arrived(grad, where, chunk))
 
         return look
 

@@ -12,6 +12,27 @@ from models.gpt.mlp import MLP
 from models.gpt.moe import MoE
 
 
+class FirstNorm:
+    """The first norm of the next layer, which the layer before computes with the addition that the norm reads.
+
+    Attributes:
+        norm: of the next layer; None: the next layer, if there is one, normalises its input itself.
+    """
+
+    def __init__(self) -> None:
+        self.norm: Norm | None = None
+        self._normalised: torch.Tensor | None = None
+
+    def put(self, normalised: torch.Tensor | None) -> None:
+        """Keep what the norm gives, for the next layer."""
+        self._normalised = normalised
+
+    def take(self) -> torch.Tensor | None:
+        """Return what the layer before has kept; afterwards the layer alone holds it."""
+        normalised, self._normalised = self._normalised, None
+        return normalised
+
+
 class Block(nn.Module):
     """One transformer layer of two branches, each post_norm(f(norm(x))) with the norms that the model has.
 
@@ -37,19 +58,35 @@ class Block(nn.Module):
         positions: Positions,
         keys: DropoutKeys,
         cache: LayerCache | LatentCache | None = None,
+        first: FirstNorm | None = None,
     ) -> torch.Tensor:
-        """Run the layer: [s(/t), b, h] -> the same shape."""
-        y = self._with_attention(x, positions, keys, cache)
-        inputs = self._before(self.mlp_norm, x if self.context.model.parallel_block else y)
+        """Run the layer: [s(/t), b, h] -> the same shape. `first` has this layer's first norm of x, and takes the next one's."""
+        first = FirstNorm() if first is None else first
+        y, inputs = self._with_attention(x, positions, keys, cache, first.take())
+        if inputs is None:
+            inputs = self._before(self.mlp_norm, x if self.context.model.parallel_block else y)
         branch = self.mlp(inputs, keys) if isinstance(self.mlp, MoE) else self.mlp(inputs)
-        return self._added(y, branch, self.mlp_post_norm, keys, "mlp")
+        y, following = self._added(y, branch, self.mlp_post_norm, first.norm, keys, "mlp")
+        first.put(following)
+        return y
 
     def _with_attention(
-        self, x: torch.Tensor, positions: Positions, keys: DropoutKeys, cache: LayerCache | LatentCache | None
-    ) -> torch.Tensor:
-        """Add attention's branch to x; the branch by itself is gone when the other one begins."""
-        branch = self.attention(self._before(self.attention_norm, x), positions, keys, cache)
-        return self._added(x, branch, self.attention_post_norm, keys, "attention")
+        self,
+        x: torch.Tensor,
+        positions: Positions,
+        keys: DropoutKeys,
+        cache: LayerCache | LatentCache | None,
+        inputs: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add attention's branch to x; return the sum, and the MLP's input where the sum's norm is that.
+
+        The branch by itself is gone when the other one begins.
+        """
+        if inputs is None:
+            inputs = self._before(self.attention_norm, x)
+        branch = self.attention(inputs, positions, keys, cache)
+        follows = None if self.context.model.parallel_block else self.mlp_norm
+        return self._added(x, branch, self.attention_post_norm, follows, keys, "attention")
 
     def _norms(self, branch: str) -> tuple[Norm | None, Norm | None]:
         """Build the norms before and after a branch; None for one that the model lacks."""
@@ -61,8 +98,23 @@ class Block(nn.Module):
         return x if norm is None else self.context.saved.recompute_output("norm", norm, x)
 
     def _added(
-        self, x: torch.Tensor, branch: torch.Tensor, norm: Norm | None, keys: DropoutKeys, name: str
-    ) -> torch.Tensor:
-        """Add a branch's output, normalised where the model has a norm after it, to the residual stream x."""
+        self,
+        x: torch.Tensor,
+        branch: torch.Tensor,
+        norm: Norm | None,
+        follows: Norm | None,
+        keys: DropoutKeys,
+        name: str,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add a branch's output, normalised where the model has a norm after it, to the residual stream x.
+
+        Returns:
+            The sum, and what the norm that follows makes of it; None where that norm runs by itself. Dropout has a function of its
+            own, and a norm that is made again in the backward has to give the same bits as in the forward.
+        """
         branch = branch if norm is None else norm(branch)
-        return hidden_dropout(self, self.context, branch, keys, f"{self.name}.{name}.residual_dropout", x)
+        drops = self.training and self.context.model.hidden_dropout
+        if follows is None or drops or "norm" in self.context.saved.parts:
+            return hidden_dropout(self, self.context, branch, keys, f"{self.name}.{name}.residual_dropout", x), None
+        y, normalised = follows(x, branch)
+        return y, normalised

@@ -12,7 +12,7 @@ stage with the microbatch; nothing is broadcast.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Protocol, cast
 
 import torch
@@ -45,7 +45,7 @@ from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.tensor_parallel.te_gemms import TeForm
 from engine.tensor_parallel.weight_grads import WeightGradQueue
-from models.gpt.block import Block
+from models.gpt.block import Block, FirstNorm
 from models.gpt.context import BuildContext, LayerInputs, Norm, Positions
 from models.gpt.embedding import Embedding
 from models.gpt.kv_cache import KVCache
@@ -212,13 +212,17 @@ class GPTChunk(nn.Module):
         return [cast(Block, block) for block in self.blocks]
 
     def _groups(self) -> list["_Group"]:
-        """Return the blocks with a backward in order, grouped: those that are recomputed together, or one that is kept."""
+        """Return the blocks with a backward in order, grouped: those that are recomputed together, or kept.
+
+        Where some are moved to the host each kept one is a group, since what is moved is freed group by group.
+        """
         blocks, choice = self._layers()[self.num_before :], self.context.recompute
         num_again = 0
         if choice.granularity == "full":
             num_again = len(blocks) if choice.method == "uniform" else min(choice.num_layers, len(blocks))
         size = choice.num_layers if choice.method == "uniform" else 1
-        starts = [*range(0, num_again, size), *range(num_again, len(blocks))]
+        kept = range(num_again, len(blocks), 1 if self.context.num_offloaded else max(1, len(blocks)))
+        starts = [*range(0, num_again, size), *kept]
         return [
             _Group(blocks[start:stop], start < num_again, start < self.context.num_offloaded)
             for start, stop in pairwise([*starts, len(blocks)])
@@ -254,8 +258,10 @@ def _run(
     keys: DropoutKeys,
     cache: KVCache | None = None,
 ) -> torch.Tensor:
-    for block in blocks:
-        x = block(x, positions, keys, None if cache is None else cache[block.name])
+    first = FirstNorm()
+    for block, follows in zip_longest(blocks, blocks[1:]):
+        first.norm = None if follows is None else follows.attention_norm
+        x = block(x, positions, keys, None if cache is None else cache[block.name], first)
     return x
 
 

@@ -22,6 +22,7 @@ from engine.tensor_parallel.fp8_shares import Fp8Counts
 from engine.tensor_parallel.gemms import IN_RUN_DTYPE, LinearForm
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter
+from engine.tensor_parallel.residual_norm import NormLayer, added_and_normalised
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 from models.trained_part import TrainedPart
 
@@ -121,17 +122,26 @@ class LayerInputs(NamedTuple):
 
 
 class Norm(torch.nn.Module):
-    """Norm of the model's kind over h of [s(/t), b, h], on the part of the sequence that this rank holds."""
+    """Norm of the model's kind over h of [s(/t), b, h], on the part of the sequence that this rank holds.
+
+    Given a branch as well, it adds that to the residual stream x, times `model.residual_multiplier`, and normalises the sum.
+    """
 
     def __init__(self, context: BuildContext, name: str) -> None:
         super().__init__()
         self.kind = context.model.norm_kind
         self.weights = [context.parameter(f"{name}.{parameter}") for parameter in self.kind.parameters]
-        self.eps = context.model.norm_eps
-        self.fusion = context.kernels.fusion
+        self.layer = NormLayer(self.kind.name, self.weights, context.model.norm_eps, context.kernels.fusion)
+        self.factor = context.model.residual_multiplier
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return norm(self.kind.name, x, [weight.tracked() for weight in self.weights], self.eps, self.fusion)
+    def forward(
+        self, x: torch.Tensor, branch: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x, or the sum of x and the branch and the norm of that."""
+        layer = self.layer
+        if branch is not None:
+            return added_and_normalised(x, branch, layer, self.factor)
+        return norm(layer.name, x, [weight.tracked() for weight in self.weights], layer.eps, layer.fusion)
 
 
 def hidden_dropout(

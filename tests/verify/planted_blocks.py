@@ -26,7 +26,7 @@ def later_stages_take_w_for_the_gain() -> None:
         init(self, *args)
         for module in self.modules() if self.embedding is None else ():
             if isinstance(module, Norm):
-                module.kind = replace(module.kind, name="rmsnorm")
+                module.layer = replace(module.layer, name="rmsnorm")
 
     GPTChunk.__init__ = plain  # type: ignore[method-assign]
 
@@ -34,11 +34,15 @@ def later_stages_take_w_for_the_gain() -> None:
 def the_sum_is_normalised_after_a_branch() -> None:
     added = Block._added
 
-    def summed(self: Block, x: torch.Tensor, branch: torch.Tensor, norm: Norm | None, *rest: Any) -> torch.Tensor:
-        y = added(self, x, branch, None, *rest)
-        return y if norm is None else norm(y)
+    def summed(
+        self: Block, x: torch.Tensor, branch: torch.Tensor, norm: Norm | None, follows: Norm | None, *rest: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if norm is None:
+            return added(self, x, branch, norm, follows, *rest)
+        y, _ = added(self, x, branch, None, None, *rest)
+        return norm(y), None
 
-    Block._added = summed  # type: ignore[assignment, method-assign]
+    Block._added = summed  # type: ignore[method-assign]
 
 
 def the_mlp_of_a_parallel_block_reads_the_sum() -> None:
@@ -54,11 +58,13 @@ def the_mlp_of_a_parallel_block_reads_the_sum() -> None:
 def the_mlp_is_added_without_its_multiplier() -> None:
     added = Block._added
 
-    def one_sided(self: Block, x: torch.Tensor, branch: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def one_sided(
+        self: Block, x: torch.Tensor, branch: torch.Tensor, *rest: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         is_mlp = rest[-1] == "mlp"
         return added(self, x, branch / self.context.model.residual_multiplier if is_mlp else branch, *rest)
 
-    Block._added = one_sided  # type: ignore[assignment, method-assign]
+    Block._added = one_sided  # type: ignore[method-assign]
 
 
 def z_loss_is_divided_by_each_ranks_own_tokens() -> None:

@@ -1,0 +1,147 @@
+"""A branch added to the residual stream and the sum's norm, against autograd through plain operators in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from engine.comm.collectives import Axis
+from engine.comm.ledger import Ledger
+from engine.config.layer_kinds import NORMS
+from engine.kernels.fusion import EAGER, Form, Fusion
+from engine.layout.param_layout import layout_parameters
+from engine.layout.shard_spec import localize
+from engine.numerics.precision import accumulation_dtype
+from engine.optimizer.grad_buffer import GradBuffers
+from engine.tensor_parallel.parameter import ShardedParameter
+from engine.tensor_parallel.residual_norm import NormLayer, added_and_normalised
+from models.specs import Init, ParamSpec
+from tests.harness import compiler
+
+EPS, SHAPE = 1e-5, (6, 3, 16)
+
+Tensors = list[torch.Tensor]
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+class Given:
+    """Inputs in one dtype, and a norm whose weights are in flat buffers."""
+
+    def __init__(self, name: str, dtype: torch.dtype, fusion: Fusion, *, frozen: tuple[str, ...] = ()) -> None:
+        self.x, self.branch = (drawn(seed, *SHAPE).to(dtype).requires_grad_() for seed in (1, 2))
+        records = [
+            localize(
+                ParamSpec(parameter, SHAPE[-1:], Init("ones")),
+                tp=1,
+                tp_index=0,
+                sequence_parallel=False,
+                is_frozen=parameter in frozen,
+            )
+            for parameter in NORMS[name].parameters
+        ]
+        parameters = {record.name: ShardedParameter(record, dtype) for record in records}
+        alone, wide = Axis("dp", [0], 0, None, Ledger()), accumulation_dtype(dtype)
+        layouts = layout_parameters(records, dp=1, bucket_numel=1)
+        cpu = torch.device("cpu")
+        self.buffers = GradBuffers(layouts, parameters, dtype, wide, cpu, {"dp": alone}, {"tp": alone})
+        self.weights = list(parameters.values())
+        for seed, weight in enumerate(self.weights, start=3):
+            weight.value.data.copy_(drawn(seed, SHAPE[-1]))
+        self.norm = NormLayer(name, self.weights, EPS, fusion)
+
+
+def grads(dtype: torch.dtype) -> Tensors:
+    return [drawn(seed, *SHAPE).to(dtype) for seed in (8, 9)]
+
+
+def ours(given: Given, factor: float) -> Tensors:
+    """Sum, norm, and the gradients of x, of the branch and of the trained weights."""
+    y, normalised = added_and_normalised(given.x, given.branch, given.norm, factor)
+    given.buffers.start(num_microbatches=1)
+    torch.autograd.backward((y, normalised), grads(y.dtype))
+    given.buffers.finish()
+    assert given.x.grad is not None and given.branch.grad is not None
+    trained = [weight.bound_main_grad().clone() for weight in given.weights if weight.is_trained]
+    return [y.detach(), normalised.detach(), given.x.grad, given.branch.grad, *trained]
+
+
+def plain(given: Given, factor: float, dtype: torch.dtype) -> Tensors:
+    """The same by autograd, in `dtype`."""
+    x, branch = (each.detach().to(dtype).requires_grad_() for each in (given.x, given.branch))
+    weights = [weight.value.detach().to(dtype).requires_grad_(weight.is_trained) for weight in given.weights]
+    y = x + factor * branch
+    name = given.norm.name
+    if name == "layernorm":
+        normalised = F.layer_norm(y, SHAPE[-1:], *weights, eps=EPS)
+    else:
+        offset = NORMS[name].offset
+        normalised = F.rms_norm(y, SHAPE[-1:], weights[0] + offset if offset else weights[0], EPS)
+    torch.autograd.backward((y, normalised), grads(dtype))
+    trained = [weight.grad for weight in weights if weight.requires_grad]
+    found = [y.detach(), normalised.detach(), x.grad, branch.grad, *trained]
+    return [each for each in found if each is not None]
+
+
+def forms(*in_ci: str) -> pytest.MarkDecorator:
+    """Every norm in both forms; compiled, only those in CI that are named."""
+    compiled = [
+        pytest.param(name, "compiled", marks=[compiler(), *([] if name in in_ci else [pytest.mark.slow])])
+        for name in NORMS
+    ]
+    return pytest.mark.parametrize(("name", "form"), [*((name, "eager") for name in NORMS), *compiled])
+
+
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> None:
+    """Compile as for one model: the compiler takes few shapes and functions for one kernel."""
+    torch.compiler.reset()
+
+
+@forms("rmsnorm")
+@pytest.mark.parametrize("factor", [1.0, pytest.param(0.7, marks=pytest.mark.slow)])
+def test_sum_norm_and_gradients_are_those_of_plain_operators(name: str, form: Form, factor: float) -> None:
+    given = Given(name, torch.float64, Fusion(form))
+    for one, other in zip(ours(given, factor), plain(given, factor, torch.float64), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@forms()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_narrower_dtypes_no_further_from_the_truth_than_plain_operators(
+    name: str, form: Form, dtype: torch.dtype
+) -> None:
+    given = Given(name, dtype, Fusion(form))
+    exact, theirs = plain(given, 1.0, torch.float64), plain(given, 1.0, dtype)
+    # Sums of the same few numbers differ by the order of additions.
+    slack = 1.05 if dtype == torch.bfloat16 else 2.0
+    for mine, torchs, true in zip(ours(given, 1.0), theirs, exact, strict=True):
+        assert (mine - true).norm() <= slack * (torchs - true).norm() + torch.finfo(dtype).eps * 1e-2 * true.norm()
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_kept_for_the_backward_are_the_sum_and_the_statistics(name: str) -> None:
+    given = Given(name, torch.bfloat16, EAGER)
+    saved: Tensors = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        added_and_normalised(given.x, given.branch, given.norm, 1.0)
+    assert sum(tensor.numel() for tensor in saved) == 6 * 3 * (16 + len(NORMS[name].statistics))
+
+
+@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
+def test_frozen_weights_get_no_gradient(frozen: tuple[str, ...]) -> None:
+    given = Given("layernorm", torch.float64, EAGER, frozen=frozen)
+    for one, other in zip(ours(given, 1.0), plain(given, 1.0, torch.float64), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_name_without_a_kernel_is_an_error_and_no_other_kernel() -> None:
+    x = drawn(1, *SHAPE)
+    with pytest.raises(KeyError, match="batchnorm"):
+        added_and_normalised(x, x, NormLayer("batchnorm", [], EPS, EAGER), 1.0)
