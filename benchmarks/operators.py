@@ -66,7 +66,7 @@ class OperatorCounter(TorchDispatchMode):
         if func.namespace != "aten":
             return result
         counts, name = self.counts[self.place], func.name()
-        if name in NO_KERNEL or _is_view(func):
+        if is_view(func):
             counts.views[name] += 1
         else:
             counts.kernels[name] += 1
@@ -108,8 +108,10 @@ class OperatorCounter(TorchDispatchMode):
                 hook.remove()
 
 
-def _is_view(func: Any) -> bool:
-    """Return whether it returns part of its arguments, unchanged."""
+def is_view(func: Any) -> bool:
+    """Return whether it computes nothing: it returns part of its arguments unchanged, or memory that is not filled yet."""
+    if func.name() in NO_KERNEL:
+        return True
     returns = func._schema.returns
     return bool(returns) and any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 

@@ -67,6 +67,8 @@ class Chunk(Protocol):
     def fp8_counts(self) -> Fp8Counts | None: ...
     @property
     def trained_from(self) -> int: ...
+    @property
+    def training(self) -> bool: ...
     def __call__(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def logits(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def train(self, mode: bool = True) -> nn.Module: ...
@@ -145,8 +147,7 @@ class Engine:
             ahead follow, then the numbers of those tokens.
         """
         self.topology.ledger.reset()
-        for chunk in self.chunks:
-            chunk.train(True)
+        self._set_mode(training=True)
         if self.load is not None:
             self.load.begin()
             self.load.loss_scale.copy_(self.loss_scale.scale)
@@ -157,6 +158,12 @@ class Engine:
         counts = self._count(losses, microbatches, self.config.model.num_mtp_layers)
         self.buffers.finish()
         return counts
+
+    def _set_mode(self, *, training: bool) -> None:
+        # Torch sets it module by module, so that a step of small microbatches would notice.
+        for chunk in self.chunks:
+            if chunk.training != training:
+                chunk.train(training)
 
     def train_step(self, microbatches: Sequence[Any], lr: float) -> StepResult:
         """Run `forward_backward`, then `update`, and wait for the result."""
@@ -229,8 +236,7 @@ class Engine:
         counts = torch.zeros(2, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         if self.load is not None:
             self.load.begin()
-        for chunk in self.chunks:
-            chunk.train(False)
+        self._set_mode(training=False)
         for microbatches in steps:
             losses = self.executor.run(self.forward_programs.next(), microbatches, self._loss)
             counts += self._count(losses, microbatches)

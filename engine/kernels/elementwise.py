@@ -43,7 +43,8 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        grad_x, grad_weight, grad_bias = ctx.fusion(layer_norm_backward)(*ctx.saved_tensors, grad)
+        _, weight, *_ = saved = ctx.saved_tensors
+        grad_x, grad_weight, grad_bias = ctx.fusion(layer_norm_backward)(*saved, grad, weight.dtype)
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -59,15 +60,20 @@ def layer_norm_forward(
 
 
 def layer_norm_backward(
-    x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, r: torch.Tensor, grad: torch.Tensor
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    mean: torch.Tensor,
+    r: torch.Tensor,
+    grad: torch.Tensor,
+    of_weights: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dx = r (dy w - mean(dy w) - n mean(dy w n)), dw = sum of dy n over the tokens, db = sum of dy."""
+    """Return dx = r (dy w - mean(dy w) - n mean(dy w n)); in `of_weights` dw = sum of dy n over the tokens, db = sum of dy."""
     n = (accumulate(x) - mean) * r
     wide = accumulate(grad)
     grad_weight, grad_bias = (each.flatten(0, -2).sum(0) for each in (wide * n, wide))
     scaled = wide * weight
     grad_x = (scaled - scaled.mean(-1, keepdim=True) - n * (scaled * n).mean(-1, keepdim=True)) * r
-    return grad_x.to(x.dtype), grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
+    return grad_x.to(x.dtype), grad_weight.to(of_weights), grad_bias.to(of_weights)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:
@@ -99,7 +105,8 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        grad_x, grad_weight = ctx.fusion(rms_norm_backward)(*ctx.saved_tensors, grad, ctx.offset)
+        x, weight, r = ctx.saved_tensors
+        grad_x, grad_weight = ctx.fusion(rms_norm_backward)(x, weight, r, grad, ctx.offset, weight.dtype)
         return grad_x, grad_weight, None, None, None
 
 
@@ -117,16 +124,16 @@ def rms_norm_forward(
 
 
 def rms_norm_backward(
-    x: torch.Tensor, weight: torch.Tensor, r: torch.Tensor, grad: torch.Tensor, offset: int
+    x: torch.Tensor, weight: torch.Tensor, r: torch.Tensor, grad: torch.Tensor, offset: int, of_weight: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dx = r (dy g - n mean(dy g n)), dw = sum of dy n over the tokens."""
+    """Return dx = r (dy g - n mean(dy g n)); in `of_weight` dw = sum of dy n over the tokens."""
     gains = _gains(weight, offset)
     n = accumulate(x) * r
     products = (n * grad).flatten(0, -2)
     grad_weight = products.sum(0)
-    mean = products.mv(accumulate(gains)).div_(x.shape[-1]).view(r.shape)
-    grad_x = n.mul_(mean.neg_()).add_(accumulate(grad) * gains).mul_(r)
-    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+    minus_mean = products.mv(accumulate(gains)).div_(-x.shape[-1]).view(r.shape)
+    grad_x = n.mul_(minus_mean).add_(accumulate(grad) * gains).mul_(r)
+    return grad_x.to(x.dtype), grad_weight.to(of_weight)
 
 
 _NORMS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
@@ -375,16 +382,16 @@ def rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Return y = x cos + swap(x) sin, a function for `Fusion`; x [s, b, heads, d], the tables as in `apply_rope`."""
     if x.shape[-1] != tables.shape[-1]:
         return _on_first(rope, x, tables)
-    wide = accumulate(x)
-    return (wide * tables[0] + _swap(wide) * tables[1]).to(x.dtype)
+    wide, (cos, sin) = accumulate(x), tables.unbind()
+    return (wide * cos + _swap(wide) * sin).to(x.dtype)
 
 
 def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     """Return dx = dy cos + swap(dy sin): the rotation back."""
     if grad.shape[-1] != tables.shape[-1]:
         return _on_first(rope_backward, grad, tables)
-    wide = accumulate(grad)
-    return (wide * tables[0] + _swap(wide * tables[1])).to(grad.dtype)
+    wide, (cos, sin) = accumulate(grad), tables.unbind()
+    return (wide * cos + _swap(wide * sin)).to(grad.dtype)
 
 
 def _on_first(

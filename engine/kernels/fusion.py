@@ -22,15 +22,15 @@ class Fusion:
 
     Args:
         form: eager or compiled, as above.
+
+    Attributes:
+        is_compiled: the form is compiled.
     """
 
     def __init__(self, form: Form) -> None:
         self.form = form
+        self.is_compiled = form == "compiled"
         self._compiled: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
-
-    @property
-    def is_compiled(self) -> bool:
-        return self.form == "compiled"
 
     def __call__(self, function: Function, *, any_length: bool = False) -> Function:
         """Return `function`, or its compiled form.

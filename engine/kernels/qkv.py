@@ -7,7 +7,7 @@ Operator by operator these are a rotation of q, one of k, a concatenation and a 
 Compiled, each direction is one kernel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,9 +67,10 @@ class _SplitQkv(torch.autograd.Function):
         ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
     ) -> tuple[torch.Tensor, None, None, None, None, None]:
         grads = (grad_q, grad_k, grad_v, *ctx.saved_tensors)
+        joined = _joined if ctx.fusion.is_compiled else _joined_in_place
         if ctx.add_total is None:
-            return ctx.fusion(_joined)(*grads), None, None, None, None, None
-        grad, total = ctx.fusion(_joined_and_total)(*grads)
+            return ctx.fusion(joined)(*grads), None, None, None, None, None
+        grad, total = ctx.fusion(_and_total)(joined, *grads)
         ctx.add_total(total)
         return grad, None, None, None, None, None
 
@@ -87,7 +88,18 @@ def _joined(
     return torch.cat((grad_q, grad_k, grad_v), dim=2).flatten(2)
 
 
-def _joined_and_total(*grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same, and its sum over the tokens."""
-    grad = _joined(*grads)
+def _joined_in_place(
+    grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, tables: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the same; eager code rotates q and k together, in their place."""
+    whole = torch.cat((grad_q, grad_k, grad_v), dim=2)
+    if tables is not None:
+        rotated = whole.narrow(2, 0, grad_q.shape[2] + grad_k.shape[2])
+        rotated.copy_(rope_backward(rotated, tables))
+    return whole.flatten(2)
+
+
+def _and_total(joined: Callable[..., torch.Tensor], *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradient of x, and its sum over the tokens."""
+    grad = joined(*grads)
     return grad, total_of(grad)

@@ -27,8 +27,8 @@ class NormFunctions:
 
     Attributes:
         forward: (x [.., h], eps, weights [h]) -> output and statistics.
-        backward: (x, grad [.., h], mask, weights and statistics) -> gradients of x and of each weight, None where the mask is False
-            or the same pass makes it anyway.
+        backward: (x, grad [.., h], mask, weights and statistics) -> gradients of x and of each weight; of a weight that needs none
+            it may be None. Ours leave the weights' in the accumulation dtype, that of the sums.
     """
 
     forward: Callable[..., Tensors]
@@ -48,7 +48,7 @@ def _layer_norm_back(
     mean: torch.Tensor,
     r: torch.Tensor,
 ) -> Tensors:
-    return layer_norm_backward(x, weight, mean, r, grad)
+    return layer_norm_backward(x, weight, mean, r, grad, r.dtype)
 
 
 def _torch_layer_norm(x: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor) -> Tensors:
@@ -73,7 +73,7 @@ def _rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
 
 
 def _rms_norm_back(x: torch.Tensor, grad: torch.Tensor, mask: Mask, weight: torch.Tensor, r: torch.Tensor) -> Tensors:
-    return rms_norm_backward(x, weight, r, grad, 0)
+    return rms_norm_backward(x, weight, r, grad, 0, r.dtype)
 
 
 def _rms_norm_1p(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
@@ -83,7 +83,7 @@ def _rms_norm_1p(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
 def _rms_norm_1p_back(
     x: torch.Tensor, grad: torch.Tensor, mask: Mask, weight: torch.Tensor, r: torch.Tensor
 ) -> Tensors:
-    return rms_norm_backward(x, weight, r, grad, 1)
+    return rms_norm_backward(x, weight, r, grad, 1, r.dtype)
 
 
 def _torch_rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:

@@ -9,13 +9,13 @@ these have the accumulation dtype. A step:
                       reduce-scatter over dp (of experts: expert_dp) is posted, under the rest of the backward
     finish()          waits for them, then sums the owned parts that are partial sums over a further axis
     (optimizer)       writes the owned part of the parameters
-    gather()          posts the all-gathers; `weight_needed` waits for a bucket where the next forward needs it
+    gather()          posts the all-gathers; `weights_needed` waits for a bucket where the next forward needs it
 
 There is no switch for "the last microbatch": readiness is a count, and a count that is off at the end of the step is
 an error that names the parameter.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,7 +99,8 @@ class GradBuffers:
         self._on_grad: Callable[[ShardedParameter], None] | None = None
         self._version = 0
         self.buffers: list[FlatBuffer] = []
-        self._places: dict[str, _Place] = {}
+        # By the objects: these are looked up several times for each layer and microbatch.
+        self._places: dict[ShardedParameter, _Place] = {}
         for layout in layouts:
             is_trained, owners = layout.key.is_trained, reduce_axes[layout.key.reduce_over]
             numel = layout.numel
@@ -117,7 +118,7 @@ class GradBuffers:
             for bucket in buffer.buckets:
                 for entry in bucket.layout.entries:
                     parameter = parameters[entry.record.name]
-                    self._places[entry.record.name] = _Place(parameter, buffer, bucket)
+                    self._places[parameter] = _Place(parameter, buffer, bucket)
                     shape, where = entry.record.local_shape, slice(entry.start, entry.stop)
                     main_grad = buffer.main_grads[where].view(shape) if is_trained else None
                     parameter.bind(buffer.parameters[where].view(shape), main_grad, self)
@@ -143,14 +144,14 @@ class GradBuffers:
 
     def is_first_grad(self, parameter: ShardedParameter) -> bool:
         """Return whether the parameter has got no gradient in this step yet."""
-        place = self._places[parameter.record.name]
+        place = self._places[parameter]
         return place.missing == place.expected
 
     def grad_added(self, parameter: ShardedParameter) -> None:
         """Count the gradient of one microbatch that one use of the parameter has added."""
         if self._on_grad is not None:
             self._on_grad(parameter)
-        place = self._places[parameter.record.name]
+        place = self._places[parameter]
         place.missing -= 1
         assert place.missing >= 0, f"{parameter.record.name}: a gradient more than microbatches x uses was added"
         place.bucket.missing -= 1
@@ -165,7 +166,7 @@ class GradBuffers:
 
     def finish(self) -> None:
         """Wait for the reductions; afterwards the owned part of each bucket holds the whole gradient."""
-        late = [name for name, place in self._places.items() if place.missing]
+        late = [parameter.record.name for parameter, place in self._places.items() if place.missing]
         assert not late, f"gradients are missing at the end of the step: {', '.join(late[:5])}"
         sums = []
         for buffer in self._trained:
@@ -199,12 +200,13 @@ class GradBuffers:
         """Return how often parameters were gathered: after each update, and when they are loaded."""
         return self._version
 
-    def weight_needed(self, parameter: ShardedParameter) -> None:
-        """Complete the parameter's bucket before it is used."""
-        bucket = self._places[parameter.record.name].bucket
-        if bucket.gathering is not None:
-            bucket.gathering.wait()
-            bucket.gathering = None
+    def weights_needed(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Complete the parameters' buckets before they are used."""
+        for parameter in parameters:
+            bucket = self._places[parameter].bucket
+            if bucket.gathering is not None:
+                bucket.gathering.wait()
+                bucket.gathering = None
 
     def wait_all(self) -> None:
         """Complete every parameter (before it is read from outside: validation ends, a checkpoint begins)."""

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from engine.tensor_parallel.parameter import FusedWeights
 from engine.tensor_parallel.weight_grads import WeightGradQueue
@@ -54,27 +53,33 @@ class LinearGemms:
 
     def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], largest: Amax) -> torch.Tensor:
         """Return Y [.., out] of x [.., in]; `biases` has one vector, or None, for each matrix of the weights."""
-        matrices = self.weights.matrices()
-        outputs = [_project(x, matrix, bias) for matrix, bias in zip(matrices, biases, strict=True)]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        rows = x.view(-1, x.shape[-1])
+        outputs = [
+            torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
+            for matrix, bias in zip(self.weights.transposes(), biases, strict=True)
+        ]
+        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return whole.view(*x.shape[:-1], whole.shape[-1])
 
     def input_grad(self, grad: torch.Tensor, largest: Amax) -> torch.Tensor:
         """Return dX [.., in] of grad [.., out], whose columns are cut as the rows of the matrices are stacked."""
         matrices = self.weights.matrices()
-        parts = grad.split([matrix.shape[0] for matrix in matrices], dim=-1)
-        total = _project(parts[0], matrices[0].t())
+        rows = grad.view(-1, grad.shape[-1])
+        parts = [rows] if len(matrices) == 1 else rows.split([matrix.shape[0] for matrix in matrices], dim=-1)
+        total = torch.mm(parts[0], matrices[0])
         for part, matrix in zip(parts[1:], matrices[1:], strict=True):
-            total += _project(part, matrix.t())
-        return total
+            total += torch.mm(part, matrix)
+        return total.view(*grad.shape[:-1], total.shape[-1])
 
     def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax, of_x: Amax) -> torch.Tensor | None:
         """Add dY^T X to the main grads of the trained weights; grad [.., out], x [.., in].
 
         Return the sum of dY over the tokens [out] if `makes_totals`, else None.
         """
-        rows_of_grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+        grad, x = grad.view(-1, grad.shape[-1]), x.view(-1, x.shape[-1])
         for main_grad, rows, overwrite in self.weights.main_grads():
-            self.queue.add_matmul(main_grad, rows_of_grad[:, rows], x, overwrite=overwrite)
+            part = grad if rows == self.weights.all_rows else grad[:, rows]
+            self.queue.add_matmul(main_grad, part, x, overwrite=overwrite)
         return None
 
 
@@ -89,8 +94,3 @@ class LinearForm:
 
 
 IN_RUN_DTYPE = LinearForm()
-
-
-def _project(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return x [.., in] W^T + bias as [.., out], in one GEMM; matrix W [out, in], bias [out]."""
-    return F.linear(x.flatten(0, -2), matrix, bias).view(*x.shape[:-1], matrix.shape[0])

@@ -78,6 +78,17 @@ class ColumnParallelLinear(nn.Module):
         """Map [s(/t), b, in] to [s, b, rows on this rank]."""
         return _ColumnParallel.apply(x, self)
 
+    def vectors(self) -> Sequence[torch.Tensor | None]:
+        """Return a vector of biases for each matrix of weights, added in its GEMM; None where the layer has none."""
+        matrices = self.weights.matrices()
+        if self.biases is None:
+            return [None] * len(matrices)
+        vectors = self.biases.matrices()
+        rows = [matrix.shape[0] for matrix in matrices]
+        # Biases are adjacent where their weights are, unless only some of both are frozen.
+        are_beside = [vector.shape[0] for vector in vectors] == rows
+        return vectors if are_beside else torch.cat(vectors).split(rows)
+
     @property
     def takes_bias_total(self) -> AddTotal:
         """Return `add_bias_total` where the consumer has to call it, else None."""
@@ -101,7 +112,7 @@ class ColumnParallelLinear(nn.Module):
         """Add the sum of dY over its tokens, [rows] in the accumulation dtype, to the main grads of the biases."""
         assert self.biases is not None
         for main_grad, rows, overwrite in self.biases.main_grads():
-            add(main_grad, total[rows], overwrite=overwrite)
+            add(main_grad, total if rows == self.biases.all_rows else total[rows], overwrite=overwrite)
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -111,8 +122,7 @@ class _ColumnParallel(torch.autograd.Function):
         x = x.contiguous()
         inputs = layer.region.enter(x, f"{layer.name} forward").wait()
         ctx.save_for_backward(*([layer.region.kept(x, inputs)] if layer.weights.is_trained else []))
-        matrices = layer.weights.matrices()
-        biases = [None] * len(matrices) if layer.biases is None else _beside(matrices, layer.biases.matrices())
+        biases = layer.vectors()
         ctx.of_x = layer.gemms.input_amax(inputs)
         return layer.gemms.forward(inputs, biases, ctx.of_x)
 
@@ -188,7 +198,7 @@ class _RowParallel(torch.autograd.Function):
         ctx.layer = layer
         x = x.contiguous()
         ctx.save_for_backward(*([x] if layer.weights.is_trained else []))
-        bias = layer.bias.weight().detach() if layer.bias is not None and layer.region.axis.index == 0 else None
+        bias = layer.bias.weight() if layer.bias is not None and layer.region.axis.index == 0 else None
         ctx.of_x = layer.gemms.input_amax(x)
         return layer.region.leave(layer.gemms.forward(x, [bias], ctx.of_x), f"{layer.name} forward").wait()
 
@@ -269,12 +279,3 @@ class _VocabParallelLookup(torch.autograd.Function):
             add(main_grad, total, overwrite=is_first)
         layer.weight.grad_was_added()
         return None, None, None
-
-
-def _beside(matrices: Sequence[torch.Tensor], vectors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return a vector of biases for each matrix, added in its GEMM.
-
-    Biases are adjacent where their weights are, unless only some of both are frozen.
-    """
-    rows = [matrix.shape[0] for matrix in matrices]
-    return vectors if [len(vector) for vector in vectors] == rows else torch.cat(list(vectors)).split(rows)

@@ -12,8 +12,8 @@ A weight-gradient GEMM may be deferred (`weight_grads.py`), which zero-bubble sc
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby, takewhile
-from typing import Protocol
+from itertools import groupby
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ class GradSink(Protocol):
 
     def grad_added(self, parameter: "ShardedParameter") -> None: ...
     def is_first_grad(self, parameter: "ShardedParameter") -> bool: ...
-    def weight_needed(self, parameter: "ShardedParameter") -> None: ...
+    def weights_needed(self, parameters: Sequence["ShardedParameter"]) -> None: ...
     def weights_version(self) -> int: ...
 
 
@@ -36,14 +36,18 @@ class ShardedParameter(nn.Module):
 
     Attributes:
         record: name, shape, box and replicas.
+        is_trained: layers add gradients to it.
         value: the weight, of `record.local_shape` in the run's dtype; a leaf whose `.grad` is never used.
         main_grad: accumulated gradient of that shape in the accumulation dtype; None before `bind`, and where it is not trained.
         num_uses: layers that use it. A tied embedding on one stage has two; each microbatch brings a gradient from both.
+        num_bindings: how often `value` was set, and with it the main grad; views of them are made anew afterwards.
     """
 
     def __init__(self, record: ParamRecord, dtype: torch.dtype) -> None:
         super().__init__()
         self.record = record
+        self.is_trained = record.is_trained
+        self.num_bindings = 0
         self.value = nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device="meta"))
         self.main_grad: torch.Tensor | None = None
         self.num_uses = 1
@@ -51,21 +55,21 @@ class ShardedParameter(nn.Module):
 
     def bind(self, value: torch.Tensor, main_grad: torch.Tensor | None, sink: GradSink) -> None:
         """Use these views of the flat tensors from now on."""
+        self.main_grad = main_grad
+        self._sink = sink
         # `.data` has its own version counter: the all-gather of another bucket writes to the same flat tensor while this weight is
         # in use, and autograd must not take that for a change of this weight.
         self.value = nn.Parameter(value.data, requires_grad=main_grad is not None)
-        self.main_grad = main_grad
-        self._sink = sink
 
-    @property
-    def is_trained(self) -> bool:
-        """Return whether layers add gradients to it."""
-        return self.record.is_trained
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "value":
+            self.num_bindings += 1
 
     def weight(self) -> torch.Tensor:
         """Return the complete weight; wait for the all-gather that fills it, if one is in flight."""
         if self._sink is not None:
-            self._sink.weight_needed(self)
+            self._sink.weights_needed((self,))
         return self.value
 
     def bound_main_grad(self) -> torch.Tensor:
@@ -111,24 +115,27 @@ class FusedWeights:
 
     W = [W_1; W_2; ..] with W_i [rows_i, in]. Query and key/value weights are adjacent unless the key/value heads are replicated,
     whose gradients are in another buffer. Members are used together: each gets its gradients when the others do.
+
+    Views of weights and main grads are made once for the tensors that members are bound to, not once for each use.
+
+    Attributes:
+        all_rows: the rows of W.
     """
 
     def __init__(self, members: Sequence[ShardedParameter], in_features: int | None) -> None:
         """Take the members and the width of their matrices; None for vectors (biases)."""
         self.members = tuple(members)
-        self._in_features = in_features
-        self._values = _MergedViews(in_features)
+        self._values = _MergedViews(self.members, "value", in_features, first_row=0)
+        first, runs = 0, []
         # Of frozen members there is no gradient: those of a run of trained ones may be one matrix.
-        self._trained = [
-            (tuple(run), _MergedViews(in_features))
-            for is_trained, run in groupby(members, key=lambda member: member.is_trained)
-            if is_trained
-        ]
-
-    @property
-    def is_trained(self) -> bool:
-        """Return whether a member is."""
-        return bool(self._trained)
+        for is_trained, run in groupby(self.members, key=lambda member: member.is_trained):
+            group = tuple(run)
+            if is_trained:
+                runs.append((group, _MergedViews(group, "main_grad", in_features, first)))
+            first += sum(member.record.numel for member in group) // (in_features or 1)
+        self._trained = runs
+        self.is_trained = bool(runs)
+        self.all_rows = slice(0, first)
 
     def version(self) -> int | None:
         """Return a number that changes with the weights, as copies of them must; None where they are not bound."""
@@ -137,37 +144,72 @@ class FusedWeights:
 
     def matrices(self) -> list[torch.Tensor]:
         """Return the weights as few matrices [rows, in] (or vectors [rows]), as adjacency allows."""
-        return self._values.of([member.weight() for member in self.members])
+        return self._complete().views
+
+    def transposes(self) -> list[torch.Tensor]:
+        """Return those matrices as [in, rows]."""
+        return self._complete().transposes
+
+    def _complete(self) -> "_MergedViews":
+        sink = self.members[0]._sink
+        if sink is not None:
+            sink.weights_needed(self.members)
+        return self._values.now()
 
     def main_grads(self) -> Iterator[tuple[torch.Tensor, slice, bool]]:
         """Yield (main-grad matrix, its rows of W, overwrite) per run of adjacent trained members; then notify their sinks."""
         for members, main_grads in self._trained:
             overwrite = members[0].is_first_grad()
-            assert all(member.is_first_grad() == overwrite for member in members[1:])
-            first = self._first_row(members[0])
-            for matrix in main_grads.of([member.bound_main_grad() for member in members]):
-                yield matrix, slice(first, first + matrix.shape[0]), overwrite
-                first += matrix.shape[0]
+            for member in members[1:]:
+                assert member.is_first_grad() == overwrite, "members are used together"
+            main_grads.now()
+            for matrix, rows in zip(main_grads.views, main_grads.rows, strict=True):
+                yield matrix, rows, overwrite
             for member in members:
                 member.grad_was_added()
 
-    def _first_row(self, member: ShardedParameter) -> int:
-        before = takewhile(lambda other: other is not member, self.members)
-        return sum(other.record.numel for other in before) // (self._in_features or 1)
-
 
 class _MergedViews:
-    """Views of tensors as matrices of one width (None: vectors), memory neighbours joined; cached for the same tensors."""
+    """Views of parameters' tensors as matrices of one width (None: vectors), memory neighbours joined; kept for the same tensors.
 
-    def __init__(self, width: int | None) -> None:
+    Args:
+        members: the parameters.
+        name: of the tensor, an attribute of each.
+        width: of the matrices.
+        first_row: of W, where the first matrix begins.
+
+    Attributes:
+        views, transposes: the matrices [rows, in] and [in, rows], after `now`.
+        rows: theirs, of W.
+    """
+
+    def __init__(self, members: Sequence[ShardedParameter], name: str, width: int | None, first_row: int) -> None:
+        self._members = members
+        self._name = name
         self._width = width
-        self._tensors: Sequence[torch.Tensor] = ()
-        self._views: list[torch.Tensor] = []
+        self._first_row = first_row
+        self._bindings: list[int] = []
+        self.views: list[torch.Tensor] = []
+        self.transposes: list[torch.Tensor] = []
+        self.rows: list[slice] = []
 
-    def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
-            self._tensors, self._views = tensors, self._merge([tensor.detach() for tensor in tensors])
-        return self._views
+    def now(self) -> "_MergedViews":
+        """Return this object with views of the tensors that members have now."""
+        bindings = self._bindings
+        for place, member in enumerate(self._members):
+            if not bindings or member.num_bindings != bindings[place]:
+                self._make()
+                break
+        return self
+
+    def _make(self) -> None:
+        self._bindings = [member.num_bindings for member in self._members]
+        self.views = self._merge([getattr(member, self._name).detach() for member in self._members])
+        self.transposes = [view.t() for view in self.views]
+        first, self.rows = self._first_row, []
+        for view in self.views:
+            self.rows.append(slice(first, first + view.shape[0]))
+            first += view.shape[0]
 
     def _merge(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         views = [tensor.reshape(-1) if self._width is None else tensor.reshape(-1, self._width) for tensor in tensors]

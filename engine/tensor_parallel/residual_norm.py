@@ -50,7 +50,8 @@ class _AddedAndNormalised(torch.autograd.Function):
         weights = [weight.weight() for weight in norm.weights]
         y, normalised, *statistics = norm.fusion(add_and_norm)(functions.forward, x, branch, factor, norm.eps, *weights)
         ctx.norm, ctx.factor, ctx.functions = norm, factor, functions
-        ctx.save_for_backward(y, *statistics)
+        # Saved as an output, y would be a new view here and another one in the backward.
+        ctx.save_for_backward(y.detach(), *statistics)
         return y, normalised
 
     @staticmethod

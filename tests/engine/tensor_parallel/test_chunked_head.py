@@ -38,7 +38,7 @@ class Sink:
     def is_first_grad(self, parameter: ShardedParameter) -> bool:
         return self.is_old
 
-    def weight_needed(self, parameter: ShardedParameter) -> None: ...
+    def weights_needed(self, parameters: Sequence[ShardedParameter]) -> None: ...
 
 
 @dataclass
