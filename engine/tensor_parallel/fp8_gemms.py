@@ -21,8 +21,8 @@ from engine.kernels.fp8.products import Fp8
 from engine.kernels.fp8.recipes import Quantised, amax
 from engine.kernels.fp8.shares import Operand
 from engine.tensor_parallel.fp8_shares import Fp8Counts
+from engine.tensor_parallel.fused_weights import FusedWeights
 from engine.tensor_parallel.gemms import Amax, Cut, LinearForm, LinearGemms
-from engine.tensor_parallel.parameter import FusedWeights
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 
 

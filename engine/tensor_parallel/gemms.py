@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from engine.tensor_parallel.parameter import FusedWeights
+from engine.tensor_parallel.fused_weights import FusedWeights
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 
 Amax = torch.Tensor | None

@@ -31,9 +31,10 @@ from torch import nn
 from engine.kernels.bias_total import AddTotal, total_of
 from engine.kernels.weight_grad import add
 from engine.numerics.precision import accumulate, accumulation_dtype
+from engine.tensor_parallel.fused_weights import FusedWeights
 from engine.tensor_parallel.gemms import IN_RUN_DTYPE, Amax, Cut, LinearForm, LinearGemms
 from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import FusedWeights, ShardedParameter
+from engine.tensor_parallel.parameter import ShardedParameter
 from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
 
 

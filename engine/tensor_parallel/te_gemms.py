@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 from engine.kernels.te import TransformerEngine
+from engine.tensor_parallel.fused_weights import FusedWeights
 from engine.tensor_parallel.gemms import Amax, Cut, LinearForm, LinearGemms
-from engine.tensor_parallel.parameter import FusedWeights
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 
 

@@ -7,8 +7,8 @@ import torch
 from engine.kernels.fp8.products import Fp8
 from engine.kernels.fp8.recipes import E4M3, Quantised
 from engine.tensor_parallel.fp8_gemms import Fp8Gemms
+from engine.tensor_parallel.fused_weights import FusedWeights
 from engine.tensor_parallel.gemms import Amax
-from engine.tensor_parallel.parameter import FusedWeights
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention
 
