@@ -70,14 +70,14 @@ def whole_gradients_of_replicas_are_added() -> None:
 def _tp_size(buffers: GradBuffers) -> int:
     """Return how many ranks share a matrix that tp cuts."""
     sizes = {
-        place.parameter.record.spec.shape[0] // place.parameter.record.local_shape[0]
-        for name, place in buffers._places.items()
-        if name.endswith("mlp.up.weight") and place.parameter.record.spec.tp_dim == 0
+        parameter.record.spec.shape[0] // parameter.record.local_shape[0]
+        for parameter in buffers._places
+        if parameter.record.name.endswith("mlp.up.weight") and parameter.record.spec.tp_dim == 0
     }
     sizes |= {
-        place.parameter.record.spec.shape[1] // place.parameter.record.local_shape[1]
-        for name, place in buffers._places.items()
-        if name.endswith("mlp.down.weight")
+        parameter.record.spec.shape[1] // parameter.record.local_shape[1]
+        for parameter in buffers._places
+        if parameter.record.name.endswith("mlp.down.weight")
     }
     return max(sizes)
 
