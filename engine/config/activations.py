@@ -54,6 +54,11 @@ class RecomputeConfig(Section):
         default = ["attention"] if self.granularity == "selective" else []
         return frozenset(default if self.modules is None else self.modules)
 
+    @property
+    def parts_made_again(self) -> frozenset[str]:
+        """Return `parts`, and `activation` where `mlp` is one: its input exists in the backward, so its output need not be kept."""
+        return self.parts | ({"activation"} if "mlp" in self.parts else set())
+
     def __str__(self) -> str:
         """Return the choice in the words of the configuration; "none" where nothing is recomputed."""
         words: list[str] = []

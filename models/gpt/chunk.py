@@ -284,7 +284,7 @@ def build_chunks(
     dtype = DTYPES[config.precision.dtype]
     held: dict[str, ShardedParameter] = {}
     saved = SavedTensors(
-        choice.parts,
+        choice.parts_made_again,
         HostMemory(topology.device) if config.offload.num_layers else None,
         config.offload.min_bytes,
         weights=lambda: [parameter.value for parameter in held.values()],

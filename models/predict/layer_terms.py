@@ -28,7 +28,7 @@ from models.trained_part import frozen_products
 
 def block_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Fraction = BALANCED) -> list[Term]:
     """List the tensors that one transformer layer keeps if it is not recomputed as a whole; `load`: of the rank's experts."""
-    parts = config.recompute.parts | ({"activation"} if "mlp" in config.recompute.parts else set())
+    parts = config.recompute.parts_made_again
     kind, frozen = config.model.layer_kind(layer), frozen_products(config, layer)
     terms = all_terms(config, sizes, kind, load, frozen, parts)
     return [replace(term, ours=Fraction(0)) if term.part in parts else term for term in terms]

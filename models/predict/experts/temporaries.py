@@ -61,5 +61,5 @@ def temporaries(config: Config, sizes: ParallelSizes, load: Fraction) -> tuple[F
 
 
 def _is_made_again(config: Config, term: Term) -> bool:
-    parts = config.recompute.parts | ({"activation"} if "mlp" in config.recompute.parts else set())
+    parts = config.recompute.parts_made_again
     return term.module in ("mlp.experts", "mlp.experts.down") and term.part in parts

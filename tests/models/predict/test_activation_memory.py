@@ -218,6 +218,7 @@ SLOW = {
     "explicit, fp32": config_of({"position": "learned"}, tp=2, dtype="fp32", attention="explicit"),
     "explicit llama": config_of(LLAMA, tp=2, attention="explicit"),
     "qk-norm": config_of({**LLAMA, "qk_norm": True}, tp=2),
+    "the MLP again": config_of(LLAMA, tp=2, recompute=parts("mlp")),
     "selective": config_of(GPT, tp=2, attention="explicit", recompute={"granularity": "selective"}),
     "explicit, parts again": config_of(LLAMA, tp=2, attention="explicit", recompute=parts(*CHEAP, "attention")),
     "explicit, one sample, parts again": config_of(
