@@ -111,7 +111,7 @@ class SavedTensors:
     def recompute_output(self, part: str, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
         """Return `function(*inputs)`; autograd saves a recipe instead of the output if `part` is recomputed."""
         output = function(*inputs)
-        if self._open is not None and part in self.parts and torch.is_grad_enabled():
+        if self.makes_again(part) and torch.is_grad_enabled():
             storage = output.untyped_storage()
             if all(_identity(each) != storage._cdata for each in inputs):
                 # A module's own hooks belong to its forward alone.
@@ -122,9 +122,13 @@ class SavedTensors:
 
     def recompute_inside(self, part: str, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
         """Return `function(*inputs)`; its inner saved tensors are recomputed from the inputs if `part` is recomputed."""
-        if self._open is not None and part in self.parts and torch.is_grad_enabled():
+        if self.makes_again(part) and torch.is_grad_enabled():
             return recompute(function, *inputs)
         return function(*inputs)
+
+    def makes_again(self, part: str) -> bool:
+        """Return whether the part is recomputed of the layer that runs; where the layer is replayed as a whole, it is not."""
+        return self._open is not None and part in self.parts
 
     def once(self, function: Callable[[], Result]) -> Result:
         """Return `function()`; where a whole layer is replayed, what it returned in the forward."""

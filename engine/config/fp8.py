@@ -51,7 +51,7 @@ def fp8_line(config: "Config", backend: str) -> str:
     """Describe the FP8 of a run: its recipe and backend, how many of the model's linear layers have it, and which have not."""
     model, fp8 = config.model, config.precision.fp8
     assert fp8 is not None, "the run has FP8"
-    per_layer = [len(_linears(config, layer)) for layer in range(model.num_layers)]
+    per_layer = [len(linears_of(config, layer)) for layer in range(model.num_layers)]
     in_fp8 = sum(per_layer[layer] for layer in fp8_layers(config))
     # The head is one more; of latent attention one weight stays.
     total = sum(per_layer) + (model.num_layers if model.mla is not None else 0) + 1
@@ -72,10 +72,10 @@ def fp8_line(config: "Config", backend: str) -> str:
 
 def fp8_linears(config: "Config") -> tuple[str, ...]:
     """Return the names of the model's linear layers in FP8, as they are in the ledger."""
-    return tuple(f"layers.{layer}.{name}" for layer in fp8_layers(config) for name in _linears(config, layer))
+    return tuple(f"layers.{layer}.{name}" for layer in fp8_layers(config) for name in linears_of(config, layer))
 
 
-def _linears(config: "Config", layer: int) -> list[str]:
+def linears_of(config: "Config", layer: int) -> list[str]:
     """List the products of a layer that may be in FP8: of its attention, and of an MLP or of shared experts."""
     model = config.model
     attention = ["attention.qkv"] if model.mla is None else ["attention.down", "attention.q_up"]

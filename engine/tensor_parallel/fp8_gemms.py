@@ -4,10 +4,13 @@ Where one FP8 scale serves a whole tensor, its largest absolute value is a maxim
 ranks have other tokens, and over tp where it is cut. Data-parallel ranks have other microbatches, with scales of their own. So the
 scales of a microbatch are the same in each layout. That maximum is a small all-reduce before the GEMM: of X once (a replayed layer
 remembers it), of dY once, of the weight once a step. Scales of blocks need none: no block is cut.
+
+With one scale the numbers that the forward reads serve the gradient of the weight as well. Where nothing else keeps X, a layer
+keeps it in FP8, 1 byte per number, as bytes. Blocks are of other numbers in X and in X^T, and X is kept in the run's dtype.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,11 +21,12 @@ from engine.comm.topology import Topology
 from engine.config.fp8 import fp8_linears
 from engine.config.tree import Config
 from engine.kernels.fp8.products import Fp8
-from engine.kernels.fp8.recipes import Quantised, amax
+from engine.kernels.fp8.recipes import E4M3, Quantised, amax, from_bytes, is_bytes
 from engine.kernels.fp8.shares import Operand
 from engine.tensor_parallel.fp8_shares import Fp8Counts
 from engine.tensor_parallel.fused_weights import FusedWeights
-from engine.tensor_parallel.gemms import Amax, Cut, LinearForm, LinearGemms
+from engine.tensor_parallel.gemms import Amax, Cut, Entered, LinearForm, LinearGemms
+from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 
 
@@ -35,14 +39,18 @@ class Fp8Form(LinearForm):
         tp: the tp axis.
         cp: the cp axis.
         once: returns what a function returned in the forward where a layer is replayed (`SavedTensors.once`).
+        makes_again: returns whether a part of the layer that runs is recomputed (`SavedTensors.makes_again`).
         counts: of numbers that FP8 loses; None: nothing asks for them.
+        alone_without: the input of the layer is kept by nothing else, unless one of these parts is recomputed; None: it is.
     """
 
     fp8: Fp8
     tp: Axis
     cp: Axis
     once: Callable[[Callable[[], Amax]], Amax]
+    makes_again: Callable[[str], bool]
     counts: Fp8Counts | None = None
+    alone_without: tuple[str, ...] | None = None
 
     @classmethod
     def of(cls, fp8: Fp8, config: Config, topology: Topology, saved: SavedTensors) -> "Fp8Form":
@@ -52,7 +60,10 @@ class Fp8Form(LinearForm):
             is_first = topology.coordinates.dp == topology.coordinates.cp == 0
             linears = fp8_linears(config)
             counts = Fp8Counts(linears, topology.device, has_weights=is_first, is_replay=lambda: saved.is_replay)
-        return cls(fp8, topology.axis("tp"), topology.axis("cp"), saved.once, counts)
+        return cls(fp8, topology.axis("tp"), topology.axis("cp"), saved.once, saved.makes_again, counts)
+
+    def alone(self, *parts: str) -> LinearForm:
+        return replace(self, alone_without=parts)
 
     def gemms(
         self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut, biases: FusedWeights | None = None
@@ -79,6 +90,24 @@ class Fp8Gemms(LinearGemms):
         self._version: object = _NONE_YET
         self._copies: list[tuple[Quantised, Quantised]] = []
 
+    def entered(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> Entered:
+        whole = region.enter(x, purpose).wait()
+        largest = self.input_amax(whole)
+        if whole is x:
+            x = self.stored(x, largest)
+            return Entered(x, x, largest)
+        if region.keeps_gathered and self.form.fp8.recipe.is_tensorwise:
+            # What was gathered is another tensor, whoever keeps x.
+            whole = self._as_bytes(whole, largest)
+        return Entered(whole, region.kept(x, whole), largest)
+
+    def stored(self, x: torch.Tensor, largest: Amax) -> torch.Tensor:
+        """Return X in FP8 as bytes, where that is all that is kept of it; else X."""
+        parts = self.form.alone_without
+        is_alone = parts is not None and not any(map(self.form.makes_again, parts))
+        is_stored = is_alone and self.weights.is_trained and self.form.fp8.recipe.is_tensorwise
+        return self._as_bytes(x, largest) if is_stored else x
+
     def input_amax(self, x: torch.Tensor) -> Amax:
         return self.form.once(lambda: self._largest([x], "input", over_tp=self.cut.inputs, over_cp=True))
 
@@ -86,11 +115,10 @@ class Fp8Gemms(LinearGemms):
         return self._largest([grad], "gradient", over_tp=self.cut.outputs, over_cp=True)
 
     def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], largest: Amax) -> torch.Tensor:
-        fp8 = self.form.fp8
-        inputs = fp8.activation(x.flatten(0, -2), largest)
-        self._count_inputs(x.flatten(0, -2), inputs)
+        fp8, dtype = self.form.fp8, self.weights.members[0].value.dtype
+        inputs = self._inputs(x.flatten(0, -2), largest)
         copies = zip(self.copies(), biases, strict=True)
-        outputs = [fp8.product(inputs, weight, bias, x.dtype) for (weight, _), bias in copies]
+        outputs = [fp8.product(inputs, weight, bias, dtype) for (weight, _), bias in copies]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)).unflatten(0, x.shape[:-1])
 
     def input_grad(self, grad: torch.Tensor, largest: Amax) -> torch.Tensor:
@@ -106,8 +134,8 @@ class Fp8Gemms(LinearGemms):
         return total.unflatten(0, grad.shape[:-1])
 
     def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax, of_x: Amax) -> torch.Tensor | None:
-        fp8 = self.form.fp8
-        inputs = fp8.activation(x.flatten(0, -2).t(), of_x)
+        fp8, columns = self.form.fp8, x.flatten(0, -2).t()
+        inputs = from_bytes(columns, E4M3, of_x) if is_bytes(x) else fp8.activation(columns, of_x)
         columns = grad.flatten(0, -2).t()
         for main_grad, rows, overwrite in self.weights.main_grads():
             fp8.add_product(main_grad, fp8.gradient(columns[rows], of_grad), inputs, grad.dtype, overwrite=overwrite)
@@ -122,6 +150,18 @@ class Fp8Gemms(LinearGemms):
             self._copies = [(fp8.weight(each, largest), fp8.weight(each.t(), largest)) for each in matrices]
             self._version = version
         return self._copies
+
+    def _inputs(self, x: torch.Tensor, largest: Amax) -> Quantised:
+        """Return X [n, in], in the run's dtype or in FP8 as bytes, as the forward's GEMM reads it."""
+        if is_bytes(x):
+            return from_bytes(x, E4M3, largest)
+        rounded = self.form.fp8.activation(x, largest)
+        self._count_inputs(x, rounded)
+        return rounded
+
+    def _as_bytes(self, x: torch.Tensor, largest: Amax) -> torch.Tensor:
+        """Return X [.., in] in FP8 as bytes, of the same shape."""
+        return self._inputs(x.flatten(0, -2), largest).values.view(torch.uint8).view(x.shape)
 
     def _count_inputs(self, matrix: torch.Tensor, rounded: Quantised) -> None:
         """Count the numbers that X [n, in] loses, and once a step those of the weights, where a step is counted."""

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from engine.tensor_parallel.fused_weights import FusedWeights
+from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 
 Amax = torch.Tensor | None
@@ -24,6 +25,20 @@ class Cut(NamedTuple):
 
     inputs: bool
     outputs: bool
+
+
+class Entered(NamedTuple):
+    """X of a column-parallel layer behind its way into the region of tensor parallelism.
+
+    Attributes:
+        whole: what `forward` reads.
+        kept: what the backward restores it from.
+        largest: what quantises it.
+    """
+
+    whole: torch.Tensor
+    kept: torch.Tensor
+    largest: Amax
 
 
 class LinearGemms:
@@ -42,6 +57,15 @@ class LinearGemms:
     def __init__(self, weights: FusedWeights, queue: WeightGradQueue) -> None:
         self.weights = weights
         self.queue = queue
+
+    def entered(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> Entered:
+        """Let X [s (/t), b, in] enter the region."""
+        whole = region.enter(x, purpose).wait()
+        return Entered(whole, region.kept(x, whole), None)
+
+    def stored(self, x: torch.Tensor, largest: Amax) -> torch.Tensor:
+        """Return X [.., in], which this rank has whole, as `forward` reads it and the backward keeps it."""
+        return x
 
     def input_amax(self, x: torch.Tensor) -> Amax:
         """Return what `forward` and `add_weight_grads` need of X to quantise it."""
@@ -85,6 +109,10 @@ class LinearGemms:
 
 class LinearForm:
     """The form of the GEMMs of some layers: in the run's dtype."""
+
+    def alone(self, *parts: str) -> "LinearForm":
+        """Return that of a layer whose input nothing else keeps, unless one of these parts (`recompute.modules`) is made again."""
+        return self
 
     def gemms(
         self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut, biases: FusedWeights | None = None

@@ -120,11 +120,9 @@ class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: ColumnParallelLinear) -> torch.Tensor:
         ctx.layer = layer
-        x = x.contiguous()
-        inputs = layer.region.enter(x, f"{layer.name} forward").wait()
-        ctx.save_for_backward(*([layer.region.kept(x, inputs)] if layer.weights.is_trained else []))
+        inputs, kept, ctx.of_x = layer.gemms.entered(x.contiguous(), layer.region, f"{layer.name} forward")
+        ctx.save_for_backward(*([kept] if layer.weights.is_trained else []))
         biases = layer.vectors()
-        ctx.of_x = layer.gemms.input_amax(inputs)
         return layer.gemms.forward(inputs, biases, ctx.of_x)
 
     @staticmethod
@@ -198,9 +196,10 @@ class _RowParallel(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, layer: RowParallelLinear) -> torch.Tensor:
         ctx.layer = layer
         x = x.contiguous()
+        ctx.of_x = layer.gemms.input_amax(x)
+        x = layer.gemms.stored(x, ctx.of_x)
         ctx.save_for_backward(*([x] if layer.weights.is_trained else []))
         bias = layer.bias.weight() if layer.bias is not None and layer.region.axis.index == 0 else None
-        ctx.of_x = layer.gemms.input_amax(x)
         return layer.region.leave(layer.gemms.forward(x, [bias], ctx.of_x), f"{layer.name} forward").wait()
 
     @staticmethod

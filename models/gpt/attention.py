@@ -41,7 +41,7 @@ class Attention(AttentionCore):
             context.region,
             context.queue,
             f"{name}.qkv",
-            context.form,
+            context.form_behind_norm(),
             consumer_sums_biases=True,
         )
         self.rotated = NormalisedAndRotated(context, name)

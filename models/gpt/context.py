@@ -72,6 +72,10 @@ class BuildContext:
         """Return the environment of one layer's modules."""
         return replace(self, form=self.forms.get(layer, self.form))
 
+    def form_behind_norm(self, *parts: str) -> LinearForm:
+        """Return the form of a layer that alone reads a norm's output; `parts` that are recomputed need its input too."""
+        return self.form.alone("norm", *parts) if self.model.norms_before else self.form
+
     def parameter(self, name: str) -> ShardedParameter:
         """Return the parameter that every model of this kind has."""
         self.taken.add(name)

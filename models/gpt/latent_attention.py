@@ -38,13 +38,16 @@ class LatentAttention(AttentionCore):
         assert context.model.mla is not None
         self.mla = context.model.mla
         outside = outside_of(context.region)
+        # Queries that are made from x share it with what is made down to latents.
+        has_latent = self.mla.q_lora_rank is not None
+        form = context.form_behind_norm() if has_latent else context.form
         self.down = ColumnParallelLinear(
             context.optional_parameters(f"{name}.q_a.weight", f"{name}.kv_a.weight"),
             [],
             outside,
             context.queue,
             f"{name}.down",
-            context.form,
+            form,
         )
         self.q_norm = context.optional_parameter(f"{name}.q_a_norm.weight")
         self.kv_norm = context.parameter(f"{name}.kv_a_norm.weight")
@@ -55,7 +58,7 @@ class LatentAttention(AttentionCore):
             context.region,
             context.queue,
             f"{name}.q_up",
-            context.form,
+            context.form.alone("norm") if has_latent else context.form,
         )
         self.kv_b = context.parameter(f"{name}.kv_b.weight")
         # Decoding multiplies this weight into the queries, so it stays in the run's dtype.

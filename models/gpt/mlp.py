@@ -9,7 +9,9 @@ from models.gpt.context import BuildContext
 
 
 class MLP(nn.Module):
-    def __init__(self, context: BuildContext, name: str) -> None:
+    """The MLP of a layer, or its shared experts; `shares_input`: something else keeps x for the backward."""
+
+    def __init__(self, context: BuildContext, name: str, *, shares_input: bool = False) -> None:
         super().__init__()
         self.activation = context.model.activation
         self.saved = context.saved
@@ -21,7 +23,7 @@ class MLP(nn.Module):
             context.region,
             context.queue,
             f"{name}.{up}",
-            context.form,
+            context.form if shares_input else context.form_behind_norm("mlp"),
             consumer_sums_biases=True,
         )
         self.down = RowParallelLinear(
@@ -30,7 +32,7 @@ class MLP(nn.Module):
             context.region,
             context.queue,
             f"{name}.down",
-            context.form,
+            context.form.alone("activation"),
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -42,7 +42,7 @@ class MoE(nn.Module):
         up = up_name(context.model)
         self.up = ExpertUp(context.parameter(f"{name}.experts.{up}.weight"), work, f"{name}.experts.{up}")
         self.down = ExpertDown(context.parameter(f"{name}.experts.down.weight"), work, f"{name}.experts.down")
-        self.shared = MLP(context, f"{name}.shared") if self.experts.router.moe.shared_size else None
+        self.shared = MLP(context, f"{name}.shared", shares_input=True) if self.experts.router.moe.shared_size else None
         if self.bias is not None and not self.bias.record.is_frozen:
             self.experts.load.balance(layer, self.bias)
 

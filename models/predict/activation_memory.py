@@ -18,6 +18,7 @@ Kept here otherwise than there:
     gathered inputs    of column-parallel layers, kept whole (`recompute.gathered_inputs`): w h instead of w h / t
     gathered k and v   of all cp ranks, kept whole (`recompute.gathered_kv`)
     ulysses            q, k and v a second time, for some heads and all tokens, and attention's output once more
+    FP8                inputs of products in 1 byte per element (`models/predict/fp8_terms.py`)
     head_tokens        no logits; those of some tokens while the head is at work
     experts            `models/predict/experts/memory.py`, given the load of the rank's experts
     tokens ahead       `models/predict/mtp_terms.py`, and the tensors of embedding and head once more for each
@@ -40,6 +41,7 @@ from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.predict.experts.memory import BACKWARD as MLP_BACKWARD
 from models.predict.experts.memory import BALANCED, choice_terms, deferred_expert_terms
+from models.predict.fp8_terms import is_in_fp8, kept_in_fp8, remembered_terms
 from models.predict.latent_terms import BEHIND_LATENTS, deferred_latents
 from models.predict.layer_terms import (
     all_terms,
@@ -191,7 +193,9 @@ def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: F
         Term("attention.proj", "gradient", nothing, nothing if is_one_gradient else shard),
         *mlp,
     ]
-    return [term for term in terms if term.module not in frozen]
+    terms = [term for term in terms if term.module not in frozen]
+    parts = config.recompute.parts_made_again
+    return kept_in_fp8(config, at, terms, frozen, parts) if is_in_fp8(config, layer) else terms
 
 
 def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents, load: Fraction = BALANCED) -> int:
@@ -307,9 +311,9 @@ def layer_groups(
     num_own = stage.num_own
     assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
     sorts = [layer_sort(config, layer) for layer in stage.layers]
-    kinds = [kind for kind, _ in sorts]
+    kinds = [sort.kind for sort in sorts]
     # What a layer keeps if nothing of it is recomputed, and so while its backward runs after it was recomputed whole.
-    plain = {sort: all_terms(config, sizes, sort[0], load, sort[1]) for sort in set(sorts)}
+    plain = {sort: all_terms(config, sizes, sort, load) for sort in set(sorts)}
     entry = Term("attention_norm", "input", Fraction(0), at.w * at.h * at.shard)
     again = recompute.granularity == "full"
     num_again = 0
@@ -327,12 +331,14 @@ def layer_groups(
         in_backward = sum(_bytes(config, plain[sort]) for sort in sorts[start:stop])
         in_backward += _bytes(config, _tables(config, at, stage.layers[start:stop]))
         chosen = [term for kind in kinds[start:stop] if kind.has_experts for term in choice_terms(config, at, sizes)]
-        groups.append(LayerGroup(_bytes(config, [first, *chosen]) - moved, in_backward, moved))
+        remembered = [term for layer in stage.layers[start:stop] for term in remembered_terms(config, at, layer)]
+        in_backward += _bytes(config, remembered)
+        groups.append(LayerGroup(_bytes(config, [first, *chosen, *remembered]) - moved, in_backward, moved))
     seen: set[Rotary | None] = set()
     of_sort = {sorts[start]: stage.layers[start] for start in range(num_again, num_layers)}
     kept = {sort: block_terms(config, sizes, layer, load) for sort, layer in of_sort.items()}
     most = {
-        sort: (_bytes(config, terms), _in_attention(config, at, sort[0], terms, plain[sort]))
+        sort: (_bytes(config, terms), _in_attention(config, at, sort.kind, terms, plain[sort]))
         for sort, terms in kept.items()
     }
     for start in range(num_again, num_layers):

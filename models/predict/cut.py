@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from engine.config.attention_kinds import LayerKind
+from engine.config.fp8 import fp8_layers
 from engine.config.plan import placement_of, stages_of
 from engine.config.tree import Config
 from engine.layout.partition import StageLayers
@@ -19,23 +20,26 @@ class LayerSort(NamedTuple):
     Attributes:
         kind: of the layer.
         frozen: its products without a weight gradient (`models.trained_part.frozen_products`).
+        is_in_fp8: its linear layers have FP8 operands.
         has_backward: gradients go through it.
         is_first: it is the first one with a backward, behind something that has none.
     """
 
     kind: LayerKind
     frozen: frozenset[str]
+    is_in_fp8: bool
     has_backward: bool
     is_first: bool
 
 
 def layer_sorts(config: Config) -> list[LayerSort]:
     """Return the sort of each layer."""
-    part = TrainedPart.of(config)
+    part, in_fp8 = TrainedPart.of(config), fp8_layers(config)
     return [
         LayerSort(
             kind,
             frozen_products(config, layer),
+            layer in in_fp8,
             layer >= part.first_layer,
             layer == part.first_layer and not part.has_embedding,
         )

@@ -13,6 +13,7 @@ frozen, the input stays only if something else needs it:
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from engine.config.attention_kinds import LayerKind
 from engine.config.context_parallel import gathers_keys
@@ -20,6 +21,7 @@ from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.predict.attention_terms import operand_terms, score_terms
 from models.predict.experts.memory import BALANCED, expert_terms
+from models.predict.fp8_terms import is_in_fp8, kept_in_fp8
 from models.predict.latent_terms import latent_terms
 from models.predict.mtp_terms import joining_terms
 from models.predict.terms import Sizes, Term, column_input
@@ -30,22 +32,26 @@ def block_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Frac
     """List the tensors that one transformer layer keeps if it is not recomputed as a whole; `load`: of the rank's experts."""
     parts = config.recompute.parts_made_again
     kind, frozen = config.model.layer_kind(layer), frozen_products(config, layer)
-    terms = all_terms(config, sizes, kind, load, frozen, parts)
+    terms = all_terms(config, sizes, LayerSort(kind, frozen, is_in_fp8(config, layer)), load, parts)
     return [replace(term, ours=Fraction(0)) if term.part in parts else term for term in terms]
 
 
+class LayerSort(NamedTuple):
+    """The facts that decide the bytes of a layer with a backward: its kind, frozen products, and whether it has FP8 operands."""
+
+    kind: LayerKind
+    frozen: frozenset[str]
+    is_in_fp8: bool
+
+
 def all_terms(
-    config: Config,
-    sizes: ParallelSizes,
-    kind: LayerKind,
-    load: Fraction,
-    frozen: Collection[str],
-    parts: Collection[str] = (),
+    config: Config, sizes: ParallelSizes, sort: LayerSort, load: Fraction, parts: Collection[str] = ()
 ) -> list[Term]:
     """List the tensors that parts of a layer keep; with attention's core among the recomputed `parts`, its operands as they came.
 
-    Inputs of `frozen` products are kept only where something else needs them.
+    Inputs of frozen products are kept only where something else needs them.
     """
+    kind, frozen = sort.kind, sort.frozen
     at, is_core_again = Sizes.of(config, sizes), "attention" in parts
     model = config.model
     whole = at.w * at.h * at.shard
@@ -66,7 +72,10 @@ def all_terms(
     ]
     needed = inputs_needed(config, terms, frozen, parts, is_exchanged=at.c > 1 and not gathers_keys(config))
     unused = set(frozen) - needed
-    return [replace(term, ours=nothing) if term.tensor == "input" and term.module in unused else term for term in terms]
+    terms = [
+        replace(term, ours=nothing) if term.tensor == "input" and term.module in unused else term for term in terms
+    ]
+    return kept_in_fp8(config, at, terms, frozen, parts) if sort.is_in_fp8 else terms
 
 
 def _mlp_terms(config: Config, at: Sizes) -> list[Term]:
@@ -138,9 +147,9 @@ def paper_per_token(terms: Sequence[Term]) -> Fraction:
     return sum((term.paper for term in terms), Fraction(0))
 
 
-def layer_sort(config: Config, layer: int) -> tuple[LayerKind, frozenset[str]]:
-    """Return what the bytes of a layer with a backward depend on: its kind, and its frozen products."""
-    return config.model.kinds[layer], frozen_products(config, layer)
+def layer_sort(config: Config, layer: int) -> LayerSort:
+    """Return the sort of a layer with a backward."""
+    return LayerSort(config.model.kinds[layer], frozen_products(config, layer), is_in_fp8(config, layer))
 
 
 def first_product(config: Config) -> str:

@@ -139,3 +139,14 @@ def quantise(
     # A number beyond the range is the largest, not an infinity; NaN stays.
     values = wide.clamp(-into.largest, into.largest).to(into.dtype)
     return Quantised(values.view(rows, columns), scale.reciprocal())
+
+
+def is_bytes(x: torch.Tensor) -> bool:
+    """Return whether numbers are in FP8 as bytes, which travel and are kept without a format; no run has this dtype."""
+    return x.dtype == torch.uint8
+
+
+def from_bytes(x: torch.Tensor, into: Fp8Format, largest: torch.Tensor | None) -> Quantised:
+    """Return bytes [rows, columns] as numbers of the format they are in, with the one scale that `largest` gives them."""
+    assert largest is not None, "numbers that share no scale are not kept as bytes"
+    return Quantised(x.view(into.dtype), scale_of(largest.view(1, 1), into, has_powers=False).reciprocal())

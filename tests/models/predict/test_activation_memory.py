@@ -58,7 +58,7 @@ def config_of(model: dict[str, Any], *, tp: int, sp: bool = False, **choices: An
                 "sequence_parallel": sp,
             },
             "optimizer": {"lr": 1e-3},
-            "precision": {"dtype": choices.get("dtype", "bf16")},
+            "precision": {"dtype": choices.get("dtype", "bf16"), "fp8": choices.get("fp8")},
             "recompute": choices.get("recompute", {}),
             "offload": choices.get("offload", {}),
             "kernels": {"attention": choices.get("attention", "sdpa")},

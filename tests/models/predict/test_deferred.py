@@ -44,6 +44,10 @@ IN_CI = [
     Case("gpt", **(SMALL | {"vpp": 2, "schedule": "zbv"})),
 ]
 MORE = [
+    Case("llama", tp=2, fp8="tensorwise", **SMALL),
+    Case("qwen", tp=2, sequence_parallel=True, gathered_inputs="keep", fp8="tensorwise", **SMALL),
+    Case("mla", tp=2, fp8="tensorwise", **SMALL),
+    Case("llama", fp8="tensorwise", recompute=("selective", "uniform", 1), modules=("norm", "activation"), **SMALL),
     Case("gpt_dropout", tp=2, sequence_parallel=True, **SMALL),
     Case("qwen", tp=2, sequence_parallel=True, gathered_inputs="keep", **SMALL),
     Case("llama", recompute=("selective", "uniform", 1), modules=("norm", "activation", "attention"), **SMALL),

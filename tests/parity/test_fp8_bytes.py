@@ -1,0 +1,48 @@
+"""Numbers that are kept in FP8 give the bits that numbers in the run's dtype give, when they are rounded where they are needed."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from engine.tensor_parallel.fp8_gemms import Fp8Gemms
+from engine.tensor_parallel.gemms import Amax
+from tests.parity.cases import Case, Piece, RankResult, run_case, weights_of
+
+SMALL: dict[str, Any] = {"num_layers": 2, "global_batch_size": 2, "fp8": "tensorwise"}
+
+
+def same_bits(one: RankResult, other: RankResult) -> bool:
+    def by_name(pieces: list[Piece]) -> Mapping[tuple[str, int], torch.Tensor]:
+        return {(piece.name, piece.start): piece.values for piece in pieces}
+
+    pairs = [(by_name(one.grads), by_name(other.grads)), (by_name(one.masters), by_name(other.masters))]
+    return one.steps == other.steps and all(
+        a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a) for a, b in pairs
+    )
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("llama", dtype="bf16", **SMALL),
+        pytest.param(Case("gpt", dtype="fp32", **SMALL), marks=pytest.mark.slow),
+        pytest.param(Case("mla", dtype="bf16", **SMALL), marks=pytest.mark.slow),
+        pytest.param(Case("qwen", recompute=("full", "uniform", 1), **SMALL), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_inputs_kept_in_fp8_change_no_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = weights_of(case.model, case.num_layers)
+    stored, kept = Fp8Gemms.stored, list[torch.dtype]()
+
+    def watched(self: Fp8Gemms, x: torch.Tensor, largest: Amax) -> torch.Tensor:
+        kept.append((result := stored(self, x, largest)).dtype)
+        return result
+
+    monkeypatch.setattr(Fp8Gemms, "stored", watched)
+    in_fp8 = run_case(0, case, weights, num_steps=2)
+    assert torch.uint8 in kept
+    monkeypatch.setattr(Fp8Gemms, "stored", lambda self, x, largest: x)
+    assert same_bits(in_fp8, run_case(0, case, weights, num_steps=2))
