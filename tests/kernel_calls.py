@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo  # an operator that imports it at its first call would find itself replaced
 
 from engine.config.fp8 import Fp8Config
 from engine.config.layer_kinds import NORMS

@@ -383,7 +383,7 @@ def rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     if x.shape[-1] != tables.shape[-1]:
         return _on_first(rope, x, tables)
     wide, (cos, sin) = accumulate(x), tables.unbind()
-    return (wide * cos + _swap(wide) * sin).to(x.dtype)
+    return _swap(wide).mul_(sin).addcmul_(wide, cos).to(x.dtype)
 
 
 def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
@@ -391,7 +391,7 @@ def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
     if grad.shape[-1] != tables.shape[-1]:
         return _on_first(rope_backward, grad, tables)
     wide, (cos, sin) = accumulate(grad), tables.unbind()
-    return (wide * cos + _swap(wide * sin)).to(grad.dtype)
+    return _swap(wide * sin).addcmul_(wide, cos).to(grad.dtype)
 
 
 def _on_first(
