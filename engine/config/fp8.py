@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -33,9 +33,18 @@ class Fp8Config(Section):
         "auto",
         description="GEMMs by Transformer Engine's, by torch's scaled GEMM, or by plain operators on rounded numbers",
     )
+    gather: Annotated[Literal["bf16", "fp8"], LAYOUT] = Field(
+        "bf16", description="sequence parallelism: what linear layers gather travels in the run's dtype, or in FP8"
+    )
     bf16_layers: list[Count] = Field(
         [0, 0], min_length=2, max_length=2, description="first and last layers that stay in the run's dtype"
     )
+
+
+def without_gather(tree: dict[str, Any]) -> None:
+    """Let linear layers gather in the run's dtype, in a configuration as a tree that has no sequence parallelism."""
+    if tree["precision"]["fp8"] is not None and not tree["parallel"]["sequence_parallel"]:
+        tree["precision"]["fp8"]["gather"] = "bf16"
 
 
 def fp8_layers(config: "Config") -> range:
@@ -171,6 +180,25 @@ def fp8_scales_are_not_made_twice(subject: Subject) -> Iterator[Problem]:
     )
 
 
+def fp8_gathers_what_is_one_tensor(subject: Subject) -> Iterator[Problem]:
+    config, fp8 = subject.config, subject.config.precision.fp8
+    if fp8 is None or fp8.gather == "bf16":
+        return
+    if fp8.recipe in BLOCKS:
+        yield subject.problem(
+            "precision.fp8.gather",
+            f"needs one scale for a tensor, and precision.fp8.recipe = {fp8.recipe}: numbers that were rounded for the forward "
+            "would be rounded once more, in other blocks, for the gradient of the weight",
+            {"precision.fp8.gather": ["bf16"], "precision.fp8.recipe": ["tensorwise"]},
+        )
+    elif not config.parallel.sequence_parallel:
+        yield subject.problem(
+            "precision.fp8.gather",
+            "is about what sequence parallelism gathers, and parallel.sequence_parallel is off: it would have no effect",
+            {"precision.fp8.gather": ["bf16"], "parallel.sequence_parallel": [True]},
+        )
+
+
 def fp8_shares_are_of_fp8(subject: Subject) -> Iterator[Problem]:
     config = subject.config
     if config.telemetry.fp8_interval is not None and config.precision.fp8 is None:
@@ -255,5 +283,6 @@ FP8_RULES: tuple[Rule, ...] = (
     fp8_shapes_fit,
     fp8_gradients_are_whole,
     fp8_scales_are_not_made_twice,
+    fp8_gathers_what_is_one_tensor,
     fp8_shares_are_of_fp8,
 )

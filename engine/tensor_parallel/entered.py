@@ -41,6 +41,10 @@ def outside_of(region: TensorParallelRegion) -> TensorParallelRegion:
 class _Outside(TensorParallelRegion):
     """Activations stay as they are, in the forward and the backward."""
 
+    @property
+    def gathers(self) -> bool:
+        return False
+
     def enter(self, x: torch.Tensor, purpose: str) -> Pending:
         return Pending(x)
 

@@ -7,6 +7,10 @@ remembers it), of dY once, of the weight once a step. Scales of blocks need none
 
 With one scale the numbers that the forward reads serve the gradient of the weight as well. Where nothing else keeps X, a layer
 keeps it in FP8, 1 byte per number, as bytes. Blocks are of other numbers in X and in X^T, and X is kept in the run's dtype.
+
+Rounding is the same before and after a gather, once the scale is known. So with `precision.fp8.gather: fp8` what sequence
+parallelism gathers, X of column-parallel and dY of row-parallel layers, is rounded first and travels as bytes. The price is that
+its largest number is a maximum over tp as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from engine.activations.saved_tensors import SavedTensors
-from engine.comm.collectives import Axis
+from engine.comm.collectives import Axis, Pending
 from engine.comm.ledger import FP8_SCALES
 from engine.comm.topology import Topology
 from engine.config.fp8 import fp8_linears
@@ -25,7 +29,7 @@ from engine.kernels.fp8.recipes import E4M3, Quantised, amax, from_bytes, is_byt
 from engine.kernels.fp8.shares import Operand
 from engine.tensor_parallel.fp8_shares import Fp8Counts
 from engine.tensor_parallel.fused_weights import FusedWeights
-from engine.tensor_parallel.gemms import Amax, Cut, Entered, LinearForm, LinearGemms
+from engine.tensor_parallel.gemms import Amax, Cut, Entered, Leaving, LinearForm, LinearGemms
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 
@@ -39,6 +43,7 @@ class Fp8Form(LinearForm):
         tp: the tp axis.
         cp: the cp axis.
         once: returns what a function returned in the forward where a layer is replayed (`SavedTensors.once`).
+        sends: what sequence parallelism gathers travels in FP8 (`precision.fp8.gather`).
         makes_again: returns whether a part of the layer that runs is recomputed (`SavedTensors.makes_again`).
         counts: of numbers that FP8 loses; None: nothing asks for them.
         alone_without: the input of the layer is kept by nothing else, unless one of these parts is recomputed; None: it is.
@@ -49,6 +54,7 @@ class Fp8Form(LinearForm):
     cp: Axis
     once: Callable[[Callable[[], Amax]], Amax]
     makes_again: Callable[[str], bool]
+    sends: bool = False
     counts: Fp8Counts | None = None
     alone_without: tuple[str, ...] | None = None
 
@@ -60,7 +66,9 @@ class Fp8Form(LinearForm):
             is_first = topology.coordinates.dp == topology.coordinates.cp == 0
             linears = fp8_linears(config)
             counts = Fp8Counts(linears, topology.device, has_weights=is_first, is_replay=lambda: saved.is_replay)
-        return cls(fp8, topology.axis("tp"), topology.axis("cp"), saved.once, saved.makes_again, counts)
+        asked = config.precision.fp8
+        sends = asked is not None and asked.gather == "fp8"
+        return cls(fp8, topology.axis("tp"), topology.axis("cp"), saved.once, saved.makes_again, sends, counts)
 
     def alone(self, *parts: str) -> LinearForm:
         return replace(self, alone_without=parts)
@@ -91,6 +99,11 @@ class Fp8Gemms(LinearGemms):
         self._copies: list[tuple[Quantised, Quantised]] = []
 
     def entered(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> Entered:
+        if self._sends(region):
+            largest = self._input_amax(x, is_cut=True)
+            sent = self._as_bytes(x, largest, is_cut=True)
+            whole = region.enter(sent, purpose).wait()
+            return Entered(whole, region.kept(sent if self._is_stored() else x, whole), largest)
         whole = region.enter(x, purpose).wait()
         largest = self.input_amax(whole)
         if whole is x:
@@ -98,37 +111,55 @@ class Fp8Gemms(LinearGemms):
             return Entered(x, x, largest)
         if region.keeps_gathered and self.form.fp8.recipe.is_tensorwise:
             # What was gathered is another tensor, whoever keeps x.
-            whole = self._as_bytes(whole, largest)
+            whole = self._as_bytes(whole, largest, is_cut=self.cut.inputs)
         return Entered(whole, region.kept(x, whole), largest)
+
+    def enter_again(self, kept: torch.Tensor, largest: Amax, region: TensorParallelRegion, purpose: str) -> Pending:
+        if self._sends(region) and not is_bytes(kept):
+            kept = _bytes_of(self.form.fp8.activation(kept.flatten(0, -2), largest), kept.shape)
+        return region.enter_again(kept, purpose)
+
+    def leaving(self, grad: torch.Tensor, region: TensorParallelRegion, purpose: str) -> Leaving:
+        if not self._sends(region):
+            return super().leaving(grad, region, purpose)
+        largest = self._largest([grad], "gradient", over_tp=True, over_cp=True)
+        matrix = grad.flatten(0, -2)
+        rounded = self.form.fp8.gradient(matrix, largest)
+        self._count("gradient", matrix, rounded, is_cut=True)
+        sent = _bytes_of(rounded, grad.shape)
+        return Leaving(region.leave_backward(sent, purpose), sent, largest)
 
     def stored(self, x: torch.Tensor, largest: Amax) -> torch.Tensor:
         """Return X in FP8 as bytes, where that is all that is kept of it; else X."""
-        parts = self.form.alone_without
-        is_alone = parts is not None and not any(map(self.form.makes_again, parts))
-        is_stored = is_alone and self.weights.is_trained and self.form.fp8.recipe.is_tensorwise
-        return self._as_bytes(x, largest) if is_stored else x
+        return self._as_bytes(x, largest, is_cut=self.cut.inputs) if self._is_stored() else x
 
     def input_amax(self, x: torch.Tensor) -> Amax:
-        return self.form.once(lambda: self._largest([x], "input", over_tp=self.cut.inputs, over_cp=True))
+        return self._input_amax(x, is_cut=self.cut.inputs)
 
     def grad_amax(self, grad: torch.Tensor) -> Amax:
         return self._largest([grad], "gradient", over_tp=self.cut.outputs, over_cp=True)
 
     def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], largest: Amax) -> torch.Tensor:
-        fp8, dtype = self.form.fp8, self.weights.members[0].value.dtype
-        inputs = self._inputs(x.flatten(0, -2), largest)
+        matrix = x.flatten(0, -2)
+        if is_bytes(x):
+            inputs = from_bytes(matrix, E4M3, largest)
+        else:
+            inputs = self.form.fp8.activation(matrix, largest)
+            self._count_inputs(matrix, inputs, is_cut=self.cut.inputs)
+        self._count_weights()
         copies = zip(self.copies(), biases, strict=True)
-        outputs = [fp8.product(inputs, weight, bias, dtype) for (weight, _), bias in copies]
+        outputs = [self.form.fp8.product(inputs, weight, bias, self._dtype) for (weight, _), bias in copies]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)).unflatten(0, x.shape[:-1])
 
     def input_grad(self, grad: torch.Tensor, largest: Amax) -> torch.Tensor:
-        fp8, copies = self.form.fp8, self.copies()
+        copies = self.copies()
         parts = grad.flatten(0, -2).split([weight.values.shape[0] for weight, _ in copies], dim=-1)
         total = None
         for part, (_, transposed) in zip(parts, copies, strict=True):
-            rounded = fp8.gradient(part, largest)
-            self._count("gradient", part, rounded, is_cut=self.cut.outputs)
-            product = fp8.product(rounded, transposed, None, grad.dtype)
+            rounded = self._gradient(part, largest)
+            if not is_bytes(part):
+                self._count("gradient", part, rounded, is_cut=self.cut.outputs)
+            product = self.form.fp8.product(rounded, transposed, None, self._dtype)
             total = product if total is None else total.add_(product)
         assert total is not None
         return total.unflatten(0, grad.shape[:-1])
@@ -138,7 +169,8 @@ class Fp8Gemms(LinearGemms):
         inputs = from_bytes(columns, E4M3, of_x) if is_bytes(x) else fp8.activation(columns, of_x)
         columns = grad.flatten(0, -2).t()
         for main_grad, rows, overwrite in self.weights.main_grads():
-            fp8.add_product(main_grad, fp8.gradient(columns[rows], of_grad), inputs, grad.dtype, overwrite=overwrite)
+            rounded = self._gradient(columns[rows], of_grad)
+            fp8.add_product(main_grad, rounded, inputs, self._dtype, overwrite=overwrite)
         return None
 
     def copies(self) -> list[tuple[Quantised, Quantised]]:
@@ -151,29 +183,53 @@ class Fp8Gemms(LinearGemms):
             self._version = version
         return self._copies
 
-    def _inputs(self, x: torch.Tensor, largest: Amax) -> Quantised:
-        """Return X [n, in], in the run's dtype or in FP8 as bytes, as the forward's GEMM reads it."""
-        if is_bytes(x):
-            return from_bytes(x, E4M3, largest)
-        rounded = self.form.fp8.activation(x, largest)
-        self._count_inputs(x, rounded)
-        return rounded
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Return the run's dtype."""
+        return self.weights.members[0].value.dtype
 
-    def _as_bytes(self, x: torch.Tensor, largest: Amax) -> torch.Tensor:
-        """Return X [.., in] in FP8 as bytes, of the same shape."""
-        return self._inputs(x.flatten(0, -2), largest).values.view(torch.uint8).view(x.shape)
+    def _sends(self, region: TensorParallelRegion) -> bool:
+        """Return whether what enters the region is sent in FP8."""
+        return self.form.sends and region.gathers
 
-    def _count_inputs(self, matrix: torch.Tensor, rounded: Quantised) -> None:
-        """Count the numbers that X [n, in] loses, and once a step those of the weights, where a step is counted."""
+    def _is_stored(self) -> bool:
+        """Return whether the layer keeps X in FP8: one scale serves it, and nothing else keeps it."""
+        parts = self.form.alone_without
+        is_alone = parts is not None and not any(map(self.form.makes_again, parts))
+        return is_alone and self.weights.is_trained and self.form.fp8.recipe.is_tensorwise
+
+    def _input_amax(self, x: torch.Tensor, *, is_cut: bool) -> Amax:
+        return self.form.once(lambda: self._largest([x], "input", over_tp=is_cut, over_cp=True))
+
+    def _gradient(self, matrix: torch.Tensor, largest: Amax) -> Quantised:
+        """Return a part of dY, in the run's dtype or in FP8 as bytes, as a GEMM reads it."""
+        fp8 = self.form.fp8
+        if is_bytes(matrix):
+            return from_bytes(matrix, fp8.recipe.gradient, largest)
+        return fp8.gradient(matrix, largest)
+
+    def _as_bytes(self, x: torch.Tensor, largest: Amax, *, is_cut: bool) -> torch.Tensor:
+        """Return X [.., in] in FP8 as bytes, and count what that loses."""
+        matrix = x.flatten(0, -2)
+        rounded = self.form.fp8.activation(matrix, largest)
+        self._count_inputs(matrix, rounded, is_cut=is_cut)
+        return _bytes_of(rounded, x.shape)
+
+    def _count_inputs(self, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
+        """Count the numbers that X [n, in] loses, where a step is counted."""
         counts = self.form.counts
-        if counts is None or not counts.is_open or counts.is_replay():
+        if counts is not None and counts.is_open and not counts.is_replay():
+            self._count("input", matrix, rounded, is_cut=is_cut)
+
+    def _count_weights(self) -> None:
+        """Count the numbers that the weights lose, once in a step that is counted."""
+        counts = self.form.counts
+        if counts is None or not (counts.is_open and counts.has_weights) or self._counted_step == counts.step:
             return
-        self._count("input", matrix, rounded, is_cut=self.cut.inputs)
-        if counts.has_weights and self._counted_step != counts.step:
-            self._counted_step = counts.step
-            is_cut = self.weights.members[0].record.spec.tp_dim is not None
-            for weight, (copy, _) in zip(self.weights.matrices(), self.copies(), strict=True):
-                self._count("weight", weight, copy, is_cut=is_cut)
+        self._counted_step = counts.step
+        is_cut = self.weights.members[0].record.spec.tp_dim is not None
+        for weight, (copy, _) in zip(self.weights.matrices(), self.copies(), strict=True):
+            self._count("weight", weight, copy, is_cut=is_cut)
 
     def _count(self, operand: Operand, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
         """Count the numbers that an operand loses; one that is not cut is counted by the first tp rank."""
@@ -190,3 +246,8 @@ class Fp8Gemms(LinearGemms):
             if is_over:
                 largest = axis.all_reduce(largest, f"{FP8_SCALES} {self.name} {what}", op="max").wait()
         return largest
+
+
+def _bytes_of(rounded: Quantised, shape: torch.Size) -> torch.Tensor:
+    """Return the numbers of a matrix [n, columns] as bytes [.., columns]."""
+    return rounded.values.view(torch.uint8).view(shape)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from engine.comm.collectives import Pending
 from engine.tensor_parallel.fused_weights import FusedWeights
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.weight_grads import WeightGradQueue
@@ -41,6 +42,20 @@ class Entered(NamedTuple):
     largest: Amax
 
 
+class Leaving(NamedTuple):
+    """dY of a row-parallel layer on its way into the region of tensor parallelism.
+
+    Attributes:
+        whole: dY [s, b, out], under way.
+        kept: what a deferred gradient of the weight restores it from.
+        largest: what quantises it, where that is known already.
+    """
+
+    whole: Pending
+    kept: torch.Tensor
+    largest: Amax
+
+
 class LinearGemms:
     """The GEMMs of one layer in the run's dtype.
 
@@ -62,6 +77,14 @@ class LinearGemms:
         """Let X [s (/t), b, in] enter the region."""
         whole = region.enter(x, purpose).wait()
         return Entered(whole, region.kept(x, whole), None)
+
+    def enter_again(self, kept: torch.Tensor, largest: Amax, region: TensorParallelRegion, purpose: str) -> Pending:
+        """Restore the whole of X [s, b, in], as `forward` has read it, from what was kept."""
+        return region.enter_again(kept, purpose)
+
+    def leaving(self, grad: torch.Tensor, region: TensorParallelRegion, purpose: str) -> Leaving:
+        """Post the backward of g or g' for dY [s (/t), b, out]."""
+        return Leaving(region.leave_backward(grad, purpose), grad, None)
 
     def stored(self, x: torch.Tensor, largest: Amax) -> torch.Tensor:
         """Return X [.., in], which this rank has whole, as `forward` reads it and the backward keeps it."""

@@ -136,8 +136,9 @@ class _ColumnParallel(torch.autograd.Function):
             return reduced.wait(), None
         (kept,) = ctx.saved_tensors
         deferring = layer.queue.deferring
-        gathered = None if deferring else layer.region.enter_again(kept, regather)
-        of_grad, of_x = layer.gemms.grad_amax(grad), ctx.of_x
+        of_x = ctx.of_x
+        gathered = None if deferring else layer.gemms.enter_again(kept, of_x, layer.region, regather)
+        of_grad = layer.gemms.grad_amax(grad)
         grad_input = layer.gemms.input_grad(grad, of_grad)
         reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
         if gathered is not None:
@@ -146,7 +147,7 @@ class _ColumnParallel(torch.autograd.Function):
             layer.queue.defer(
                 DeferredGrad(
                     kept,
-                    lambda kept: layer.region.enter_again(kept, regather),
+                    lambda kept: layer.gemms.enter_again(kept, of_x, layer.region, regather),
                     grad,
                     lambda x, grad: layer.add_weight_grads(grad, x, of_grad, of_x),
                 )
@@ -206,12 +207,12 @@ class _RowParallel(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         layer: RowParallelLinear = ctx.layer
         grad = grad.contiguous()
-        gathered = layer.region.leave_backward(grad, f"{layer.name} backward")
+        gathered, kept, of_grad = layer.gemms.leaving(grad, layer.region, f"{layer.name} backward")
         if layer.bias is not None and layer.bias.is_trained:
             # The bias acts on this rank's part of the sequence; under sequence parallelism the sum over tp follows later.
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
-        whole = gathered.wait()
-        of_grad, of_x = layer.gemms.grad_amax(whole), ctx.of_x
+        whole, of_x = gathered.wait(), ctx.of_x
+        of_grad = layer.gemms.grad_amax(whole) if of_grad is None else of_grad
         grad_input = layer.gemms.input_grad(whole, of_grad)
         if not layer.weights.is_trained:
             return grad_input, None
@@ -221,8 +222,8 @@ class _RowParallel(torch.autograd.Function):
             regather = f"{layer.name} regather"
             layer.queue.defer(
                 DeferredGrad(
-                    grad,
-                    lambda grad: layer.region.leave_backward(grad, regather),
+                    kept,
+                    lambda kept: layer.region.leave_backward(kept, regather),
                     x,
                     lambda grad, x: layer.add_weight_grads(grad, x, of_grad, of_x),
                 )

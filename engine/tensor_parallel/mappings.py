@@ -40,6 +40,11 @@ class TensorParallelRegion:
     keeps_gathered: bool = False
     cuts_entered: bool = False
 
+    @property
+    def gathers(self) -> bool:
+        """Return whether what enters is gathered from other ranks."""
+        return self.sequence_parallel and self.axis.size > 1
+
     def enter(self, x: torch.Tensor, purpose: str) -> Pending:
         """Post f or f': [s (/t), b, h] -> [s, b, h]."""
         return self.axis.all_gather(x, purpose) if self.sequence_parallel else Pending(x)

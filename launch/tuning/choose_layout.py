@@ -123,10 +123,14 @@ def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence
     layout: dict[str, object] = {"tp": tp, "pp": pp, "vpp": 1, "dp": dp, "ep": ep, "etp": 1}
     layout |= {"sequence_parallel": sequence_parallel, "layers_per_stage": None}
     dispatch = "all_to_all" if ep > 1 else "auto"
+    precision, fp8 = config.precision, config.precision.fp8
+    if fp8 is not None and not sequence_parallel:
+        precision = precision.model_copy(update={"fp8": fp8.model_copy(update={"gather": "bf16"})})
     return config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update=layout),
             "kernels": config.kernels.model_copy(update={"dispatch": dispatch}),
+            "precision": precision,
             "recompute": RecomputeConfig(),
             "train": config.train.model_copy(update={"global_batch_size": num_microbatches * dp}),
             "runtime": config.runtime.model_copy(update={"ranks_per_node": machine.ranks_per_node}),

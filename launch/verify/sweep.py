@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.config.fp8 import without_gather
 from engine.config.layout import schedule_problems
 from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
@@ -134,6 +135,7 @@ def _changed(config: Config, steps: int, sections: Mapping[str, Mapping[str, Any
         # A file is of one layout's sizes.
         tree["schedule"]["file"] = None
     tree["train"]["steps"] = steps
+    without_gather(tree)
     try:
         return checked(tree)
     except ConfigError:

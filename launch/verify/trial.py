@@ -4,11 +4,13 @@ import json
 import os
 import tempfile
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine.config.data import DataConfig, reads_documents
+from engine.config.fp8 import without_gather
 from engine.config.load import load_config
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.plan import parallel_sizes
@@ -111,12 +113,13 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         tree["optimizer"]["eps"] = NARROW_EPS
     tree["checkpoint"] = {}
     tree["telemetry"] = {}
-    one = tree | {
+    one = deepcopy(tree) | {
         "parallel": tree["parallel"] | ONE_PROCESS,
         "schedule": {"name": "auto"},
         "recompute": {"granularity": "none"},
         "offload": {},
     }
+    without_gather(one)
     reference = checked(one)
     # Settled like the layout, so that a layout of one process is equal to it.
     return Trial(checked(tree), resolve_recompute(reference, parallel_sizes(reference)), _noise(one))

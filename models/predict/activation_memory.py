@@ -41,7 +41,7 @@ from engine.config.tree import Config
 from engine.layout.rank_grid import ParallelSizes
 from models.predict.experts.memory import BACKWARD as MLP_BACKWARD
 from models.predict.experts.memory import BALANCED, choice_terms, deferred_expert_terms
-from models.predict.fp8_terms import is_in_fp8, kept_in_fp8, remembered_terms
+from models.predict.fp8_terms import is_in_fp8, kept_in_fp8, remembered_terms, sends_fp8
 from models.predict.latent_terms import BEHIND_LATENTS, deferred_latents
 from models.predict.layer_terms import (
     all_terms,
@@ -170,6 +170,7 @@ def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: F
     is_scaled = model.residual_multiplier != 1.0
     is_one_gradient = model.parallel_block and not (model.hidden_dropout or model.norms_after or is_scaled)
     is_one_gradient = is_one_gradient and not frozen.intersection(("mlp.down", "mlp.shared.down"))
+    is_one_gradient = is_one_gradient and not (is_in_fp8(config, layer) and sends_fp8(config, at))
     if model.mla is not None:
         before = deferred_latents(config, at, model.mla)
     else:

@@ -7,8 +7,9 @@ A layer keeps its input so where nothing else keeps it, and where it is not made
     mlp.down, mlp.shared.down                 an activation's output
     what was gathered, and is kept whole      of every column-parallel product
 
-With sequence parallelism the shards of the first are gathered again in the run's dtype, so they are kept in it. So are the input of
-attention's projection, which a fused attention keeps for its own backward, and that of shared experts, which the router keeps.
+With sequence parallelism the shards of the first are gathered again in the run's dtype, unless `precision.fp8.gather` is fp8, so
+they are kept in it. So are the input of attention's projection, which a fused attention keeps for its own backward, and that of
+shared experts, which the router keeps. With that gather, deferred gradients of weights wait with outputs' gradients in FP8.
 """
 
 from collections.abc import Collection, Sequence
@@ -37,11 +38,16 @@ def kept_in_fp8(
     fp8 = config.precision.fp8
     if fp8 is None or fp8.recipe in BLOCKS:
         return list(terms)
-    stored = _stored(config, at, parts).difference(frozen)
-    return [
-        replace(term, ours=term.ours / at.w) if term.tensor == "input" and term.module in stored else term
-        for term in terms
-    ]
+    stored = {(module, "input") for module in _stored(config, at, parts).difference(frozen)}
+    if sends_fp8(config, at):
+        stored |= {(module, "gradient") for module in ("attention.proj", "mlp.down", "mlp.shared.down")}
+    return [replace(term, ours=term.ours / at.w) if (term.module, term.tensor) in stored else term for term in terms]
+
+
+def sends_fp8(config: Config, at: Sizes) -> bool:
+    """Return whether what sequence parallelism gathers for FP8 layers travels in FP8."""
+    fp8 = config.precision.fp8
+    return fp8 is not None and fp8.gather == "fp8" and at.shard != 1
 
 
 def remembered_terms(config: Config, at: Sizes, layer: int) -> list[Term]:
@@ -62,8 +68,10 @@ def _stored(config: Config, at: Sizes, parts: Collection[str]) -> set[str]:
     is_behind_norm = model.norms_before and "norm" not in parts
     if is_behind_norm and has_latent:
         stored.add("attention.down")
-    if at.shard != 1:
-        return stored | gathered if config.recompute.gathered_inputs == "keep" else stored
+    if at.shard != 1 and config.recompute.gathered_inputs == "keep":
+        return stored | gathered
+    if at.shard != 1 and not sends_fp8(config, at):
+        return stored
     if is_behind_norm:
         stored |= {"attention.qkv"} if "mlp" in parts else {"attention.qkv", "mlp.up"}
     return stored | {"attention.q_up"} if has_latent and "norm" not in parts else stored

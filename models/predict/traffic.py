@@ -18,6 +18,7 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather, reduce-scatter and al
     FP8               with one scale for a tensor an all-reduce of its largest number, 4 bytes: of the input over cp, and over tp
                       where it is cut, once, also where a layer is recomputed; of the output's gradient likewise; of a weight over
                       tp, once a step
+                      with `precision.fp8.gather` also of what is gathered for linear layers, which then is 1 byte per element
     token ahead       a layer, and the calls of embedding and head once more; two more numbers in the step's agreement
     frozen            before the first layer with a trained parameter there are forwards alone, in pipeline stages too; a frozen
                       weight has no bucket, and its input is not gathered again
@@ -170,46 +171,50 @@ def _tensor_parallel(
     """Add what a stage sends over tp, and what its contents with a backward send again and back."""
     t, m = sizes.tp, batch_plan(config, sizes.dp).num_microbatches
     whole = _activation_bytes(config, part_length(config))
-    shard = whole // t
+    element = BYTES_PER_ELEMENT[config.precision.dtype]
     tokens = config.train.micro_batch_size * part_length(config)
     back, recomputed = going_back.layers, _recomputed_layers(config, going_back)
     # Attention and an MLP are a branch each, of a column- and a row-parallel layer; experts alone are none.
     all_mlps, mlps = ([layer for layer in layers if _has_mlp(config, layer)] for layers in (stage.layers, back))
-    mlps_again = sum(_has_mlp(config, layer) for layer in back[:recomputed])
-    branches, branches_back = len(stage.layers) + len(all_mlps), len(back) + len(mlps)
-    repeated = recomputed + mlps_again
+    repeated_mlps = [layer for layer in back[:recomputed] if _has_mlp(config, layer)]
+    branches, repeated = len(stage.layers) + len(all_mlps), recomputed + len(repeated_mlps)
     embeddings, heads = stage.has_embedding + stage.num_mtp, stage.has_head + stage.num_mtp
     *attention, of_mlp = _entries(config)
-    counted = [
-        *((each, len(stage.layers), back, recomputed) for each in attention),
-        (of_mlp, len(all_mlps), mlps, mlps_again),
-    ]
-    # Of a frozen weight there is no gradient, for which its input would be gathered again.
     entries = [
-        (width * tokens * BYTES_PER_ELEMENT[config.precision.dtype], count, count_again, len(layers), regathered)
-        for (width, products), count, layers, count_again in counted
-        for regathered in [_num_trained(config, layers, products)]
+        *((each, stage.layers, back, back[:recomputed]) for each in attention),
+        (of_mlp, all_mlps, mlps, repeated_mlps),
     ]
     if config.parallel.sequence_parallel:
+        # Of a frozen weight there is no gradient, for which its input would be gathered again.
         again = 0 if config.recompute.gathered_inputs == "keep" else 1
-        for entering, count, count_again, count_back, regathered in entries:
-            gathers = count + again * regathered + count_again
-            tally.add("tp", "activations", "all_gather", t, entering // t, m * gathers)
-            tally.add("tp", "activations", "reduce_scatter", t, entering, m * count_back)
+        in_fp8 = fp8_layers(config) if config.precision.fp8 is not None and config.precision.fp8.gather == "fp8" else ()
+
+        def gather(layers: Sequence[int], width: int, *, calls: int, is_of_product: bool = True) -> None:
+            """Add gathers of the layers' shards; those of a product with FP8 operands may carry 1 byte per number."""
+            narrow = sum(layer in in_fp8 for layer in layers) * is_of_product
+            for num_bytes, count in ((1, narrow), (element, len(layers) - narrow)):
+                tally.add("tp", "activations", "all_gather", t, num_bytes * width * tokens // t, calls * count)
+
+        for (width, products), layers, layers_back, layers_again in entries:
+            regathered = _trained(config, layers_back, products) * again
+            # Latents enter without a product.
+            gather([*layers, *layers_again, *regathered], width, calls=m, is_of_product=bool(products))
+            tally.add("tp", "activations", "reduce_scatter", t, element * width * tokens, m * len(layers_back))
+        # The gradient of a row-parallel layer's output; a deferred weight gradient gathers it once more.
+        gather([*back, *mlps], config.model.hidden_size, calls=m)
+        rows = _trained(config, back, ("attention.proj",))
+        rows += _trained(config, mlps, ("mlp.down", "mlp.shared.down"))
+        gather(rows, config.model.hidden_size, calls=_deferred_microbatches(config, sizes, number))
         # A head in pieces makes its logits again, whatever is frozen.
         is_head_again = again and (not head_is_frozen(config) or config.recompute.head_tokens is not None)
         embeddings_back = 0 if is_frozen("embedding.word.weight", config.optimizer) else embeddings
-        gathers = branches_back + embeddings_back + (1 + is_head_again) * heads
-        # A deferred weight gradient of a row-parallel layer gathers its output's gradient once more.
-        rows = _num_trained(config, back, ("attention.proj",))
-        rows += _num_trained(config, mlps, ("mlp.down", "mlp.shared.down"))
-        waiting = rows * _deferred_microbatches(config, sizes, number)
+        gathers = embeddings_back + (1 + is_head_again) * heads
         scatters = branches + repeated + embeddings + heads
-        tally.add("tp", "activations", "all_gather", t, shard, m * gathers + waiting)
+        tally.add("tp", "activations", "all_gather", t, whole // t, m * gathers)
         tally.add("tp", "activations", "reduce_scatter", t, whole, m * scatters)
     else:
-        for entering, _, _, count_back, _ in entries:
-            tally.add("tp", "activations", "all_reduce", t, entering, m * count_back)
+        for (width, _), _, layers_back, _ in entries:
+            tally.add("tp", "activations", "all_reduce", t, element * width * tokens, m * len(layers_back))
         reduces = branches + repeated + embeddings + heads
         tally.add("tp", "activations", "all_reduce", t, whole, m * reduces)
     element = max(4, BYTES_PER_ELEMENT[config.precision.dtype])
@@ -232,9 +237,9 @@ def _entries(config: Config) -> list[tuple[int, tuple[str, ...]]]:
     return [*attention, (h, ("mlp.up", "mlp.shared.up"))]
 
 
-def _num_trained(config: Config, layers: Iterable[int], products: Sequence[str]) -> int:
-    """Count the layers in which the weight of one of the products, which a layer has one of, is trained; 0 for no products."""
-    return sum(not frozen_products(config, layer).intersection(products) for layer in layers) if products else 0
+def _trained(config: Config, layers: Iterable[int], products: Sequence[str]) -> list[int]:
+    """List the layers in which the weight of one of the products, which a layer has one of, is trained; [] for no products."""
+    return [layer for layer in layers if products and not frozen_products(config, layer).intersection(products)]
 
 
 def _context_parallel(
@@ -280,11 +285,12 @@ def _fp8_scales(
     m, num_bytes = batch_plan(config, sizes.dp).num_microbatches, BYTES_PER_ELEMENT["fp32"]
     for layer in set(stage.layers).intersection(fp8_layers(config)):
         # A column-parallel product's output is cut over tp, a row-parallel one's input. The latents' weight is on every tp rank,
-        # and with sequence parallelism its input and output are cut.
+        # and with sequence parallelism its input and output are cut. What is sent in FP8 is cut when its scale is made.
         pairs = 1 + _has_mlp(config, layer)
         beside = 0 if config.model.mla is None else 1
         products, passes = 2 * pairs + beside, m * (1 + (layer in going_back.layers))
-        over_tp = passes * (pairs + beside * config.parallel.sequence_parallel) + products
+        cut = products if fp8.gather == "fp8" else pairs + beside * config.parallel.sequence_parallel
+        over_tp = passes * cut + products
         tally.add("tp", FP8_SCALES, "all_reduce", sizes.tp, num_bytes, over_tp)
         tally.add("cp", FP8_SCALES, "all_reduce", sizes.cp, num_bytes, products * passes)
 

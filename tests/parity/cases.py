@@ -85,6 +85,8 @@ class Case:
     """The update is FusedAdam's."""
     linear: str = "torch"
     """The GEMMs of linear layers."""
+    fp8_gather: bool = False
+    """What sequence parallelism gathers travels in FP8."""
     fp8_shares: bool = False
     """Each step counts the numbers that FP8 loses."""
     documents: bool = False
@@ -141,11 +143,16 @@ class Case:
         parts += [self.fp8] if self.fp8 else []
         parts += ["apex"] if self.apex else []
         parts += [self.linear] if self.linear != "torch" else []
+        parts += ["gather"] if self.fp8_gather else []
         parts += ["shares"] if self.fp8_shares else []
         parts += ["documents"] if self.documents else []
         parts += ["staged"] if self.staged else []
         parts += [self.backend] if self.backend else []
         return "-".join(parts)
+
+    @property
+    def _fp8(self) -> dict[str, Any]:
+        return {"recipe": self.fp8, "backend": "emulated", "gather": "fp8" if self.fp8_gather else "bf16"}
 
     def device_of(self, rank: int) -> torch.device:
         if self.device != "cuda":
@@ -194,7 +201,7 @@ class Case:
                 if self.schedule.endswith(".txt")
                 else {"name": self.schedule},
                 "precision": {"dtype": self.dtype, "gradients": "bf16" if self.bf16_gradients else "full"}
-                | ({"fp8": {"recipe": self.fp8, "backend": "emulated"}} if self.fp8 else {})
+                | ({"fp8": self._fp8} if self.fp8 else {})
                 | ({"masters": "split", "moments": "bf16"} if self.narrow else {}),
                 "recompute": {
                     "granularity": granularity,

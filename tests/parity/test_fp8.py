@@ -30,6 +30,34 @@ COVERING = [
 ]
 
 COVERING_TOO = [
+    Case(
+        "qwen", tp=2, pp=2, dp=2, sequence_parallel=True, schedule="zb_h1", fp8="tensorwise", fp8_gather=True, **SMALL
+    ),
+    Case(
+        "llama", tp=2, cp=2, sequence_parallel=True, gathered_inputs="keep", fp8="tensorwise", fp8_gather=True, **SMALL
+    ),
+    Case(
+        "mla",
+        tp=2,
+        dp=2,
+        sequence_parallel=True,
+        fp8="tensorwise",
+        fp8_gather=True,
+        recompute=("selective", "uniform", 1),
+        modules=("norm",),
+        **SMALL,
+    ),
+    Case("gpt_dropout", tp=4, sequence_parallel=True, fp8="tensorwise", fp8_gather=True, offload=1, **SMALL),
+    Case("deepseek", tp=2, dp=2, ep=2, sequence_parallel=True, fp8="tensorwise", fp8_gather=True, **SMALL),
+    Case(
+        "llama",
+        tp=2,
+        sequence_parallel=True,
+        fp8="tensorwise",
+        fp8_gather=True,
+        frozen=("*.q.weight", "*.kv.weight"),
+        **SMALL,
+    ),
     Case("qwen", tp=4, dp=2, fp8="tensorwise", **SMALL),
     Case("llama", pp=2, vpp=2, dp=2, cp=2, fp8="tensorwise", num_layers=4, global_batch_size=4),
     Case("gpt_dropout", tp=2, pp=2, vpp=2, sequence_parallel=True, schedule="zbv", fp8="tensorwise", num_layers=4),
@@ -103,6 +131,20 @@ TRAFFIC = [
     Case("llama", tp=2, cp=2, sequence_parallel=True, fp8="tensorwise", recompute=("full", "uniform", 1), **SMALL),
     Case("mla", tp=2, pp=2, dp=2, sequence_parallel=True, fp8="tensorwise", **SMALL),
     Case("mla", tp=2, cp=2, fp8="tensorwise", **SMALL),
+    Case("mla", tp=2, cp=2, sequence_parallel=True, fp8="tensorwise", fp8_gather=True, **SMALL),
+    Case("qwen", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", fp8="tensorwise", fp8_gather=True, **SMALL),
+    Case(
+        "llama",
+        tp=2,
+        sequence_parallel=True,
+        gathered_inputs="keep",
+        recompute=("full", "block", 1),
+        fp8="tensorwise",
+        fp8_gather=True,
+        frozen=("layers.1.mlp.*",),
+        **SMALL,
+    ),
+    Case("deepseek", tp=2, dp=2, ep=2, sequence_parallel=True, fp8="tensorwise", fp8_gather=True, **SMALL),
     Case("llama", tp=2, pp=2, fp8="tensorwise", frozen=("embedding.*", "layers.0.*"), **SMALL),
     Case("blocks_of_32", tp=2, dp=2, fp8="mxfp8", **SMALL),
     Case("deepseek", tp=2, dp=2, ep=2, fp8="tensorwise", **SMALL),

@@ -1,6 +1,7 @@
 """Numbers that are kept in FP8 give the bits that numbers in the run's dtype give, when they are rounded where they are needed."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from engine.tensor_parallel.fp8_gemms import Fp8Gemms
 from engine.tensor_parallel.gemms import Amax
+from tests.harness import run_ranks
 from tests.parity.cases import Case, Piece, RankResult, run_case, weights_of
 
 SMALL: dict[str, Any] = {"num_layers": 2, "global_batch_size": 2, "fp8": "tensorwise"}
@@ -46,3 +48,23 @@ def test_inputs_kept_in_fp8_change_no_bit(case: Case, monkeypatch: pytest.Monkey
     assert torch.uint8 in kept
     monkeypatch.setattr(Fp8Gemms, "stored", lambda self, x, largest: x)
     assert same_bits(in_fp8, run_case(0, case, weights, num_steps=2))
+
+
+GATHERED = [
+    Case("llama", tp=2, sequence_parallel=True, dtype="bf16", **SMALL),
+    Case("qwen", tp=2, cp=2, sequence_parallel=True, recompute=("full", "uniform", 1), **SMALL),
+    Case("mla", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", dtype="bf16", **SMALL),
+    Case("deepseek", tp=2, dp=2, ep=2, sequence_parallel=True, gathered_inputs="keep", dtype="fp32", **SMALL),
+]
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "case", [GATHERED[0], *(pytest.param(case, marks=pytest.mark.slow) for case in GATHERED[1:])], ids=str
+)
+def test_numbers_that_travel_in_fp8_change_no_bit(case: Case) -> None:
+    weights = weights_of(case.model, case.num_layers)
+    in_dtype, in_fp8 = (
+        run_ranks(run_case, case.world_size, replace(case, fp8_gather=gather), weights, 2) for gather in (False, True)
+    )
+    assert all(same_bits(one, other) for one, other in zip(in_dtype, in_fp8, strict=True))

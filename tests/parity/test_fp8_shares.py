@@ -10,11 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, quantise
+from engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, is_bytes, quantise
 from engine.kernels.fp8.shares import OPERANDS, LostByLinear
 from engine.tensor_parallel.fp8_gemms import Fp8Gemms
 from engine.tensor_parallel.fp8_shares import PURPOSE, Fp8Shares, count_lost
-from engine.tensor_parallel.gemms import Amax
+from engine.tensor_parallel.gemms import Amax, Leaving
+from engine.tensor_parallel.mappings import TensorParallelRegion
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank, load_weights, weights_of
 from tests.parity.test_fp8 import one_process
@@ -28,6 +29,7 @@ COVERING_TOO = [
     Case("llama", tp=2, cp=2, sequence_parallel=True, recompute=("full", "uniform", 1), fp8="tensorwise", **SMALL),
     Case("qwen", tp=2, pp=2, dp=2, fp8="tensorwise", **SMALL),
     Case("mla", tp=2, dp=2, fp8="tensorwise", **SMALL),
+    Case("qwen", tp=2, cp=2, sequence_parallel=True, fp8="tensorwise", fp8_gather=True, **SMALL),
     Case("mla", tp=2, sequence_parallel=True, schedule="zb_h1", pp=2, fp8="tensorwise", **SMALL),
     Case("deepseek", tp=2, dp=2, ep=2, fp8="tensorwise", **SMALL),
     Case("llama", tp=2, recompute=("selective", "uniform", 1), modules=("mlp", "norm"), fp8="tensorwise", **SMALL),
@@ -46,14 +48,22 @@ def uneven_weights(case: Case) -> dict[str, torch.Tensor]:
     return weights
 
 
-INPUT_GRAD = Fp8Gemms.input_grad
+INPUT_GRAD, LEAVING = Fp8Gemms.input_grad, Fp8Gemms.leaving
+
+
+def uneven(grad: torch.Tensor) -> torch.Tensor:
+    """Return gradients [s, ..] of which FP8 loses those of every second token."""
+    grad = grad.clone()
+    grad[::2] *= 1e-12
+    return grad
 
 
 def of_uneven_tokens(self: Fp8Gemms, grad: torch.Tensor, largest: Amax) -> torch.Tensor:
-    """`Fp8Gemms.input_grad`, where FP8 loses the gradients of every second token."""
-    grad = grad.clone()
-    grad[::2] *= 1e-12
-    return INPUT_GRAD(self, grad, largest)
+    return INPUT_GRAD(self, grad if is_bytes(grad) else uneven(grad), largest)
+
+
+def sent_of_uneven_tokens(self: Fp8Gemms, grad: torch.Tensor, region: TensorParallelRegion, purpose: str) -> Leaving:
+    return LEAVING(self, uneven(grad) if self._sends(region) else grad, region, purpose)
 
 
 def measured(
@@ -66,7 +76,10 @@ def measured(
     assert counts is not None
     shares = Fp8Shares(counts, engine.topology.axis("world"), interval)
     shares.begin(0)
-    with mock.patch.object(Fp8Gemms, "input_grad", of_uneven_tokens):
+    with (
+        mock.patch.object(Fp8Gemms, "input_grad", of_uneven_tokens),
+        mock.patch.object(Fp8Gemms, "leaving", sent_of_uneven_tokens),
+    ):
         for _ in range(2):
             shares.before_step()
             # Small: AdamW makes an update of a gradient that is rounding alone.
@@ -131,7 +144,7 @@ def test_shares_are_those_of_a_direct_count(monkeypatch: pytest.MonkeyPatch) -> 
         return forward(self, x, biases, largest)
 
     def counted_input_grad(self: Fp8Gemms, grad: torch.Tensor, largest: Amax) -> torch.Tensor:
-        grad = grad * torch.where(torch.arange(len(grad)) % 2 == 0, 1e-12, 1.0).view(-1, 1, 1)
+        grad = uneven(grad)
         count(self.name, "gradient", grad, 57344.0, 2.0**-16)
         return INPUT_GRAD(self, grad, largest)
 

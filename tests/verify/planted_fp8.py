@@ -37,8 +37,25 @@ def each_tp_rank_has_scales_of_its_own() -> None:
     Fp8Gemms._largest = alone  # type: ignore[assignment, method-assign]
 
 
+def each_shard_is_sent_with_a_scale_of_its_own() -> None:
+    largest = Fp8Gemms._largest
+
+    def alone(self: Fp8Gemms, parts: list[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Amax:
+        return largest(self, parts, what, over_tp=over_tp and (what != "input" or self.cut.inputs), over_cp=over_cp)
+
+    Fp8Gemms._largest = alone  # type: ignore[assignment, method-assign]
+
+
 BUGS = (
     Bug(gradients_are_rounded_as_weights_are, FP8, "gradient", anything, None, "stays with tp=1"),
     Bug(copies_of_weights_are_those_of_the_first_step, FP8, "loss", anything, None, "stays with tp=1"),
+    Bug(
+        each_shard_is_sent_with_a_scale_of_its_own,
+        replace(FP8, fp8_gather=True),
+        "output",
+        is_attention(0),
+        "tp",
+        "with sp=false",
+    ),
     Bug(each_tp_rank_has_scales_of_its_own, FP8, "output", is_attention(0), "tp", "vanishes with tp=1"),
 )

@@ -68,6 +68,16 @@ BAD_FP8: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["parallel.tp = 2", "model.num_kv_heads = 1 with precision.fp8", "rounded in parts", "precision.fp8 = null"],
     ),
+    "blocks that are rounded before a gather": (
+        ["precision.fp8={recipe: mxfp8, gather: fp8}", "parallel.sequence_parallel=true"],
+        {},
+        ["precision.fp8.gather = fp8", "one scale for a tensor", "in other blocks", "precision.fp8.gather = bf16"],
+    ),
+    "FP8 on its way where nothing is gathered": (
+        ["precision.fp8={gather: fp8}"],
+        {},
+        ["precision.fp8.gather = fp8", "sequence_parallel is off", "no effect", "parallel.sequence_parallel = true"],
+    ),
     "counts of what FP8 loses without FP8": (
         ["telemetry.fp8_interval=100"],
         {},

@@ -47,6 +47,8 @@ MORE = [
     Case("llama", tp=2, fp8="tensorwise", **SMALL),
     Case("qwen", tp=2, sequence_parallel=True, gathered_inputs="keep", fp8="tensorwise", **SMALL),
     Case("mla", tp=2, fp8="tensorwise", **SMALL),
+    Case("mla", tp=2, sequence_parallel=True, fp8="tensorwise", fp8_gather=True, **SMALL),
+    Case("parallel", tp=2, sequence_parallel=True, fp8="tensorwise", fp8_gather=True, dtype="bf16", **SMALL),
     Case("llama", fp8="tensorwise", recompute=("selective", "uniform", 1), modules=("norm", "activation"), **SMALL),
     Case("gpt_dropout", tp=2, sequence_parallel=True, **SMALL),
     Case("qwen", tp=2, sequence_parallel=True, gathered_inputs="keep", **SMALL),

@@ -15,6 +15,7 @@ from tests.models.predict.test_latent_memory import BY_BLOCK, FROM_X, latent
 from tests.models.predict.test_rank_memory import most_kept
 
 FP8 = {"recipe": "tensorwise", "backend": "emulated"}
+GATHER = {"sp": True, "fp8": FP8 | {"gather": "fp8"}}
 SHARED = {
     "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 128, "shared_experts": 1},
     "layers": ["dense", "moe"],
@@ -30,6 +31,12 @@ CASES = {
     "whole, fp32, one layer in the run's dtype": fp8(LLAMA, dtype="fp32", fp8=FP8 | {"bf16_layers": [1, 0]}),
     "shards": fp8(LLAMA, sp=True),
     "gathered inputs kept": fp8(LLAMA, sp=True, recompute=KEPT),
+    "shards, sent in FP8": fp8(LLAMA, **GATHER),
+    "gathered inputs kept, sent in FP8": fp8(LLAMA, recompute=KEPT, **GATHER),
+    "shards, sent in FP8, norms again": fp8(LLAMA, recompute=parts("norm"), **GATHER),
+    "latents, sent in FP8": latent(tp=2, **GATHER),
+    "queries from x, sent in FP8": latent(FROM_X, tp=2, **GATHER),
+    "shared experts, sent in FP8": fp8({**LLAMA, **SHARED}, **GATHER),
     "a group of one": fp8(LLAMA, tp=1, sp=True),
     "gpt with dropout": fp8(GPT, attention="explicit"),
     "blocks": fp8(LLAMA, fp8={"recipe": "mxfp8"}),
