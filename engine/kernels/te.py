@@ -6,7 +6,7 @@
 
 cuBLAS counts columns first, so A is the right factor, and `T` means that its rows are the columns that are multiplied. Operands and
 `out` are contiguous. In the third GEMM the sums are added to the main grad in its own dtype, in fp32 of a bf16 run. Its epilogue
-sums dY over the tokens, which is the gradient of a bias.
+sums dY over the tokens, which is the gradient of a bias; those of the other two compute GELU and its derivative.
 
 With FP8 operands every GEMM is Y = A B^T of two quantised matrices (`engine/kernels/fp8`), which is layout TN.
 
@@ -42,6 +42,8 @@ class GeneralGemm(Protocol):
         out_dtype: torch.dtype | None = None,
         accumulate: bool = False,
         layout: str = "TN",
+        gelu: bool = False,
+        gelu_in: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
         use_split_accumulator: bool = False,
@@ -75,6 +77,20 @@ class TransformerEngine:
         """Return dY W [n, in]; grad [n, out], weight [out, in]. `onto` [n, in] is a sum that it is added to, in place."""
         gemm = partial(self.general_gemm, weight, grad, layout="NN", out_dtype=grad.dtype, grad=True)
         return _first(gemm() if onto is None else gemm(out=onto, accumulate=True))
+
+    def forward_gelu(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inner = X W^T + bias and its GELU in the tanh form, both [n, out]; x [n, in], weight [out, in], bias [out]."""
+        activated, _, inner, *_ = self.general_gemm(weight, x, layout="TN", out_dtype=x.dtype, bias=bias, gelu=True)
+        assert activated is not None and inner is not None, "general_gemm returns the input of GELU"
+        return inner, activated
+
+    def input_grad_of_gelu(self, grad: torch.Tensor, weight: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+        """Return dY W GELU'(inner) [n, in]; grad [n, out], weight [out, in], inner [n, in]."""
+        return _first(
+            self.general_gemm(weight, grad, layout="NN", out_dtype=grad.dtype, grad=True, gelu=True, gelu_in=inner)
+        )
 
     def add_weight_grad(
         self,
@@ -164,19 +180,26 @@ def gemm_failure(dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch
             for shape in ((32, 16), (48, 16), (48,), (32, 48), (48, 16))
         )
         main_grad = main_grad.to(main_grad_dtype)
-        with_weight = main_grad + grad.t() @ x
+        _compare("output", te.forward(x, weight, bias), F.linear(x, weight, bias))
+        _compare("gradient of the input", te.input_grad(grad, weight, onto=x.clone()), x + grad @ weight)
+        expected = main_grad + grad.t() @ x
         of_bias = te.add_weight_grad(main_grad, grad, x, overwrite=False, with_total=True)
-        pairs = {
-            "output": (te.forward(x, weight, bias), F.linear(x, weight, bias)),
-            "gradient of the input": (te.input_grad(grad, weight, onto=x.clone()), x + grad @ weight),
-            "gradient of the weight": (main_grad, with_weight),
-            "gradient of the bias": (of_bias, grad.sum(0)),
-        }
-        for name, (found, expected) in pairs.items():
-            if found is None or not (found - expected).norm() < 0.02 * expected.norm():
-                raise RuntimeError(f"its {name} is not torch's")
+        _compare("gradient of the weight", main_grad, expected)
+        _compare("gradient of the bias", of_bias, grad.sum(0))
+        inner, activated = te.forward_gelu(x, weight, bias)
+        _compare("GELU", activated, F.gelu(inner, approximate="tanh"))
+        with torch.enable_grad():
+            (expected,) = torch.autograd.grad(
+                F.gelu(x.requires_grad_(), approximate="tanh"), x, grad_outputs=grad @ weight
+            )
+        _compare("gradient of GELU", te.input_grad_of_gelu(grad, weight, x.detach()), expected)
 
     return te_failure(run)
+
+
+def _compare(name: str, found: torch.Tensor | None, expected: torch.Tensor) -> None:
+    if found is None or not (found - expected).norm() < 0.02 * expected.norm():
+        raise RuntimeError(f"its {name} is not torch's")
 
 
 def gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:

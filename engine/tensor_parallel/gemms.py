@@ -7,6 +7,7 @@
 X [n, in] and dY [n, out] are whole over what the layer has gathered, and are cut over tp otherwise.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -128,6 +129,22 @@ class LinearGemms:
             part = grad if rows == self.weights.all_rows else grad[:, rows]
             self.queue.add_matmul(main_grad, part, x, overwrite=overwrite)
         return None
+
+
+class GeluGemms(LinearGemms):
+    """GEMMs that compute the GELU (its tanh form) between a layer and the one that reads it, in their epilogues.
+
+    first layer     inner = X W^T + bias, activated = GELU(inner)
+    second layer    d inner = dY W GELU'(inner)
+    """
+
+    @abstractmethod
+    def forward_gelu(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inner and activated [.., out] of x [.., in], by a layer of one matrix and its bias [out]."""
+
+    @abstractmethod
+    def input_grad_of_gelu(self, grad: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+        """Return d inner [.., in] of grad [.., out], by a layer of one matrix whose input was GELU(inner)."""
 
 
 class LinearForm:

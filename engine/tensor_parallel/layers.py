@@ -32,7 +32,7 @@ from engine.kernels.bias_total import AddTotal, total_of
 from engine.kernels.weight_grad import add
 from engine.numerics.precision import accumulate, accumulation_dtype
 from engine.tensor_parallel.fused_weights import FusedWeights
-from engine.tensor_parallel.gemms import IN_RUN_DTYPE, Amax, Cut, LinearForm, LinearGemms
+from engine.tensor_parallel.gemms import IN_RUN_DTYPE, Amax, Cut, GeluGemms, LinearForm, LinearGemms
 from engine.tensor_parallel.mappings import TensorParallelRegion
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
@@ -79,6 +79,10 @@ class ColumnParallelLinear(nn.Module):
         """Map [s(/t), b, in] to [s, b, rows on this rank]."""
         return _ColumnParallel.apply(x, self)
 
+    def with_gelu(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same and its GELU, which `RowParallelLinear` reads: there its gradient is computed (`GeluGemms`)."""
+        return _ColumnParallel.apply(x, self, True)
+
     def vectors(self) -> Sequence[torch.Tensor | None]:
         """Return a vector of biases for each matrix of weights, added in its GEMM; None where the layer has none."""
         matrices = self.weights.matrices()
@@ -118,22 +122,27 @@ class ColumnParallelLinear(nn.Module):
 
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: ColumnParallelLinear) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: ColumnParallelLinear, with_gelu: bool = False) -> Any:
         ctx.layer = layer
         inputs, kept, ctx.of_x = layer.gemms.entered(x.contiguous(), layer.region, f"{layer.name} forward")
         ctx.save_for_backward(*([kept] if layer.weights.is_trained else []))
         biases = layer.vectors()
-        return layer.gemms.forward(inputs, biases, ctx.of_x)
+        if not with_gelu:
+            return layer.gemms.forward(inputs, biases, ctx.of_x)
+        assert isinstance(layer.gemms, GeluGemms)
+        inner, activated = layer.gemms.forward_gelu(inputs, biases[0])
+        ctx.mark_non_differentiable(activated)
+        return inner, activated
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor, *of_activated: Any) -> tuple[torch.Tensor, None, None]:
         layer: ColumnParallelLinear = ctx.layer
         grad, regather = grad.contiguous(), f"{layer.name} regather"
         if not layer.weights.is_trained:
             grad_input = layer.gemms.input_grad(grad, layer.gemms.grad_amax(grad))
             reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
             layer.add_bias_grads(grad)
-            return reduced.wait(), None
+            return reduced.wait(), None, None
         (kept,) = ctx.saved_tensors
         deferring = layer.queue.deferring
         of_x = ctx.of_x
@@ -152,7 +161,7 @@ class _ColumnParallel(torch.autograd.Function):
                     lambda x, grad: layer.add_weight_grads(grad, x, of_grad, of_x),
                 )
             )
-        return reduced.wait(), None
+        return reduced.wait(), None, None
 
 
 class RowParallelLinear(nn.Module):
@@ -182,9 +191,9 @@ class RowParallelLinear(nn.Module):
         self.queue = queue
         self.name = name
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [s, b, in on this rank] to [s(/t), b, out]."""
-        return _RowParallel.apply(x, self)
+    def forward(self, x: torch.Tensor, gelu_of: torch.Tensor | None = None) -> torch.Tensor:
+        """Map [s, b, in on this rank] to [s(/t), b, out]; the gradient is that of `gelu_of`, where x is its GELU."""
+        return _RowParallel.apply(x, self, gelu_of)
 
     def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax = None, of_x: Amax = None) -> None:
         """Add dY^T X to the main grad. grad [s, b, out], x [s, b, in on this rank], and what quantises them."""
@@ -194,18 +203,19 @@ class RowParallelLinear(nn.Module):
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: RowParallelLinear) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: RowParallelLinear, gelu_of: torch.Tensor | None) -> torch.Tensor:
         ctx.layer = layer
         x = x.contiguous()
         ctx.of_x = layer.gemms.input_amax(x)
         x = layer.gemms.stored(x, ctx.of_x)
-        ctx.save_for_backward(*([x] if layer.weights.is_trained else []))
+        ctx.save_for_backward(x if layer.weights.is_trained else None, gelu_of)
         bias = layer.bias.weight() if layer.bias is not None and layer.region.axis.index == 0 else None
         return layer.region.leave(layer.gemms.forward(x, [bias], ctx.of_x), f"{layer.name} forward").wait()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
         layer: RowParallelLinear = ctx.layer
+        x, gelu_of = ctx.saved_tensors
         grad = grad.contiguous()
         gathered, kept, of_grad = layer.gemms.leaving(grad, layer.region, f"{layer.name} backward")
         if layer.bias is not None and layer.bias.is_trained:
@@ -213,10 +223,14 @@ class _RowParallel(torch.autograd.Function):
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
         whole, of_x = gathered.wait(), ctx.of_x
         of_grad = layer.gemms.grad_amax(whole) if of_grad is None else of_grad
-        grad_input = layer.gemms.input_grad(whole, of_grad)
+        grad_input, grad_inner = None, None
+        if gelu_of is None:
+            grad_input = layer.gemms.input_grad(whole, of_grad)
+        else:
+            assert isinstance(layer.gemms, GeluGemms)
+            grad_inner = layer.gemms.input_grad_of_gelu(whole, gelu_of)
         if not layer.weights.is_trained:
-            return grad_input, None
-        (x,) = ctx.saved_tensors
+            return grad_input, None, grad_inner
         if layer.queue.deferring:
             # Of sequence-parallel gradients the shard is kept, and gathered once more.
             regather = f"{layer.name} regather"
@@ -230,7 +244,7 @@ class _RowParallel(torch.autograd.Function):
             )
         else:
             layer.add_weight_grads(whole, x, of_grad, of_x)
-        return grad_input, None
+        return grad_input, None, grad_inner
 
 
 class VocabParallelEmbedding(nn.Module):

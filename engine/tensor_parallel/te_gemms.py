@@ -7,7 +7,7 @@ import torch
 
 from engine.kernels.te import TransformerEngine
 from engine.tensor_parallel.fused_weights import FusedWeights
-from engine.tensor_parallel.gemms import Amax, Cut, LinearForm, LinearGemms
+from engine.tensor_parallel.gemms import Amax, Cut, GeluGemms, LinearForm, LinearGemms
 from engine.tensor_parallel.weight_grads import WeightGradQueue
 
 
@@ -23,7 +23,7 @@ class TeForm(LinearForm):
         return TeGemms(weights, queue, self.te, biases)
 
 
-class TeGemms(LinearGemms):
+class TeGemms(GeluGemms):
     """The GEMMs of one layer by Transformer Engine.
 
     Its operands are contiguous: where the matrices of a layer are not adjacent, their parts of dY are copied first.
@@ -42,6 +42,15 @@ class TeGemms(LinearGemms):
         matrices = zip(self.weights.matrices(), biases, strict=True)
         outputs = [self.te.forward(rows, matrix, bias) for matrix, bias in matrices]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)).unflatten(0, x.shape[:-1])
+
+    def forward_gelu(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        (matrix,) = self.weights.matrices()
+        inner, activated = self.te.forward_gelu(x.flatten(0, -2), matrix, bias)
+        return inner.unflatten(0, x.shape[:-1]), activated.unflatten(0, x.shape[:-1])
+
+    def input_grad_of_gelu(self, grad: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+        (matrix,) = self.weights.matrices()
+        return self.te.input_grad_of_gelu(grad.flatten(0, -2), matrix, inner.flatten(0, -2)).view(inner.shape)
 
     def input_grad(self, grad: torch.Tensor, largest: Amax) -> torch.Tensor:
         matrices = self.weights.matrices()

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from engine.kernels.elementwise import activation
+from engine.tensor_parallel.gemms import GeluGemms
 from engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from models.gpt.context import BuildContext
 
@@ -35,7 +36,18 @@ class MLP(nn.Module):
             context.form.alone("activation"),
         )
 
+        # What is made again is made by the same function, and of a bias that no GEMM sums the activation does.
+        is_made_again = {"mlp", "activation"} & set(context.saved.parts)
+        self.gemms_make_gelu = (
+            isinstance(self.up.gemms, GeluGemms)
+            and self.activation == "gelu_tanh"
+            and not (is_made_again or self.up.biases_are_summed_by_consumer)
+        )
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.gemms_make_gelu:
+            inner, activated = self.up.with_gelu(x)
+            return self.down(activated, inner)
         inner = self.saved.recompute_output("mlp", self.up, x)
         return self.down(self.saved.recompute_output("activation", self._activation, inner))
 

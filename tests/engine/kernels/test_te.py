@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from engine.config.activations import KernelsConfig
 from engine.config.attention_kinds import AttentionPattern
@@ -52,6 +53,18 @@ def test_three_gemms_of_a_layer(te: TransformerEngine) -> None:
     torch.testing.assert_close(of_bias, grad.sum(0))
     calls = importlib.import_module("transformer_engine.pytorch.cpp_extensions").calls
     assert calls[-5:] == ["TN", "NN", "NN", "NT", "NT"]
+
+
+def test_gelu_is_in_the_epilogues(te: TransformerEngine) -> None:
+    x, weight, bias, grad = random(6, 4), random(5, 4), random(5), random(6, 3)
+    inner, activated = te.forward_gelu(x, weight, bias)
+    torch.testing.assert_close(inner, x @ weight.t() + bias)
+    torch.testing.assert_close(activated, F.gelu(inner, approximate="tanh"))
+    second = random(3, 5)
+    (wanted,) = torch.autograd.grad(
+        F.gelu(inner.requires_grad_(), approximate="tanh") @ second.t(), inner, grad_outputs=grad
+    )
+    torch.testing.assert_close(te.input_grad_of_gelu(grad, second, inner.detach()), wanted)
 
 
 def test_sums_of_bf16_are_added_in_fp32(te: TransformerEngine) -> None:
@@ -139,12 +152,17 @@ def package(folder: Path, general_gemm: str) -> None:
     (folder / "old" / "transformer_engine_torch.py").write_text("class DType: kFloat8E4M3, kFloat8E5M2 = 7, 8\n")
 
 
+ARGUMENTS = (
+    "out_dtype=None, gelu=False, gelu_in=None, accumulate=False, layout='TN', out=None, bias=None, "
+    "use_split_accumulator=False, grad=False"
+)
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
         (
-            "def general_gemm(A, B, workspace, out_dtype=None, accumulate=False, layout='TN', out=None, bias=None,\n"
-            "                 use_split_accumulator=False, grad=False): ...\n",
+            f"def general_gemm(A, B, workspace, {ARGUMENTS}): ...\n",
             r"general_gemm of transformer-engine 2.8.0 takes other arguments (a workspace that the caller must bring); 2.10 is",
         ),
         (
@@ -153,14 +171,11 @@ def package(folder: Path, general_gemm: str) -> None:
         ),
         ("raise FileNotFoundError('Could not find shared object file: libtransformer_engine.so')\n", "libtransformer"),
         (
-            "def general_gemm(A, B, out_dtype=None, accumulate=False, layout='TN', out=None, bias=None,\n"
-            "                 use_split_accumulator=False, grad=False):\n"
-            "    raise AssertionError('Torch not compiled with CUDA enabled')\n",
+            f"def general_gemm(A, B, {ARGUMENTS}):\n    raise AssertionError('Torch not compiled with CUDA enabled')\n",
             "Torch not compiled with CUDA enabled",
         ),
         (
-            "def general_gemm(A, B, out_dtype=None, accumulate=False, layout='TN', out=None, bias=None,\n"
-            "                 use_split_accumulator=False, grad=False):\n"
+            f"def general_gemm(A, B, {ARGUMENTS}):\n"
             "    product = B @ A.t() + bias if layout == 'TN' else B @ A if layout == 'NN' else B.t() @ A\n"
             "    return product, None, None, None\n",
             "its gradient of the input is not torch's",
