@@ -1,0 +1,89 @@
+"""Products of matrices with scales of blocks, A B^T, by torch's scaled GEMM (torch 2.10 and later), on GPUs.
+
+    blocks of a matrix      scales as torch's GEMM reads them                                      GPUs
+    1 x 128                 fp32 [rows, columns / 128], rows next to each other                    Hopper
+    128 x 128               fp32 [columns / 128, rows / 128], padded to a multiple of 4 rows, which
+                            are next to each other: those of a column of A B^T's other operand     Hopper
+    1 x 32                  exponents (e8m0), in tiles of 128 rows and 4 scales                    Blackwell
+
+The layouts are cuBLASLt's ("1D and 2D block scaling", "block scaling factors layout" in its documentation), as torch's own checks
+state them (`_scaled_mm_v2`). In a tile of 1 x 32 the scale of row r and place c is number 16 (r mod 32) + 4 (r div 32) + c; tiles
+follow each other along the contraction, then along the rows.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from engine.kernels.fp8.recipes import Quantised
+from engine.numerics.precision import MX_SCALE_DTYPE
+
+TILE_ROWS, TILE_COLUMNS = 128, 4
+
+_PADDED_TO = 4
+"""Scales of 128 x 128 blocks along the contraction are padded to a multiple of it."""
+
+_SCALINGS: Mapping[tuple[int, int], str] = MappingProxyType(
+    {(1, 128): "BlockWise1x128", (128, 128): "BlockWise128x128", (1, 32): "BlockWise1x32"}
+)
+"""Names in `torch.nn.functional.ScalingType` by the rows and columns of a block."""
+
+
+class Scales(NamedTuple):
+    """The scales of a matrix as torch's GEMM reads them.
+
+    Attributes:
+        tensor: what the values of each block are multiplied by.
+        scaling: a name of `ScalingType`.
+        swizzle: a name of `SwizzleType`.
+    """
+
+    tensor: torch.Tensor
+    scaling: str
+    swizzle: str
+
+
+def has_block_gemm() -> bool:
+    """Return whether this torch has a GEMM with scales of blocks."""
+    return hasattr(F, "scaled_mm")
+
+
+def block_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Compute A B^T + bias: a [m, k], b [n, k], bias [n] -> [m, n] in `dtype`, from sums in fp32."""
+    of_a, of_b = scales_of(a), scales_of(b)
+    return F.scaled_mm(
+        a.values.contiguous(),
+        b.values.contiguous().t(),
+        of_a.tensor,
+        getattr(F.ScalingType, of_a.scaling),
+        of_b.tensor,
+        getattr(F.ScalingType, of_b.scaling),
+        swizzle_a=getattr(F.SwizzleType, of_a.swizzle),
+        swizzle_b=getattr(F.SwizzleType, of_b.swizzle),
+        bias=bias,
+        output_dtype=dtype,
+    )
+
+
+def scales_of(matrix: Quantised) -> Scales:
+    """Return the scales of a matrix [rows, columns] in the layout of its blocks."""
+    (rows, columns), (down, across) = matrix.values.shape, matrix.inverse.shape
+    block = rows // down, columns // across
+    if block == (1, 32):
+        return Scales(in_tiles(matrix.inverse), _SCALINGS[block], "SWIZZLE_32_4_4")
+    if block == (1, 128):
+        return Scales(matrix.inverse.t().contiguous().t(), _SCALINGS[block], "NO_SWIZZLE")
+    padded = F.pad(matrix.inverse, (0, -across % _PADDED_TO))
+    return Scales(padded.contiguous().t(), _SCALINGS[block], "NO_SWIZZLE")
+
+
+def in_tiles(inverse: torch.Tensor) -> torch.Tensor:
+    """Return scales [rows, places], powers of two, as exponents in tiles: one vector, padded with zeros."""
+    down, across = inverse.shape
+    # Copies of e8m0 are not offered everywhere; its bytes move as any others.
+    exponents = F.pad(inverse.to(MX_SCALE_DTYPE).view(torch.uint8), (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))
+    tiles = exponents.view(-1, TILE_ROWS // 32, 32, exponents.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(MX_SCALE_DTYPE)
