@@ -20,7 +20,8 @@ BLOCKS: Mapping[Fp8RecipeName, int] = MappingProxyType({"blockwise": 128, "mxfp8
 """Numbers along a GEMM's contraction that share a scale."""
 
 TILE = 16
-"""Sides of the matrices of a scaled GEMM are multiples of it (cuBLAS: 16 bytes)."""
+"""Sides of the matrices of a scaled GEMM are multiples of it (cuBLAS: 16 bytes); with `auto` on a CPU too, where none is needed, so
+that a configuration moves between machines."""
 
 
 class Fp8Config(Section):
@@ -124,12 +125,17 @@ def fp8_has_a_wide_dtype(subject: Subject) -> Iterator[Problem]:
 
 
 def fp8_backend_has_the_recipe(subject: Subject) -> Iterator[Problem]:
-    fp8 = subject.config.precision.fp8
-    if fp8 is not None and fp8.backend in ("te", "torch") and fp8.recipe != "tensorwise":
+    fp8, device = subject.config.precision.fp8, subject.config.runtime.device
+    if fp8 is None or fp8.recipe not in BLOCKS:
+        return
+    legal = {"precision.fp8.backend": ["emulated"], "precision.fp8.recipe": ["tensorwise"]}
+    if fp8.backend == "te":
         yield subject.problem(
-            "precision.fp8.backend",
-            f"has no scales of blocks here, and precision.fp8.recipe = {fp8.recipe}",
-            {"precision.fp8.backend": ["emulated"], "precision.fp8.recipe": ["tensorwise"]},
+            "precision.fp8.backend", f"has no scales of blocks here, and precision.fp8.recipe = {fp8.recipe}", legal
+        )
+    elif fp8.backend == "torch" and device == "cpu":
+        yield subject.problem(
+            "precision.fp8.backend", f"has scales of blocks on GPUs alone, and runtime.device = {device}", legal
         )
 
 

@@ -31,6 +31,9 @@ FP8_E5M2 = torch.float8_e5m2
 SCALE_DTYPE = torch.float32
 """Dtype of the scales of FP8 numbers."""
 
+MX_SCALE_DTYPE = torch.float8_e8m0fnu
+"""Dtype of the scales of MX blocks as GEMMs read them: 8 bits of exponent, powers of two alone; it has NaN, and no infinity."""
+
 STEP_DTYPE = torch.float32
 """Dtype of step counts and skip flags for torch's fused optimizers; whole numbers are exact to 2^24."""
 

@@ -1,6 +1,7 @@
 """Products of quantised matrices, A B^T, by the backend of `precision.fp8`.
 
-    torch      torch's scaled GEMM (cuBLAS on GPUs from Ada and Hopper on; oneDNN or a plain loop on CPUs): fp32 sums
+    torch      torch's scaled GEMM (cuBLAS on GPUs from Ada and Hopper on; oneDNN or a plain loop on CPUs): fp32 sums; scales of
+               blocks on GPUs alone (`block_product.py`)
     te         Transformer Engine's GEMM (cuBLASLt): fp32 sums, which it adds to the main grads itself
     emulated   plain operators on the rounded numbers, in the accumulation dtype, on any device: the reference of the others
 
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config.fp8 import TILE, Fp8Backend, Fp8Config
+from engine.config.fp8 import BLOCKS, Fp8Backend, Fp8Config
 from engine.errors import ConfigError
+from engine.kernels.fp8.block_product import block_product, has_block_gemm
 from engine.kernels.fp8.recipes import E4M3, RECIPES, Quantised, Recipe, quantise
 from engine.kernels.te import INSTALL, TransformerEngine, open_te, te_failure
 from engine.kernels.weight_grad import add
@@ -21,6 +23,12 @@ from engine.numerics.precision import accumulation_dtype
 
 FIRST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 GEMMs (Ada; Hopper is 9.0)."""
+
+BLOCK_CAPABILITIES = (((9, 0), (10, 0)), ((10, 0), None))
+"""Compute capabilities of the first GPUs with scales of 128 x 128 blocks, and of the next without; and of those with MX blocks."""
+
+_TRIAL_TOLERANCE = 2.0**-7
+"""Rounding of a product's sums, of the sum of its terms' absolute values: bf16 results have 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,11 @@ class Fp8:
             return self.te.fp8_product(a, b, bias, dtype)
         if self.backend == "emulated":
             return emulated_product(a, b, bias, dtype)
-        return scaled_product(a, b, bias, dtype)
+        # GEMMs with fp32 results take no bias.
+        is_beside = bias is not None and dtype == accumulation_dtype(dtype)
+        multiply = scaled_product if self.recipe.is_tensorwise else block_product
+        product = multiply(a, b, None if is_beside else bias, dtype)
+        return product.add_(bias) if is_beside and bias is not None else product
 
     def add_product(
         self, total: torch.Tensor, a: Quantised, b: Quantised, dtype: torch.dtype, *, overwrite: bool
@@ -110,10 +122,9 @@ def _failure(recipe: Recipe, backend: Fp8Backend, dtype: torch.dtype, device: to
     if backend == "emulated":
         return ""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"a GPU of compute capability {major}.{minor} has no FP8; {'.'.join(map(str, FIRST_CAPABILITY))} is the first"
-    if not recipe.is_tensorwise:
-        return "no backend but the emulation has scales of blocks yet"
+        return f"{_name_of(device)} has no FP8; {'.'.join(map(str, FIRST_CAPABILITY))} is the first"
+    if not recipe.is_tensorwise and (reason := _no_blocks(recipe, backend, device)):
+        return reason
     if backend == "te":
         return te_failure(lambda te: _try_products(Fp8(recipe, backend, te), dtype, device))
     try:
@@ -123,13 +134,52 @@ def _failure(recipe: Recipe, backend: Fp8Backend, dtype: torch.dtype, device: to
     return ""
 
 
+def _no_blocks(recipe: Recipe, backend: Fp8Backend, device: torch.device) -> str:
+    """Return why a backend has no scales of the recipe's blocks on a device; "" where it may have."""
+    if backend != "torch":
+        return "torch's GEMM and the emulation alone have scales of blocks here"
+    if not has_block_gemm():
+        return f"torch {torch.__version__} has no GEMM with scales of blocks; 2.10 is the first"
+    if device.type != "cuda":
+        return "torch multiplies matrices with scales of blocks on GPUs alone"
+    first, next_without = BLOCK_CAPABILITIES[recipe.weight_block == recipe.activation_block]
+    capability = torch.cuda.get_device_capability(device)
+    if capability < first or (next_without is not None and capability >= next_without):
+        only = "is the first that has" if next_without is None else "alone has"
+        return f"{_name_of(device)} has no GEMM with scales of these blocks; {first[0]}.{first[1]} {only}"
+    return ""
+
+
+def _name_of(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"a GPU of compute capability {major}.{minor}"
+
+
 def _try_products(fp8: Fp8, dtype: torch.dtype, device: torch.device) -> None:
-    x = torch.ones(TILE, 2 * TILE, dtype=dtype, device=device)
-    a, b, g = fp8.activation(x, None), fp8.weight(x, None), fp8.gradient(x, None)
-    fp8.product(a, b, None, dtype)
-    fp8.product(g, b, None, dtype)
-    total = torch.zeros(TILE, TILE, dtype=accumulation_dtype(dtype), device=device)
-    fp8.add_product(total, g, a, dtype, overwrite=False)
+    """Run the three products of a layer on small matrices, of which each block has another scale.
+
+    Raises:
+        ValueError: one is not that of the emulation within rounding: the scales would be read in another order.
+    """
+    side = 2 * BLOCKS["blockwise"]
+    places = torch.arange(side, device=device)
+    rows, columns = places.unsqueeze(1), places.unsqueeze(0)
+    numbers = ((rows * side + columns) * 37 % 101 - 50) / 50.0
+    # Neighbouring rows differ by a factor, and so do blocks of both kinds along rows and columns.
+    of_rows = rows % 7 + 5 * (rows // BLOCKS["blockwise"])
+    x = (numbers * 2.0 ** (of_rows + 2 * (columns // BLOCKS["mxfp8"]))).to(dtype)
+    a, w, w_t = fp8.activation(x, None), fp8.weight(x, None), fp8.weight(x.t(), None)
+    g, a_t, g_t = fp8.gradient(x, None), fp8.activation(x.t(), None), fp8.gradient(x.t(), None)
+    wide = accumulation_dtype(dtype)
+    total = torch.zeros(side, side, dtype=wide, device=device)
+    fp8.add_product(total, g_t, a_t, dtype, overwrite=True)
+    products = ((fp8.product(a, w, None, dtype), a, w), (fp8.product(g, w_t, None, dtype), g, w_t), (total, g_t, a_t))
+    for made, left, right in products:
+        wanted = emulated_product(left, right, None, wide)
+        terms = left.dequantised(wide).abs() @ right.dequantised(wide).abs().t()
+        # Tensor cores keep some 14 bits of a sum.
+        if not bool(((made.to(wide) - wanted).abs() <= _TRIAL_TOLERANCE * terms).all()):
+            raise ValueError("its products are not those of the rounded numbers")
 
 
 def _refusal(config: Fp8Config, backend: Fp8Backend, device: torch.device, reason: str) -> str:

@@ -18,10 +18,15 @@ BAD_FP8: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["precision.fp8.backend = torch", "sums in fp32", "exact", "backend = emulated"],
     ),
-    "scales of blocks by torch": (
-        ["precision.fp8={recipe: mxfp8, backend: torch}"],
+    "scales of blocks by torch on a CPU": (
+        ["precision.fp8={recipe: mxfp8, backend: torch}", "runtime.device=cpu"],
         {},
-        ["precision.fp8.backend = torch", "no scales of blocks", "backend = emulated", "recipe = tensorwise"],
+        ["precision.fp8.backend = torch", "on GPUs alone", "runtime.device = cpu", "backend = emulated"],
+    ),
+    "scales of blocks by TE": (
+        ["precision.fp8={recipe: mxfp8, backend: te}"],
+        {},
+        ["precision.fp8.backend = te", "no scales of blocks", "backend = emulated", "recipe = tensorwise"],
     ),
     "a hidden size between blocks": (
         ["precision.fp8={recipe: mxfp8}", "model.hidden_size=80", "model.num_attention_heads=4", "model.head_dim=32"],

@@ -67,9 +67,3 @@ def test_a_gpu_before_ada_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ConfigError, match=r"compute capability 8\.0 has no FP8; 8\.9 is the first"):
         open_fp8(Fp8Config(), torch.bfloat16, torch.device("cuda", 0))
-
-
-def test_blocks_on_a_gpu_are_refused_until_a_backend_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with pytest.raises(ConfigError, match=r"mxfp8 with backend torch does not run on cuda .*scales of blocks"):
-        open_fp8(Fp8Config(recipe="mxfp8"), torch.bfloat16, torch.device("cuda", 0))

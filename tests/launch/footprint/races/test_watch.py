@@ -76,6 +76,7 @@ NARROW = [
     Case("moe", tp=2, pp=2, dp=2, ep=2, etp=2, recompute=("full", "block", 1), global_batch_size=4),
     Case("llama", tp=2, cp=2, dp=2, sequence_parallel=True, dtype="bf16", num_layers=2, fp8="tensorwise"),
     Case("qwen", tp=2, pp=2, dp=2, schedule="zb_h1", num_layers=4, global_batch_size=6, fp8="tensorwise"),
+    Case("qwen", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=4, fp8="tensorwise", fp8_gather=True),
 ]
 
 
