@@ -109,7 +109,7 @@ def small_charts(run: RunRecord) -> str:
         else:
             drawn = MISSING.format("No value is recorded.")
         charts.append(f"<div><h3>{escape(title)}</h3>{drawn}</div>")
-    return f'<div class="pair">{"".join(charts)}</div>{group_norms(run)}'
+    return f'<div class="pair">{"".join(charts)}</div>{group_norms(run)}{fp8_losses(run)}'
 
 
 def group_norms(run: RunRecord) -> str:
@@ -134,6 +134,27 @@ def group_norms(run: RunRecord) -> str:
             drawn = line_chart(title, lines, marks=starts(run), from_zero=True, small=True)
             charts.append(f"<div><h3>{escape(title)}</h3>{drawn}</div>")
     return f'<div class="pair">{"".join(charts)}</div>' if charts else ""
+
+
+def fp8_losses(run: RunRecord) -> str:
+    """Render the shares of numbers that FP8 rounds to zero, of each operand the worst linear layer's; "" where none was counted."""
+    measured = [each for each in run.steps if isinstance(each.get("fp8"), Mapping)]
+    if not measured:
+        return ""
+    lines = [
+        Line(operand, [(number(each, "step"), _worst_underflow(each["fp8"], operand)) for each in measured], style)
+        for operand, style in (("input", "c0"), ("gradient", "c1"), ("weight", "c2"))
+    ]
+    title = "Share that FP8 rounds to zero, worst layer"
+    drawn = line_chart(title, lines, marks=starts(run), from_zero=True, small=True)
+    return f'<div class="pair"><div><h3>{escape(title)}</h3>{drawn}</div></div>'
+
+
+def _worst_underflow(lost: Mapping[str, object], operand: str) -> float:
+    """Return the largest share of an operand's numbers that became zero; nan where no layer has it."""
+    operands = [each[operand] for each in lost.values() if isinstance(each, Mapping) and operand in each]
+    shares = [number(each, "underflow") for each in operands if isinstance(each, Mapping)]
+    return max(shares, default=math.nan)
 
 
 def _norm(norms: object, key: str) -> float:
