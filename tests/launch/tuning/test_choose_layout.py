@@ -6,12 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config.fp8 import Fp8Config
 from engine.config.load import load_config
 from engine.config.plan import parallel_sizes
 from engine.config.section import with_value
 from engine.config.tree import Config, problems
 from engine.errors import ConfigError
-from launch.tuning.choose_layout import MARGIN, MOST_BUBBLE, TOKENS_OF_A_MICROBATCH, choose_layout, four_digits
+from launch.tuning.choose_layout import (
+    MARGIN,
+    MOST_BUBBLE,
+    TOKENS_OF_A_MICROBATCH,
+    choose_layout,
+    four_digits,
+    legal_layouts,
+)
 from launch.tuning.machine import Machine, written_machine
 from models.predict.communicators import communicator_bytes
 from models.predict.rank_memory import GB, predict, resolve_recompute
@@ -153,6 +161,18 @@ def test_experts_without_a_layout_are_refused_with_the_nearest_and_how_many_gpus
     assert "--gpus 16x64GB" in text
     chosen = choose_layout(run("qwen3_30b_a3b"), written_machine("16x64GB"))
     assert chosen.sizes.ep > 1 and chosen.prediction.fullest.total <= chosen.usable_bytes
+
+
+def test_fp8_is_gathered_where_a_layout_has_sequence_parallelism() -> None:
+    config = with_value(run("llama3_8b"), "precision.fp8", Fp8Config(gather="fp8"))
+    machine = written_machine("8x80GB")
+    found = {
+        (trial.parallel.tp > 1, trial.precision.fp8.gather)
+        for size in (1, 2, 8)
+        for trial in legal_layouts(config, machine, size)
+        if trial.precision.fp8 is not None
+    }
+    assert found == {(False, "bf16"), (True, "fp8")}
 
 
 def test_short_samples_share_a_microbatch() -> None:
