@@ -132,6 +132,7 @@ def rms_norm_backward(
     products = (n * grad).flatten(0, -2)
     grad_weight = products.sum(0)
     minus_mean = products.mv(accumulate(gains)).div_(-x.shape[-1]).view(r.shape)
+    del products
     grad_x = n.mul_(minus_mean).add_(accumulate(grad) * gains).mul_(r)
     return grad_x.to(x.dtype), grad_weight.to(of_weight)
 

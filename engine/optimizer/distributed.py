@@ -7,7 +7,7 @@ A step scales the owned gradients (tokens and clipping), updates the masters in 
 rounds the masters to the parameters, and all-gathers the buckets. Three kernels (`kernels.optimizer`):
 
     torch      torch's fused operator; scaling and narrow state take passes of their own
-    compiled   `_update`, everything in one pass over each run of parameters with one `UpdateRule`
+    compiled   `_update`, everything in one pass, one for each bucket and not for each of its rules (`stretches.py`)
     apex       FusedAdam's, in one launch for all runs with one `UpdateRule` (`apex_update.py`)
 """
 
@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 import torch
 
-from engine.config.groups import UpdateRule, update_rule
+from engine.config.groups import update_rule
 from engine.config.optimizer_kinds import MASTER
 from engine.config.training import OptimizerConfig, PrecisionConfig
 from engine.kernels.apex import Apex
@@ -27,6 +27,7 @@ from engine.numerics.precision import AGREEMENT_DTYPE, STEP_DTYPE, accumulation_
 from engine.optimizer.apex_update import update_by_apex
 from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
 from engine.optimizer.state import OptimizerState, read_master, write_master
+from engine.optimizer.stretches import Run, Stretch, stretches
 from engine.optimizer.updates import UPDATES, Update
 
 DOT_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**16, "cuda": 2**30})
@@ -51,9 +52,9 @@ class OwnedBucket:
     def parameters(self) -> torch.Tensor:
         return self.buffer.parameters[slice(*self.bucket.owned)]
 
-    def runs(self, config: OptimizerConfig) -> Sequence[tuple[slice, UpdateRule]]:
+    def runs(self, config: OptimizerConfig) -> Sequence[Run]:
         """Return (slice, rule of its updates) of owned parameter elements, in as few runs as possible."""
-        runs: list[tuple[slice, UpdateRule]] = []
+        runs: list[Run] = []
         for segment in self.segments:
             start, spec = segment.offset - self.bucket.owned[0], segment.record.spec
             stop, rule = start + segment.stop - segment.start, update_rule(spec.name, config, decays=spec.decay)
@@ -114,6 +115,11 @@ class DistributedOptimizer:
                     )
                 )
         self._runs = [owned.runs(config) for owned in self.trained]
+        self._rules = list(dict.fromkeys(rule for runs in self._runs for _, rule in runs))
+        numbers = {rule: number for number, rule in enumerate(self._rules)}
+        self._stretches: list[list[Stretch]] = []
+        if self._fusion.is_compiled:
+            self._stretches = [stretches(runs, numbers, buffers.device) for runs in self._runs]
 
     @property
     def trained(self) -> list[OwnedBucket]:
@@ -188,27 +194,29 @@ class DistributedOptimizer:
     def _update_compiled(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
         # Changing scalars stay tensors: a Python number would become part of the kernel.
         step = self._num_updates.to(AGREEMENT_DTYPE) + 1
-        factors = {
-            factor: torch.stack(
-                (grad_scale.to(step.dtype), *self._arithmetic.factors(self.config, lr * factor, step))
-            ).to(self.wide)
-            for factor in {rule.lr_factor for runs in self._runs for _, rule in runs}
-        }
+        rows = [
+            torch.stack(
+                (*self._arithmetic.factors(self.config, lr * rule.lr_factor, step), step.new_tensor(rule.weight_decay))
+            )
+            for rule in self._rules
+        ]
+        # A stage without layers has no rules, and no stretches.
+        factors = torch.stack(rows).to(self.wide) if rows else grad_scale
         update = self._fusion(_update, any_length=True)
-        for owned, runs in zip(self.trained, self._runs, strict=True):
-            for where, rule in runs:
-                parameters, kept, moments, average = owned.state.part(where)
+        for owned, of_bucket in zip(self.trained, self._stretches, strict=True):
+            for stretch in of_bucket:
+                parameters, kept, moments, average = owned.state.part(stretch.where)
                 update(
-                    parameters,
-                    kept,
-                    moments,
-                    average,
-                    owned.grads[where],
-                    factors[rule.lr_factor],
+                    stretch.blocks(parameters),
+                    None if kept is None else stretch.blocks(kept),
+                    [stretch.blocks(moment) for moment in moments],
+                    None if average is None else stretch.blocks(average),
+                    stretch.blocks(owned.grads[stretch.where]),
+                    grad_scale,
+                    factors.index_select(0, stretch.rules),
                     skip,
                     self._arithmetic,
                     self.config,
-                    rule.weight_decay,
                 )
 
 
@@ -225,19 +233,19 @@ def _update(
     kept_moments: Sequence[torch.Tensor],
     average: torch.Tensor | None,
     grads: torch.Tensor,
+    grad_scale: torch.Tensor,
     factors: torch.Tensor,
     skip: torch.Tensor,
     arithmetic: type[Update],
     config: OptimizerConfig,
-    weight_decay: float,
 ) -> None:
-    """Update flat tensors in their stored forms, in place; nothing changes where `skip`.
+    """Update tensors [blocks, n] in their stored forms, in place; nothing changes where `skip`.
 
-    `factors` are [factor of the gradients, those of `Update.factors`].
+    `factors` has a row for each block: those of `Update.factors`, and the weight decay.
     """
     wide = factors.dtype
     kept = parameters if kept is None else kept
-    grad_scale, *others = factors.unbind()
+    *others, weight_decay = factors.split(1, dim=1)
     master, moments = read_master(parameters, kept), [moment.to(wide) for moment in kept_moments]
     grad = grads.to(wide) * grad_scale
     new, new_moments = arithmetic.elementwise(master, moments, grad, others, config, weight_decay)

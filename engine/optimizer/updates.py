@@ -43,9 +43,12 @@ class Update(Protocol):
 
     @staticmethod
     def elementwise(
-        master: Tensor, moments: Tensors, grad: Tensor, factors: Tensors, config: OptimizerConfig, decay: float
+        master: Tensor, moments: Tensors, grad: Tensor, factors: Tensors, config: OptimizerConfig, decay: Tensor
     ) -> tuple[Tensor, Tensors]:
-        """Return the new masters and moments [n]; all tensors are in the accumulation dtype."""
+        """Return the new masters and moments [n]; all tensors are in the accumulation dtype.
+
+        Factors and the weight decay are scalars, or one for each element.
+        """
 
 
 class AdamW:
@@ -83,7 +86,7 @@ class AdamW:
 
     @staticmethod
     def elementwise(
-        master: Tensor, moments: Tensors, grad: Tensor, factors: Tensors, config: OptimizerConfig, decay: float
+        master: Tensor, moments: Tensors, grad: Tensor, factors: Tensors, config: OptimizerConfig, decay: Tensor
     ) -> tuple[Tensor, Tensors]:
         mean, square = moments
         step_size, rescale, lr = factors
@@ -128,7 +131,7 @@ class SGD:
 
     @staticmethod
     def elementwise(
-        master: Tensor, moments: Tensors, grad: Tensor, factors: Tensors, config: OptimizerConfig, decay: float
+        master: Tensor, moments: Tensors, grad: Tensor, factors: Tensors, config: OptimizerConfig, decay: Tensor
     ) -> tuple[Tensor, Tensors]:
         (velocity,), (lr,) = moments, factors
         new = velocity * config.momentum + (grad + decay * master)

@@ -43,6 +43,12 @@ def _bits(engine: Engine) -> list[torch.Tensor]:
     return [tensor.clone() for each in owned for tensor in (each.parameters, *each.state.tensors)]
 
 
+@pytest.fixture(autouse=True)
+def _compiled_anew() -> None:
+    """Compile as for one run: the compiler takes few forms of one kernel."""
+    torch.compiler.reset()
+
+
 @compiler()
 @pytest.mark.parametrize(
     "form",

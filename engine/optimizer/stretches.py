@@ -1,0 +1,63 @@
+"""Runs of elements that are updated in one launch, whatever their rules.
+
+Weights decay and biases do not, so the elements of a bucket are a row of short runs, each with one `UpdateRule`:
+
+    elements    | 0 0 0 0 0 0 | 1 | 0 0 0 0 | 1 | 0 0 0 | gap | 0 0 0 0 |        the numbers of their rules
+    launches    |                 first                 |     |  second |        one for each stretch without a gap
+    kept        [ 0 0 0 1 0 0 1 .. ]                                             a number for each block of elements
+
+A block is as long as all runs allow: the greatest common divisor of their lengths and 1024, in most models at least 64, so that the
+numbers take a byte for 16 elements at most. Gaps are padding, which no update may touch.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from engine.config.groups import UpdateRule
+
+_LONGEST_BLOCK = 1024
+
+Run = tuple[slice, UpdateRule]
+"""Elements of an owned part, and the rule of their updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neighbouring runs of one owned part.
+
+    Attributes:
+        where: its elements.
+        rules: int32 [blocks], the number of the rule of each block of elements.
+    """
+
+    where: slice
+    rules: torch.Tensor
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], numbers: Mapping[UpdateRule, int], device: torch.device) -> "Stretch":
+        """Join runs without gaps between them; `numbers` are those of the rules."""
+        lengths = [where.stop - where.start for where, _ in runs]
+        block = math.gcd(_LONGEST_BLOCK, *lengths)
+        if block == sum(lengths) and block % 2 == 0:
+            # The compiler makes a kernel of its own for a single block.
+            block //= 2
+        rules = [
+            torch.full((length // block,), numbers[rule], dtype=torch.int32, device=device)
+            for length, (_, rule) in zip(lengths, runs, strict=True)
+        ]
+        return cls(slice(runs[0][0].start, runs[-1][0].stop), torch.cat(rules))
+
+    def blocks(self, elements: torch.Tensor) -> torch.Tensor:
+        """Return the stretch's elements [n] as [blocks, elements of a block]."""
+        return elements.view(len(self.rules), -1)
+
+
+def stretches(runs: Sequence[Run], numbers: Mapping[UpdateRule, int], device: torch.device) -> list[Stretch]:
+    """Return as few stretches as there are, with gaps between them."""
+    ends = [place for place, (one, other) in enumerate(pairwise(runs), start=1) if one[0].stop != other[0].start]
+    cuts = pairwise([0, *ends, len(runs)])
+    return [Stretch.of(runs[start:stop], numbers, device) for start, stop in cuts if start < stop]
