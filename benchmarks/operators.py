@@ -34,7 +34,10 @@ from models.gpt.chunk import GPTChunk
 Place = Literal["embedding", "blocks", "head and loss", "optimizer"]
 PLACES: tuple[Place, ...] = ("embedding", "blocks", "head and loss", "optimizer")
 
-NO_KERNEL = {"aten::_unsafe_view", "aten::detach", "aten::empty_like", "aten::empty.memory_format", "aten::new_empty"}
+NO_KERNEL = {
+    *("aten::_unsafe_view", "aten::detach"),
+    *("aten::empty_like", "aten::empty.memory_format", "aten::empty_strided", "aten::new_empty"),
+}
 """Operators that compute nothing and whose schema does not say so."""
 
 

@@ -78,7 +78,7 @@ class LayerTimer:
             forward += self._cast(gemm.n * gemm.k) if self.implementation.casts_weights else 0.0
             input_grad += self._gemm(gemm.m, gemm.k, gemm.n) + self._cast(gemm.m * gemm.n)
             if gemm.is_trained:
-                weight_grad += self._gemm(gemm.k, gemm.n, gemm.m) + self._added(gemm.n * gemm.k)
+                weight_grad += self._gemm(gemm.k, gemm.n, gemm.m) + self.added(gemm.n * gemm.k)
         return forward, input_grad, weight_grad
 
     def layer(self, work: LayerWork, *, recomputed: bool) -> Seconds:
@@ -131,7 +131,7 @@ class LayerTimer:
         forward = sum(time(one.m, one.n, one.k, dtype, one.count) for one, dtype in products)
         input_grad = sum(time(one.m, one.k, one.n, dtype, one.count) for one, dtype in products)
         weight_grad = sum(
-            time(one.k, one.n, one.m, dtype, one.count) + self._added(one.n * one.k * one.count)
+            time(one.k, one.n, one.m, dtype, one.count) + self.added(one.n * one.k * one.count)
             for one, dtype in trained
         )
         launches = self.launches(EXPERT_KERNELS)
@@ -191,7 +191,7 @@ class LayerTimer:
         dtype = self.config.precision.dtype
         time = self.device.gemm_seconds
         forward, input_grad = time(gemm.m, gemm.n, gemm.k, dtype), time(gemm.m, gemm.k, gemm.n, dtype)
-        weight_grad = time(gemm.k, gemm.n, gemm.m, dtype) + self._added(gemm.n * gemm.k)
+        weight_grad = time(gemm.k, gemm.n, gemm.m, dtype) + self.added(gemm.n * gemm.k)
         logits = gemm.m * gemm.n
         # Fused: two reads forward, a read and a write backward. Otherwise float copies: made, shifted, raised, divided, narrowed.
         loss, loss_back = (2 * w, 2 * w) if self.implementation.fused_loss else (w + 32, 8 + w)
@@ -214,7 +214,7 @@ class LayerTimer:
         """Return the seconds of casting an operand to fp8."""
         return self.stream(self.implementation.cast_bytes * numel) if self._dtype == "fp8" else 0.0
 
-    def _added(self, numel: float) -> float:
+    def added(self, numel: float) -> float:
         """Return the seconds of adding a weight gradient to the sum of the step."""
         # The sums are float32: where the GEMM adds, its epilogue moves 6 bytes more than that of a bf16 result, with no product
         # beside it. A pass of its own reads the gradient and reads and writes the sum, of as many bytes as the wire's.

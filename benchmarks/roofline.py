@@ -1,0 +1,173 @@
+"""Roofline of a training step: the least time that each model needs on each card, by what it does, and the share of the peak.
+
+    python -m benchmarks.roofline
+
+    products, attention       FLOPs of the shapes / rates of configs/devices        as `triaxis plan` times them
+    elementwise, loss,        bytes of `benchmarks/gpu_code/golden.json` / rate of a stream, and a launch for each kernel:
+    optimizer                 what inductor's kernels and torch's operators of one step move
+    main grads                what the epilogue of a weight gradient's product moves beyond a 16-bit result
+
+Nothing is measured here, and no GPU or triton is needed. docs/one-gpu.md has the table, and names what is assumed.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from benchmarks.gpu_code.cases import MODELS, run_of
+from benchmarks.gpu_code.golden import Golden, Work, committed, step_key
+from benchmarks.gpu_contenders.shapes import SHAPES
+from engine.config.plan import batch_plan, parallel_sizes, rank_grid
+from engine.config.tree import Config
+from engine.telemetry.record.flops import model_flops_per_token
+from launch.tuning.choose_layout import MARGIN
+from models.predict.rank_memory import predict
+from models.predict.step_time.cluster import cluster_of
+from models.predict.step_time.device import Device
+from models.predict.step_time.facts import Gemm, head_gemm, layer_gemms, layer_work
+from models.predict.step_time.implementation import OURS
+from models.predict.step_time.layer import LayerTimer
+from models.predict.step_time.links import Links
+
+DEVICES: Mapping[str, str] = {"H100-SXM-80GB": "sm_90", "H200-SXM-141GB": "sm_90", "A100-SXM-80GB": "sm_80"}
+"""Cards, and the code that runs on each."""
+
+CEILING = 8192
+"""Sizes of the product whose rate is the peak of r, as in `benchmarks.gpu`."""
+
+PARTS = ("products", "attention", "elementwise", "cross-entropy", "main grads", "optimizer")
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A step of one model on one card.
+
+    Attributes:
+        seconds: of a step, by part.
+        tokens: of a step.
+        flops: of the model in a step.
+        ceiling, peak: FLOP/s of a large product, and of the data sheet.
+    """
+
+    model: str
+    device: str
+    micro_batch_size: int
+    seconds: Mapping[str, float]
+    tokens: int
+    flops: float
+    ceiling: float
+    peak: float
+
+    @property
+    def rate(self) -> float:
+        """Return the FLOP/s of the model."""
+        return self.flops / sum(self.seconds.values())
+
+
+def rooflines(golden: Golden) -> list[Roofline]:
+    """Return a row for each model and card, with the largest micro batch of the model that is predicted to fit."""
+    return [row for model in MODELS for device in DEVICES for row in [largest_that_fits(golden, model, device)] if row]
+
+
+def largest_that_fits(golden: Golden, model: str, device_name: str) -> Roofline | None:
+    """Return the row of a model on a card; None where none of its micro batches is predicted to fit."""
+    device, shape = cluster_of(f"1x{device_name}").load_device(), SHAPES[model]
+    for size in MODELS[model]:
+        layers, microbatches = shape.model["num_layers"], shape.samples_per_step // size
+        config = run_of(model, size, num_layers=layers, num_microbatches=microbatches)
+        needed = predict(config, parallel_sizes(config)).fullest.total
+        if needed <= device.memory_gb * 1e9 * (1 - MARGIN):
+            seconds = step_seconds(golden, golden.steps[step_key(model, size)], config, device_name)
+            flops = model_flops_per_token(config.model) * shape.tokens_per_step
+            ceiling = device.gemm_tflops(CEILING, CEILING, CEILING) * 1e12
+            peak = device.peak_tflops["bf16"] * 1e12
+            return Roofline(model, device_name, size, seconds, shape.tokens_per_step, flops, ceiling, peak)
+    return None
+
+
+def step_seconds(golden: Golden, work: Work, config: Config, device_name: str) -> dict[str, float]:
+    """Return the seconds of a step by part.
+
+    Args:
+        golden: bytes and launches of the functions.
+        work: of this step.
+        config: of the run, on one GPU.
+        device_name: of configs/devices.
+    """
+    cluster, sizes = cluster_of(f"1x{device_name}"), parallel_sizes(config)
+    device, grid = cluster.load_device(), rank_grid(config, sizes)
+    timer = LayerTimer(config, sizes, device, Links(cluster, device, grid), OURS)
+    gemms = step_gemms(config)
+    count, layers = batch_plan(config, sizes.dp).num_microbatches, range(config.model.num_layers)
+    added = sum(timer.added(gemm.n * gemm.k) for gemm in gemms)
+    cores = sum(sum(timer.core(layer_work(config, sizes, OURS, layer))) for layer in layers)
+    moved = _moved(golden, work, DEVICES[device_name])
+    return {
+        "products": count * (sum(timer.products(gemms)) - added) + timer.launches(work.products),
+        "attention": count * cores + timer.launches(work.attentions),
+        "main grads": count * added,
+    } | {part: timer.stream(moved[part][0]) + timer.launches(moved[part][1]) for part in moved}
+
+
+def step_gemms(config: Config) -> list[Gemm]:
+    """Return the products of a microbatch's forward: those of all layers, and the head's."""
+    sizes = parallel_sizes(config)
+    layers = [gemm for layer in range(config.model.num_layers) for gemm in layer_gemms(config, sizes, layer)]
+    return [*layers, head_gemm(config, sizes)]
+
+
+def _moved(golden: Golden, work: Work, card: str) -> dict[str, tuple[float, int]]:
+    """Return (bytes, launches) of compiled functions and of torch's operators, by part."""
+    found: dict[str, tuple[float, int]] = dict(work.eager)
+    for key, calls in work.calls.items():
+        function = golden.functions[key]
+        num_bytes, launches = found[function.part]
+        own = work.elements[key] * function.bytes_per_element(card)
+        found[function.part] = num_bytes + own, launches + calls * function.code[card].launches
+    return found
+
+
+def table(rows: Sequence[Roofline]) -> str:
+    """Return the rows as a Markdown table: microseconds per token, and shares of the peak."""
+    lines = [f"| model, micro batch | card | {' | '.join(PARTS)} | us per token | r | of the data sheet |"]
+    lines += ["|" + "---|" * (len(PARTS) + 5)]
+    for row in rows:
+        parts = [row.seconds[part] / row.tokens * 1e6 for part in PARTS]
+        numbers = [*(f"{part:.2f}" for part in parts), f"{sum(parts):.1f}"]
+        shares = [f"{row.rate / row.ceiling:.2f}", f"{row.rate / row.peak:.2f}"]
+        cells = [f"{row.model}, {row.micro_batch_size}", row.device, *numbers, *shares]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rates(names: Sequence[str]) -> str:
+    """Return the rates of the cards that the table is made with."""
+    lines = [
+        "| card | large product, TFLOP/s | data sheet, TFLOP/s | stream, TB/s | launch, us |",
+        "|---|---|---|---|---|",
+    ]
+    for name in names:
+        device: Device = cluster_of(f"1x{name}").load_device()
+        large, peak = device.gemm_tflops(CEILING, CEILING, CEILING), device.peak_tflops["bf16"]
+        stream = device.stream_bytes_per_s / 1e12
+        lines.append(f"| {name} | {large:.0f} | {peak:.0f} | {stream:.2f} | {device.launch_us:.0f} |")
+    return "\n".join(lines)
+
+
+def text(golden: Golden) -> str:
+    """Return what the command prints."""
+    return f"{table(rooflines(golden))}\n\n{rates(list(DEVICES))}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.roofline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(argv)
+    print(text(committed()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
