@@ -106,7 +106,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
         x, weight, r = ctx.saved_tensors
-        grad_x, grad_weight = ctx.fusion(rms_norm_backward)(x, weight, r, grad, ctx.offset, weight.dtype)
+        backward = rms_norm_backward if ctx.fusion.is_compiled else rms_norm_backward_in_place
+        grad_x, grad_weight = ctx.fusion(backward)(x, weight, r, grad, ctx.offset, weight.dtype)
         return grad_x, grad_weight, None, None, None
 
 
@@ -126,7 +127,21 @@ def rms_norm_forward(
 def rms_norm_backward(
     x: torch.Tensor, weight: torch.Tensor, r: torch.Tensor, grad: torch.Tensor, offset: int, of_weight: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dx = r (dy g - n mean(dy g n)); in `of_weight` dw = sum of dy n over the tokens."""
+    """Return dx = r (dy g - n mean(dy g n)); in `of_weight` dw = sum of dy n over the tokens.
+
+    The mean is over rows as the norm's own is, so that the compiler passes over x and dy once for all.
+    """
+    n = accumulate(x) * r
+    wide = accumulate(grad)
+    scaled = wide * _gains(weight, offset)
+    grad_x = (scaled - n * (scaled * n).mean(-1, keepdim=True)) * r
+    return grad_x.to(x.dtype), (wide * n).flatten(0, -2).sum(0).to(of_weight)
+
+
+def rms_norm_backward_in_place(
+    x: torch.Tensor, weight: torch.Tensor, r: torch.Tensor, grad: torch.Tensor, offset: int, of_weight: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the same in few passes operator by operator: one product serves both sums."""
     gains = _gains(weight, offset)
     n = accumulate(x) * r
     products = (n * grad).flatten(0, -2)

@@ -13,7 +13,13 @@ from types import MappingProxyType
 
 import torch
 
-from engine.kernels.elementwise import layer_norm_backward, layer_norm_forward, rms_norm_backward, rms_norm_forward
+from engine.kernels.elementwise import (
+    layer_norm_backward,
+    layer_norm_forward,
+    rms_norm_backward,
+    rms_norm_backward_in_place,
+    rms_norm_forward,
+)
 from engine.kernels.fusion import Fusion
 
 Tensors = tuple[torch.Tensor, ...]
@@ -76,6 +82,12 @@ def _rms_norm_back(x: torch.Tensor, grad: torch.Tensor, mask: Mask, weight: torc
     return rms_norm_backward(x, weight, r, grad, 0, r.dtype)
 
 
+def _rms_norm_back_in_place(
+    x: torch.Tensor, grad: torch.Tensor, mask: Mask, weight: torch.Tensor, r: torch.Tensor
+) -> Tensors:
+    return rms_norm_backward_in_place(x, weight, r, grad, 0, r.dtype)
+
+
 def _rms_norm_1p(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
     return rms_norm_forward(x, weight, eps, 1)
 
@@ -84,6 +96,12 @@ def _rms_norm_1p_back(
     x: torch.Tensor, grad: torch.Tensor, mask: Mask, weight: torch.Tensor, r: torch.Tensor
 ) -> Tensors:
     return rms_norm_backward(x, weight, r, grad, 1, r.dtype)
+
+
+def _rms_norm_1p_back_in_place(
+    x: torch.Tensor, grad: torch.Tensor, mask: Mask, weight: torch.Tensor, r: torch.Tensor
+) -> Tensors:
+    return rms_norm_backward_in_place(x, weight, r, grad, 1, r.dtype)
 
 
 def _torch_rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
@@ -96,14 +114,20 @@ def _torch_rms_norm_back(
     return torch.ops.aten._fused_rms_norm_backward(grad, x, weight.shape, r, weight, [True, *mask])
 
 
-_OURS: Mapping[str, NormFunctions] = MappingProxyType(
+_COMPILED: Mapping[str, NormFunctions] = MappingProxyType(
     {
         "layernorm": NormFunctions(_layer_norm, _layer_norm_back),
         "rmsnorm": NormFunctions(_rms_norm, _rms_norm_back),
         "rmsnorm_1p": NormFunctions(_rms_norm_1p, _rms_norm_1p_back),
     }
 )
-_TORCH_LAYER_NORM = NormFunctions(_torch_layer_norm, _torch_layer_norm_back)
+_EAGER: Mapping[str, NormFunctions] = MappingProxyType(
+    {
+        "layernorm": NormFunctions(_torch_layer_norm, _torch_layer_norm_back),
+        "rmsnorm": NormFunctions(_rms_norm, _rms_norm_back_in_place),
+        "rmsnorm_1p": NormFunctions(_rms_norm_1p, _rms_norm_1p_back_in_place),
+    }
+)
 _TORCH_RMS_NORM = NormFunctions(_torch_rms_norm, _torch_rms_norm_back)
 
 
@@ -113,11 +137,9 @@ def norm_functions(name: str, fusion: Fusion, *, is_cuda: bool) -> NormFunctions
     Raises:
         KeyError: no kernel has this name.
     """
-    if not fusion.is_compiled and name == "layernorm":
-        return _TORCH_LAYER_NORM
-    if not fusion.is_compiled and name == "rmsnorm" and is_cuda:
-        return _TORCH_RMS_NORM
-    return _OURS[name]
+    if fusion.is_compiled:
+        return _COMPILED[name]
+    return _TORCH_RMS_NORM if name == "rmsnorm" and is_cuda else _EAGER[name]
 
 
 def add_and_norm(
