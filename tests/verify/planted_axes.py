@@ -193,7 +193,7 @@ def one_bucket_is_not_reduced() -> None:
     own: list[tuple[Bucket, FlatBuffer, torch.Tensor]] = []
 
     def before_reduction(self: GradBuffers, parameter: ShardedParameter) -> None:
-        place = self._places[parameter.record.name]
+        place = self._places[parameter]
         names = [entry.record.name for entry in place.bucket.layout.entries]
         if "layers.0.mlp.down.weight" in names and place.bucket.missing == 1:
             own.append((place.bucket, place.buffer, place.buffer.main_grads[slice(*place.bucket.owned)].clone()))
@@ -216,7 +216,7 @@ def a_weight_is_reduced_before_its_last_microbatch() -> None:
 
     def early(self: GradBuffers, parameter: ShardedParameter) -> None:
         name = parameter.record.name
-        place = self._places[name]
+        place = self._places[parameter]
         if name.endswith("mlp.down.weight"):
             main_grad = parameter.bound_main_grad()
             if place.missing == 1:
@@ -301,7 +301,7 @@ def a_microbatch_is_written_over() -> None:
     is_old = GradBuffers.is_first_grad
 
     def older(self: GradBuffers, parameter: ShardedParameter) -> bool:
-        place = self._places[parameter.record.name]
+        place = self._places[parameter]
         return is_old(self, parameter) or (
             parameter.record.name.endswith("mlp.down.weight") and place.missing == place.expected - 1
         )
