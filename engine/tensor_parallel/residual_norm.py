@@ -49,7 +49,7 @@ class _AddedAndNormalised(torch.autograd.Function):
         functions = norm_functions(norm.name, norm.fusion, is_cuda=x.is_cuda)
         weights = [weight.weight() for weight in norm.weights]
         y, normalised, *statistics = norm.fusion(add_and_norm)(functions.forward, x, branch, factor, norm.eps, *weights)
-        ctx.norm, ctx.factor, ctx.functions = norm, factor, functions
+        ctx.norm, ctx.factor, ctx.functions, ctx.weights = norm, factor, functions, weights
         # Saved as an output, y would be a new view here and another one in the backward.
         ctx.save_for_backward(y.detach(), *statistics)
         return y, normalised
@@ -66,7 +66,7 @@ class _AddedAndNormalised(torch.autograd.Function):
             grad,
             ctx.factor,
             mask,
-            *(weight.value for weight in norm.weights),
+            *ctx.weights,
             *statistics,
         )
         for weight, of_weight, is_trained in zip(norm.weights, grads, mask, strict=True):
