@@ -86,7 +86,7 @@ class Case:
     linear: str = "torch"
     """The GEMMs of linear layers."""
     fp8_gather: bool = False
-    """What sequence parallelism gathers travels in FP8."""
+    """Sequence parallelism gathers in FP8."""
     fp8_shares: bool = False
     """Each step counts the numbers that FP8 loses."""
     documents: bool = False

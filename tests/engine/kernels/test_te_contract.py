@@ -1,4 +1,4 @@
-"""What is called of Transformer Engine, compared with its own Python sources, which its wheel without libraries has."""
+"""Signatures that are called of Transformer Engine, compared with the Python sources in its wheel without libraries."""
 
 import ast
 import inspect

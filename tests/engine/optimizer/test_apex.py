@@ -104,7 +104,7 @@ def test_a_gpu_s_apex_says_so_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_the_kernel_of_this_gpu() -> None:
-    """Where apex is installed beside a GPU."""
+    """Update by the real kernel, if apex is installed beside the GPU."""
     try:
         open_apex()
     except ImportError as error:
