@@ -1,4 +1,4 @@
-"""What the host does for one layer and one microbatch, forward and backward: counted, never timed.
+"""Calls of the host for one layer and one microbatch, forward and backward: counted, never timed.
 
     aten operators    all that are dispatched, views too: each is a call through torch's dispatcher, most from the interpreter
     Python calls      of functions written in Python or C, the hooks and functions of autograd among them

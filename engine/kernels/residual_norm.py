@@ -24,7 +24,7 @@ from engine.kernels.fusion import Fusion
 
 Tensors = tuple[torch.Tensor, ...]
 Mask = Sequence[bool]
-"""Of each weight, whether its gradient is needed."""
+"""Flags of the weights whose gradients are needed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,4 +23,4 @@ class Lost:
 
 
 LostByLinear = Mapping[str, Mapping[Operand, Lost]]
-"""Of each linear layer with FP8, by its name (`layers.0.mlp.down`), and of each operand with numbers other than zero."""
+"""Shares by the name of a linear layer with FP8 (`layers.0.mlp.down`), then by operand, where it has numbers other than zero."""

@@ -1,5 +1,7 @@
 """A stand-in for apex's compiled kernels on a CPU: the two of FusedAdam that the engine calls, computed by torch in fp32."""
 
+from typing import Any
+
 import torch
 
 calls: list[int] = []
@@ -42,31 +44,8 @@ def multi_tensor_adam_capturable(
 
 
 def multi_tensor_adam_capturable_master(
-    chunk_size: int,
-    noop_flag: torch.Tensor,
-    tensor_lists: list[list[torch.Tensor]],
-    lr: torch.Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: torch.Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: torch.Tensor,
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *others: Any
 ) -> None:
+    """Update as above, with masters as the fifth list."""
     assert len(tensor_lists) == 5
-    multi_tensor_adam_capturable(
-        chunk_size,
-        noop_flag,
-        tensor_lists,
-        lr,
-        beta1,
-        beta2,
-        epsilon,
-        step,
-        mode,
-        bias_correction,
-        weight_decay,
-        inv_scale,
-    )
+    multi_tensor_adam_capturable(chunk_size, noop_flag, tensor_lists, *others)

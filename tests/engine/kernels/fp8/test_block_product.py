@@ -62,7 +62,7 @@ def written_out(
     output_dtype: torch.dtype,
     **swizzles: Any,
 ) -> torch.Tensor:
-    """What `scaled_mm` computes: a [m, k], b [k, n]."""
+    """Compute the product of `scaled_mm`: a [m, k], b [k, n]."""
     wide = []
     for values, scale, scaling in ((a, scale_a, scaling_a), (b.t(), scale_b, scaling_b)):
         (rows, columns), step = values.shape, 32 if scaling == F.ScalingType.BlockWise1x32 else 128
