@@ -80,7 +80,7 @@ class NoDeviceError(Exception):
 
 def requests(options: argparse.Namespace) -> Iterator[Job]:
     """List every requested row, ours first: its numbers matter most where time is short."""
-    contenders = sorted(options.contenders, key=lambda name: name != OURS)
+    contenders = sorted(options.contenders, key=lambda name: not CONTENDERS[name].is_ours)
     for shape in options.shapes:
         for name in contenders:
             base = job_of(options, shape, name)
@@ -93,7 +93,8 @@ def requests(options: argparse.Namespace) -> Iterator[Job]:
 
 def job_of(options: argparse.Namespace, shape: str, contender: str) -> Job:
     sizes = options.micro_batches.get(contender) or options.micro_batches.get("") or SHAPES[shape].micro_batch_sizes
-    ours = contender == OURS
+    ours = CONTENDERS[contender].is_ours
+    words = (*base_words(SHAPES[shape], options.device), *CONTENDERS[contender].words)
     return Job(
         shape=shape,
         contender=contender,
@@ -101,7 +102,7 @@ def job_of(options: argparse.Namespace, shape: str, contender: str) -> Job:
         dtype=options.dtype,
         micro_batch_sizes=tuple(sizes),
         micro_batch_size=sizes[0],
-        words=overridden(base_words(SHAPES[shape], options.device), options.set) if ours else (),
+        words=overridden(words, options.set) if ours else (),
         steps=options.steps,
         warm_up=options.warm_up,
         traced=options.traced if ours else 0,
@@ -255,12 +256,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="print the table of the file and measure nothing")
     options = parser.parse_args(argv)
     if options.contenders is None:
-        options.contenders = [
-            name for name, one in CONTENDERS.items() if options.device == "cuda" or not one.needs_cuda
-        ]
+        options.contenders = [name for name, one in CONTENDERS.items() if one.runs_on(options.device, options.dtype)]
     for name in options.contenders:
         if CONTENDERS[name].needs_cuda and options.device != "cuda":
             parser.error(f"{name} needs CUDA, and --device is {options.device}: leave it out, or measure on a GPU")
+        if CONTENDERS[name].has_fp8 and options.dtype != "bf16":
+            parser.error(f"{name} is beside bf16, and --dtype is {options.dtype}: leave it out, or give --dtype bf16")
     # Given without a name: all of them.
     options.optimisations = names if options.optimisations == [] else options.optimisations or []
     try:

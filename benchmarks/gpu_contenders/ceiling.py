@@ -1,12 +1,16 @@
-"""The machine's ceiling: the product of two square matrices of random numbers, soaked until clocks have settled.
+"""The machine's ceilings: products of two square matrices of random numbers, soaked until clocks have settled.
 
 Random, because products of zeros draw less power and run faster than anything that trains.
 """
 
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
+
+from engine.kernels.fp8.products import scaled_product
+from engine.kernels.fp8.recipes import E4M3, quantise
 
 BLOCK = 10
 """Products between two readings of the clock."""
@@ -15,15 +19,28 @@ BLOCKS = 15
 
 def matmul_ceiling(size: int, dtype: torch.dtype, device: torch.device, soak_seconds: float) -> float:
     """Measure TFLOP/s of size^3 products: the median of `BLOCKS` blocks, after products for `soak_seconds`."""
-    generator = torch.Generator(device).manual_seed(1)
-    a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
+    a, b = (one.to(dtype) for one in _operands(size, device))
     out = torch.empty_like(a)
+    return _tflops(size, device, soak_seconds, lambda: torch.mm(a, b, out=out))
 
+
+def fp8_ceiling(size: int, dtype: torch.dtype, device: torch.device, soak_seconds: float) -> float:
+    """Measure the same for torch's scaled GEMM: operands in e4m3 with one scale each, results in `dtype`."""
+    a, b = (quantise(one, E4M3, None, has_powers=False, largest=None) for one in _operands(size, device))
+    return _tflops(size, device, soak_seconds, lambda: scaled_product(a, b, None, dtype))
+
+
+def _operands(size: int, device: torch.device) -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(1)
+    return [torch.randn(size, size, device=device, generator=generator) for _ in range(2)]
+
+
+def _tflops(size: int, device: torch.device, soak_seconds: float, multiply: Callable[[], torch.Tensor]) -> float:
     def block() -> float:
         synchronize(device)
         started = time.perf_counter()
         for _ in range(BLOCK):
-            torch.mm(a, b, out=out)
+            multiply()
         synchronize(device)
         return time.perf_counter() - started
 

@@ -1,7 +1,7 @@
 """Megatron-Core's GPTModel on one rank: its data-parallel wrapper, its distributed optimizer, its schedule over microbatches.
 
     local layers         its own PyTorch code: attention unfused, whose probabilities are kept unless they are recomputed
-    Transformer Engine   its fused layers, where the package is installed
+    Transformer Engine   its fused layers, where the package is installed; in FP8 with one scale per tensor, but for the head
 
 Its fusions by torch.compile are on, as in its own scripts. On a CPU it runs through the patches of
 `launch/verify/oracles/megatron_cpu.py`, with them off.
@@ -29,7 +29,7 @@ from launch.verify.oracles.megatron_core import constant_schedule
 from launch.verify.oracles.megatron_cpu import on_cpu
 
 
-def run(job: Job, folder: Path, *, transformer_engine: bool, selective: bool) -> Run:
+def run(job: Job, folder: Path, *, transformer_engine: bool, selective: bool, fp8: bool = False) -> Run:
     """Train it."""
     device = torch.device(job.device)
     path = write_config(
@@ -42,7 +42,7 @@ def run(job: Job, folder: Path, *, transformer_engine: bool, selective: bool) ->
         device=job.device,
     )
     config = resolve(path, [])
-    trainer = MegatronTrainer(config, device, transformer_engine=transformer_engine, selective=selective)
+    trainer = MegatronTrainer(config, device, transformer_engine=transformer_engine, selective=selective, fp8=fp8)
     seconds, losses = train(trainer, config, job, folder)
     return Run(
         step_seconds=seconds,
@@ -55,6 +55,7 @@ def run(job: Job, folder: Path, *, transformer_engine: bool, selective: bool) ->
             "layers": "Transformer Engine" if transformer_engine else "local",
             "optimizer": trainer.optimizer_name,
             "gradients": "fp32",
+            "fp8": str(trainer.fp8_recipe) if fp8 else "",
         },
     )
 
@@ -62,13 +63,19 @@ def run(job: Job, folder: Path, *, transformer_engine: bool, selective: bool) ->
 class MegatronTrainer:
     """A trainer (`timed_loop.Trainer`). Its groups are globals of the process."""
 
-    def __init__(self, config: Config, device: torch.device, *, transformer_engine: bool, selective: bool) -> None:
+    def __init__(
+        self, config: Config, device: torch.device, *, transformer_engine: bool, selective: bool, fp8: bool
+    ) -> None:
         self.config, self.device = config, device
         with _groups(device):
             from megatron.core.distributed import finalize_model_grads
             from megatron.core.pipeline_parallel import get_forward_backward_func
 
-            gpt = _gpt_model(config, device, transformer_engine=transformer_engine, selective=selective)
+            theirs = transformer_config(
+                config, device, transformer_engine=transformer_engine, selective=selective, fp8=fp8
+            )
+            gpt = _gpt_model(theirs, config, device, transformer_engine=transformer_engine)
+            self.fp8_recipe = theirs.fp8_recipe
             self.num_parameters = sum(parameter.numel() for parameter in gpt.parameters())
             self._wrapped, self._optimizer = _with_optimizer(gpt, config)
             self._scheduler = constant_schedule(self._optimizer, config.optimizer)
@@ -124,28 +131,28 @@ def _groups(device: torch.device) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _gpt_model(config: Config, device: torch.device, *, transformer_engine: bool, selective: bool) -> Any:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt import gpt_layer_specs as specs
+def transformer_config(
+    config: Config, device: torch.device, *, transformer_engine: bool, selective: bool, fp8: bool
+) -> Any:
+    """Return its `TransformerConfig` of a model."""
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.core.transformer.utils import openai_gelu
 
     model, dtype = config.model, DTYPES[config.precision.dtype]
-    normalization = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm]
     fused = device.type == "cuda"
     # Its fused GELU is the tanh form, and is asked for by the name of the other.
     activations: dict[str, Callable[..., torch.Tensor]] = {
         "gelu_tanh": F.gelu if fused else openai_gelu,
         "swiglu": F.silu,
     }
-    theirs = TransformerConfig(
+    return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.kv_heads,
         kv_channels=model.head_size,
         ffn_hidden_size=model.ffn_size,
-        normalization=normalization,
+        normalization={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}[model.norm],
         layernorm_epsilon=model.norm_eps,
         gated_linear_unit=model.activation == "swiglu",
         activation_func=activations[model.activation],
@@ -161,11 +168,21 @@ def _gpt_model(config: Config, device: torch.device, *, transformer_engine: bool
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         recompute_granularity="selective" if selective else None,
+        # Its names of e4m3 operands with gradients in e5m2, and of scales from the tensor itself.
+        fp8="hybrid" if fp8 else None,
+        fp8_recipe="tensorwise" if fp8 else "delayed",
     )
+
+
+def _gpt_model(theirs: Any, config: Config, device: torch.device, *, transformer_engine: bool) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    model = config.model
     spec = (
         specs.get_gpt_layer_with_transformer_engine_spec()
         if transformer_engine
-        else specs.get_gpt_layer_local_spec(normalization=normalization)
+        else specs.get_gpt_layer_local_spec(normalization=theirs.normalization)
     )
     return GPTModel(
         theirs,
@@ -175,7 +192,7 @@ def _gpt_model(config: Config, device: torch.device, *, transformer_engine: bool
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type="learned_absolute" if model.position == "learned" else "rope",
         rotary_base=model.rope_base,  # it says int, and takes its powers
-    ).to(device, dtype)
+    ).to(device, theirs.params_dtype)
 
 
 def _with_optimizer(gpt: Any, config: Config) -> tuple[Any, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_contenders.ceiling import matmul_ceiling, synchronize
+from benchmarks.gpu_contenders.ceiling import fp8_ceiling, matmul_ceiling, synchronize
 from benchmarks.gpu_contenders.contenders import CONTENDERS
 from benchmarks.gpu_contenders.records import (
     COMMAND_VARIABLE,
@@ -41,7 +41,16 @@ from launch.rank.memory_errors import exhausted
 from launch.start.process.ending import run_rank
 from launch.start.process.parent_death import end_with_parent
 
-PACKAGES = ("triton", "transformers", "megatron-core", "transformer-engine", "torchtitan", "nvidia-cudnn-cu13", "numpy")
+PACKAGES = (
+    "triton",
+    "transformers",
+    "megatron-core",
+    "transformer-engine",
+    "torchtitan",
+    "torchao",
+    "nvidia-cudnn-cu13",
+    "numpy",
+)
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -54,14 +63,23 @@ def measure(job: Job) -> dict[str, Any]:
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     started = time.perf_counter()
-    ceilings = {"before": matmul_ceiling(job.ceiling_size, dtype, device, job.ceiling_seconds)}
-    forget(device)
+    contender = CONTENDERS[job.contender]
+    products = {"gemm": matmul_ceiling} | ({"fp8": fp8_ceiling} if contender.has_fp8 else {})
+    ceilings: dict[str, dict[str, float]] = {name: {} for name in products}
+
+    def measure_ceilings(moment: str) -> None:
+        for name, product in products.items():
+            ceilings[name][moment] = product(job.ceiling_size, dtype, device, job.ceiling_seconds)
+            forget(device)
+
+    measure_ceilings("before")
     with tempfile.TemporaryDirectory() as folder:
-        run = CONTENDERS[job.contender].run(job, Path(folder))
+        run = contender.run(job, Path(folder))
     synchronize(device)
     forget(device)
-    ceilings["after"] = matmul_ceiling(job.ceiling_size, dtype, device, job.ceiling_seconds)
-    return measured(job, run, ceilings, about() | {"process_seconds": time.perf_counter() - started})
+    measure_ceilings("after")
+    seconds = {"process_seconds": time.perf_counter() - started}
+    return measured(job, run, ceilings["gemm"], about() | seconds, fp8_ceilings=ceilings.get("fp8"))
 
 
 def forget(device: torch.device) -> None:

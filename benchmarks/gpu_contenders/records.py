@@ -142,13 +142,24 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def measured(job: Job, run: Run, ceilings: Mapping[str, float], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the row of a run that went to its end."""
-    mean = sum(ceilings.values()) / len(ceilings)
+def measured(
+    job: Job,
+    run: Run,
+    ceilings: Mapping[str, float],
+    about: Mapping[str, Any],
+    *,
+    fp8_ceilings: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Build the row of a run that went to its end; `fp8_ceilings` where it has FP8 linear layers."""
+    ceiling = with_mean(ceilings)
+    numbers = rates(job, run, ceiling["mean"])
+    fp8_ceiling = None if fp8_ceilings is None else with_mean(fp8_ceilings)
     return {
         **_head(job, "measured"),
-        **rates(job, run, mean),
-        "ceiling_tflops": {**ceilings, "mean": mean},
+        **numbers,
+        "r_fp8": None if fp8_ceiling is None else numbers["model_tflops_causal"] / fp8_ceiling["mean"],
+        "ceiling_tflops": ceiling,
+        "fp8_ceiling_tflops": fp8_ceiling,
         "step_seconds": spread(run.step_seconds),
         "all_step_seconds": list(run.step_seconds),
         "peak_memory_bytes": run.peak_memory_bytes,
@@ -158,6 +169,10 @@ def measured(job: Job, run: Run, ceilings: Mapping[str, float], about: Mapping[s
         "breakdown": run.breakdown,
         **about,
     }
+
+
+def with_mean(ceilings: Mapping[str, float]) -> dict[str, float]:
+    return {**ceilings, "mean": sum(ceilings.values()) / len(ceilings)}
 
 
 def failed(job: Job, reason: str, about: Mapping[str, Any]) -> dict[str, Any]:

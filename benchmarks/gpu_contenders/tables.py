@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu_contenders.contenders import OURS
+from benchmarks.gpu_contenders.contenders import CONTENDERS, OURS
 from benchmarks.gpu_contenders.kernel_classes import CLASSES, IDLE
 from benchmarks.gpu_contenders.shapes import OPTIMISATIONS, SHAPES, overridden
 
@@ -22,7 +22,7 @@ def tables(rows: Sequence[Row]) -> str:
     for machine in dict.fromkeys(map(machine_of, measured)):
         here = [row for row in measured if machine_of(row) == machine]
         parts.append(f"## {machine}\n\n{speeds(here)}")
-        parts += [part for part in (targets(here), optimisations(here), breakdowns(here)) if part]
+        parts += [part for part in (targets(here), fp8(here), optimisations(here), breakdowns(here)) if part]
     return "\n\n".join([*parts, *filter(None, [failures(rows)])])
 
 
@@ -70,7 +70,8 @@ def speeds(rows: Sequence[Row]) -> str:
 
 
 def targets(rows: Sequence[Row]) -> str:
-    """Compare ours with its targets: r, and the ratio to the best contender of the same shape."""
+    """Compare ours in bf16 with its targets: r, and the ratio to the best contender of the same shape."""
+    rows = [row for row in rows if not CONTENDERS[row["contender"]].has_fp8]
     lines = []
     for shape, sizes in SHAPES.items():
         ours = best(row for row in rows if row["shape"] == shape and row["contender"] == OURS)
@@ -81,6 +82,27 @@ def targets(rows: Sequence[Row]) -> str:
         beside = ("", "", "") if peer is None else (peer["contender"], f"{_ratio(ours, peer):.3f}", f"{WANTED_OF_BEST}")
         lines.append((shape, f"{ours['r']:.3f}", wanted_r, *beside))
     return markdown(("shape", "r", "wanted", "best contender", "ours / it, tokens/s", "wanted"), lines) if lines else ""
+
+
+def fp8(rows: Sequence[Row]) -> str:
+    """Compare each contender in FP8 with itself in bf16, and with the best of the others in FP8; the fastest first."""
+    lines = []
+    for shape, sizes in SHAPES.items():
+        here = [row for row in rows if row["shape"] == shape]
+        rounded = [row for row in here if CONTENDERS[row["contender"]].has_fp8]
+        for row in sorted(rounded, key=lambda row: -row["tokens_per_second"]):
+            one = CONTENDERS[row["contender"]]
+            wide = best(other for other in here if other["contender"] == one.beside)
+            peer = best(other for other in rounded if not CONTENDERS[other["contender"]].is_ours)
+            gain = "" if wide is None else f"{_ratio(row, wide):.3f}"
+            wanted = f"{sizes.fp8_target:.2f}" if one.is_ours and sizes.fp8_target is not None else ""
+            beside = ("", "")
+            if one.is_ours and peer is not None:
+                beside = peer["contender"], f"{_ratio(row, peer):.3f}"
+            ceiling = number(row["fp8_ceiling_tflops"]["mean"])
+            lines.append((shape, row["contender"], gain, wanted, *beside, ceiling, f"{row['r_fp8']:.3f}"))
+    headings = ("shape", "FP8", "FP8 / bf16, tokens/s", "wanted", "best contender in FP8", "ours / it", "FP8 ceiling")
+    return markdown((*headings, "r of it"), lines) if lines else ""
 
 
 def optimisations(rows: Sequence[Row]) -> str:

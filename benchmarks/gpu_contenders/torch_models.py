@@ -2,12 +2,14 @@
 
     masters      bf16 weights; each microbatch's gradients go to fp32 ones at once; AdamW on fp32 masters, copied back
     autocast     fp32 weights, their own masters; autograd casts them for each microbatch and adds fp32 gradients up
+    FP8          torchao's linear layers, as torchtitan's recipe has them: one scale per tensor, all but the head
 
 The vocabulary is padded as ours is. Attention is torch's, cuDNN's kernel first on CUDA: the fastest on Hopper.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,24 @@ from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.numerics.precision import DTYPES, accumulation_dtype
 
+HEADS = ("head", "lm_head", "output")
+"""Names of the models' last linear layers, which stay in bf16, as ours does."""
+
 LossOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(tokens, labels, position ids), int64 [b, s] each -> the mean loss of a microbatch."""
 
 ATTENTION_ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
-def run(job: Job, folder: Path, *, model: str, masters: bool, compiled: bool) -> Run:
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a model runs: under torch.compile, with FP8 linear layers."""
+
+    compiled: bool = False
+    fp8: bool = False
+
+
+def run(job: Job, folder: Path, *, model: str, masters: bool, compiled: bool, fp8: bool = False) -> Run:
     """Train `model`: plain, transformers or torchtitan."""
     device = torch.device(job.device)
     path = write_config(
@@ -48,7 +61,7 @@ def run(job: Job, folder: Path, *, model: str, masters: bool, compiled: bool) ->
     dtype = DTYPES[job.dtype]
     torch.manual_seed(1)
     with torch.device(device):
-        module, loss_of = MODELS[model](padded(config.model), compiled)
+        module, loss_of = MODELS[model](padded(config.model), Form(compiled, fp8))
     held = dtype if masters else accumulation_dtype(dtype)
     for parameter in module.parameters():
         # Not `module.to`: it would cut the imaginary part off a complex table of rotations.
@@ -68,6 +81,7 @@ def run(job: Job, folder: Path, *, model: str, masters: bool, compiled: bool) ->
             "weights": str(held).removeprefix("torch."),
             "masters": str(accumulation_dtype(dtype)).removeprefix("torch."),
             "compiled": compiled,
+            "fp8_linears": sum(type(one).__name__ == "Float8Linear" for one in module.modules()),
             "attention": "torch's, cuDNN first" if device.type == "cuda" else "torch's",
         },
     )
@@ -78,14 +92,27 @@ def padded(model: ModelConfig) -> ModelConfig:
     return model.model_copy(update={"vocab_size": model.padded_vocab_size})
 
 
+def with_fp8(module: nn.Module, form: Form) -> nn.Module:
+    """Put torchao's linear layers into a model in place, before it is compiled; nothing where the form has no FP8."""
+    if form.fp8:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(
+            module,
+            config=Float8LinearConfig(),  # one scale per tensor, from the tensor itself; gradients in e5m2
+            module_filter_fn=lambda _, name: name.rpartition(".")[2] not in HEADS,
+        )
+    return module
+
+
 def mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Compute the cross-entropy of logits [b, s, V] in the accumulation dtype."""
     wide = logits.flatten(0, 1).to(accumulation_dtype(logits.dtype))
     return F.cross_entropy(wide, labels.flatten())
 
 
-def plain(model: ModelConfig, compiled: bool) -> tuple[nn.Module, LossOf]:
-    module = PlainGPT(model)
+def plain(model: ModelConfig, form: Form) -> tuple[nn.Module, LossOf]:
+    module = with_fp8(PlainGPT(model), form)
     for name, parameter in module.named_parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=model.init_std)
@@ -95,10 +122,10 @@ def plain(model: ModelConfig, compiled: bool) -> tuple[nn.Module, LossOf]:
     def loss_of(tokens: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         return mean_loss(module(tokens, position_ids), labels)
 
-    return module, torch.compile(loss_of, dynamic=False) if compiled else loss_of
+    return module, torch.compile(loss_of, dynamic=False) if form.compiled else loss_of
 
 
-def transformers_model(model: ModelConfig, compiled: bool) -> tuple[nn.Module, LossOf]:
+def transformers_model(model: ModelConfig, form: Form) -> tuple[nn.Module, LossOf]:
     """Build a Llama for RoPE, GPT-2 for learned positions."""
     import transformers
 
@@ -135,16 +162,16 @@ def transformers_model(model: ModelConfig, compiled: bool) -> tuple[nn.Module, L
                 attn_pdrop=0.0,
             )
         )
-    module.train()
+    module = with_fp8(module.train(), form)
 
     def loss_of(tokens: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         # Given positions it would look for packed documents and make a mask, with which fused causal attention is not taken.
         return mean_loss(module(input_ids=tokens).logits, labels)
 
-    return module, torch.compile(loss_of, dynamic=False) if compiled else loss_of
+    return module, torch.compile(loss_of, dynamic=False) if form.compiled else loss_of
 
 
-def torchtitan_model(model: ModelConfig, compiled: bool) -> tuple[nn.Module, LossOf]:
+def torchtitan_model(model: ModelConfig, form: Form) -> tuple[nn.Module, LossOf]:
     """Build torchtitan's Llama 3 (0.2), each block compiled by itself as its `apply_compile` does."""
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 
@@ -164,8 +191,9 @@ def torchtitan_model(model: ModelConfig, compiled: bool) -> tuple[nn.Module, Los
         )
     )
     module.init_weights()
-    loss = torch.compile(mean_loss, dynamic=False) if compiled else mean_loss
-    if compiled:
+    with_fp8(module, form)
+    loss = torch.compile(mean_loss, dynamic=False) if form.compiled else mean_loss
+    if form.compiled:
         for name, block in module.layers.named_children():
             module.layers.register_module(name, torch.compile(block, fullgraph=True))
 
@@ -175,7 +203,7 @@ def torchtitan_model(model: ModelConfig, compiled: bool) -> tuple[nn.Module, Los
     return module, loss_of
 
 
-MODELS: dict[str, Callable[[ModelConfig, bool], tuple[nn.Module, LossOf]]] = {
+MODELS: dict[str, Callable[[ModelConfig, Form], tuple[nn.Module, LossOf]]] = {
     "plain": plain,
     "transformers": transformers_model,
     "torchtitan": torchtitan_model,

@@ -152,6 +152,9 @@ def test_options() -> None:
     assert options.micro_batches == {"": [8, 4, 2], "ours": [16]}
     jobs = list(gpu.requests(options))
     assert [job.contender for job in jobs] == [OURS] * (1 + len(OPTIMISATIONS)) + [c for c in CONTENDERS if c != OURS]
+    rounded = {job.contender: job.words for job in jobs if CONTENDERS[job.contender].is_ours and not job.variant}
+    more = ("precision.fp8.recipe=tensorwise", "precision.fp8.backend=te")
+    assert rounded["ours_fp8_te"] == (*base_words(SHAPES["gpt-1.3b"], "cuda"), *more, "a.b=1")
     assert [job.variant for job in jobs[1 : 1 + len(OPTIMISATIONS)]] == [one.name for one in OPTIMISATIONS]
     assert jobs[0].words == (*base_words(SHAPES["gpt-1.3b"], "cuda"), "a.b=1") and jobs[-1].words == ()
     assert jobs[0].micro_batch_sizes == (16,) and jobs[-1].micro_batch_sizes == (8, 4, 2)
@@ -159,12 +162,15 @@ def test_options() -> None:
     assert all(Job.from_json(job.to_json()) == job for job in jobs)
     on_cpu = gpu.parse(["--device", "cpu", "--shapes", "tiny"])
     assert "megatron_te" not in on_cpu.contenders and OURS in on_cpu.contenders and not on_cpu.optimisations
+    assert "ours_fp8" in on_cpu.contenders
+    assert "ours_fp8" not in gpu.parse(["--dtype", "fp32"]).contenders
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--device", "cpu", "--contenders", "megatron_te"], "megatron_te needs CUDA, and --device is cpu"),
+        (["--dtype", "fp32", "--contenders", "plain_fp8"], "plain_fp8 is beside bf16, and --dtype is fp32"),
         (["--micro-batches", "theirs=4"], "no contender 'theirs'"),
         (["--micro-batches", "4,none"], "give sizes as"),
         (["--micro-batches", "5", "--shapes", "gpt-1.3b"], "has 32 samples, which are no whole microbatches of 5"),
@@ -260,7 +266,11 @@ def test_a_contender_that_is_not_installed_is_a_row(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("benchmarks.gpu_contenders.contenders.find_spec", lambda name: None)
     job = replace(TOY, contender="megatron_te", device="cuda")
     gpu.measure(job, tmp_path / "r", tmp_path, gpu.Session(1.0))
-    assert read(tmp_path / "r")[0]["reason"] == "megatron_te needs transformer_engine, which is not installed"
+    assert (
+        read(tmp_path / "r")[0]["reason"]
+        == "megatron_te needs megatron and transformer_engine, which are not installed"
+    )
+    assert "needs torchao, which is not" in str(CONTENDERS["plain_fp8"].refusal("plain_fp8", TOY))
     for name, shape, reason in (
         ("torchtitan", "tiny", "no model with learned positions"),
         ("transformers", "llama-8b-8k", "is for ours alone"),
@@ -334,6 +344,31 @@ def test_tables() -> None:
     assert ["tiny", "500.0", "400.0 (80.0%)", *["0.0 (0.0%)"] * 8, "100.0 (20.0%)"] in lines
     assert ["tiny", "plain_compile", "too large / by far"] in lines
     assert one_line("x" * 300).endswith("x ...")
+
+
+def test_the_table_of_fp8() -> None:
+    """Each contender beside itself in bf16, ours beside the best of the others in FP8; the first table has them all."""
+
+    def row(contender: str, seconds: float, shape: str = "gpt-1.3b", fp8: float | None = None) -> dict[str, Any]:
+        ceilings = None if fp8 is None else {"before": fp8, "after": fp8}
+        job = replace(TOY, shape=shape, contender=contender)
+        return measured(job, a_run(seconds), {"before": 1.0, "after": 1.0}, HERE, fp8_ceilings=ceilings)
+
+    rows = [row(OURS, 1.2), row("ours_fp8", 1.0, fp8=2.0), row("ours_fp8_blocks", 2.4, fp8=2.0)]
+    rows += [row("megatron_fp8", 1.5, fp8=2.0), row("torchtitan_fp8", 1.6, fp8=2.0), row("torchtitan", 2.0)]
+    rows += [row("plain_fp8", 1.0, "gpt-2.7b", fp8=2.0)]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables(rows).splitlines() if "|" in line]
+    r = {one["contender"]: f"{one['model_tflops_causal'] / 2:.3f}" for one in rows if one["shape"] == "gpt-1.3b"}
+    assert [line for line in lines if len(line) == 8 and line[6] == "2"] == [
+        ["gpt-1.3b", "ours_fp8", "1.200", "1.15", "megatron_fp8", "1.500", "2", r["ours_fp8"]],
+        ["gpt-1.3b", "megatron_fp8", "", "", "", "", "2", r["megatron_fp8"]],
+        ["gpt-1.3b", "torchtitan_fp8", "1.250", "", "", "", "2", r["torchtitan_fp8"]],
+        ["gpt-1.3b", "ours_fp8_blocks", "0.500", "1.15", "megatron_fp8", "0.625", "2", r["ours_fp8_blocks"]],
+        ["gpt-2.7b", "plain_fp8", "", "", "", "", "2", f"{rows[-1]['r_fp8']:.3f}"],
+    ]
+    # bf16 is compared with bf16.
+    assert ["gpt-1.3b", f"{rows[0]['r']:.3f}", "0.62", "torchtitan", "1.667", "1.1"] in lines
+    assert sum(line[0] == "gpt-1.3b" and len(line) == 11 for line in lines) == 6
 
 
 def process_classes() -> tuple[str, ...]:
