@@ -126,16 +126,11 @@ def fp8_has_a_wide_dtype(subject: Subject) -> Iterator[Problem]:
 
 def fp8_backend_has_the_recipe(subject: Subject) -> Iterator[Problem]:
     fp8, device = subject.config.precision.fp8, subject.config.runtime.device
-    if fp8 is None or fp8.recipe not in BLOCKS:
-        return
-    legal = {"precision.fp8.backend": ["emulated"], "precision.fp8.recipe": ["tensorwise"]}
-    if fp8.backend == "te":
+    if fp8 is not None and fp8.recipe in BLOCKS and fp8.backend == "torch" and device == "cpu":
         yield subject.problem(
-            "precision.fp8.backend", f"has no scales of blocks here, and precision.fp8.recipe = {fp8.recipe}", legal
-        )
-    elif fp8.backend == "torch" and device == "cpu":
-        yield subject.problem(
-            "precision.fp8.backend", f"has scales of blocks on GPUs alone, and runtime.device = {device}", legal
+            "precision.fp8.backend",
+            f"has scales of blocks on GPUs alone, and runtime.device = {device}",
+            {"precision.fp8.backend": ["emulated"], "precision.fp8.recipe": ["tensorwise"]},
         )
 
 

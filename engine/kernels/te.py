@@ -8,27 +8,31 @@ cuBLAS counts columns first, so A is the right factor, and `T` means that its ro
 `out` are contiguous. In the third GEMM the sums are added to the main grad in its own dtype, in fp32 of a bf16 run. Its epilogue
 sums dY over the tokens, which is the gradient of a bias; those of the other two compute GELU and its derivative.
 
-With FP8 operands every GEMM is Y = A B^T of two quantised matrices (`engine/kernels/fp8`), which is layout TN.
+With FP8 operands every GEMM is Y = A B^T of two quantised matrices (`engine/kernels/fp8`), which is layout TN; `te_storage.py` has
+their classes.
 
 Only this function is called: TE's modules communicate by themselves, past the ledger and the order of the collectives here.
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from engine.kernels.fp8.recipes import Quantised
-from engine.numerics.precision import FP8_E4M3, FP8_E5M2
+from engine.kernels.te_storage import Storages, open_storages
 
 FIRST_VERSION = "2.10"
 """The first release whose `general_gemm` takes these arguments; earlier ones want a workspace of the caller."""
+
+
+class OtherVersionError(ImportError):
+    """A release of Transformer Engine whose function takes other arguments."""
 
 
 class GeneralGemm(Protocol):
@@ -58,15 +62,13 @@ class TransformerEngine:
     Attributes:
         general_gemm: TE's function; returns (out, gradient of the bias, input of GELU, extra output).
         dot_product_attention: makes TE's module of attention (`te_attention.py`).
-        storage: TE's class of a matrix of FP8 numbers with one scale (`Float8TensorStorage`).
-        dtypes: TE's names of the FP8 formats.
+        storages: TE's classes of matrices of FP8 numbers.
         version: of the package.
     """
 
     general_gemm: GeneralGemm
     dot_product_attention: Callable[..., Any]
-    storage: Callable[..., Any]
-    dtypes: Mapping[torch.dtype, Any]
+    storages: Storages
     version: str
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -110,25 +112,20 @@ class TransformerEngine:
         _, total, *_ = gemm(accumulate=not overwrite, bias=main_grad[:, 0] if with_total else None)
         return total
 
-    def fp8_product(self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return A B^T + bias [m, n] in `dtype`; a [m, k], b [n, k], each with one scale, and bias [n]."""
-        operands = self._stored(b), self._stored(a)
+    def fp8_product(
+        self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype, *, is_tensorwise: bool
+    ) -> torch.Tensor:
+        """Return A B^T + bias [m, n] in `dtype`; a [m, k], b [n, k], with one scale each or scales of blocks, and bias [n]."""
+        operands = (self.storages.stored(one, is_tensorwise=is_tensorwise) for one in (b, a))
         return _first(self.general_gemm(*operands, out_dtype=dtype, bias=bias, use_split_accumulator=True))
 
-    def add_fp8_product(self, total: torch.Tensor, a: Quantised, b: Quantised, *, overwrite: bool) -> None:
+    def add_fp8_product(
+        self, total: torch.Tensor, a: Quantised, b: Quantised, *, overwrite: bool, is_tensorwise: bool
+    ) -> None:
         """Compute total [m, n] += A B^T (`overwrite`: =), added in the dtype of `total`."""
-        operands = self._stored(b), self._stored(a)
+        operands = (self.storages.stored(one, is_tensorwise=is_tensorwise) for one in (b, a))
         self.general_gemm(
             *operands, out_dtype=total.dtype, out=total, accumulate=not overwrite, use_split_accumulator=True
-        )
-
-    def _stored(self, matrix: Quantised) -> Any:
-        # TE counts bytes; of a transposed view the rows are made contiguous.
-        values = matrix.values.contiguous()
-        return self.storage(
-            data=values.view(torch.uint8),
-            fp8_scale_inv=matrix.inverse.reshape(1),
-            fp8_dtype=self.dtypes[values.dtype],
         )
 
 
@@ -146,19 +143,19 @@ def open_te() -> TransformerEngine:
     """
     try:
         function = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+        version = import_module("transformer_engine").__version__
+        if lacking := _lacking(function):
+            raise OtherVersionError(
+                f"general_gemm of transformer-engine {version} takes other arguments ({lacking}); "
+                f"{FIRST_VERSION} is the first that fits"
+            )
         attention = import_module("transformer_engine.pytorch.attention").DotProductAttention
-        storages = import_module("transformer_engine.pytorch.tensor.storage.float8_tensor_storage")
-        formats = import_module("transformer_engine_torch").DType
+        storages = open_storages()
+    except OtherVersionError:
+        raise
     except Exception as error:  # its import looks for CUDA's libraries, and raises whatever it meets
         raise ImportError(_reason(error)) from error
-    version = import_module("transformer_engine").__version__
-    if lacking := _lacking(function):
-        raise ImportError(
-            f"general_gemm of transformer-engine {version} takes other arguments ({lacking}); "
-            f"{FIRST_VERSION} is the first that fits"
-        )
-    dtypes = {FP8_E4M3: formats.kFloat8E4M3, FP8_E5M2: formats.kFloat8E5M2}
-    return TransformerEngine(function, attention, storages.Float8TensorStorage, MappingProxyType(dtypes), version)
+    return TransformerEngine(function, attention, storages, version)
 
 
 def te_failure(run: Callable[[TransformerEngine], object]) -> str:

@@ -82,8 +82,13 @@ def scales_of(matrix: Quantised) -> Scales:
 
 def in_tiles(inverse: torch.Tensor) -> torch.Tensor:
     """Return scales [rows, places], powers of two, as exponents in tiles: one vector, padded with zeros."""
-    down, across = inverse.shape
-    # Copies of e8m0 are not offered everywhere; its bytes move as any others.
-    exponents = F.pad(inverse.to(MX_SCALE_DTYPE).view(torch.uint8), (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))
+    exponents = padded_exponents(inverse)
     tiles = exponents.view(-1, TILE_ROWS // 32, 32, exponents.shape[1] // TILE_COLUMNS, TILE_COLUMNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(MX_SCALE_DTYPE)
+
+
+def padded_exponents(inverse: torch.Tensor) -> torch.Tensor:
+    """Return scales [rows, places], powers of two, as exponents (bytes), padded with zeros to whole tiles of rows and places."""
+    down, across = inverse.shape
+    # Copies of e8m0 are not offered everywhere; its bytes move as any others.
+    return F.pad(inverse.to(MX_SCALE_DTYPE).view(torch.uint8), (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))

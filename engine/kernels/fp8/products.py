@@ -62,7 +62,7 @@ class Fp8:
     def product(self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Compute A B^T + bias: a [m, k], b [n, k], bias [n] -> [m, n] in `dtype`, from sums in its accumulation dtype."""
         if self.te is not None:
-            return self.te.fp8_product(a, b, bias, dtype)
+            return self.te.fp8_product(a, b, bias, dtype, is_tensorwise=self.recipe.is_tensorwise)
         if self.backend == "emulated":
             return emulated_product(a, b, bias, dtype)
         # GEMMs with fp32 results take no bias.
@@ -76,7 +76,7 @@ class Fp8:
     ) -> None:
         """Compute total [m, n] += A B^T (`overwrite`: =) from sums in the accumulation dtype of `dtype`, the operands'."""
         if self.te is not None:
-            self.te.add_fp8_product(total, a, b, overwrite=overwrite)
+            self.te.add_fp8_product(total, a, b, overwrite=overwrite, is_tensorwise=self.recipe.is_tensorwise)
         else:
             add(total, self.product(a, b, None, accumulation_dtype(dtype)), overwrite=overwrite)
 
@@ -123,10 +123,10 @@ def _failure(recipe: Recipe, backend: Fp8Backend, dtype: torch.dtype, device: to
         return ""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FIRST_CAPABILITY:
         return f"{_name_of(device)} has no FP8; {'.'.join(map(str, FIRST_CAPABILITY))} is the first"
-    if not recipe.is_tensorwise and (reason := _no_blocks(recipe, backend, device)):
-        return reason
     if backend == "te":
         return te_failure(lambda te: _try_products(Fp8(recipe, backend, te), dtype, device))
+    if not recipe.is_tensorwise and (reason := _no_blocks(recipe, device)):
+        return reason
     try:
         _try_products(Fp8(recipe, backend), dtype, device)
     except (RuntimeError, NotImplementedError, ValueError) as error:
@@ -134,10 +134,8 @@ def _failure(recipe: Recipe, backend: Fp8Backend, dtype: torch.dtype, device: to
     return ""
 
 
-def _no_blocks(recipe: Recipe, backend: Fp8Backend, device: torch.device) -> str:
-    """Return why a backend has no scales of the recipe's blocks on a device; "" where it may have."""
-    if backend != "torch":
-        return "torch's GEMM and the emulation alone have scales of blocks here"
+def _no_blocks(recipe: Recipe, device: torch.device) -> str:
+    """Return why torch's GEMM has no scales of the recipe's blocks on a device; "" where it may have."""
     if not has_block_gemm():
         return f"torch {torch.__version__} has no GEMM with scales of blocks; 2.10 is the first"
     if device.type != "cuda":

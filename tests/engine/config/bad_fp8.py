@@ -23,11 +23,6 @@ BAD_FP8: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["precision.fp8.backend = torch", "on GPUs alone", "runtime.device = cpu", "backend = emulated"],
     ),
-    "scales of blocks by TE": (
-        ["precision.fp8={recipe: mxfp8, backend: te}"],
-        {},
-        ["precision.fp8.backend = te", "no scales of blocks", "backend = emulated", "recipe = tensorwise"],
-    ),
     "a hidden size between blocks": (
         ["precision.fp8={recipe: mxfp8}", "model.hidden_size=80", "model.num_attention_heads=4", "model.head_dim=32"],
         {},

@@ -33,9 +33,4 @@ BAD_PACKAGES: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["precision.fp8.backend = te", "sums in fp32", "exact", "backend = emulated"],
     ),
-    "scales of blocks by Transformer Engine": (
-        ["precision.fp8={recipe: mxfp8, backend: te}"],
-        {},
-        ["precision.fp8.backend = te", "no scales of blocks", "backend = emulated", "recipe = tensorwise"],
-    ),
 }

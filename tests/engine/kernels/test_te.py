@@ -6,6 +6,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 
 from engine.config.activations import KernelsConfig
 from engine.config.attention_kinds import AttentionPattern
-from engine.config.fp8 import Fp8Config
+from engine.config.fp8 import Fp8Config, Fp8RecipeName
 from engine.errors import ConfigError
 from engine.kernels.attention import AttentionShape, attention, attention_failure
 from engine.kernels.fp8.products import open_fp8
@@ -77,21 +78,52 @@ def test_sums_of_bf16_are_added_in_fp32(te: TransformerEngine) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fp8_products_are_those_of_the_emulation(te: TransformerEngine, dtype: torch.dtype) -> None:
-    by_te = open_fp8(Fp8Config(backend="te"), dtype, CPU)
-    emulated = open_fp8(Fp8Config(backend="emulated"), dtype, CPU)
+@pytest.mark.parametrize(
+    ("recipe", "rows", "outputs", "inner"),
+    [
+        ("tensorwise", 32, 48, 64),
+        ("blockwise", 256, 384, 640),
+        ("blockwise", 128, 128, 128),
+        ("mxfp8", 160, 32, 192),
+    ],
+)
+def test_fp8_products_are_those_of_the_emulation(
+    te: TransformerEngine, recipe: Fp8RecipeName, rows: int, outputs: int, inner: int, dtype: torch.dtype
+) -> None:
+    """Scales are padded for the one and read without padding; a matrix may be a single block."""
+    by_te = open_fp8(Fp8Config(recipe=recipe, backend="te"), dtype, CPU)
+    emulated = open_fp8(Fp8Config(recipe=recipe, backend="emulated"), dtype, CPU)
     assert by_te is not None and emulated is not None and by_te.te is not None
-    a, b, bias = random(32, 64, dtype=dtype), random(48, 64, dtype=dtype), random(48, dtype=dtype)
-    total = random(32, 48, dtype=torch.float32)
+    # Every row and column has numbers of another size, so that each scale must meet its block.
+    sizes = 2.0 ** (torch.arange(inner) // 32 % 5 - 2)
+    a, b = random(rows, inner) * sizes * 2.0 ** (torch.arange(rows) % 3)[:, None], random(outputs, inner) / sizes
+    a, b, bias = a.to(dtype), b.to(dtype), random(outputs, dtype=dtype)
+    total = random(rows, outputs, dtype=torch.float32)
     found, wanted = [], []
     for fp8, into in ((by_te, found), (emulated, wanted)):
         left, right = fp8.gradient(a, None), fp8.weight(b.t().contiguous().t(), None)
         onto = total.clone()
-        fp8.add_product(onto, left, right, dtype, overwrite=False)
+        fp8.add_product(onto, left, fp8.activation(b, None), dtype, overwrite=False)
         into += [fp8.product(left, right, bias, dtype), fp8.product(left, right, None, dtype), onto]
     for one, other in zip(found, wanted, strict=True):
         tolerance = 2**-7 if one.dtype == torch.bfloat16 else 2e-6
-        torch.testing.assert_close(one, other, rtol=tolerance, atol=2e-5)
+        near = tolerance * float(other.abs().max())
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=near)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])
+def test_scales_in_another_order_are_refused(recipe: Fp8RecipeName, monkeypatch: pytest.MonkeyPatch) -> None:
+    with stand_in("te"):
+        module = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
+        right = module._in_blocks
+
+        def in_another_order(operand: Any) -> torch.Tensor:
+            operand._rowwise_scale_inv = operand._rowwise_scale_inv.flip(1)
+            return right(operand)
+
+        monkeypatch.setattr(module, "_in_blocks", in_another_order)
+        with pytest.raises(ConfigError, match=r"backend te does not run on cpu here \(its products are not those of"):
+            open_fp8(Fp8Config(recipe=recipe, backend="te"), torch.bfloat16, CPU)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -148,7 +180,12 @@ def package(folder: Path, general_gemm: str) -> None:
         (each / "__init__.py").write_text('__version__ = "2.8.0"\n')
     (inner / "cpp_extensions.py").write_text(general_gemm)
     (inner / "attention.py").write_text("class DotProductAttention: ...\n")
-    (inner / "tensor" / "storage" / "float8_tensor_storage.py").write_text("class Float8TensorStorage: ...\n")
+    for file, name in (
+        ("float8_tensor_storage", "Float8TensorStorage"),
+        ("float8_blockwise_tensor_storage", "Float8BlockwiseQTensorStorage"),
+        ("mxfp8_tensor_storage", "MXFP8TensorStorage"),
+    ):
+        (inner / "tensor" / "storage" / f"{file}.py").write_text(f"class {name}: ...\n")
     (folder / "old" / "transformer_engine_torch.py").write_text("class DType: kFloat8E4M3, kFloat8E5M2 = 7, 8\n")
 
 

@@ -2,19 +2,36 @@
 
 import ast
 import inspect
+import math
 import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from engine.kernels.fp8.recipes import E4M3, RECIPES, quantise
 from engine.kernels.te import FIRST_VERSION, GeneralGemm
+from engine.kernels.te_storage import Storages
 from tests.stand_in import stand_in
 
 GEMM = ("transformer_engine/pytorch/cpp_extensions/gemm.py", "general_gemm")
-STORAGE = ("transformer_engine/pytorch/tensor/storage/float8_tensor_storage.py", "Float8TensorStorage.__new__")
+FOLDER = "transformer_engine/pytorch/tensor/storage/"
+STORAGE = (f"{FOLDER}float8_tensor_storage.py", "Float8TensorStorage.__new__")
+BLOCKS = (f"{FOLDER}float8_blockwise_tensor_storage.py", "Float8BlockwiseQTensorStorage.__new__")
+MX = (f"{FOLDER}mxfp8_tensor_storage.py", "MXFP8TensorStorage.__new__")
+OF_ROWS = {
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "fp8_dtype",
+    "quantizer",
+}
+"""Arguments of the storages with scales of blocks."""
 ATTENTION = (
     "transformer_engine/pytorch/attention/dot_product_attention/dot_product_attention.py",
     "DotProductAttention.{}",
@@ -63,7 +80,11 @@ def test_the_stand_in_has_its_signatures(wheels: dict[str, zipfile.ZipFile]) -> 
     with stand_in("te"):
         from transformer_engine.pytorch.attention import DotProductAttention
         from transformer_engine.pytorch.cpp_extensions import general_gemm
+        from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import (
+            Float8BlockwiseQTensorStorage,
+        )
         from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+        from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
     wheel = wheels[VERSIONS[-1]]
     assert (
         parameters(wheel, ATTENTION[0], ATTENTION[1].format("__init__")).keys()
@@ -71,6 +92,8 @@ def test_the_stand_in_has_its_signatures(wheels: dict[str, zipfile.ZipFile]) -> 
     )
     assert parameters(wheel, *GEMM) == ours(general_gemm)
     assert parameters(wheel, *STORAGE) == ours(Float8TensorStorage.__new__)
+    assert parameters(wheel, *BLOCKS) == ours(Float8BlockwiseQTensorStorage.__new__)
+    assert parameters(wheel, *MX) == ours(MXFP8TensorStorage.__new__)
 
 
 @pytest.mark.distributed
@@ -85,6 +108,15 @@ def test_each_version_takes_what_is_passed(wheels: dict[str, zipfile.ZipFile], v
     assert {"data", "fp8_scale_inv", "fp8_dtype"} == {name for name, default in storage.items() if not default} - {
         "cls"
     }
+    # Arguments that a release lacks are swallowed, as long as it takes others.
+    for place, more in ((BLOCKS, {"is_2D_scaled", "data_format"}), (MX, {"with_gemm_swizzled_scales"})):
+        required = {name for name, default in parameters(wheels[version], *place).items() if not default} - {"cls"}
+        assert required >= OF_ROWS and required <= OF_ROWS | more
+        tree = ast.parse(wheels[version].read(place[0]).decode())
+        made = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "__new__")
+        assert made.args.kwarg is not None
+    if "data_format" in parameters(wheels[version], *BLOCKS):
+        assert b"tex.Float8BlockScaleTensorFormat.GEMM_READY" in wheels[version].read(GEMM[0])
     attention = parameters(wheels[version], ATTENTION[0], ATTENTION[1].format("__init__"))
     assert list(attention)[1:3] == ["num_attention_heads", "kv_channels"]
     passed = {"num_gqa_groups", "attention_dropout", "qkv_format", "attn_mask_type", "window_size", "softmax_scale"}
@@ -93,6 +125,45 @@ def test_each_version_takes_what_is_passed(wheels: dict[str, zipfile.ZipFile], v
     assert forward[1:4] == ["query_layer", "key_layer", "value_layer"]
     # The names of the formats are the compiled half's.
     assert b"tex.DType.kFloat8E4M3" in wheels[version].read("transformer_engine/pytorch/constants.py")
+
+
+@pytest.mark.distributed
+def test_scales_have_the_shapes_of_its_quantisers(wheels: dict[str, zipfile.ZipFile]) -> None:
+    """The shapes are TE's own methods, run on their sources; ours are those of the storages that are made."""
+    storages = Storages(tensor=dict, blocks=dict, mx=dict, dtypes={torch.float8_e4m3fn: "e4m3"})
+    of_blocks = "float8_blockwise_tensor.py", "Float8BlockQuantizer", {"block_len": 128, "all_gather_usage": False}
+    # The first version has no such method of the other quantiser.
+    of_mx = "mxfp8_tensor.py", "MXFP8Quantizer", {}
+    for version, recipe, (path, name, more) in (
+        (VERSIONS[0], "blockwise", of_blocks),
+        (VERSIONS[1], "blockwise", of_blocks),
+        (VERSIONS[1], "mxfp8", of_mx),
+    ):
+        shape_of = their_shapes(wheels[version].read(f"transformer_engine/pytorch/tensor/{path}").decode(), name)
+        for rows, columns in ((128, 128), (384, 640), (256, 1152)):
+            for block in (RECIPES[recipe].activation_block, RECIPES[recipe].weight_block):
+                matrix = quantise(torch.ones(rows, columns), E4M3, block, has_powers=True, largest=None)
+                made = storages.stored(matrix, is_tensorwise=False)
+                dim = 2 if made.get("is_2D_scaled") else 1
+                theirs = shape_of(SimpleNamespace(**more, block_scaling_dim=dim), (rows, columns), columnwise=False)
+                assert tuple(made["rowwise_scale_inv"].shape) == theirs
+
+
+def their_shapes(source: str, name: str) -> Callable[..., tuple[int, int]]:
+    """Return `get_scale_shape` of a class, without its module: that imports compiled libraries."""
+    found = next(node for node in ast.parse(source).body if getattr(node, "name", None) == name)
+    function = next(node for node in found.body if getattr(node, "name", None) == "get_scale_shape")
+    function.decorator_list, function.returns = [], None
+    for argument in function.args.args:
+        argument.annotation = None
+    places: dict[str, Any] = {
+        "math": math,
+        "round_up_to_nearest_multiple": lambda size, multiple: -(-size // multiple) * multiple,
+        "MXFP8_BLOCK_SCALING_SIZE": 32,
+        "Float8BlockScaleTensorFormat": SimpleNamespace(GEMM_READY=0),
+    }
+    exec(compile(ast.Module([function], []), name, "exec"), places)
+    return places["get_scale_shape"]
 
 
 @pytest.mark.distributed
