@@ -55,7 +55,17 @@ def texts():
         yield page, text.replace(section(text, heading), "") if page == as_written else text
 
 
-ALL = [pytest.param(page, line, id=f"{page.name}: {line}") for page, text in texts() for line in commands(text)]
+SLOW = {
+    "triaxis verify --matrix",
+    "triaxis plan configs/llama3_8b.yaml --gpus 64xH100 --tokens 15T --page plan.html",
+}
+"""Commands that compute for ten seconds and more; shorter ones of the same kind run in CI."""
+
+ALL = [
+    pytest.param(page, line, id=f"{page.name}: {line}", marks=[pytest.mark.slow] if line in SLOW else [])
+    for page, text in texts()
+    for line in commands(text)
+]
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +99,10 @@ def run_here(words):
         return cli.main(words)
     except SystemExit as left:
         return left.code
+
+
+def test_slow_commands_are_documented():
+    assert {line for _, text in texts() for line in commands(text)} >= SLOW
 
 
 def test_the_readme_opens_with_the_two_commands():

@@ -84,13 +84,14 @@ def plain(given: Given, factor: float, dtype: torch.dtype) -> Tensors:
     return [each for each in found if each is not None]
 
 
-def forms(*in_ci: str) -> pytest.MarkDecorator:
-    """Every norm in both forms; compiled, only those in CI that are named."""
-    compiled = [
-        pytest.param(name, "compiled", marks=[compiler(), *([] if name in in_ci else [pytest.mark.slow])])
-        for name in NORMS
-    ]
-    return pytest.mark.parametrize(("name", "form"), [*((name, "eager") for name in NORMS), *compiled])
+EVERY_FORM = pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *((name, "eager") for name in NORMS),
+        *(pytest.param(name, "compiled", marks=[compiler(), pytest.mark.slow]) for name in NORMS),
+    ],
+)
+"""Every norm; compiled outside of CI, where `test_elementwise.py` compiles one norm by itself."""
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +100,7 @@ def _compiled_anew() -> None:
     torch.compiler.reset()
 
 
-@forms("rmsnorm")
+@EVERY_FORM
 @pytest.mark.parametrize("factor", [1.0, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_sum_norm_and_gradients_are_those_of_plain_operators(name: str, form: Form, factor: float) -> None:
     given = Given(name, torch.float64, Fusion(form))
@@ -107,7 +108,7 @@ def test_sum_norm_and_gradients_are_those_of_plain_operators(name: str, form: Fo
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@forms()
+@EVERY_FORM
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_in_narrower_dtypes_no_further_from_the_truth_than_plain_operators(
     name: str, form: Form, dtype: torch.dtype
