@@ -30,6 +30,10 @@ class Fp8Config(Section):
     on_resume: ClassVar[OnResume | None] = MEANT
 
     recipe: Fp8RecipeName = Field("tensorwise", description="numbers that share a scale: a tensor, or blocks of it")
+    format: Literal["auto", "hybrid", "e4m3"] = Field(
+        "auto",
+        description="of gradients: e5m2 (hybrid) or e4m3, as all else is; auto: hybrid with one scale per tensor",
+    )
     backend: Annotated[Literal["auto", "te", "torch", "emulated"], LAYOUT] = Field(
         "auto",
         description="GEMMs by Transformer Engine's, by torch's scaled GEMM, or by plain operators on rounded numbers",
@@ -77,7 +81,8 @@ def fp8_line(config: "Config", backend: str) -> str:
         *(["experts"] if model.has_experts else []),
     ]
     others += ["layers of tokens ahead"] if model.mtp is not None else []
-    return f"{fp8.recipe} ({backend}) in {in_fp8} of {total} linears; {config.precision.dtype}: {', '.join(others)}"
+    recipe = f"{fp8.recipe}, e4m3" if fp8.recipe not in BLOCKS and fp8.format == "e4m3" else fp8.recipe
+    return f"{recipe} ({backend}) in {in_fp8} of {total} linears; {config.precision.dtype}: {', '.join(others)}"
 
 
 def fp8_linears(config: "Config") -> tuple[str, ...]:
@@ -103,6 +108,16 @@ def fp8_has_layers(subject: Subject) -> Iterator[Problem]:
             "precision.fp8.bf16_layers",
             f"must leave one of the {num_layers} layers: none would have FP8 operands, and precision.fp8 no effect",
             {"precision.fp8.bf16_layers": [[0, 0]]},
+        )
+
+
+def fp8_format_has_the_recipe(subject: Subject) -> Iterator[Problem]:
+    fp8 = subject.config.precision.fp8
+    if fp8 is not None and fp8.recipe in BLOCKS and fp8.format == "hybrid":
+        yield subject.problem(
+            "precision.fp8.format",
+            f"is not combined with precision.fp8.recipe = {fp8.recipe}: its GEMMs take e4m3 alone",
+            {"precision.fp8.format": ["auto"], "precision.fp8.recipe": ["tensorwise"]},
         )
 
 
@@ -280,6 +295,7 @@ def _sides(config: "Config") -> Iterator[_Side]:
 FP8_RULES: tuple[Rule, ...] = (
     fp8_has_layers,
     fp8_has_a_wide_dtype,
+    fp8_format_has_the_recipe,
     fp8_backend_has_the_recipe,
     fp8_shapes_fit,
     fp8_gradients_are_whole,

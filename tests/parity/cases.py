@@ -80,7 +80,7 @@ class Case:
     frozen: tuple[str, ...] = ()
     """Patterns of parameters that keep their values."""
     fp8: str | None = None
-    """A recipe of FP8, emulated; None: there is none."""
+    """A recipe of FP8, emulated, with a format behind a dash; None: there is none."""
     apex: bool = False
     """The update is FusedAdam's."""
     linear: str = "torch"
@@ -152,7 +152,9 @@ class Case:
 
     @property
     def _fp8(self) -> dict[str, Any]:
-        return {"recipe": self.fp8, "backend": "emulated", "gather": "fp8" if self.fp8_gather else "bf16"}
+        recipe, _, form = str(self.fp8).partition("-")
+        gather = "fp8" if self.fp8_gather else "bf16"
+        return {"recipe": recipe, "format": form or "auto", "backend": "emulated", "gather": gather}
 
     def device_of(self, rank: int) -> torch.device:
         if self.device != "cuda":

@@ -16,7 +16,7 @@ import torch
 from engine.config.fp8 import BLOCKS, Fp8Backend, Fp8Config
 from engine.errors import ConfigError
 from engine.kernels.fp8.block_product import block_product, has_block_gemm
-from engine.kernels.fp8.recipes import E4M3, RECIPES, Quantised, Recipe, quantise
+from engine.kernels.fp8.recipes import E4M3, Quantised, Recipe, quantise, recipe_of
 from engine.kernels.te import INSTALL, TransformerEngine, open_te, te_failure
 from engine.kernels.weight_grad import add
 from engine.numerics.precision import accumulation_dtype
@@ -111,7 +111,7 @@ def open_fp8(config: Fp8Config | None, dtype: torch.dtype, device: torch.device)
         backend = config.backend
     else:
         backend = "emulated" if device.type == "cpu" else "torch"
-    recipe = RECIPES[config.recipe]
+    recipe = recipe_of(config)
     if reason := _failure(recipe, backend, dtype, device):
         raise ConfigError([_refusal(config, backend, device, reason)])
     return Fp8(recipe, backend, open_te() if backend == "te" else None)

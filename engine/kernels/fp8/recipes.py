@@ -1,7 +1,7 @@
 """The recipes of FP8: the format of each operand of a GEMM, and the numbers that share a scale.
 
     recipe       activations, gradients         weights                 gradients' format   scale
-    tensorwise   one scale for the tensor       one for the tensor      e5m2                largest / amax, in fp32
+    tensorwise   one scale for the tensor       one for the tensor      e5m2, or e4m3       largest / amax, in fp32
     blockwise    1 x 128 along the contraction  128 x 128               e4m3                a power of two
     mxfp8        1 x 32 along the contraction   1 x 32                  e4m3                a power of two
 
@@ -19,13 +19,13 @@ Each GEMM of a layer is A B^T of two matrices that are quantised along their row
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
-from engine.config.fp8 import BLOCKS, Fp8RecipeName
+from engine.config.fp8 import BLOCKS, Fp8Config, Fp8RecipeName
 from engine.numerics.precision import FP8_E4M3, FP8_E5M2, SCALE_DTYPE, accumulate
 
 
@@ -74,6 +74,12 @@ RECIPES: Mapping[Fp8RecipeName, Recipe] = MappingProxyType(
         "mxfp8": Recipe(E4M3, (1, BLOCKS["mxfp8"]), (1, BLOCKS["mxfp8"]), has_powers=True),
     }
 )
+
+
+def recipe_of(config: Fp8Config) -> Recipe:
+    """Return the recipe of a run, with gradients in the format that it asks for."""
+    recipe = RECIPES[config.recipe]
+    return replace(recipe, gradient=E4M3) if config.format == "e4m3" else recipe
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,11 @@ BAD_FP8: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["precision.fp8.backend = torch", "on GPUs alone", "runtime.device = cpu", "backend = emulated"],
     ),
+    "gradients of blocks in e5m2": (
+        ["precision.fp8={recipe: mxfp8, format: hybrid}"],
+        {},
+        ["precision.fp8.format = hybrid", "e4m3 alone", "precision.fp8.format = auto", "recipe = tensorwise"],
+    ),
     "a hidden size between blocks": (
         ["precision.fp8={recipe: mxfp8}", "model.hidden_size=80", "model.num_attention_heads=4", "model.head_dim=32"],
         {},

@@ -142,8 +142,8 @@ def _precision(parsed: Parsed, args: Fields) -> Fields:
     return fields | _fp8(parsed, args)
 
 
-_FP8_FORMATS = {"tensorwise": "hybrid", "blockwise": "e4m3", "mxfp8": "e4m3"}
-"""Formats of Megatron-LM with which its recipes are ours: `hybrid` has gradients in e5m2."""
+_FP8_FORMATS = {"tensorwise": ("hybrid", "e4m3"), "blockwise": ("e4m3",), "mxfp8": ("e4m3",)}
+"""Formats of Megatron-LM with which its recipes are ours, the one of `precision.fp8.format=auto` first."""
 
 
 def _fp8(parsed: Parsed, args: Fields) -> Fields:
@@ -155,11 +155,12 @@ def _fp8(parsed: Parsed, args: Fields) -> Fields:
     if wanted is None:
         parsed.lacks("fp8-format", f"--fp8-recipe {recipe} is not built: {', '.join(_FP8_FORMATS)} are")
         return {}
-    if asked != wanted:
-        parsed.lacks("fp8-format", f"{asked} is not built for --fp8-recipe {recipe}, whose format here is {wanted}")
+    if asked not in wanted:
+        parsed.lacks("fp8-format", f"{asked} is not built for --fp8-recipe {recipe}, whose format here is {wanted[0]}")
         return {}
     ends = (args["num_layers_at_start_in_bf16"], args["num_layers_at_end_in_bf16"])
-    return {"fp8": {"recipe": recipe, "bf16_layers": list(ends) if args["first_last_layers_bf16"] else [0, 0]}}
+    fp8 = {"recipe": recipe, "bf16_layers": list(ends) if args["first_last_layers_bf16"] else [0, 0]}
+    return {"fp8": fp8 if asked == wanted[0] else fp8 | {"format": asked}}
 
 
 def _flag(name: str) -> str:

@@ -1,6 +1,7 @@
 """Products of FP8 operands: the emulation against sums in Python, torch's scaled GEMM against the emulation."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,24 @@ def test_torch_s_scaled_gemm_gives_what_the_emulation_gives(left: Fp8Format, dty
     wide = [each.dequantised(torch.float64).abs() for each in operands]
     terms = torch.finfo(torch.float32).eps * (wide[0] @ wide[1].t())
     assert bool(((got - want).abs() <= 4 * terms + torch.finfo(dtype).eps * want.abs()).all())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "form", "gradient"),
+    [
+        ("tensorwise", "auto", E5M2),
+        ("tensorwise", "hybrid", E5M2),
+        ("tensorwise", "e4m3", E4M3),
+        ("blockwise", "auto", E4M3),
+        ("mxfp8", "e4m3", E4M3),
+    ],
+)
+def test_gradients_have_the_format_that_is_asked_for(recipe: Any, form: Any, gradient: Fp8Format) -> None:
+    fp8 = open_fp8(Fp8Config(recipe=recipe, format=form, backend="emulated"), torch.bfloat16, torch.device("cpu"))
+    assert fp8 is not None
+    x = torch.randn(128, 128)
+    assert fp8.gradient(x, None).values.dtype == gradient.dtype
+    assert fp8.activation(x, None).values.dtype == fp8.weight(x, None).values.dtype == E4M3.dtype
 
 
 def test_auto_is_the_emulation_on_a_cpu() -> None:

@@ -138,6 +138,10 @@ def test_details_of_published_command_lines() -> None:
         (f"{ROPE} --use-rope-scaling", {"model.rope_scaling.type": "llama3", "model.rope_scaling.factor": 8.0}),
         (FP16, {"precision.dtype": "fp16", "precision.loss_scale.initial": 2.0**32}),
         (
+            f"{BF16} --fp8-format e4m3 --fp8-recipe tensorwise",
+            {"precision.fp8.recipe": "tensorwise", "precision.fp8.format": "e4m3"},
+        ),
+        (
             f"{BF16} --fp8-format e4m3 --fp8-recipe mxfp8 --num-layers-at-start-in-bf16 2",
             {"precision.fp8.recipe": "mxfp8", "precision.fp8.bf16_layers": [0, 0]},
         ),
