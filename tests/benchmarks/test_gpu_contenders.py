@@ -1,5 +1,8 @@
 """Contenders of the GPU benchmark on a CPU: the same model as ours, the same data, losses read a step behind (never timed)."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +22,7 @@ from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.rank.out_of_memory import explaining_memory
 from models.specs import model_specs
 
-OPTIONAL = {"torchtitan", "transformer_engine"}
+OPTIONAL = {"torchtitan", "torchao", "transformer_engine"}
 """Packages of contenders that the extra `dev` does not install."""
 
 TOY = Job(
@@ -121,11 +124,27 @@ def test_settings_that_are_none_are_an_error_with_all_its_words(tmp_path: Path) 
         ours.run(replace(TOY, words=("kernels.attention=fastest",)), tmp_path)
 
 
+@pytest.fixture
+def torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install torchao for the test alone: transformers imports it wherever it is, a second of every process that uses it."""
+    folder = tmp_path / "torchao"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--no-deps", "--target", str(folder)]
+    got = subprocess.run([*pip, "torchao==0.18.0"], capture_output=True, text=True, timeout=120, check=False)
+    assert got.returncode == 0, got.stderr[-2000:]
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")])))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", ["tiny", "tiny-llama"])
-@pytest.mark.parametrize(
-    "contender", ["plain_compile", "plain_autocast", "plain_fp8", "ours_fp8", "transformers", "megatron"]
-)
+@pytest.mark.usefixtures("torchao")
+def test_the_plain_contender_runs_in_fp8(shape: str, tmp_path: Path) -> None:
+    test_every_contender_runs("plain_fp8", shape, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", ["tiny", "tiny-llama"])
+@pytest.mark.parametrize("contender", ["plain_compile", "plain_autocast", "ours_fp8", "transformers", "megatron"])
 def test_every_contender_runs(contender: str, shape: str, tmp_path: Path) -> None:
     words = ["--device", "cpu", "--shapes", shape, "--contenders", contender, "--steps", "2", "--warm-up", "1"]
     more = ["--ceiling-size", "64", "--ceiling-seconds", "0", "--results", str(tmp_path / "r"), "--logs", str(tmp_path)]
