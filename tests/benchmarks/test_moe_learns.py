@@ -1,16 +1,11 @@
 """The comparison of a mixture of experts with a dense model runs, and balance evens out the load of a tiny model."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from engine.config.load import load_config
-from launch import cli
+from tests.benchmarks.tiny_trainings import rows_of
 from tests.launch.command_line import ROOT
 
 SMALLER = (
@@ -19,31 +14,11 @@ SMALLER = (
 )
 
 
-def compare(folder: Path, *words: str) -> dict[str, dict[str, Any]]:
-    """The rows of the benchmark by name, on the sources of the standard library."""
-    prefix = folder / "bytes"
-    assert cli.main(["prepare", "--stdlib", "--output", str(prefix), "--tokenizer", "bytes"]) == 0
-    said = subprocess.run(
-        [
-            *(sys.executable, "-m", "benchmarks.moe_learns", *words, "--json", str(folder / "learns.jsonl")),
-            f"data.train=[[1.0, {prefix}]]",
-            *SMALLER,
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert said.returncode == 0, said.stderr
-    return {row["name"]: row for row in json.loads((folder / "learns.jsonl").read_text())["rows"]}
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_balance_evens_out_the_load(tmp_path: Path) -> None:
-    rows = compare(tmp_path, "--only", "experts", "--only", "no balance", "--last-steps", "10")
+    words = ["--only", "experts", "--only", "no balance", "--last-steps", "10"]
+    rows = {row["name"]: row for row in rows_of("moe_learns", tmp_path, words, SMALLER)}
     balanced, unbalanced = (max(rows[name]["worst_loads"]) for name in ("experts", "no balance"))
     assert 1.0 < balanced < unbalanced
     assert rows["experts"]["active_parameters"] < rows["experts"]["parameters"]
