@@ -15,6 +15,7 @@ import torch
 from engine.kernels.bias_total import AddTotal, total_of
 from engine.kernels.elementwise import rope, rope_backward
 from engine.kernels.fusion import Fusion
+from engine.numerics.precision import accumulate
 
 
 def split_qkv(
@@ -94,9 +95,19 @@ def _joined_in_place(
     """Return the same; eager code rotates q and k together, in their place."""
     whole = torch.cat((grad_q, grad_k, grad_v), dim=2)
     if tables is not None:
-        rotated = whole.narrow(2, 0, grad_q.shape[2] + grad_k.shape[2])
-        rotated.copy_(rope_backward(rotated, tables))
+        # Where the tables have fewer elements than a head, those behind them stay.
+        _rotate_back(whole[:, :, : grad_q.shape[2] + grad_k.shape[2], : tables.shape[-1]], tables)
     return whole.flatten(2)
+
+
+def _rotate_back(grad: torch.Tensor, tables: torch.Tensor) -> None:
+    """Compute dx = dy cos - swap(dy) sin in place, which is `rope_backward` with a temporary less: sin has two halves, -s and s."""
+    wide, (cos, sin) = accumulate(grad), tables.unbind()
+    first, second = wide.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1).mul_(sin)
+    wide.mul_(cos).sub_(swapped)
+    if wide is not grad:
+        grad.copy_(wide)
 
 
 def _and_total(joined: Callable[..., torch.Tensor], *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
