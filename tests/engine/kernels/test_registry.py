@@ -34,6 +34,7 @@ from engine.kernels.registry import (
     try_out,
 )
 from engine.kernels.te import TransformerEngine
+from engine.kernels.te_storage import Storages
 from models.gpt.chunk import GPTChunk
 from tests.harness import compiler
 from tests.parity.cases import Case
@@ -270,7 +271,7 @@ def test_the_banner_names_every_choice() -> None:
     said = describe(kernels, SHAPE)
     assert said.startswith("attention: sdpa, of which torch takes ")
     assert said.endswith("; decoding: sdpa; elementwise: compiled; weight grad: fused; optimizer: torch; linear: torch")
-    te = TransformerEngine(len, len, len, {}, "2.20.2")  # type: ignore[arg-type]
+    te = TransformerEngine(len, len, Storages(len, len, len, {}), "2.20.2")  # type: ignore[arg-type]
     assert describe(replace(kernels, te=te), SHAPE).endswith("linear: te 2.20.2")
 
 
