@@ -28,7 +28,7 @@ from engine.config.tree import Config
 from engine.data.loader import MicroBatch
 from engine.numerics.precision import DTYPES, accumulation_dtype
 
-HEADS = ("head", "lm_head", "output")
+HEADS = ("head", "output")
 """Names of the models' last linear layers, which stay in bf16, as ours does."""
 
 LossOf = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -127,6 +127,7 @@ def plain(model: ModelConfig, form: Form) -> tuple[nn.Module, LossOf]:
 
 def transformers_model(model: ModelConfig, form: Form) -> tuple[nn.Module, LossOf]:
     """Build a Llama for RoPE, GPT-2 for learned positions."""
+    assert not form.fp8, "no contender has this model in FP8"
     import transformers
 
     shared: dict[str, Any] = {"vocab_size": model.vocab_size, "use_cache": False, "attn_implementation": "sdpa"}
@@ -162,7 +163,7 @@ def transformers_model(model: ModelConfig, form: Form) -> tuple[nn.Module, LossO
                 attn_pdrop=0.0,
             )
         )
-    module = with_fp8(module.train(), form)
+    module.train()
 
     def loss_of(tokens: torch.Tensor, labels: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         # Given positions it would look for packed documents and make a mask, with which fused causal attention is not taken.
