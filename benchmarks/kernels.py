@@ -28,9 +28,9 @@ from engine.comm.collectives import Axis
 from engine.comm.ledger import Ledger
 from engine.config.attention_kinds import Rotary
 from engine.config.training import OptimizerConfig, PrecisionConfig
-from engine.kernels.elementwise import activation, apply_rope, keyed_dropout, layer_norm, rms_norm, rope_tables
+from engine.kernels.elementwise import activation, keyed_dropout, layer_norm, rms_norm
 from engine.kernels.fusion import Fusion
-from engine.kernels.rotary import rotary_frequencies
+from engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies
 from engine.kernels.weight_grad import add_matmul
 from engine.layout.param_layout import layout_parameters
 from engine.layout.shard_spec import Init, ParamSpec, localize

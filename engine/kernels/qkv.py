@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from engine.kernels.bias_total import AddTotal, total_of
-from engine.kernels.elementwise import rope, rope_backward
 from engine.kernels.fusion import Fusion
-from engine.numerics.precision import accumulate
+from engine.kernels.rotary import rope, rope_backward, rope_backward_
 
 
 def split_qkv(
@@ -96,18 +95,8 @@ def _joined_in_place(
     whole = torch.cat((grad_q, grad_k, grad_v), dim=2)
     if tables is not None:
         # Where the tables have fewer elements than a head, those behind them stay.
-        _rotate_back(whole[:, :, : grad_q.shape[2] + grad_k.shape[2], : tables.shape[-1]], tables)
+        rope_backward_(whole[:, :, : grad_q.shape[2] + grad_k.shape[2], : tables.shape[-1]], tables)
     return whole.flatten(2)
-
-
-def _rotate_back(grad: torch.Tensor, tables: torch.Tensor) -> None:
-    """Compute dx = dy cos - swap(dy) sin in place, which is `rope_backward` with a temporary less: sin has two halves, -s and s."""
-    wide, (cos, sin) = accumulate(grad), tables.unbind()
-    first, second = wide.chunk(2, dim=-1)
-    swapped = torch.cat((second, first), dim=-1).mul_(sin)
-    wide.mul_(cos).sub_(swapped)
-    if wide is not grad:
-        grad.copy_(wide)
 
 
 def _and_total(joined: Callable[..., torch.Tensor], *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

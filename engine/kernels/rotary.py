@@ -1,4 +1,4 @@
-"""Frequencies of RoPE, and their changes for longer contexts.
+"""RoPE: the rotation of queries and keys, its frequencies, and their changes for longer contexts.
 
 Formulas and defaults are those of transformers' modeling_rope_utils.py; papers are named below. d is the number of elements that
 rotate; pair i turns by base ** (-2 i / d) radians per position.
@@ -7,15 +7,94 @@ rotate; pair i turns by base ** (-2 i / d) radians per position.
 import math
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from engine.config.attention_kinds import RopeScaling, Rotary
-from engine.kernels.elementwise import rope_tables
-from engine.numerics.precision import accumulation_dtype
+from engine.kernels.fusion import Fusion
+from engine.numerics.precision import accumulate, accumulation_dtype
 
 T = TypeVar("T")
+
+
+def rope_tables(position_ids: torch.Tensor, frequencies: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
+    """Return the cosines and sines of RoPE (2104.09864, section 3.4.2) at the given positions.
+
+    Args:
+        position_ids: int64 [b, s]; rows may differ.
+        frequencies: [r / 2] radians per position, in the accumulation dtype of the run.
+        factor: of cosines and sines.
+
+    Returns:
+        [2, s, b, 1, r] in the dtype of the frequencies: cosines, then sines; dims i and i + r/2 have equal angles ("rotate half").
+        The sines of the first half are negated, as the factors of the second half.
+    """
+    angles = position_ids.t().to(frequencies.dtype).unsqueeze(-1) * frequencies
+    angles = torch.cat((-angles, angles), dim=-1).unsqueeze(2)
+    tables = torch.stack((angles.cos(), angles.sin()))
+    return tables if factor == 1.0 else tables.mul_(factor)
+
+
+def apply_rope(x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+    """Rotate the first r elements of each head of x [s, b, heads, d] by the tables of `rope_tables`."""
+    return _Rope.apply(x, tables, fusion)
+
+
+class _Rope(torch.autograd.Function):
+    """y = x cos + swap(x) sin, where swap exchanges the halves of a head. Saves only the tables, one for all layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.Tensor:
+        ctx.fusion = fusion
+        ctx.save_for_backward(tables)
+        return fusion(rope)(x, tables)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (tables,) = ctx.saved_tensors
+        return ctx.fusion(rope_backward)(grad, tables), None, None
+
+
+def rope(x: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """Return y = x cos + swap(x) sin, a function for `Fusion`; x [s, b, heads, d], the tables as in `apply_rope`."""
+    if x.shape[-1] != tables.shape[-1]:
+        return _on_first(rope, x, tables)
+    wide, (cos, sin) = accumulate(x), tables.unbind()
+    return _swap(wide).mul_(sin).addcmul_(wide, cos).to(x.dtype)
+
+
+def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """Return dx = dy cos + swap(dy sin): the rotation back."""
+    if grad.shape[-1] != tables.shape[-1]:
+        return _on_first(rope_backward, grad, tables)
+    wide, (cos, sin) = accumulate(grad), tables.unbind()
+    return _swap(wide * sin).addcmul_(wide, cos).to(grad.dtype)
+
+
+def rope_backward_(grad: torch.Tensor, tables: torch.Tensor) -> None:
+    """Compute dx = dy cos - swap(dy) sin in the place of dy [s, b, heads, r], the rotated elements alone.
+
+    This is `rope_backward` with a temporary less: the sines' halves are -s and s.
+    """
+    wide, (cos, sin) = accumulate(grad), tables.unbind()
+    swapped = _swap(wide).mul_(sin)
+    wide.mul_(cos).sub_(swapped)
+    if wide is not grad:
+        grad.copy_(wide)
+
+
+def _on_first(
+    rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, tables: torch.Tensor
+) -> torch.Tensor:
+    """Rotate the first elements of each head, as many as the tables have; return them with the others."""
+    first, others = x.tensor_split((tables.shape[-1],), dim=-1)
+    return torch.cat((rotate(first, tables), others), dim=-1)
+
+
+def _swap(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((second, first), dim=-1)
 
 
 def tables_by_rotary(

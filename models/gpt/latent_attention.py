@@ -18,9 +18,9 @@ import torch
 
 from engine.activations.saved_tensors import ATTENTION
 from engine.config.attention_kinds import LayerKind
-from engine.kernels.elementwise import apply_rope
 from engine.kernels.elementwise import norm as norm_by_name
 from engine.kernels.masked_attention import Mask
+from engine.kernels.rotary import apply_rope
 from engine.tensor_parallel.dropout import DropoutKeys
 from engine.tensor_parallel.entered import entered, outside_of
 from engine.tensor_parallel.layers import ColumnParallelLinear

@@ -5,8 +5,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from engine.kernels.elementwise import apply_rope
 from engine.kernels.elementwise import norm as norm_by_name
+from engine.kernels.rotary import apply_rope
 from engine.tensor_parallel.parameter import ShardedParameter
 from engine.tensor_parallel.qk_norm import normalised, squares
 from models.gpt.context import BuildContext

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 from engine.config.attention_kinds import Rotary
-from engine.kernels.elementwise import activation, apply_rope, rope_tables
+from engine.kernels.elementwise import activation
 from engine.kernels.fusion import EAGER, Form, Fusion
 from engine.kernels.qkv import split_qkv
-from engine.kernels.rotary import rotary_frequencies
+from engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies
 from engine.numerics.precision import accumulation_dtype
 from tests.harness import compiler
 

@@ -11,17 +11,15 @@ from engine.config.attention_kinds import Rotary
 from engine.config.layer_kinds import ACTIVATIONS, NORMS, Activation, Norm
 from engine.kernels.elementwise import (
     activation,
-    apply_rope,
     keyed_dropout,
     keyed_hash,
     layer_norm,
     rms_norm,
     rms_norm_1p,
-    rope_tables,
 )
 from engine.kernels.elementwise import norm as norm_by_name
 from engine.kernels.fusion import EAGER, Fusion
-from engine.kernels.rotary import rotary_frequencies
+from engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies
 from tests.harness import compiler
 
 EPS = 1e-5

@@ -8,9 +8,8 @@ import torch
 
 from engine.config.attention_kinds import RopeScaling, Rotary
 from engine.config.model import ModelConfig
-from engine.kernels.elementwise import apply_rope, rope_tables
 from engine.kernels.fusion import EAGER
-from engine.kernels.rotary import rotary_factor, rotary_frequencies, tables_by_rotary
+from engine.kernels.rotary import apply_rope, rope_tables, rotary_factor, rotary_frequencies, tables_by_rotary
 
 CPU = torch.device("cpu")
 
