@@ -30,7 +30,7 @@ import torch.distributed.checkpoint as dcp
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_overhead import machine
+from benchmarks.records import machine
 from engine.checkpoint.directory import CheckpointDirectory
 from engine.checkpoint.format.manifest import Kind, read_manifest
 from engine.checkpoint.format.store import load

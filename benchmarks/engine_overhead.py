@@ -20,15 +20,12 @@ import argparse
 import gc
 import json
 import math
-import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.plain_gpt import PlainLoop
+from benchmarks.records import append_record
 from engine.comm.topology import Topology
 from engine.config.tree import Config
 from engine.data.loader import Batches, MicroBatch
@@ -257,23 +255,6 @@ def traced_peak(run: Callable[[], None]) -> int:
     return max(event["args"]["Total Allocated"] for event in changes) - before
 
 
-def machine() -> dict[str, Any]:
-    """Describe the machine, so that a reader can judge the numbers."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        model = names[0] if names else model
-    return {
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
 def show(results: Sequence[Result], console: Console) -> None:
     """Print the table for people."""
     table = Table(caption="engine / plain: medians with 95 % intervals; peaks of memory")
@@ -332,15 +313,8 @@ def main(argv: Sequence[str]) -> list[Result]:
                 soft_wrap=True,
             )
     show(results, console)
-    record = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.engine_overhead", *argv]),
-        "machine": machine(),
-        "results": [asdict(result) | {"memory_ratio": result.memory_ratio} for result in results],
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    with options.json.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    numbers = [asdict(result) | {"memory_ratio": result.memory_ratio} for result in results]
+    append_record(options.json, "engine_overhead", argv, {"results": numbers})
     console.print(f"appended to {options.json}")
     return results
 

@@ -11,19 +11,17 @@ validation loss less that of the plain training with the same seed.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_overhead import machine
 from benchmarks.moe_learns import CONFIGS, ONE_RANK, learn
+from benchmarks.records import append_record
 from engine.comm.runtime import RankEnvironment
 from engine.config.load import load_config
 from launch.rank.join import join
@@ -96,15 +94,7 @@ def main(argv: Sequence[str]) -> int:
                 losses[seed] = learn(config, rank, f"{name}, seed {seed}", 1, console).val_loss
         rows.append(Row(name, losses))
     show(rows, console)
-    record = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.fp8_learns", *argv]),
-        "machine": machine(),
-        "rows": [asdict(row) for row in rows],
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    with options.json.open("a") as lines:
-        lines.write(json.dumps(record) + "\n")
+    append_record(options.json, "fp8_learns", argv, {"rows": [asdict(row) for row in rows]})
     return 0
 
 

@@ -9,12 +9,10 @@ versions, command and all numbers to `runs/benchmarks/kernels.jsonl`.
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,7 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_overhead import Interval, machine, median_interval
+from benchmarks.engine_overhead import Interval, median_interval
+from benchmarks.records import append_record, machine
 from engine.comm.collectives import Axis
 from engine.comm.ledger import Ledger
 from engine.config.attention_kinds import Rotary
@@ -250,16 +249,8 @@ def main(argv: Sequence[str]) -> list[Row]:
     ]
     show(rows, Console())
     gpu = {"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
-    record = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.kernels", *argv]),
-        "machine": machine() | gpu,
-        "sizes": asdict(sizes),
-        "results": [asdict(row) for row in rows],
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    with options.json.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    numbers = {"machine": machine() | gpu, "sizes": asdict(sizes), "results": [asdict(row) for row in rows]}
+    append_record(options.json, "kernels", argv, numbers)
     return rows
 
 

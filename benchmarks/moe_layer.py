@@ -12,20 +12,19 @@ Megatron-Core asks of a GPU for speed (Transformer Engine, grouped GEMMs, fused 
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 import torch
 from rich.console import Console
 
-from benchmarks.engine_overhead import Interval, machine, median_interval
+from benchmarks.engine_overhead import Interval, median_interval
 from benchmarks.megatron_peer import make_on_cpu
+from benchmarks.records import append_record
 from engine.comm.runtime import RankEnvironment
 from engine.comm.topology import Topology
 from engine.config.plan import stages_of
@@ -296,15 +295,7 @@ def main(argv: Sequence[str]) -> int:
                 f"in CPU time {result.cpu_ratio}   ({result.our_seconds * 1e3:.2f} and {result.their_seconds * 1e3:.2f} ms); "
                 f"in float64 they differ by at most {result.largest_difference:.1e}"
             )
-    record = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.moe_layer", *argv]),
-        "machine": machine(),
-        "results": [asdict(result) for result in results],
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    with options.json.open("a") as lines:
-        lines.write(json.dumps(record) + "\n")
+    append_record(options.json, "moe_layer", argv, {"results": [asdict(result) for result in results]})
     return 0
 
 

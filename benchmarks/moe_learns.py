@@ -11,17 +11,15 @@ experts the fullest expert's load over the mean: the largest of the last steps, 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_overhead import machine
+from benchmarks.records import append_record
 from engine.comm.runtime import RankEnvironment
 from engine.config.load import load_config
 from engine.config.tree import Config
@@ -143,15 +141,7 @@ def main(argv: Sequence[str]) -> int:
         with join(config, RankEnvironment.from_variables({})) as rank:
             rows.append(learn(config, rank, name, options.last_steps, console))
     show(rows, options.last_steps, console)
-    record = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python -m benchmarks.moe_learns", *argv]),
-        "machine": machine(),
-        "rows": [asdict(row) for row in rows],
-    }
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    with options.json.open("a") as lines:
-        lines.write(json.dumps(record) + "\n")
+    append_record(options.json, "moe_learns", argv, {"rows": [asdict(row) for row in rows]})
     return 0
 
 

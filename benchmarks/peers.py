@@ -15,7 +15,6 @@ itself for a message.
 
 import argparse
 import gc
-import json
 import os
 import statistics
 import sys
@@ -23,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,8 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from benchmarks.deepspeed_peer import DeepSpeedPeer
-from benchmarks.engine_overhead import LEARNING_RATE, Interval, machine, median_interval, traced_peak
+from benchmarks.engine_overhead import LEARNING_RATE, Interval, median_interval, traced_peak
 from benchmarks.megatron_peer import MegatronPeer
+from benchmarks.records import append_record
 from benchmarks.torch_peer import TorchPeer
 from engine.comm.runtime import RankEnvironment
 from engine.config.tree import Config
@@ -329,15 +328,7 @@ def show(result: Result, console: Console) -> None:
 
 def append(path: Path, module: str, num_ranks: int, argv: Sequence[str], result: Result) -> None:
     """Append a line with machine, command and numbers."""
-    record = {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join([f"torchrun --nproc-per-node {num_ranks} -m benchmarks.{module}", *argv]),
-        "machine": machine(),
-        "result": asdict(result),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    append_record(path, module, argv, {"result": asdict(result)}, launcher=f"torchrun --nproc-per-node {num_ranks}")
 
 
 def layout_of(text: str) -> dict[str, int]:

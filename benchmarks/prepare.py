@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine_overhead import machine
+from benchmarks.records import append_record
 from engine.data.corpus.indexed import IndexedTokens, bin_path, idx_path
 from engine.data.corpus.record import CorpusRecord, read_record
 from engine.data.corpus.stdlib import stdlib_files
@@ -159,8 +158,6 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         side: {"wall": [one.wall for one in speeds[side]], "cpu": [one.cpu for one in speeds[side]]} for side in SIDES
     }
     return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(),
         "tokenizer": options.tokenizer,
         "vocab_size": record.vocab_size,
         "workers": options.workers,
@@ -217,9 +214,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         record = measure(Path(folder), options)
-    options.results.parent.mkdir(parents=True, exist_ok=True)
-    with options.results.open("a") as handle:
-        handle.write(json.dumps(record) + "\n")
+    append_record(options.results, "prepare", sys.argv[1:] if argv is None else argv, record)
     show(record, Console(highlight=False, soft_wrap=True))
     return record
 

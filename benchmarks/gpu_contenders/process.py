@@ -17,7 +17,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from benchmarks.gpu_contenders.records import (
     failed,
     measured,
 )
+from benchmarks.records import now, processor_name
 from engine.numerics.precision import DTYPES
 from launch.rank.memory_errors import exhausted
 from launch.start.process.ending import run_rank
@@ -95,7 +95,7 @@ def forget(device: torch.device) -> None:
 def about() -> dict[str, Any]:
     """Describe time, place and versions."""
     return {
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": now(),
         "command": os.environ.get(COMMAND_VARIABLE) or shlex.join(sys.orig_argv),
         "commit": os.environ.get(COMMIT_VARIABLE) or None,
         "machine": machine(),
@@ -106,10 +106,8 @@ def about() -> dict[str, Any]:
 
 def machine() -> dict[str, Any]:
     """Describe the processor and the GPU, and the GPU's present state."""
-    cpuinfo = Path("/proc/cpuinfo")
-    names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
     known: dict[str, Any] = {
-        "cpu": names[0].split(":", 1)[1].strip() if names else platform.machine(),
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
     }

@@ -27,7 +27,7 @@ def test_the_sides_run_and_agree(tmp_path: Path, capsys: pytest.CaptureFixture[s
     results = tmp_path / "prepare.jsonl"
     words = ["--megabytes", "1", "--rounds", "1", "--workers", "2", "--tokenizer", "train-bpe:500"]
     record = prepare.main([*words, "--results", str(results)])
-    assert json.loads(results.read_text()) == record
+    assert record.items() <= json.loads(results.read_text()).items()
     assert record["vocab_size"] == 500 and record["tokens"] > 100_000
     assert all(seconds > 0 for side in record["seconds"].values() for clock in side.values() for seconds in clock)
     assert "ours / megatron" in capsys.readouterr().out
