@@ -37,7 +37,7 @@ def compile_everything(triton: Path | None) -> Golden:
     by_card = {card: _compile_for(card, triton) for card in CARDS}
     first = next(iter(by_card.values()))
     functions = {
-        key: Function(key, part, elements, {card: rows[key][2] for card, rows in by_card.items()})
+        key: Function(key, part, elements, {card: rows[key][2] for card, rows in by_card.items() if key in rows})
         for key, (part, elements, _) in first.items()
     }
     version = torch.__version__.partition("+")[0]

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 
+from engine.kernels.fp8.products import FIRST_CAPABILITY
 from models.predict.step_time.device import load_device
 
 
@@ -32,6 +33,11 @@ class Card:
         """Return the capability as one number, 90 for (9, 0)."""
         major, minor = self.capability
         return 10 * major + minor
+
+    @property
+    def has_fp8(self) -> bool:
+        """Return whether the card multiplies FP8 numbers; triton makes no others for it."""
+        return self.capability >= FIRST_CAPABILITY
 
     def properties(self) -> SimpleNamespace:
         """Return what `torch.cuda.get_device_properties` would: its fields, and no more."""

@@ -16,6 +16,9 @@ MODELS: Mapping[str, tuple[int, ...]] = {
 }
 """Shapes of `benchmarks.gpu` and their micro batch sizes; the roofline is of these."""
 
+IN_FP8 = ("precision.fp8.recipe=tensorwise",)
+"""What makes a run of a model one in FP8."""
+
 FEATURES: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
     "dropout, relu2": ("gpt-1.3b", 8, ("model.hidden_dropout=0.1", "model.activation=relu2")),
     "gelu, sgd, average": (
@@ -37,6 +40,7 @@ FEATURES: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
             *("model.moe.num_experts=8", "model.moe.top_k=2", "model.moe.ffn_hidden_size=14336"),
         ),
     ),
+    "fp8, scales of blocks": ("llama-8b-4k", 1, ("precision.fp8.recipe=blockwise",)),
 }
 """(shape, micro batch size, overrides) of what the models above lack."""
 
@@ -71,8 +75,12 @@ def run_of(
 
 
 def cases() -> Iterator[Case]:
-    """Yield every case: of the models those with the largest micro batch, since another has the smaller ones' shapes."""
+    """Yield every case: of the models those with the largest micro batch, since another has the smaller ones' shapes.
+
+    Cards without FP8 do not run its cases.
+    """
     for name, (size, *_) in MODELS.items():
         yield Case(name, run_of(name, size))
+        yield Case(f"{name}, fp8", run_of(name, size, IN_FP8))
     for name, (shape, size, words) in FEATURES.items():
         yield Case(name, run_of(shape, size, words))

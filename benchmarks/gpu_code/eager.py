@@ -18,6 +18,9 @@ from torch.utils._pytree import tree_iter
 from benchmarks.operators import is_view
 
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_grouped_mm")
+SCALED_PRODUCTS = ("aten::_scaled_mm", "aten::_scaled_mm_v2")
+"""Products whose first two tensors are the matrices, and others their scales."""
+
 OVERWRITES = ("aten::copy_", "aten::fill_", "aten::zero_")
 """Operators that write a tensor without reading it."""
 
@@ -52,9 +55,10 @@ def is_attention(func: Any) -> bool:
 
 def product_of(func: Any, args: Sequence[Any]) -> Product | None:
     """Return the product that an operator computes; None where it is none."""
-    if _base(func) not in PRODUCTS:
+    base, tensors = _base(func), [each for each in args if isinstance(each, torch.Tensor)]
+    if base not in PRODUCTS + SCALED_PRODUCTS:
         return None
-    left, right = [each for each in args if isinstance(each, torch.Tensor)][-2:]
+    left, right = tensors[:2] if base in SCALED_PRODUCTS else tensors[-2:]
     return Product(left.shape[-2], right.shape[-1], left.shape[-1], math.prod(left.shape[:-2]))
 
 

@@ -141,9 +141,9 @@ def parse(text: str) -> Golden:
     return Golden(tree["torch"], tree["triton"], functions, steps)
 
 
-def step_key(name: str, micro_batch_size: int) -> str:
+def step_key(name: str, micro_batch_size: int, *, in_fp8: bool) -> str:
     """Return the name of a step in the committed file."""
-    return f"{name}, micro batch {micro_batch_size}"
+    return f"{name}, micro batch {micro_batch_size}" + (", fp8" if in_fp8 else "")
 
 
 def committed() -> Golden:

@@ -9,7 +9,7 @@ the CPU's. No list of functions is kept: what goes through `Fusion` is here.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -25,8 +25,11 @@ from engine.comm.topology import Topology
 from engine.config.plan import parallel_sizes, rank_grid
 from engine.config.section import with_value
 from engine.config.tree import Config
+from engine.kernels.fp8.products import Fp8
+from engine.kernels.fp8.recipes import recipe_of
 from engine.kernels.fusion import Fusion
 from engine.kernels.registry import DeviceFacts, Kernels, resolve
+from engine.numerics.precision import FP8_E4M3, FP8_E5M2
 from engine.optimizer import distributed
 from engine.tensor_parallel import cross_entropy, logits
 from engine.train import build
@@ -54,6 +57,9 @@ DTYPE_NAMES = {
     torch.int32: "i32",
     torch.int16: "i16",
     torch.bool: "bool",
+    torch.uint8: "u8",
+    FP8_E4M3: "e4m3",
+    FP8_E5M2: "e5m2",
 }
 
 
@@ -130,6 +136,8 @@ class FusedCall:
             return f"[{', '.join(map(self._text, argument))}]"
         if isinstance(argument, bool | int | float | None):
             return repr(argument)
+        if isinstance(argument, torch.dtype):
+            return DTYPE_NAMES[argument]
         return argument.__name__ if callable(argument) else type(argument).__name__
 
 
@@ -211,7 +219,9 @@ class _Recorder(TorchDispatchMode):
         """Record each function that any `Fusion` is called with, and run it as it is written."""
         recorder = self
 
-        def record(fusion: Fusion, function: Callable[..., Any], *, any_length: bool = False) -> Callable[..., Any]:
+        def record(
+            fusion: Fusion, function: Callable[..., Any], *, any_length: bool = False, variant: Hashable = None
+        ) -> Callable[..., Any]:
             caller = sys._getframe(1).f_code
             site = caller.co_filename, caller.co_qualname
 
@@ -238,7 +248,7 @@ def record_step(config: Config) -> StepRecord:
     """Run a step of rank 0 on fake tensors, all microbatches, and return its work.
 
     Args:
-        config: of the run; `parallel.dp` is given, and FP8 is off.
+        config: of the run; `parallel.dp` is given.
     """
     for key, choice in AS_ON_A_GPU.items():
         config = with_value(config, key, choice)
@@ -251,7 +261,8 @@ def record_step(config: Config) -> StepRecord:
     recorder = _Recorder((model.vocab_size, model.padded_vocab_size // sizes.tp))
     with fake_world(0, sizes.world_size), FakeTensorMode(allow_non_fake_inputs=True):
         topology = Topology(grid, 0, CPU, kv_heads=model.kv_heads, has_experts=model.has_experts)
-        kernels = Kernels(choices, Fusion("compiled"))
+        fp8 = None if config.precision.fp8 is None else Fp8(recipe_of(config.precision.fp8), "torch")
+        kernels = Kernels(choices, Fusion("compiled"), fp8)
         engine = build(config, topology, build_chunks, fill=lambda parameters, seed: None, kernels=kernels)
         if known is not None:
             know_rows(engine, known)

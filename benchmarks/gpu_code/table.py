@@ -15,16 +15,18 @@ def table(golden: Golden) -> str:
     columns = ("bytes per element", "launches", "of them torch's", "registers", "configurations", "that spill")
     lines = [f"| function, {' / '.join(cards)} | shapes | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
     for name, ones in by_name.items():
+        run_by = list(ones[0].code)
+        alone = "" if run_by == cards else f", {' / '.join(run_by)} alone"
         lines.append(
-            f"| `{name}` | {len(ones)} | "
+            f"| `{name}`{alone} | {len(ones)} | "
             + " | ".join(
                 (
-                    _by_card([[f"{one.bytes_per_element(card):.2f}" for one in ones] for card in cards]),
-                    _codes(ones, cards, lambda code: str(code.launches)),
-                    _codes(ones, cards, lambda code: str(len(code.operators))),
-                    _codes(ones, cards, lambda code: str(code.registers)),
-                    _codes(ones, cards, lambda code: str(code.configurations)),
-                    _codes(ones, cards, lambda code: str(code.spilling)),
+                    _by_card([[f"{one.bytes_per_element(card):.2f}" for one in ones] for card in run_by]),
+                    _codes(ones, run_by, lambda code: str(code.launches)),
+                    _codes(ones, run_by, lambda code: str(len(code.operators))),
+                    _codes(ones, run_by, lambda code: str(code.registers)),
+                    _codes(ones, run_by, lambda code: str(code.configurations)),
+                    _codes(ones, run_by, lambda code: str(code.spilling)),
                 )
             )
             + " |"

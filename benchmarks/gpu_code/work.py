@@ -7,7 +7,7 @@ Two, so that what a first or last one does apart is in it.
 
 from collections.abc import Callable, Mapping
 
-from benchmarks.gpu_code.cases import MODELS, run_of
+from benchmarks.gpu_code.cases import IN_FP8, MODELS, run_of
 from benchmarks.gpu_code.golden import Work, step_key
 from benchmarks.gpu_code.step import PARTS, StepRecord, record_step
 from benchmarks.gpu_contenders.shapes import SHAPES
@@ -19,19 +19,23 @@ Amounts = Mapping[tuple[str, str], int]
 
 
 def model_steps() -> dict[str, Work]:
-    """Return the work of a step of every model and micro batch size."""
+    """Return the work of a step of every model and micro batch size, without FP8 and with it."""
     return {
-        step_key(name, size): model_step(name, size, SHAPES[name].model["num_layers"], SHAPES[name].samples_per_step)
+        step_key(name, size, in_fp8=in_fp8): model_step(
+            name, size, SHAPES[name].model["num_layers"], SHAPES[name].samples_per_step, in_fp8=in_fp8
+        )
+        for in_fp8 in (False, True)
         for name, sizes in MODELS.items()
         for size in sizes
     }
 
 
-def model_step(name: str, micro_batch_size: int, num_layers: int, num_samples: int) -> Work:
+def model_step(name: str, micro_batch_size: int, num_layers: int, num_samples: int, *, in_fp8: bool) -> Work:
     """Return the work of one step of so many layers and samples."""
 
     def run(layers: int, microbatches: int) -> Config:
-        return run_of(name, micro_batch_size, num_layers=layers, num_microbatches=microbatches)
+        words = IN_FP8 if in_fp8 else ()
+        return run_of(name, micro_batch_size, words, num_layers=layers, num_microbatches=microbatches)
 
     return added_up(run, num_layers, num_samples // micro_batch_size)
 

@@ -7,7 +7,8 @@ Fused functions are pure (they may write to temporaries of their own) and contai
 the backward of a kernel are two functions. The compiler sees only them, never a model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from types import FunctionType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -30,18 +31,25 @@ class Fusion:
     def __init__(self, form: Form) -> None:
         self.form = form
         self.is_compiled = form == "compiled"
-        self._compiled: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[Callable[..., Any], bool, Hashable], Callable[..., Any]] = {}
 
-    def __call__(self, function: Function, *, any_length: bool = False) -> Function:
+    def __call__(self, function: Function, *, any_length: bool = False, variant: Hashable = None) -> Function:
         """Return `function`, or its compiled form.
 
         A kernel is compiled for each shape (few: microbatches are alike), or with `any_length` one for all.
+
+        Args:
+            function: as above.
+            any_length: compile it once for all lengths.
+            variant: what sets the calls of one compiled form apart, such as shapes. torch compiles one function 8 times and no
+                more, and asks at each call which of its forms fits; a function of many shapes is a copy for each.
         """
         if not self.is_compiled:
             return function
-        key = (function, any_length)
+        key = (function, any_length, variant)
         if key not in self._compiled:
-            self._compiled[key] = _compiled(function, any_length)
+            copy = function if variant is None else _copy(function, len(self._compiled))
+            self._compiled[key] = _compiled(copy, any_length)
         return self._compiled[key]  # type: ignore[return-value]
 
 
@@ -73,6 +81,13 @@ def compiler_refusal(device: torch.device, reason: str) -> str:
 
 def _trial(x: torch.Tensor) -> torch.Tensor:
     return x + 2
+
+
+def _copy(function: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """Return the function with code of its own, which torch counts and keeps by the code."""
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 def _compiled(function: Callable[..., Any], any_length: bool) -> Callable[..., Any]:

@@ -386,10 +386,11 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
     if topology.rank == 0 or is_alone:
         for note in notes:
             print(note, file=sys.stderr)
+    fusion = Fusion(choices.elementwise)
     return Kernels(
         choices,
-        Fusion(choices.elementwise),
-        fp8,
+        fusion,
+        None if fp8 is None else replace(fp8, fusion=fusion),
         te=open_te() if choices.linear == "te" else None,
         te_attention=TeAttention(open_te()) if choices.attention == "te" else None,
         apex=open_apex() if choices.optimizer == "apex" else None,

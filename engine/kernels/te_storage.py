@@ -44,8 +44,8 @@ class Storages:
     dtypes: Mapping[torch.dtype, Any]
 
     def stored(self, matrix: Quantised, *, is_tensorwise: bool) -> Any:
-        """Return a matrix in TE's storage of its scales, on the same bytes where its rows are contiguous."""
-        values = matrix.values.contiguous()
+        """Return a matrix of contiguous rows in TE's storage of its scales, on the same bytes."""
+        values = matrix.values
         form, data = {"fp8_dtype": self.dtypes[values.dtype]}, values.view(torch.uint8)
         if is_tensorwise:
             return self.tensor(data=data, fp8_scale_inv=matrix.inverse.reshape(1), **form)

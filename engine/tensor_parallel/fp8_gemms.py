@@ -25,7 +25,7 @@ from engine.comm.topology import Topology
 from engine.config.fp8 import fp8_linears
 from engine.config.tree import Config
 from engine.kernels.fp8.products import Fp8
-from engine.kernels.fp8.recipes import E4M3, Quantised, amax, from_bytes, is_bytes
+from engine.kernels.fp8.recipes import E4M3, Quantised, from_bytes, is_bytes
 from engine.kernels.fp8.shares import Operand
 from engine.tensor_parallel.fp8_shares import Fp8Counts
 from engine.tensor_parallel.fused_weights import FusedWeights
@@ -142,7 +142,7 @@ class Fp8Gemms(LinearGemms):
     def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], largest: Amax) -> torch.Tensor:
         matrix = x.flatten(0, -2)
         if is_bytes(x):
-            inputs = from_bytes(matrix, E4M3, largest)
+            inputs = from_bytes(matrix, E4M3, largest, self.form.fp8.fusion)
         else:
             inputs = self.form.fp8.activation(matrix, largest)
             self._count_inputs(matrix, inputs, is_cut=self.cut.inputs)
@@ -166,7 +166,7 @@ class Fp8Gemms(LinearGemms):
 
     def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax, of_x: Amax) -> torch.Tensor | None:
         fp8, columns = self.form.fp8, x.flatten(0, -2).t()
-        inputs = from_bytes(columns, E4M3, of_x) if is_bytes(x) else fp8.activation(columns, of_x)
+        inputs = from_bytes(columns, E4M3, of_x, fp8.fusion) if is_bytes(x) else fp8.activation(columns, of_x)
         columns = grad.flatten(0, -2).t()
         for main_grad, rows, overwrite in self.weights.main_grads():
             rounded = self._gradient(columns[rows], of_grad)
@@ -205,7 +205,7 @@ class Fp8Gemms(LinearGemms):
         """Return a part of dY, in the run's dtype or in FP8 as bytes, as a GEMM reads it."""
         fp8 = self.form.fp8
         if is_bytes(matrix):
-            return from_bytes(matrix, fp8.recipe.gradient, largest)
+            return from_bytes(matrix, fp8.recipe.gradient, largest, fp8.fusion)
         return fp8.gradient(matrix, largest)
 
     def _as_bytes(self, x: torch.Tensor, largest: Amax, *, is_cut: bool) -> torch.Tensor:
@@ -241,7 +241,8 @@ class Fp8Gemms(LinearGemms):
         """Return the largest absolute value of a tensor, of which this rank has some parts; None where blocks have scales."""
         if not self.form.fp8.recipe.is_tensorwise:
             return None
-        largest = amax(parts[0]) if len(parts) == 1 else torch.stack([amax(each) for each in parts]).amax()
+        each = [self.form.fp8.amax(part) for part in parts]
+        largest = each[0] if len(each) == 1 else torch.stack(each).amax()
         for axis, is_over in ((self.form.tp, over_tp), (self.form.cp, over_cp)):
             if is_over:
                 largest = axis.all_reduce(largest, f"{FP8_SCALES} {self.name} {what}", op="max").wait()

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.gpu_code.cases import run_of
 from benchmarks.gpu_code.golden import committed
 from benchmarks.gpu_contenders.shapes import SHAPES
-from benchmarks.roofline import DEVICES, PARTS, Roofline, largest_that_fits, main, rooflines
+from benchmarks.roofline import DEVICES, PARTS, Roofline, largest_that_fits, main, pairs, rooflines
 from engine.config.plan import parallel_sizes
 from models.predict.step_time.cluster import cluster_of
 from models.predict.step_time.estimate import Estimator
@@ -49,3 +49,13 @@ def test_shares_follow_from_the_seconds(rows: list[Roofline]) -> None:
         assert 0 < row.rate < row.ceiling < row.peak
         least = row.flops / sum(row.seconds.values()) / row.peak
         assert row.rate / row.peak == pytest.approx(least)
+
+
+def test_fp8_is_of_the_products_alone() -> None:
+    """Of equal micro batches: attention is the same, products take between half and all, and rounding is elementwise."""
+    found = [(plain, row) for plain, row in pairs(GOLDEN) if plain.micro_batch_size == row.micro_batch_size]
+    assert {plain.model for plain, _ in found} >= {"gpt-1.3b", "llama-8b-4k-12l"}
+    for plain, row in found:
+        assert row.seconds["attention"] == pytest.approx(plain.seconds["attention"])
+        assert plain.seconds["products"] / 2 < row.seconds["products"] < plain.seconds["products"]
+        assert row.seconds["elementwise"] > plain.seconds["elementwise"]

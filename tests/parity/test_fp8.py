@@ -60,6 +60,8 @@ COVERING_TOO = [
         **SMALL,
     ),
     Case("qwen", tp=4, dp=2, fp8="tensorwise", **SMALL),
+    Case("qwen", tp=2, sequence_parallel=True, fp8="tensorwise", compiled=True, **SMALL),
+    Case("blocks_of_32", tp=2, fp8="mxfp8", compiled=True, **SMALL),
     Case("llama", pp=2, vpp=2, dp=2, cp=2, fp8="tensorwise", num_layers=4, global_batch_size=4),
     Case("gpt_dropout", tp=2, pp=2, vpp=2, sequence_parallel=True, schedule="zbv", fp8="tensorwise", num_layers=4),
     Case("qwen", tp=2, sequence_parallel=True, gathered_inputs="keep", fp8="tensorwise", **SMALL),

@@ -52,11 +52,11 @@ def has_block_gemm() -> bool:
 
 
 def block_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Compute A B^T + bias: a [m, k], b [n, k], bias [n] -> [m, n] in `dtype`, from sums in fp32."""
+    """Compute A B^T + bias: a [m, k], b [n, k], of contiguous rows, bias [n] -> [m, n] in `dtype`, from sums in fp32."""
     of_a, of_b = scales_of(a), scales_of(b)
     return F.scaled_mm(
-        a.values.contiguous(),
-        b.values.contiguous().t(),
+        a.values,
+        b.values.t(),
         of_a.tensor,
         getattr(F.ScalingType, of_a.scaling),
         of_b.tensor,

@@ -16,7 +16,8 @@ import torch
 from engine.config.fp8 import BLOCKS, Fp8Backend, Fp8Config
 from engine.errors import ConfigError
 from engine.kernels.fp8.block_product import block_product, has_block_gemm
-from engine.kernels.fp8.recipes import E4M3, Quantised, Recipe, quantise, recipe_of
+from engine.kernels.fp8.recipes import E4M3, Fp8Format, Quantised, Recipe, amax, in_rows, quantise, recipe_of
+from engine.kernels.fusion import EAGER, Fusion
 from engine.kernels.te import INSTALL, TransformerEngine, open_te, te_failure
 from engine.kernels.weight_grad import add
 from engine.numerics.precision import accumulation_dtype
@@ -33,11 +34,19 @@ _TRIAL_TOLERANCE = 2.0**-7
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """The FP8 of a run: its recipe, and what multiplies; `te` where that is Transformer Engine."""
+    """The FP8 of a run.
+
+    Attributes:
+        recipe: formats and scales.
+        backend: what multiplies.
+        te: Transformer Engine, where that is the backend.
+        fusion: runs what is no product: largest values, rounding, transposition.
+    """
 
     recipe: Recipe
     backend: Fp8Backend
     te: TransformerEngine | None = None
+    fusion: Fusion = EAGER
 
     @property
     def label(self) -> str:
@@ -46,25 +55,27 @@ class Fp8:
 
     def activation(self, x: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
         """Quantise inputs [n, in], or X^T [in, n]; `largest` is the whole tensor's absolute value, where one scale serves it."""
-        recipe = self.recipe
-        return quantise(x, E4M3, recipe.activation_block, has_powers=recipe.has_powers, largest=largest)
+        return self._rounded(x, E4M3, self.recipe.activation_block, largest)
 
     def gradient(self, grad: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
         """Quantise gradients of outputs, [n, out] or dY^T [out, n]."""
-        recipe = self.recipe
-        return quantise(grad, recipe.gradient, recipe.activation_block, has_powers=recipe.has_powers, largest=largest)
+        return self._rounded(grad, self.recipe.gradient, self.recipe.activation_block, largest)
 
     def weight(self, matrix: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
         """Quantise a weight [out, in], or W^T [in, out]."""
-        recipe = self.recipe
-        return quantise(matrix, E4M3, recipe.weight_block, has_powers=recipe.has_powers, largest=largest)
+        return self._rounded(matrix, E4M3, self.recipe.weight_block, largest)
+
+    def amax(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the largest absolute value of a tensor, a scalar in the dtype of scales."""
+        return self.fusion(amax, variant=(*x.shape, *x.stride()))(x)
 
     def product(self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
         """Compute A B^T + bias: a [m, k], b [n, k], bias [n] -> [m, n] in `dtype`, from sums in its accumulation dtype."""
-        if self.te is not None:
-            return self.te.fp8_product(a, b, bias, dtype, is_tensorwise=self.recipe.is_tensorwise)
         if self.backend == "emulated":
             return emulated_product(a, b, bias, dtype)
+        a, b = self._in_rows(a), self._in_rows(b)
+        if self.te is not None:
+            return self.te.fp8_product(a, b, bias, dtype, is_tensorwise=self.recipe.is_tensorwise)
         # GEMMs with fp32 results take no bias.
         is_beside = bias is not None and dtype == accumulation_dtype(dtype)
         multiply = scaled_product if self.recipe.is_tensorwise else block_product
@@ -76,9 +87,24 @@ class Fp8:
     ) -> None:
         """Compute total [m, n] += A B^T (`overwrite`: =) from sums in the accumulation dtype of `dtype`, the operands'."""
         if self.te is not None:
+            a, b = self._in_rows(a), self._in_rows(b)
             self.te.add_fp8_product(total, a, b, overwrite=overwrite, is_tensorwise=self.recipe.is_tensorwise)
         else:
             add(total, self.product(a, b, None, accumulation_dtype(dtype)), overwrite=overwrite)
+
+    def _rounded(
+        self, x: torch.Tensor, into: Fp8Format, block: tuple[int, int] | None, largest: torch.Tensor | None
+    ) -> Quantised:
+        return quantise(x, into, block, has_powers=self.recipe.has_powers, largest=largest, fusion=self.fusion)
+
+    def _in_rows(self, matrix: Quantised) -> Quantised:
+        """Return a matrix with contiguous rows; what was kept as bytes, and is read as X^T or dY^T, has none."""
+        values = matrix.values
+        if values.is_contiguous():
+            return matrix
+        # Kernels that only move a number need not read it: bytes serve any format.
+        data = self.fusion(in_rows, variant=(*values.shape, *values.stride()))(values.view(torch.uint8))
+        return Quantised(data.view(values.dtype), matrix.inverse)
 
 
 def emulated_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -92,8 +118,8 @@ def emulated_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtyp
 
 
 def scaled_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Compute A B^T + bias by torch's scaled GEMM; both have one scale."""
-    values = a.values.contiguous(), b.values.contiguous().t()
+    """Compute A B^T + bias by torch's scaled GEMM; both have one scale, and contiguous rows."""
+    values = a.values, b.values.t()
     scales = a.inverse.view(()), b.inverse.view(())
     return torch.ops.aten._scaled_mm(*values, *scales, bias=bias, out_dtype=dtype)
 

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from engine.config.fp8 import BLOCKS, Fp8Config, Fp8RecipeName
+from engine.kernels.fusion import EAGER, Fusion
 from engine.numerics.precision import FP8_E4M3, FP8_E5M2, SCALE_DTYPE, accumulate
 
 
@@ -40,6 +41,9 @@ class Fp8Format(NamedTuple):
         """Return the end of what rounding takes to the largest number: half a step of the last place above it."""
         return self.largest + 2.0 ** (math.frexp(self.largest)[1] - 1) * torch.finfo(self.dtype).eps / 2
 
+
+_EXPONENT_BITS = 0x7F800000
+"""Of a number in fp32."""
 
 E4M3 = Fp8Format(FP8_E4M3, 448.0)
 E5M2 = Fp8Format(FP8_E5M2, 57344.0)
@@ -102,8 +106,13 @@ class Quantised:
 
 
 def amax(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest absolute value of a tensor, a scalar in the dtype of scales."""
+    """Return the largest absolute value of a tensor, a scalar in the dtype of scales: a function for `Fusion`."""
     return x.abs().amax().to(SCALE_DTYPE)
+
+
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """Return a matrix with the numbers of each row side by side, as a GEMM reads them: a function for `Fusion`."""
+    return x.contiguous()
 
 
 def scale_of(largest: torch.Tensor, into: Fp8Format, *, has_powers: bool) -> torch.Tensor:
@@ -115,16 +124,20 @@ def scale_of(largest: torch.Tensor, into: Fp8Format, *, has_powers: bool) -> tor
     scale = torch.where(largest == 0, torch.ones_like(scale), scale)
     if not has_powers:
         return scale
-    mantissa, exponent = torch.frexp(scale)
-    # frexp gives [0.5, 1) x 2^e, and the scale of e8m0 goes down to 2^-127 and up to 2^127.
-    # The zero of an infinite amax stays, and makes NaNs.
-    return torch.where(
-        scale.isfinite() & (scale > 0), torch.ldexp(torch.ones_like(mantissa), (exponent - 1).clamp(-126, 126)), scale
-    )
+    # The bits of the exponent alone. The scale of e8m0 goes up to 2^127, and its reciprocal down to 2^-127.
+    powers = (scale.view(torch.int32) & _EXPONENT_BITS).view(scale.dtype).clamp(max=2.0**126)
+    # The zero of an infinite amax stays, and makes NaNs; so does NaN.
+    return torch.where(scale.isfinite(), powers, scale)
 
 
 def quantise(
-    x: torch.Tensor, into: Fp8Format, block: tuple[int, int] | None, *, has_powers: bool, largest: torch.Tensor | None
+    x: torch.Tensor,
+    into: Fp8Format,
+    block: tuple[int, int] | None,
+    *,
+    has_powers: bool,
+    largest: torch.Tensor | None,
+    fusion: Fusion = EAGER,
 ) -> Quantised:
     """Round a matrix to FP8.
 
@@ -134,17 +147,30 @@ def quantise(
         block: rows and columns that share a scale; None: all do.
         has_powers: round scales down to powers of two.
         largest: the largest absolute value of the whole tensor where all share a scale; None: of this matrix, or of each block.
+        fusion: runs the function: compiled, x is read once and each FP8 number written once, where its row wants it.
     """
+    kernel = fusion(round_to_fp8, variant=(*x.shape, *x.stride(), x.dtype, into, block, has_powers))
+    return Quantised(*kernel(x, largest, into, block, has_powers))
+
+
+def round_to_fp8(
+    x: torch.Tensor,
+    largest: torch.Tensor | None,
+    into: Fp8Format,
+    block: tuple[int, int] | None,
+    has_powers: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the fields of `Quantised`, the values contiguous: a function for `Fusion`, with the arguments of `quantise`."""
     rows, columns = x.shape
     r, c = block or (rows, columns)
-    blocks = x.view(rows // r, r, columns // c, c) if x.is_contiguous() else x.reshape(rows // r, r, columns // c, c)
+    blocks = x.reshape(rows // r, r, columns // c, c)
     if largest is None:
         largest = blocks.abs().amax((1, 3)).to(SCALE_DTYPE)
     scale = scale_of(largest.expand(rows // r, columns // c), into, has_powers=has_powers)
     wide = accumulate(blocks) * scale[:, None, :, None]
     # A number beyond the range is the largest, not an infinity; NaN stays.
     values = wide.clamp(-into.largest, into.largest).to(into.dtype)
-    return Quantised(values.view(rows, columns), scale.reciprocal())
+    return values.view(rows, columns).contiguous(), scale.reciprocal()
 
 
 def is_bytes(x: torch.Tensor) -> bool:
@@ -152,7 +178,12 @@ def is_bytes(x: torch.Tensor) -> bool:
     return x.dtype == torch.uint8
 
 
-def from_bytes(x: torch.Tensor, into: Fp8Format, largest: torch.Tensor | None) -> Quantised:
+def from_bytes(x: torch.Tensor, into: Fp8Format, largest: torch.Tensor | None, fusion: Fusion = EAGER) -> Quantised:
     """Return bytes [rows, columns] as numbers of the format they are in, with the one scale that `largest` gives them."""
     assert largest is not None, "numbers that share no scale are not kept as bytes"
-    return Quantised(x.view(into.dtype), scale_of(largest.view(1, 1), into, has_powers=False).reciprocal())
+    return Quantised(x.view(into.dtype), fusion(inverse_of, variant=into)(largest, into))
+
+
+def inverse_of(largest: torch.Tensor, into: Fp8Format) -> torch.Tensor:
+    """Return the one factor [1, 1] from numbers of a format to those of a tensor up to `largest`: a function for `Fusion`."""
+    return scale_of(largest.view(1, 1), into, has_powers=False).reciprocal()

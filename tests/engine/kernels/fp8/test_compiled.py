@@ -1,0 +1,85 @@
+"""Compiled rounding, largest values and transposition: the bits of the plain operators, at more shapes than torch compiles."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._dynamo.exc import FailOnRecompileLimitHit
+
+from engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, Fp8Format, amax, in_rows, quantise
+from engine.kernels.fusion import EAGER, Fusion
+from tests.harness import compiler
+
+Block = tuple[int, int] | None
+
+SHAPES = [(128, 256), (384, 128)]
+
+
+def matrices(dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Matrices with a scale of its own in each block, some transposed; one has a NaN, one zeros alone."""
+    generator = torch.Generator().manual_seed(5)
+    for shape in SHAPES:
+        x = torch.randn(shape, generator=generator) * torch.randn(shape, generator=generator).mul(4).exp2()
+        yield x.to(dtype)
+        yield x.to(dtype).t()
+    broken = torch.ones(SHAPES[0], dtype=dtype)
+    broken[3, 5] = torch.nan
+    yield broken
+    yield torch.zeros(SHAPES[0], dtype=dtype)
+
+
+def check(name: str, into: Fp8Format, block: Block, dtype: torch.dtype, fusion: Fusion) -> None:
+    recipe = RECIPES[name]  # type: ignore[index]
+    for x in matrices(dtype):
+        largest = amax(x) if block is None else None
+        plain, made = (
+            quantise(x, into, block, has_powers=recipe.has_powers, largest=largest, fusion=each)
+            for each in (EAGER, fusion)
+        )
+        assert made.values.is_contiguous() and plain.values.is_contiguous()
+        assert made.values.dtype == plain.values.dtype
+        for one, other in ((made.values, plain.values), (made.inverse, plain.inverse)):
+            # A NaN has any sign.
+            assert torch.allclose(one.to(torch.float32), other.to(torch.float32), rtol=0, atol=0, equal_nan=True)
+
+
+@compiler()
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", RECIPES)
+def test_compiled_rounding_has_the_bits_of_the_operators(name: str, dtype: torch.dtype) -> None:
+    recipe, fusion = RECIPES[name], Fusion("compiled")  # type: ignore[index]
+    operands = {
+        (E4M3, recipe.activation_block),
+        (E4M3, recipe.weight_block),
+        (recipe.gradient, recipe.activation_block),
+    }
+    for into, block in operands:
+        check(name, into, block, dtype, fusion)
+
+
+@compiler()
+@pytest.mark.slow
+def test_a_function_of_more_shapes_than_torch_compiles_is_compiled_for_each() -> None:
+    """One function at nine shapes is refused (`fullgraph`); with a variant for each, all are compiled, once."""
+    fusion = Fusion("compiled")
+    xs = [torch.arange(float(n * 3)).view(n, 3).t() for n in range(2, 12)]
+    for _ in range(2):
+        for x in xs:
+            assert torch.equal(fusion(in_rows, variant=x.shape)(x), x)
+            assert float(fusion(amax, variant=x.shape)(-x)) == float(x.max())
+    forms = {fusion(in_rows, variant=x.shape) for x in xs}
+    assert len(forms) == len(xs)
+    with pytest.raises(FailOnRecompileLimitHit):
+        for x in xs:
+            fusion(in_rows)(x)
+
+
+@compiler()
+def test_compiled_rounding_of_a_transposed_gradient() -> None:
+    x = next(matrices(torch.bfloat16)).t()
+    made, plain = (
+        quantise(x, E5M2, None, has_powers=False, largest=amax(x), fusion=each) for each in (Fusion("compiled"), EAGER)
+    )
+    assert torch.equal(made.values.view(torch.uint8), plain.values.view(torch.uint8))
+    assert torch.equal(made.inverse, plain.inverse)
