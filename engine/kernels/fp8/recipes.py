@@ -18,6 +18,7 @@ Each GEMM of a layer is A B^T of two matrices that are quantised along their row
 """
 
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -29,6 +30,11 @@ from engine.config.fp8 import BLOCKS, Fp8Config, Fp8RecipeName
 from engine.kernels.fusion import EAGER, Fusion
 from engine.numerics.precision import FP8_E4M3, FP8_E5M2, SCALE_DTYPE, accumulate
 
+_MANTISSA_BITS = 23
+_EXPONENT_BITS = 0xFF << _MANTISSA_BITS
+_BITS_OF_1 = 127 << _MANTISSA_BITS
+"""Of numbers in fp32."""
+
 
 class Fp8Format(NamedTuple):
     """A format of numbers: its dtype, and the largest finite one."""
@@ -37,13 +43,15 @@ class Fp8Format(NamedTuple):
     largest: float
 
     @property
+    def largest_bits(self) -> int:
+        """Return the largest number's bits in fp32."""
+        return int.from_bytes(struct.pack("<f", self.largest), "little")
+
+    @property
     def beyond(self) -> float:
         """Return the end of what rounding takes to the largest number: half a step of the last place above it."""
         return self.largest + 2.0 ** (math.frexp(self.largest)[1] - 1) * torch.finfo(self.dtype).eps / 2
 
-
-_EXPONENT_BITS = 0x7F800000
-"""Of a number in fp32."""
 
 E4M3 = Fp8Format(FP8_E4M3, 448.0)
 E5M2 = Fp8Format(FP8_E5M2, 57344.0)
@@ -120,14 +128,15 @@ def scale_of(largest: torch.Tensor, into: Fp8Format, *, has_powers: bool) -> tor
 
     It is 1 where all numbers are zero, and finite where they are tiny; an infinity or NaN stays in the result.
     """
-    scale = (into.largest / largest).clamp(max=torch.finfo(SCALE_DTYPE).max)
-    scale = torch.where(largest == 0, torch.ones_like(scale), scale)
     if not has_powers:
-        return scale
-    # The bits of the exponent alone. The scale of e8m0 goes up to 2^127, and its reciprocal down to 2^-127.
-    powers = (scale.view(torch.int32) & _EXPONENT_BITS).view(scale.dtype).clamp(max=2.0**126)
-    # The zero of an infinite amax stays, and makes NaNs; so does NaN.
-    return torch.where(scale.isfinite(), powers, scale)
+        scale = (into.largest / largest).clamp(max=torch.finfo(SCALE_DTYPE).max)
+        return torch.where(largest == 0, torch.ones_like(scale), scale)
+    # Bits of a quotient that is rounded down to a power of two are a difference of bits, exact where a GPU's division is not.
+    # The reciprocal of the largest, 2^-126, is not subnormal.
+    bits = largest.view(torch.int32)
+    powers = ((into.largest_bits - bits).clamp(max=126 << _MANTISSA_BITS) + _BITS_OF_1) & _EXPONENT_BITS
+    powers = torch.where(bits == 0, _BITS_OF_1, powers).view(SCALE_DTYPE)
+    return torch.where(largest.isfinite(), powers, torch.nan)
 
 
 def quantise(

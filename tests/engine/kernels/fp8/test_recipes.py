@@ -44,6 +44,17 @@ def test_powers_of_two_leave_room_of_less_than_a_factor_of_two(form: Fp8Format, 
     assert form.largest / 2 < float(amax) * float(scale) <= form.largest * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("form", [E4M3, E5M2])
+def test_powers_of_two_are_quotients_rounded_down(form: Fp8Format) -> None:
+    """Of every exponent: the largest of the format itself, its neighbours on both sides, and numbers between."""
+    bits = torch.arange(1, 255, dtype=torch.int32).unsqueeze(1) << 23
+    places = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF], dtype=torch.int32)
+    largest = (bits | places).view(torch.float32)
+    mantissa, exponent = torch.frexp(form.largest / largest.double())
+    wanted = torch.ldexp(torch.ones_like(mantissa), (exponent - 1).clamp(max=126))
+    assert torch.equal(scale_of(largest, form, has_powers=True).double(), wanted)
+
+
 def test_scales_of_zeros_tiny_numbers_and_infinities() -> None:
     for has_powers in (False, True):
         assert float(scale_of(torch.tensor(0.0), E4M3, has_powers=has_powers)) == 1.0
