@@ -164,3 +164,10 @@ def test_ci_has_a_bug_of_each_kind() -> None:
 def test_without_the_bug_nothing_differs(case: Case, dtype: str, references: Path) -> None:
     verdict = run(trial_of(case, dtype), references)
     assert verdict.equal, verdict.differences[:3]
+
+
+def test_the_readme_counts_them() -> None:
+    assert (
+        f"| {len(BUGS)} planted bugs of parallel training | {len(BUGS)} found and named |"
+        in (ROOT / "README.md").read_text()
+    )
