@@ -17,7 +17,7 @@ MODELS: Mapping[str, tuple[int, ...]] = {
 """Shapes of `benchmarks.gpu` and their micro batch sizes; the roofline is of these."""
 
 IN_FP8 = ("precision.fp8.recipe=tensorwise",)
-"""What makes a run of a model one in FP8."""
+"""Overrides for a run in FP8."""
 
 FEATURES: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
     "dropout, relu2": ("gpt-1.3b", 8, ("model.hidden_dropout=0.1", "model.activation=relu2")),

@@ -52,7 +52,7 @@ def test_shares_follow_from_the_seconds(rows: list[Roofline]) -> None:
 
 
 def test_fp8_is_of_the_products_alone() -> None:
-    """Of equal micro batches: attention is the same, products take between half and all, and rounding is elementwise."""
+    """Compare equal micro batches: attention is the same, products take between half and all, and rounding is elementwise."""
     found = [(plain, row) for plain, row in pairs(GOLDEN) if plain.micro_batch_size == row.micro_batch_size]
     assert {plain.model for plain, _ in found} >= {"gpt-1.3b", "llama-8b-4k-12l"}
     for plain, row in found:

@@ -33,7 +33,7 @@ from engine.numerics.precision import FP8_E4M3, FP8_E5M2, SCALE_DTYPE, accumulat
 _MANTISSA_BITS = 23
 _EXPONENT_BITS = 0xFF << _MANTISSA_BITS
 _BITS_OF_1 = 127 << _MANTISSA_BITS
-"""Of numbers in fp32."""
+"""Bits of numbers in fp32: places of the mantissa, the exponent's, and those of 1."""
 
 
 class Fp8Format(NamedTuple):

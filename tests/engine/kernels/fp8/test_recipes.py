@@ -46,7 +46,7 @@ def test_powers_of_two_leave_room_of_less_than_a_factor_of_two(form: Fp8Format, 
 
 @pytest.mark.parametrize("form", [E4M3, E5M2])
 def test_powers_of_two_are_quotients_rounded_down(form: Fp8Format) -> None:
-    """Of every exponent: the largest of the format itself, its neighbours on both sides, and numbers between."""
+    """Try every exponent: the largest of the format itself, its neighbours on both sides, and numbers between."""
     bits = torch.arange(1, 255, dtype=torch.int32).unsqueeze(1) << 23
     places = torch.tensor([0, 1, 0x5FFFFF, 0x600000, 0x600001, 0x7FFFFF], dtype=torch.int32)
     largest = (bits | places).view(torch.float32)
