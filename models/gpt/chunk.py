@@ -155,12 +155,12 @@ class GPTChunk(nn.Module):
         """Build a chunk with the same parameters, without dropout, whose activations are whole on every tp rank.
 
         One token cannot be cut along the sequence; each rank computes the same part of a matrix either way. A growing text never
-        has one shape twice, so nothing is compiled for it.
+        has one shape twice, so nothing is compiled for it. As in any reading, no operand is in FP8.
         """
         region = replace(self.context.region, sequence_parallel=False)
         kernels = replace(self.context.kernels, fusion=EAGER)
         experts = None if self.context.experts is None else self.context.experts.for_decoding()
-        context = replace(self.context, region=region, kernels=kernels, experts=experts)
+        context = replace(self.context, region=region, kernels=kernels, experts=experts, forms={})
         return GPTChunk(context, self.stage).train(False)
 
     def new_cache(self, places: int, device: torch.device) -> KVCache:

@@ -187,7 +187,7 @@ def is_bytes(x: torch.Tensor) -> bool:
     return x.dtype == torch.uint8
 
 
-def from_bytes(x: torch.Tensor, into: Fp8Format, largest: torch.Tensor | None, fusion: Fusion = EAGER) -> Quantised:
+def from_bytes(x: torch.Tensor, into: Fp8Format, largest: torch.Tensor | None, fusion: Fusion) -> Quantised:
     """Return bytes [rows, columns] as numbers of the format they are in, with the one scale that `largest` gives them."""
     assert largest is not None, "numbers that share no scale are not kept as bytes"
     return Quantised(x.view(into.dtype), fusion(inverse_of, variant=into)(largest, into))

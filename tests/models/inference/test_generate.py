@@ -96,6 +96,17 @@ def with_slow(values: Sequence[Any], quick: slice) -> list[Any]:
 # The cache --------------------------------------------------------------------------------------------------------------
 
 
+def decoded(rank: int, case: Case) -> torch.Tensor | None:
+    return Decoder(engine_of(rank, case), len(PROMPT)).logits(PROMPT)
+
+
+def test_a_run_in_fp8_decodes_as_one_without() -> None:
+    """A text that is written during training is the one that its checkpoint writes, which is read without FP8."""
+    case = Case("llama", tp=2, num_layers=2)
+    plain, in_fp8 = (run_ranks(decoded, 2, each)[0] for each in (case, replace(case, fp8="tensorwise")))
+    assert torch.equal(in_fp8, plain)
+
+
 def largest_differences(rank: int, case: Case, lengths: Sequence[int]) -> list[float]:
     """Largest difference of the logits after each position, for lengths of the prompt; empty off the last stage."""
     engine = engine_of(rank, case)
