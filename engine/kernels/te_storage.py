@@ -46,6 +46,7 @@ class Storages:
     def stored(self, matrix: Quantised, *, is_tensorwise: bool) -> Any:
         """Return a matrix of contiguous rows in TE's storage of its scales, on the same bytes."""
         values = matrix.values
+        assert values.is_contiguous(), "TE reads bytes row by row, whatever the strides say"
         form, data = {"fp8_dtype": self.dtypes[values.dtype]}, values.view(torch.uint8)
         if is_tensorwise:
             return self.tensor(data=data, fp8_scale_inv=matrix.inverse.reshape(1), **form)

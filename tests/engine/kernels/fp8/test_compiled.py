@@ -6,9 +6,14 @@ import pytest
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
+from engine.comm.topology import Topology
+from engine.config.section import with_value
 from engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, Fp8Format, amax, in_rows, quantise
 from engine.kernels.fusion import EAGER, Fusion
+from engine.kernels.registry import open_kernels
+from engine.layout.rank_grid import ParallelSizes, RankGrid
 from tests.harness import compiler
+from tests.parity.cases import Case
 
 Block = tuple[int, int] | None
 
@@ -73,6 +78,16 @@ def test_a_function_of_more_shapes_than_torch_compiles_is_compiled_for_each() ->
     with pytest.raises(FailOnRecompileLimitHit):
         for x in xs:
             fusion(in_rows)(x)
+
+
+@compiler()
+@pytest.mark.parametrize("form", ["eager", "compiled"])
+def test_rounding_has_the_form_of_the_run_s_elementwise_functions(form: str) -> None:
+    """One object compiles for both, as the run asks for it."""
+    config = with_value(Case("llama", fp8="tensorwise").config(), "kernels.elementwise", form)
+    topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"))
+    kernels = open_kernels(config, topology, is_alone=True)
+    assert kernels.fp8 is not None and kernels.fp8.fusion is kernels.fusion and kernels.fusion.form == form
 
 
 @compiler()
