@@ -2,11 +2,21 @@
 
 `tests/run.sh` loads it (`-p times`). Set-up and tear-down count for the file that asked for them. Files run side by side, so the
 seconds of all of them are more than the seconds on the clock.
+
+Its last line has the user and system seconds of every process that the tests started. Pytest runs in a child for that. Its parent
+adopts each process that outlives its own (a fork server, a rank without its launcher), and waits for it as init would.
 """
 
+import contextlib
+import ctypes
+import os
+import resource
+import signal
+import sys
 import time
 from collections import defaultdict
 from pathlib import PurePosixPath
+from types import FrameType
 
 import pytest
 
@@ -14,6 +24,12 @@ BUDGET_SECONDS = 11 * 60
 """The CI tier, all of it, on two cores, on the clock."""
 
 SHOWN_FILES = 15
+
+PR_SET_CHILD_SUBREAPER = 36
+"""Of <sys/prctl.h>: orphans below this process become its children."""
+
+LEFT_SECONDS = 20
+"""How long processes may outlive pytest and still be counted."""
 
 
 class FileTimes:
@@ -49,3 +65,40 @@ class FileTimes:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FileTimes(), "triaxis-file-times")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    is_worker = hasattr(config, "workerinput")
+    if not is_worker and sys.platform == "linux":
+        _count_process_tree()
+
+
+def _count_process_tree() -> None:
+    """Go on in a child; its parent waits for all processes below, prints their seconds, and ends with the child's exit code."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the child as well
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: os.kill(child, number))
+    signal.signal(signal.SIGALRM, _stop_waiting)
+    exit_code, num_orphans = 1, 0
+    with contextlib.suppress(ChildProcessError, TimeoutError):  # none is left, or some stay
+        while True:
+            pid, status = os.wait()
+            if pid == child:
+                exit_code = os.waitstatus_to_exitcode(status)
+                signal.alarm(LEFT_SECONDS)
+            else:
+                num_orphans += 1
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = f"{used.ru_utime:.1f} s user + {used.ru_stime:.1f} s system"
+    print(f"{seconds} in all processes of the tests ({num_orphans} orphans)", flush=True)
+    os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
+
+
+def _stop_waiting(number: int, frame: FrameType | None) -> None:
+    raise TimeoutError
