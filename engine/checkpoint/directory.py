@@ -22,12 +22,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from engine.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
 from engine.checkpoint.history import SKIPPED
+from engine.config.yaml_text import read_yaml
 from engine.errors import CheckpointError
 from engine.storage.files import sync_folder, write_atomically
 from engine.storage.state_files import read_regular
 
+CONFIG = "config.yaml"
+"""The resolved configuration in a run directory."""
+CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")
 _REPLACED = re.compile(r"step_(\d{8,})\.replaced")
@@ -175,6 +181,18 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def folder_of_run(run: Path) -> Path:
+    """Return the folder of a run's checkpoints: `checkpoint.dir` of its config.yaml, else `checkpoints/` in its directory.
+
+    A relative `checkpoint.dir` counts from the working folder, as it did for the run. A config.yaml that cannot be read names none.
+    """
+    with suppress(OSError, ValueError, yaml.YAMLError):
+        match read_yaml(read_regular(run / CONFIG).decode()):
+            case {"checkpoint": {"dir": str(folder)}}:
+                return Path(folder)
+    return run / CHECKPOINTS
+
+
 def find(path: Path) -> Candidate:
     """Return the checkpoint of a user's path: a checkpoint, a folder of checkpoints (its latest), or a run directory.
 
@@ -194,7 +212,7 @@ def find(path: Path) -> Candidate:
                 raise
             raise CheckpointError(f"{error}\nComplete in the same folder: {', '.join(others[:3])}") from None
     damaged: list[str] = []
-    for folder in (path, path / "checkpoints"):
+    for folder in (path, folder_of_run(path)):
         candidate = next(CheckpointDirectory(folder).candidates(damaged), None)
         if damaged:
             complete = "No other one is complete." if candidate is None else f"Complete is: {candidate.folder}"
@@ -212,7 +230,7 @@ def folders_at(path: Path) -> list[Path]:
     """
     if _is_one(path) and path.exists():
         return [path]
-    for folder in (path, path / "checkpoints"):
+    for folder in (path, folder_of_run(path)):
         if found := CheckpointDirectory(folder).steps():
             return list(found.values())
     raise _nothing(path)
@@ -223,7 +241,9 @@ def _is_one(path: Path) -> bool:
 
 
 def _nothing(path: Path) -> CheckpointError:
-    what = "there is no such folder" if not path.exists() else "no step_<number> folder is in it"
+    folder = folder_of_run(path)
+    elsewhere = "" if folder == path / CHECKPOINTS else f", nor in its checkpoint.dir = {folder}"
+    what = "there is no such folder" if not path.exists() else f"no step_<number> folder is in it{elsewhere}"
     return CheckpointError(
         f"{path}: {what}, so there is no checkpoint to read, and random weights must not take its place. Give a checkpoint "
         "(step_00001000), a folder of checkpoints, or a run directory."

@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.directory import CHECKPOINTS, CONFIG, CheckpointDirectory
 from engine.checkpoint.lock import FolderLock
 from engine.config.load import to_yaml
 from engine.config.run import name_problems
@@ -37,7 +37,7 @@ from engine.config.telemetry import ProfileConfig
 from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.run import entries as run_entries
-from engine.run.entries import CHECKPOINTS, CONFIG, FINISHED, LOGS, METRICS, SAVED, STARTING_OVER, next_name
+from engine.run.entries import FINISHED, LOGS, METRICS, SAVED, STARTING_OVER, next_name
 from engine.storage.files import write_atomically
 from engine.storage.state_files import explaining_storage, try_to_write
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from engine.checkpoint.directory import LATEST
+from engine.checkpoint.directory import CHECKPOINTS, CONFIG, LATEST
 from engine.checkpoint.history import SKIPPED
 from engine.checkpoint.lock import LOCK
 from engine.checkpoint.resume_rules import changes, refuse
@@ -23,7 +23,6 @@ from engine.config.yaml_text import read_yaml
 from engine.errors import CheckpointError, TriaxisError
 from engine.storage.state_files import kind_of, read_object, read_regular
 
-CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 EVENTS = "events"
 """The folder of events, with a file per node."""
@@ -35,7 +34,6 @@ STARTING_OVER = "starting_over"
 WANDB_ID = "wandb_id"
 WANDB_ALERTED = "wandb_alerted"
 LOGS = "logs"
-CHECKPOINTS = "checkpoints"
 
 FILES = (
     *(CONFIG, METRICS, SAVED, FINISHED, STARTING_OVER, WANDB_ID, WANDB_ALERTED, LOCK, OLD_FILE),

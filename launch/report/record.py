@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.directory import CheckpointDirectory
+from engine.checkpoint.directory import CheckpointDirectory, folder_of_run
 from engine.checkpoint.format.manifest import parse_manifest
 from engine.config.load import load_config
 from engine.config.tree import Config
@@ -132,7 +132,7 @@ def _read(path: Path) -> RunRecord:
         replaced=replaced,
         events=events.events,
         attempts=_attempts(records, events.events),
-        checkpoints=_checkpoints(path, config),
+        checkpoints=_checkpoints(path),
         results=results,
         num_unreadable=metrics.num_unreadable + events.num_unreadable + len(metrics.records) - len(records),
     )
@@ -245,10 +245,9 @@ def _end(events: Sequence[Event], *, has_successor: bool) -> str:
     return "killed: no end is recorded" if has_successor else "killed, or still running: no end is recorded"
 
 
-def _checkpoints(path: Path, config: Config | None) -> list[SavedStep]:
-    folder = Path(config.checkpoint.dir) if config is not None and config.checkpoint.dir else path / "checkpoints"
+def _checkpoints(path: Path) -> list[SavedStep]:
     found = []
-    for step, saved in CheckpointDirectory(folder).steps().items():
+    for step, saved in CheckpointDirectory(folder_of_run(path)).steps().items():
         try:
             manifest = parse_manifest(saved)
         except CheckpointError as error:

@@ -186,6 +186,29 @@ def test_find_and_folders_at_know_every_kind_of_path(directory: CheckpointDirect
     assert folders_at(renamed) == [renamed]
 
 
+@pytest.mark.parametrize(
+    "text", ["{}", "", "checkpoint: {dir: null}", "checkpoint: 3", "- 1", "checkpoint: {dir: [", "\0"]
+)
+def test_a_run_that_names_no_folder_has_its_own(text: str, directory: CheckpointDirectory) -> None:
+    commit(directory, 1)
+    (directory.path.parent / "config.yaml").write_text(text)
+    assert find(directory.path.parent).folder == directory.step_folder(1)
+
+
+def test_a_run_directory_leads_to_the_folder_that_its_config_names(
+    directory: CheckpointDirectory, tmp_path: Path
+) -> None:
+    run, elsewhere = directory.path.parent, CheckpointDirectory(tmp_path / "disk" / "saved")
+    commit(directory, 1)
+    (run / "config.yaml").write_text(f"checkpoint:\n  dir: {elsewhere.path}\n")
+    for looked_for in (find, folders_at):
+        with pytest.raises(CheckpointError, match=f"nor in its checkpoint.dir = {elsewhere.path}"):
+            looked_for(run)
+    commit(elsewhere, 7)
+    assert find(run).folder == elsewhere.step_folder(7)
+    assert folders_at(run) == [elsewhere.step_folder(7)]
+
+
 @pytest.mark.parametrize("looked_for", [find, folders_at])
 def test_nothing_to_find_is_said(looked_for: Callable[[Path], Any], tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no such folder"):
