@@ -288,11 +288,13 @@ def _report(
     held = peak_memory_of_ranks(engine.topology)
     if stopped is not None:
         step = engine.plan.stage.step_after(consumed_samples)
-        say_stopped(telemetry, stopped, step, is_saved=config.checkpoint.interval is not None, peak_memory_bytes=held)
+        saved = directory.checkpoints(config).step_folder(step) if config.checkpoint.saves else None
+        say_stopped(telemetry, stopped, step, saved=saved, peak_memory_bytes=held)
         return
     prompt, text = write_sample(engine, valid, attempt.stop) if valid is not None else ("", None)
     if telemetry.report is not None:
-        end = End(steps, seconds, observer.loss, observer.val_loss, corpus_entropies(config), prompt, text)
+        saved = directory.checkpoints(config).step_folder(steps) if config.checkpoint.saves else None
+        end = End(steps, seconds, observer.loss, observer.val_loss, corpus_entropies(config), saved, prompt, text)
         show_end(telemetry.report, directory, end)
         telemetry.event("finished", steps=steps, loss=observer.loss, val_loss=observer.val_loss, peak_memory_bytes=held)
         directory.finish(steps=steps, loss=observer.loss, val_loss=observer.val_loss)

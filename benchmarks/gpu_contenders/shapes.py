@@ -162,6 +162,7 @@ def write_config(
         },
         "optimizer": {"lr": LEARNING_RATE, "lr_schedule": "constant"},
         "precision": {"dtype": dtype},
+        "checkpoint": {"interval": "never"},
         "runtime": {"device": device, "runs_dir": str(folder / "runs"), "name": "ours"},
     }
     path = folder / "config.yaml"

@@ -123,7 +123,7 @@ class CheckpointSaver:
         self._failure: str | None = None
         self._writer = (
             RankWriter(engine.optimizer, engine.topology.rank, self._config.in_background, _say_retry)
-            if self._config.interval is not None
+            if self._config.saves
             else None
         )
 
@@ -164,8 +164,8 @@ class CheckpointSaver:
         return every is not None and step % every == 0
 
     def _save_is_due(self, step: int, is_last: bool) -> bool:
-        every = self._config.interval
-        return every is not None and (is_last or step % every == 0)
+        every = self._config.every
+        return self._config.saves and (is_last or (every is not None and step % every == 0))
 
     def finish(self) -> None:
         """Wait for a running save at the end of the run.
@@ -188,7 +188,7 @@ class CheckpointSaver:
         self._committer.shutdown(wait=True)
 
     def _save(self, step: int, consumed_samples: int, lr: float, validation_is_due: bool) -> None:
-        assert self._writer is not None, "a save without an interval"
+        assert self._writer is not None, "a save of a run that saves nothing"
         started = time.monotonic()
         self.settle()
         waited_seconds = time.monotonic() - started

@@ -1,11 +1,12 @@
 """The `checkpoint`, `resilience` and `runtime` sections and their rules (no torch here)."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import ClassVar, Literal
 
-from pydantic import Field, create_model
+from pydantic import Field, create_model, field_validator
 
-from engine.config.counts import Count
+from engine.config.counts import Count, count
 from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, multiples
 from engine.layout.rank_rules import MOST_RANKS
 
@@ -39,8 +40,8 @@ class CheckpointConfig(_InBackground):
     dir: str | None = Field(
         None, description="folder of checkpoints, not inside another run; null: checkpoints/ in the run directory"
     )
-    interval: Count | None = Field(
-        None, gt=0, description="steps between saves; the last step is always saved; null: no saves"
+    interval: Count | Literal["never"] | None = Field(
+        None, description="steps between saves; the last step and a stop are saved too; null: only these; never: none"
     )
     keep_last: int | None = Field(3, gt=0, description="newest checkpoints to keep; null: all")
     keep_every: Count | None = Field(None, gt=0, description="keep checkpoints at multiples of this step for good")
@@ -51,10 +52,32 @@ class CheckpointConfig(_InBackground):
     )
     fingerprint_interval: Count | None = Field(None, gt=0, description="steps between logged fingerprints; null: none")
 
+    @field_validator("interval", mode="before")
+    @classmethod
+    def _is_a_count_or_never(cls, value: object) -> object:
+        """Refuse other values in one sentence, in place of one for each form."""
+        if value is None or value == "never":
+            return value
+        with suppress(ValueError):
+            steps = count(value)
+            if isinstance(steps, int) and not isinstance(steps, bool) and steps > 0:
+                return steps
+        raise ValueError("must be a number of steps such as 1000 or 1k, null (the last step and a stop), or never")
+
+    @property
+    def saves(self) -> bool:
+        """Return whether the run saves at all."""
+        return self.interval != "never"
+
+    @property
+    def every(self) -> int | None:
+        """Return the steps between saves; None where only the end is saved, or nothing."""
+        return self.interval if isinstance(self.interval, int) else None
+
     @property
     def in_background(self) -> bool:
-        """Return the value of `async`."""
-        return bool(getattr(self, "async"))
+        """Return whether saves are written while training continues: a save at the end alone has no training to hide behind."""
+        return bool(getattr(self, "async")) and self.every is not None
 
 
 class ResilienceConfig(Section):
@@ -141,16 +164,13 @@ def kept_steps_are_saved(subject: Subject) -> Iterator[Problem]:
     checkpoint = subject.config.checkpoint
     if checkpoint.keep_every is None:
         return
-    if checkpoint.interval is None or checkpoint.keep_every % checkpoint.interval:
+    every = checkpoint.every
+    if every is None or checkpoint.keep_every % every:
         yield subject.problem(
             "checkpoint.keep_every",
-            f"must be a multiple of checkpoint.interval = {checkpoint.interval}: other steps are never saved, so none of them "
-            "would be kept",
-            {
-                "checkpoint.keep_every": (
-                    [None] if checkpoint.interval is None else multiples(checkpoint.interval, checkpoint.keep_every)
-                )
-            },
+            f"must be a multiple of checkpoint.interval = {checkpoint.interval or 'null'}: other steps are never saved, so none of "
+            "them would be kept",
+            {"checkpoint.keep_every": [None] if every is None else multiples(every, checkpoint.keep_every)},
         )
 
 
@@ -169,10 +189,11 @@ def accepted_fields_exist(subject: Subject) -> Iterator[Problem]:
 
 def rollback_has_a_checkpoint(subject: Subject) -> Iterator[Problem]:
     config = subject.config
-    if config.resilience.on_nonfinite == "rollback" and config.checkpoint.interval is None:
+    if config.resilience.on_nonfinite == "rollback" and config.checkpoint.every is None:
         yield subject.problem(
             "resilience.on_nonfinite",
-            "goes back to a checkpoint, but checkpoint.interval = null saves none: the first bad step would end the run",
+            f"goes back to a checkpoint, but checkpoint.interval = {config.checkpoint.interval or 'null'} saves none on the way: "
+            "the first bad step would end the run",
             {"resilience.on_nonfinite": ["stop", "skip"], "checkpoint.interval": [100]},
         )
 

@@ -38,11 +38,11 @@ def stages_follow_each_other(subject: Subject) -> Iterator[Problem]:
 def stages_can_change(subject: Subject) -> Iterator[Problem]:
     """Yield a problem for each field that stages cannot do with."""
     config, stages = subject.config, run_stages(subject.config)
-    if len(config.stages) > 1 and config.checkpoint.interval is None:
+    if len(config.stages) > 1 and not config.checkpoint.saves:
         yield subject.problem(
             "checkpoint.interval",
-            "must be given in a run of several stages: at its edge a stage is saved, and the next one begins from there",
-            {"checkpoint.interval": [1000]},
+            "saves nothing, and a run of several stages is saved at the edge of each: the next one begins from there",
+            {"checkpoint.interval": [None, 1000]},
         )
     sizes = {stage.tokens_per_step for stage in stages}
     if len(sizes) > 1:

@@ -189,7 +189,7 @@ class RunDirectory:
                 return run
             for folder in (run.path, run.path / LOGS):
                 try_to_write(folder)
-        if config.checkpoint.interval is not None:
+        if config.checkpoint.saves:
             folder = run.checkpoints(config).path
             with _explaining_checkpoints(folder):
                 try_to_write(folder)
@@ -228,7 +228,7 @@ class RunDirectory:
         """Lock the folder of checkpoints against other runs, which may name it by `checkpoint.dir`."""
         folder = self.checkpoints(config).path
         with _explaining_checkpoints(folder):
-            if config.checkpoint.interval is not None:
+            if config.checkpoint.saves:
                 folder.mkdir(parents=True, exist_ok=True)
             if folder.exists():
                 self._locks.append(FolderLock(folder, "name another folder by checkpoint.dir"))

@@ -69,7 +69,7 @@ def _called_bytes(op: str, size: int, wire: int) -> int:
 def folders(config: Config) -> Mapping[str, Path]:
     """Return the folders that the run writes to, by the key that names them."""
     found = {RUNS_DIR: Path(config.runtime.runs_dir)}
-    if config.checkpoint.interval is not None and config.checkpoint.dir is not None:
+    if config.checkpoint.saves and config.checkpoint.dir is not None:
         found[CHECKPOINT_DIR] = Path(config.checkpoint.dir)
     if not config.data.synthetic and config.data.cache_dir is not None:
         found["data.cache_dir"] = Path(config.data.cache_dir)
@@ -86,7 +86,7 @@ def data_files(config: Config) -> list[Path]:
 
 def needs(config: Config, backend: str) -> Needs:
     """Return the needs of the run. Each node builds an index cache for itself, so it need not be shared."""
-    saves = config.checkpoint.interval is not None
+    saves = config.checkpoint.saves
     saved_to = CHECKPOINT_DIR if config.checkpoint.dir is not None else RUNS_DIR
     # A checkpoint holds every state kind of each parameter in the accumulation dtype.
     numel = num_parameters(config.model)

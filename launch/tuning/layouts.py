@@ -144,7 +144,7 @@ def write_config(
     tree["optimizer"] |= CONSTANT_RATE
     # One line at the end, whose split is of all steps but the first.
     tree["telemetry"] = {"log_interval": num_steps, "peak_tflops": asked.telemetry.peak_tflops}
-    tree["checkpoint"] = {}
+    tree["checkpoint"] = {"interval": "never"}
     tree["runtime"] |= {"runs_dir": str(folder), "name": name}
     written = folder / f"{name}.yaml"
     written.write_text(yaml.safe_dump(tree), encoding="utf-8")

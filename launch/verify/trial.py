@@ -111,7 +111,7 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         tree["precision"]["fp8"]["backend"] = "emulated"
     if tree["precision"]["dtype"] in WIDER and "eps" in OPTIMIZERS[optimizer.name].fields:
         tree["optimizer"]["eps"] = NARROW_EPS
-    tree["checkpoint"] = {}
+    tree["checkpoint"] = {"interval": "never"}
     tree["telemetry"] = {}
     one = deepcopy(tree) | {
         "parallel": tree["parallel"] | ONE_PROCESS,

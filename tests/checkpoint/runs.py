@@ -71,8 +71,8 @@ class Trace:
 
 
 def engine_of(rank: int, case: Case, checkpoint: dict[str, Any]) -> Engine:
-    """One rank's engine of a layout, from initial weights."""
-    config = Config.model_validate(case.config().model_dump() | {"checkpoint": checkpoint})
+    """One rank's engine of a layout, from initial weights; it saves nothing unless `checkpoint` says so."""
+    config = Config.model_validate(case.config().model_dump() | {"checkpoint": {"interval": "never"} | checkpoint})
     topology = Topology(
         RankGrid(parallel_sizes(config)),
         rank,

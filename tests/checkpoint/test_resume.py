@@ -62,6 +62,7 @@ def test_a_resumed_run_equals_the_undisturbed_one_to_the_bit(layout: str, dtype:
         assert first.fingerprints | second.fingerprints == whole.fingerprints
         assert second.fingerprints[NUM_BEFORE] == first.fingerprints[NUM_BEFORE]
     assert len({str(state) for state in straight[0].fingerprints.values()}) == len(LOOK_AT), "steps change the state"
+    assert not (tmp_path / "straight").exists(), "checkpoint.interval=never saves nothing, the last step neither"
 
 
 def test_written_while_training_waits_is_the_same_checkpoint(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ Triaxis: gpt_tiny                               Finished: 300 steps in 3:12
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.config.activations import RecomputeConfig
 from engine.config.context_parallel import gathers_keys, method_line
@@ -22,6 +23,8 @@ from engine.telemetry.outlets.format import compact, duration
 from engine.telemetry.record.flops import attention_share, convention, cost_of_cp_imbalance, cost_of_imbalance
 from engine.telemetry.record.metrics import Meter
 from engine.telemetry.record.parameters import comparison
+
+NOTHING = "nothing (checkpoint.interval=never): the weights end with the run"
 
 LEAST_IMBALANCE = 0.01
 """Share of a step's FLOPs from which unequal documents are worth a line."""
@@ -79,9 +82,18 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
             "results",
             f"{directory.path}/ (config.yaml, metrics.jsonl, events/, logs/{directory.rank_log(0).parent.name}/)",
         ),
+        ("saves", _saves(start.config, directory)),
     ]
     report.block(f"Triaxis: {directory.path.name}{attempt}", rows)
     report.say()
+
+
+def _saves(config: Config, directory: RunDirectory) -> str:
+    """Describe what the run saves, and where."""
+    if not config.checkpoint.saves:
+        return NOTHING
+    every = "" if config.checkpoint.every is None else f"every {config.checkpoint.every:,} steps, "
+    return f"{every}the last step and a stop, in {directory.checkpoints(config).path}/"
 
 
 def _documents(start: Start) -> Iterator[tuple[str, str]]:
@@ -155,6 +167,7 @@ class End:
         entropies: nats per token of simple models of the corpus, by name; may be empty.
         text: what the model wrote, and None where it was not asked.
         prompt: what the text continues.
+        saved: the checkpoint of the last step; None: the run saves nothing.
     """
 
     steps: int
@@ -162,6 +175,7 @@ class End:
     loss: float | None
     val_loss: float | None
     entropies: Mapping[str, float]
+    saved: Path | None
     prompt: str = ""
     text: str | None = None
 
@@ -172,6 +186,7 @@ def show_end(report: Report, directory: RunDirectory, end: End) -> None:
     if end.text is not None:
         rows += [("prompt", end.prompt.expandtabs(4)), ("it writes", end.text.expandtabs(4).rstrip())]
     rows.append(("results", f"{directory.path}/ (metrics.jsonl: one object per step; events/, config.yaml, logs/)"))
+    rows.append(("saved", NOTHING if end.saved is None else f"in {end.saved}"))
     report.say()
     in_attempt = f" of training in attempt {directory.attempt}" if directory.attempt else " of training"
     report.block(f"Finished: {end.steps:,} steps, {duration(end.seconds)}{in_attempt}", rows)

@@ -120,12 +120,12 @@ def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: Resu
 
 
 def say_stopped(
-    telemetry: Telemetry, stop: Stop, step: int, *, is_saved: bool, peak_memory_bytes: Sequence[int] = ()
+    telemetry: Telemetry, stop: Stop, step: int, *, saved: Path | None, peak_memory_bytes: Sequence[int] = ()
 ) -> None:
     """Report that the run ends after step `step` (from 1) because all ranks agreed to.
 
     Args:
-        is_saved: whether the run saves at all.
+        saved: the checkpoint of that step; None: the run saves nothing.
         peak_memory_bytes: the most that each rank held.
     """
     kind: EventKind = "stage_ended" if stop is Stop.NEXT_STAGE else "stopped"
@@ -134,8 +134,8 @@ def say_stopped(
         telemetry.say(f"the stage ends with step {step:,} and is saved; the next one begins", "green")
         return
     rest = (
-        "the same command goes on from there"
-        if is_saved
-        else "nothing is saved (checkpoint.interval=null), so the same command starts at step 0 again"
+        "nothing is saved (checkpoint.interval=never), so the same command starts at step 0 again"
+        if saved is None
+        else f"saved in {saved}; the same command goes on from there"
     )
     telemetry.say(f"{stop.value}: stopped after step {step:,}; {rest}", "yellow")

@@ -39,7 +39,7 @@ def config_to_check(config: Config, *, small: bool) -> Config:
     # Lengths of a run that was planned in other samples.
     as_a_run(tree, 2)
     tree["optimizer"] |= CONSTANT_RATE
-    tree["checkpoint"], tree["telemetry"] = {}, {}
+    tree["checkpoint"], tree["telemetry"] = {"interval": "never"}, {}
     # A kernel of a GPU does not run here. It has the same inputs and outputs on the same stream.
     tree["kernels"] = {"attention": "explicit" if config.kernels.attention == "explicit" else "auto"}
     return checked(tree)

@@ -9,8 +9,8 @@ BAD_STAGES: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         ["stages.1.name = main", "two stages"],
     ),
     "an edge that is not saved": (
-        ["train.steps=null", "checkpoint.interval=null", "stages=[{name: main, until: 5k}, {name: more, until: 9k}]"],
+        ["train.steps=null", "checkpoint.interval=never", "stages=[{name: main, until: 5k}, {name: more, until: 9k}]"],
         {},
-        ["checkpoint.interval = null", "several stages", "checkpoint.interval = 1000"],
+        ["checkpoint.interval = never", "several stages", "checkpoint.interval = null or 1000"],
     ),
 }

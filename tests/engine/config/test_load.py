@@ -239,6 +239,12 @@ def test_names_that_yaml_does_not_read_as_text_are_refused_by_name(tmp_path: Pat
         ("parallel.tp=0", ["parallel.tp = 0", "greater than 0"]),
         ("parallel.tp=on", ["parallel.tp = True", "yes or no"]),
         ("parallel.tp=1.5", ["parallel.tp = 1.5", "integer"]),
+        (
+            "checkpoint.interval=nver",
+            ["interval = 'nver'", "such as 1000 or 1k, null (the last step and a stop), or never"],
+        ),
+        ("checkpoint.interval=0", ["checkpoint.interval = 0", "or never"]),
+        ("checkpoint.interval=no", ["checkpoint.interval = False", "or never"]),
         ("optimizer.warmup_steps=-1", ["at least 0"]),
         ("optimizer.beta1=1.0", ["less than 1"]),
         ("optimizer.lr=.inf", ["optimizer.lr", "finite"]),
@@ -371,6 +377,16 @@ def test_what_is_written_reads_back_equal(
     path = tmp_path_factory.mktemp("yaml") / "c.yaml"
     path.write_text(to_yaml(changed, describe=describe), encoding="utf-8")
     assert load_config(path) == changed
+
+
+@pytest.mark.parametrize(
+    ("interval", "saves", "every", "in_background"),
+    [("null", True, None, False), ("never", False, None, False), ("1k", True, 1000, True)],
+)
+def test_what_an_interval_means(base: Path, interval: str, saves: bool, every: int | None, in_background: bool) -> None:
+    """A save at the end alone has no training to hide behind, so it needs no copy of the state in host memory."""
+    checkpoint = load_config(base, [f"checkpoint.interval={interval}"]).checkpoint
+    assert (checkpoint.saves, checkpoint.every, checkpoint.in_background) == (saves, every, in_background)
 
 
 def test_a_described_config_says_what_each_field_means(base: Path) -> None:

@@ -129,8 +129,8 @@ class Trace:
 
 
 def config_of(case: Case, sections: dict[str, dict[str, Any]]) -> Config:
-    """The case's configuration with fields of some sections changed."""
-    tree = case.config().model_dump()
+    """The case's configuration with fields of some sections changed; it saves nothing unless they say so."""
+    tree = case.config().model_dump() | {"checkpoint": {"interval": "never"}}
     return Config.model_validate(tree | {name: tree[name] | fields for name, fields in sections.items()})
 
 

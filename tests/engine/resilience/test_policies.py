@@ -182,6 +182,7 @@ def test_a_loss_above_its_limit_is_left_out_whenever_the_run_saves(tmp_path: Pat
         assert trace.num_updates == 13
         ends.append((message, trace.fingerprint, trace.history.losses))
     assert ends[0] == ends[1]
+    assert [folder.name for folder in (tmp_path / "0").glob("step_*")] == ["step_00000014"], "null saves the end alone"
     # What the limit depends on is saved: a run that was cut before the spike sees it too.
     shutil.rmtree(tmp_path / "1" / "step_00000014")
     shutil.rmtree(tmp_path / "1" / "step_00000012")

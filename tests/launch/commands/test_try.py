@@ -142,7 +142,7 @@ def test_the_short_run_needs_and_leaves_nothing(tmp_path: Path) -> None:
     assert (config.train.steps, config.train.tokens, config.train.eval_interval) == (4, None, None)
     assert (config.optimizer.warmup_steps, config.optimizer.decay_steps, config.optimizer.lr) == (0, None, 3e-3)
     assert config.data.synthetic and config.data.train == []
-    assert (config.checkpoint.interval, config.checkpoint.load) == (None, None)
+    assert (config.checkpoint.interval, config.checkpoint.load) == ("never", None)
     assert (config.telemetry.wandb, config.telemetry.tensorboard, config.telemetry.sample_tokens) == (None, False, 0)
     assert config.runtime.runs_dir == str(tmp_path) and config.parallel.tp == 4
 

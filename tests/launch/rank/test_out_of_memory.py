@@ -26,7 +26,7 @@ def test_a_run_that_needs_too_much_ends_with_a_table(tmp_path: Path) -> None:
     """The scores of one layer are 512 GiB, which no machine hands out; the exit code says that trying again is no use."""
     overrides = ("data.synthetic=true", "model.seq_length=131072", "kernels.attention=explicit", "train.steps=20")
     batch = ("train.global_batch_size=4", "train.micro_batch_size=2")
-    silent = ("train.eval_interval=null", "telemetry.sample_tokens=0", "checkpoint.interval=null")
+    silent = ("train.eval_interval=null", "telemetry.sample_tokens=0", "checkpoint.interval=never")
     said = run(tmp_path, *PRETRAIN, CONFIG, *overrides, *batch, *silent, TP="1", PP="2", VPP="1", DP="1")
     assert said.exit_code == 2
     everything = said.out + said.err

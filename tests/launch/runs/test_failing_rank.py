@@ -28,7 +28,7 @@ CONFIG = (
     str(ROOT / "configs" / "gpt_tiny.yaml"),
     *("data.synthetic=true", "train.steps=1000", "train.eval_interval=null", "model.seq_length=16"),
     *("parallel.tp=1", "parallel.pp=2", "parallel.vpp=1", "parallel.dp=2", "parallel.sequence_parallel=false"),
-    *("checkpoint.interval=null", "telemetry.sample_tokens=0"),
+    *("checkpoint.interval=never", "telemetry.sample_tokens=0"),
 )
 WORLD_SIZE = 4
 MISTAKE = 2

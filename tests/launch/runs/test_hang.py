@@ -23,7 +23,7 @@ ENDLESS = (
     "train.steps=100000",
     "train.eval_interval=null",
     "telemetry.sample_tokens=0",
-    "checkpoint.interval=null",
+    "checkpoint.interval=never",
     f"runtime.hang_seconds={HANG_SECONDS}",
 )
 

@@ -28,7 +28,7 @@ WORLDS = (64, 256, 2048)
 CONFIG = """
 model: {num_layers: 4, hidden_size: 64, num_attention_heads: 8, ffn_hidden_size: 128, seq_length: 16, vocab_size: 257}
 telemetry: {log_interval: 2}
-checkpoint: {interval: null}
+checkpoint: {interval: never}
 """
 BETWEEN_LINES = 2
 ROW = 16 + BETWEEN_LINES * (6 + 2 * 2 * MICROBATCHES)

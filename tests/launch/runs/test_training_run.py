@@ -47,7 +47,7 @@ SHORTER = (f"train.steps={NUM_STEPS}", *FASTER, "telemetry.sample_tokens=16", "c
 """Command 1 for the CI tier."""
 
 ONE_PROCESS = {"TP": "1", "PP": "1", "VPP": "1", "DP": "1"}
-ONLY_STEPS = ("train.eval_interval=null", "telemetry.sample_tokens=0", "checkpoint.interval=null")
+ONLY_STEPS = ("train.eval_interval=null", "telemetry.sample_tokens=0", "checkpoint.interval=never")
 
 BETTER_THAN_UNIGRAM = 0.95
 MUCH_BETTER_THAN_UNIGRAM = 0.8

@@ -131,7 +131,7 @@ def test_a_pipe_in_the_place_of_the_history_is_not_waited_for(tmp_path: Path) ->
         # Preempted three times before a step was made: the scheduler's doing, no sign of a broken run.
         ([(Outcome.STOPPED, 0, 0)] * 3, 0),
         ([(Outcome.FAILED, 5, 5), (Outcome.STOPPED, 5, 5), (None, 5, None), (Outcome.FAILED, 5, 5)], 2),
-        # It ends as it should every time, and saves nothing: checkpoint.interval=null under a time limit.
+        # It ends as it should every time, and saves nothing: checkpoint.interval=never under a time limit.
         ([(Outcome.PREEMPTED, 0, 0)] * 3, 3),
     ],
 )

@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -140,15 +141,32 @@ def test_a_model_that_lost_a_layer_is_not_hidden(make_config: Callable[..., Conf
 def test_the_summary_has_the_losses_the_text_and_the_place(run: RunDirectory) -> None:
     screen = io.StringIO()
     report = Report(30, 10, terminal=screen, log=None, show_mfu=False)
-    show_end(report, run, End(300, 75.0, 1.9, 2.1, {"uniform": 5.5}, "def ", "f(x):\n\treturn x\n\n"))
+    saved = run.path / "checkpoints" / "step_00000300"
+    show_end(report, run, End(300, 75.0, 1.9, 2.1, {"uniform": 5.5}, saved, "def ", "f(x):\n\treturn x\n\n"))
     text = screen.getvalue()
     assert "Finished: 300 steps, 1:15 of training" in text
     assert text.index("uniform") < text.index("validation loss") < text.index("training loss")
     assert "f(x):\n" in text and "    return x\n" in text and str(run.path) in text
-    assert "prompt" not in _end_without_text(run)
+    assert rows(screen)["saved"] == f"in {saved}"
+    without = _end_without_text_and_checkpoint(run)
+    assert "prompt" not in without and without["saved"].startswith("nothing (checkpoint.interval=never)")
 
 
-def _end_without_text(run: RunDirectory) -> str:
+def _end_without_text_and_checkpoint(run: RunDirectory) -> dict[str, str]:
     screen = io.StringIO()
-    show_end(Report(30, 10, terminal=screen, log=None, show_mfu=False), run, End(1, 1.0, None, None, {}))
-    return screen.getvalue()
+    show_end(Report(30, 10, terminal=screen, log=None, show_mfu=False), run, End(1, 1.0, None, None, {}, None))
+    return rows(screen)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "said"),
+    [
+        ({}, "the last step and a stop, in {run}/checkpoints/"),
+        ({"interval": 1000, "dir": "/disk/demo"}, "every 1,000 steps, the last step and a stop, in /disk/demo/"),
+        ({"interval": "never"}, "nothing (checkpoint.interval=never): the weights end with the run"),
+    ],
+)
+def test_the_banner_says_what_is_saved_and_where(
+    make_config: Callable[..., Config], run: RunDirectory, checkpoint: dict[str, Any], said: str
+) -> None:
+    assert start_rows(make_config(checkpoint=checkpoint), run)["saves"] == said.format(run=run.path)
