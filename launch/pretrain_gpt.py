@@ -32,7 +32,7 @@ from engine.data.corpus.tokenizers import load_tokenizer
 from engine.data.datasets import Datasets, open_run_datasets, unbroken_corpora
 from engine.data.document_statistics import DocumentStatistics
 from engine.data.loader import Batches
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, DataError
 from engine.resilience.guard import Guard
 from engine.resilience.rollback import Rollback
 from engine.run.directory import RunDirectory
@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         directory = open_directory(rank, stem, from_scratch=from_scratch, is_first_start=first)
         if directory.finished is not None:
             if rank.number == 0:
-                print(directory.finished_message())
+                print(directory.finished_message(rank.config))
             return 0
         log = rank_log(directory.rank_log(rank.number), show=rank.number == 0)
         with log as streams, _printing_errors(), closing(Watchers(rank, directory)) as watchers:
@@ -283,21 +283,34 @@ def _report(
 ) -> None:
     """Report the end of the run, after `seconds` of training; a run that has finished also writes its sample text."""
     engine, directory, telemetry, valid = attempt.engine, attempt.directory, attempt.telemetry, attempt.datasets.valid
-    config, steps = engine.config, engine.plan.num_steps
+    config, plan, loss, val_loss = engine.config, engine.plan, observer.loss, observer.val_loss
     telemetry.flush()
     held = peak_memory_of_ranks(engine.topology)
+    step = plan.num_steps if stopped is None else plan.stage.step_after(consumed_samples)
+    saved = directory.checkpoints(config).step_folder(step) if config.checkpoint.saves else None
     if stopped is not None:
-        step = engine.plan.stage.step_after(consumed_samples)
-        saved = directory.checkpoints(config).step_folder(step) if config.checkpoint.saves else None
         say_stopped(telemetry, stopped, step, saved=saved, peak_memory_bytes=held)
         return
-    prompt, text = write_sample(engine, valid, attempt.stop) if valid is not None else ("", None)
     if telemetry.report is not None:
-        saved = directory.checkpoints(config).step_folder(steps) if config.checkpoint.saves else None
-        end = End(steps, seconds, observer.loss, observer.val_loss, corpus_entropies(config), saved, prompt, text)
-        show_end(telemetry.report, directory, end)
-        telemetry.event("finished", steps=steps, loss=observer.loss, val_loss=observer.val_loss, peak_memory_bytes=held)
-        directory.finish(steps=steps, loss=observer.loss, val_loss=observer.val_loss)
+        telemetry.event("finished", steps=step, loss=loss, val_loss=val_loss, peak_memory_bytes=held)
+        directory.finish(steps=step, loss=loss, val_loss=val_loss)
+    prompt, text, entropies = "", None, dict[str, float]()
+    with _summarizing(telemetry):
+        if valid is not None:
+            prompt, text = write_sample(engine, valid, attempt.stop)
+    if telemetry.report is not None:
+        with _summarizing(telemetry):
+            entropies = corpus_entropies(config)
+        show_end(telemetry.report, directory, End(step, seconds, loss, val_loss, entropies, saved, prompt, text))
+
+
+@contextmanager
+def _summarizing(telemetry: Telemetry) -> Iterator[None]:
+    """Report data that a part of the summary cannot be made of: the run has finished and is saved, so it ends as such."""
+    try:
+        yield
+    except (DataError, OSError) as error:
+        telemetry.say(f"a part of the summary is missing: {error}", "yellow")
 
 
 if __name__ == "__main__":

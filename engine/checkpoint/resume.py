@@ -20,7 +20,8 @@ from engine.checkpoint.format.fingerprint import to_text
 from engine.checkpoint.format.manifest import Ancestor, Manifest, TrainingState, parse_manifest
 from engine.checkpoint.format.store import fingerprints
 from engine.checkpoint.history import RunHistory, read_history
-from engine.checkpoint.resume_rules import ABSENT, changes, refuse, refuse_other_past
+from engine.checkpoint.resume_rules import ABSENT, accepting, changes, refuse, refuse_other_past
+from engine.checkpoint.schedule_change import schedule_change
 from engine.checkpoint.shards import LoadWhat, fingerprint, loaded_kinds, restore, saved_numel
 from engine.comm.texts import announce, gather_text
 from engine.config.groups import is_frozen_by
@@ -43,7 +44,7 @@ class ResumePoint:
         source: the loaded checkpoint; None: initial weights.
         loaded: the loaded part of it.
         lineage: its ancestors, for its own checkpoints.
-        differences: differing layout and accepted fields, to be printed.
+        differences: differing layout and accepted fields, and what they change, to be printed.
         passed_over: problems of newer checkpoints that could not be used.
         history: earlier faults of the run, and the samples that it skips.
     """
@@ -219,6 +220,7 @@ def _resume_point(
         _check_stage(engine, chosen.folder, state)
         differences += layout_differences(manifest.layout, describe_layout(engine))
         differences += [str(change) for change in changes(manifest.config, engine.config) if change.verdict == "meant"]
+        differences += schedule_change(manifest.config, engine.config, state.consumed_tokens)
         differences += _average_differences(engine, manifest)
         differences += _frozen_differences(engine, candidate)
         differences += _data_differences(candidate, data, engine.config.checkpoint.accept)
@@ -311,7 +313,7 @@ def _data_differences(candidate: Candidate, data: dict[str, str], accept: Sequen
         raise CheckpointError(
             f"{candidate.folder}: the training data are not those it was trained on: the fingerprint of {', '.join(differed)} "
             "differs though the names are the same. Samples would be repeated or left out silently. Restore the "
-            "corpora, or, if the change is meant: checkpoint.accept=[data]"
+            f"corpora, or, if the change is meant: {accepting([*accept, 'data'])}"
         )
     return [f"{part}: other data (accepted)" for part in differed]
 

@@ -8,6 +8,7 @@ Silent changes of settings make losses jump, so every difference is one of the t
 (`engine.config.section.OnResume`).
 """
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
+from engine.config.plan import planned_steps, planned_tokens
 from engine.config.section import Section, Verdict
 from engine.config.stages import STAGE_FIELDS, fields_of, past_differs
 from engine.config.tree import Config, resume_verdict
@@ -68,6 +70,26 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
         if was != now and not is_section:
             found.append(Change(key, was, now, verdict))
     return found
+
+
+def lengthening(config: Config, num_steps: int) -> str:
+    """Return the words of a command under which a run that has made `num_steps` steps makes as many again."""
+    accept = list(config.checkpoint.accept)
+    tokens, steps = planned_tokens(config), planned_steps(config)
+    if config.stages:
+        key, words = "stages", "a larger `until` of its last stage and"
+    elif config.train.tokens is not None and tokens and steps:
+        key, words = "train.tokens", f"train.tokens={2 * num_steps * (tokens // steps)}"
+    else:
+        key, words = "train.steps", f"train.steps={2 * num_steps}"
+    if resume_verdict(config, key) == "meant" and not _covered(key, accept):
+        accept.append(key)
+    return f"{words} {accepting(accept)}" if accept else words
+
+
+def accepting(names: Sequence[str]) -> str:
+    """Return the word that accepts differences of these fields, quoted: some shells take brackets for a pattern of files."""
+    return shlex.quote(f"checkpoint.accept=[{','.join(names)}]")
 
 
 def refuse_other_past(there: Mapping[str, Any], config: Config, consumed_tokens: int, source: str) -> None:
@@ -127,8 +149,8 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
             )
             lines.append("  until the tokens that are consumed, and give the next one the new value.)")
     if unmeant:
-        names = ", ".join([*accept, *(change.key for change in unmeant)])
-        lines.append(f"These change what is trained. If they are meant: checkpoint.accept=[{names}]")
+        word = accepting([*accept, *(change.key for change in unmeant)])
+        lines.append(f"These change what is trained. If they are meant: {word}")
         lines += _listed(unmeant)
     raise CheckpointError(f"{source} has another configuration.\n" + "\n".join(lines))
 

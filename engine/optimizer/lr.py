@@ -12,8 +12,9 @@ A pure function of the tokens: a resumed run, another layout, or another batch s
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
-from engine.config.training import OptimizerConfig
+from engine.config.training import DECAYS, OptimizerConfig
 
 SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
@@ -38,16 +39,33 @@ def learning_rate(consumed_tokens: int, step_tokens: int, optimizer: OptimizerCo
     warmup = warmup_tokens(optimizer, step_tokens)
     if consumed_tokens < warmup:
         return optimizer.lr * min(1.0, (consumed_tokens + step_tokens) / warmup)
-    if optimizer.lr_schedule in ("cosine", "linear"):
-        end = num_tokens if optimizer.decay_steps is None else optimizer.decay_steps * step_tokens
-        return _fallen(optimizer.lr, optimizer.min_lr, optimizer.lr_schedule, consumed_tokens - warmup, end - warmup)
-    if optimizer.cooldown_tokens is None:
+    fall = fall_of(optimizer, step_tokens, num_tokens)
+    if fall is None:
         return _undecayed(consumed_tokens, optimizer, max(warmup, step_tokens))
-    start = num_tokens - optimizer.cooldown_tokens
-    rate = _undecayed(min(consumed_tokens, start), optimizer, max(warmup, step_tokens))
+    done, length = consumed_tokens - fall.start, fall.end - fall.start
+    if optimizer.lr_schedule in DECAYS:
+        return _fallen(optimizer.lr, optimizer.min_lr, fall.shape, done, length)
+    rate = _undecayed(min(consumed_tokens, fall.start), optimizer, max(warmup, step_tokens))
     # An inverse root may be below min_lr by then, and stays there.
-    floor = min(rate, optimizer.min_lr)
-    return _fallen(rate, floor, optimizer.cooldown_shape, consumed_tokens - start, optimizer.cooldown_tokens)
+    return _fallen(rate, min(rate, optimizer.min_lr), fall.shape, done, length)
+
+
+class Fall(NamedTuple):
+    """The fall of the rate to `min_lr`: its form in `SHAPES`, and the tokens at its start and its end."""
+
+    shape: str
+    start: int
+    end: int
+
+
+def fall_of(optimizer: OptimizerConfig, step_tokens: int, num_tokens: int) -> Fall | None:
+    """Return the fall of a schedule, with the arguments of `learning_rate`; None: the rate does not fall to `min_lr`."""
+    if optimizer.lr_schedule in DECAYS:
+        end = num_tokens if optimizer.decay_steps is None else optimizer.decay_steps * step_tokens
+        return Fall(optimizer.lr_schedule, warmup_tokens(optimizer, step_tokens), end)
+    if optimizer.cooldown_tokens is None:
+        return None
+    return Fall(optimizer.cooldown_shape, num_tokens - optimizer.cooldown_tokens, num_tokens)
 
 
 def warmup_tokens(optimizer: OptimizerConfig, step_tokens: int) -> int:

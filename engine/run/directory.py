@@ -31,6 +31,7 @@ from typing import Any
 
 from engine.checkpoint.directory import CHECKPOINTS, CONFIG, CheckpointDirectory
 from engine.checkpoint.lock import FolderLock
+from engine.checkpoint.resume_rules import lengthening
 from engine.config.load import to_yaml
 from engine.config.run import name_problems
 from engine.config.telemetry import ProfileConfig
@@ -341,15 +342,23 @@ class RunDirectory:
             write_atomically(self.path / FINISHED, [(json.dumps(results, indent=2) + "\n").encode()])
         self.finished = results
 
-    def finished_message(self) -> str:
-        """Return the message of a second start of a finished run: its results, and how to start another."""
+    def finished_message(self, config: Config) -> str:
+        """Return the message of a second start of a finished run: its results, and how to start another.
+
+        Args:
+            config: of this start.
+        """
         assert self.finished is not None, "only a finished run has this message"
         results = ", ".join(f"{key} {_short(value)}" for key, value in self.finished.items() if value is not None)
+        longer = "nothing was saved, so it cannot go on"
+        if self.has_saved:
+            words = lengthening(config, self.finished.get("steps", 1))
+            longer = f"the same command with {words} (in place of its own) goes on from the newest checkpoint"
         return (
             f"The run {self.path.name} is finished ({results}); nothing was started.\n"
             f"  results      {self.path}/ (metrics.jsonl, events/, logs/)\n"
             f"  another one  RUN_NAME={next_name(self.path)} and the same command\n"
-            f"  longer       the same command with a larger train.steps goes on from the last checkpoint, if one was saved\n"
+            f"  longer       {longer}\n"
             f"  from zero    the same command with --from-scratch"
         )
 

@@ -31,7 +31,7 @@ def look_before_training(config: Config, config_path: Path, *, from_scratch: boo
     name = run_name(config, config_path.stem, os.environ)
     finished = RunDirectory.look(config, config.runtime.runs_dir, name, from_scratch=from_scratch)
     if finished is not None:
-        return finished.finished_message()
+        return finished.finished_message(config)
     if not config.data.synthetic:
         stages = [at_stage(config, stage["name"]).data for stage in config.stages] or [config.data]
         for prefix in dict.fromkeys(prefix for data in stages for _, prefix in [*data.train, *(data.valid or [])]):

@@ -80,7 +80,7 @@ def test_any_layout_resumes_the_average_to_the_bit(saves: Case, resumes: Case, t
 def test_an_average_starts_as_the_loaded_weights_where_none_was_saved(tmp_path: Path) -> None:
     load = {"load": str(saved(tmp_path, WITHOUT))}
     with pytest.raises(
-        CheckpointError, match=r"(?s)checkpoint.accept=\[optimizer.ema.decay\]\n  optimizer.ema.decay: absent there"
+        CheckpointError, match=r"(?s)checkpoint.accept=\[optimizer.ema.decay\]'\n  optimizer.ema.decay: absent there"
     ):
         begin(0, WITH, str(tmp_path / "other"), load)
     _, told = begin(0, WITH, str(tmp_path / "other"), load | {"accept": ["optimizer.ema"]})

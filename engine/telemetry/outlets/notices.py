@@ -114,7 +114,7 @@ def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: Resu
         )
     if beginning.differences:
         telemetry.say(
-            "  differs from what was saved, so equal to rounding, not to the bit: " + "; ".join(beginning.differences)
+            "  differs from what was saved, so it is not equal to the bit: " + "; ".join(beginning.differences)
         )
     telemetry.say()
 

@@ -1,11 +1,13 @@
 """The run directory over the life of a run: first start, restarts, another config, a second start of a finished run."""
 
 import errno
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from engine.config.load import load_config
 from engine.config.tree import Config
@@ -108,6 +110,36 @@ def test_a_finished_run_goes_on_for_more_steps_only_from_a_checkpoint(make_confi
     assert not (again.path / "finished").exists()
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "train", "words"),
+    [
+        ({}, {}, "train.steps=60 'checkpoint.accept=[data,train.steps]'"),
+        ({}, {"steps": None, "tokens": 3840}, "train.tokens=7680 'checkpoint.accept=[data,train.tokens]'"),
+        ({"decay_steps": 20}, {}, "train.steps=60 'checkpoint.accept=[data]'"),
+    ],
+)
+def test_a_finished_run_names_the_words_that_lengthen_it(
+    make_config: MakeConfig, tmp_path: Path, optimizer: dict[str, Any], train: dict[str, Any], words: str
+) -> None:
+    """Where the learning rate depends on the length, the change must be accepted."""
+    rest = {"optimizer": optimizer, "checkpoint": {"accept": ["data"]}}
+    train = {"steps": 30, "global_batch_size": 8, **train}
+    run = start(make_config(train=train, **rest), tmp_path)
+    run.mark_saved(tmp_path / "step_00000030", 30)
+    run.finish(steps=30, loss=1.0)
+    again = RunDirectory.look(make_config(train=train, **rest), tmp_path, "demo")
+    assert again is not None
+    assert f"the same command with {words} (in place of its own) goes on" in again.finished_message(
+        make_config(train=train, **rest)
+    )
+    tree: dict[str, Any] = {}
+    for word in shlex.split(words):
+        (section, key), value = word.split("=")[0].split("."), yaml.safe_load(word.partition("=")[2])
+        tree.setdefault(section, {})[key] = value
+    longer = make_config(train=train | tree["train"], optimizer=optimizer, checkpoint=tree["checkpoint"])
+    assert RunDirectory.look(longer, tmp_path, "demo") is None, "it starts"
+
+
 def test_from_scratch_moves_checkpoints_aside(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config()
     run = start(config, tmp_path)
@@ -156,13 +188,13 @@ def test_a_finished_run_says_so_and_is_left_alone(make_config: MakeConfig, tmp_p
     again = RunDirectory.create(config, tmp_path, "demo")
     assert again.finished == {"steps": 300, "loss": 1.23456, "val_loss": None}
     assert again.attempt == 0
-    message = again.finished_message()
-    assert "finished (steps 300, loss 1.2346)" in message
+    message = again.finished_message(config)
+    assert "finished (steps 300, loss 1.2346)" in message and "longer       nothing was saved" in message
     assert str(run.path) in message and "RUN_NAME=demo-2" in message
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 
     (tmp_path / "demo-2").mkdir()
-    assert "RUN_NAME=demo-3" in again.finished_message()
+    assert "RUN_NAME=demo-3" in again.finished_message(config)
 
 
 def test_two_runs_that_are_alive_do_not_share_a_directory(make_config: MakeConfig, tmp_path: Path) -> None:

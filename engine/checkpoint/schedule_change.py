@@ -1,0 +1,44 @@
+"""The learning rate of a run that goes on under another schedule, or to another length, than it was saved with (no torch here)."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from engine.config.plan import planned_tokens
+from engine.config.tree import Config
+from engine.optimizer.lr import Fall, fall_of, learning_rate
+
+
+def schedule_change(there: Mapping[str, Any], config: Config, consumed_tokens: int) -> Iterator[str]:
+    """Yield a line about the learning rate where it goes on otherwise than it was planned.
+
+    Args:
+        there: the saved configuration as JSON; nothing is compared where it is not whole (an import).
+        config: of the run that goes on.
+        consumed_tokens: so far.
+    """
+    try:
+        saved = Config.model_validate({key: value for key, value in there.items() if key != "format_version"})
+    except ValidationError:
+        return
+    tokens_there, tokens_here = planned_tokens(saved), planned_tokens(config)
+    if tokens_there is None or tokens_here is None:
+        return
+    # A step has as many tokens in both: only stages may change that, and then no length is given in steps.
+    step_tokens = config.train.global_batch_size * config.model.seq_length
+    falls = fall_of(saved.optimizer, step_tokens, tokens_there), fall_of(config.optimizer, step_tokens, tokens_here)
+    rate_there = learning_rate(consumed_tokens, step_tokens, saved.optimizer, tokens_there)
+    rate_here = learning_rate(consumed_tokens, step_tokens, config.optimizer, tokens_here)
+    unit, size = ("token", 1) if config.stages else ("step", step_tokens)
+    if falls[0] != falls[1]:
+        yield "learning rate: falls {} there, {} here".format(*(_in_words(fall, unit, size) for fall in falls))
+    if rate_there != rate_here:
+        yield f"learning rate of the next step: {rate_there:.3g} there, {rate_here:.3g} here"
+
+
+def _in_words(fall: Fall | None, unit: str, size: int) -> str:
+    """Describe a fall in units of `size` tokens."""
+    if fall is None:
+        return "never"
+    return f"from {unit} {fall.start // size:,} to {fall.end // size:,} ({fall.shape})"
