@@ -29,6 +29,7 @@ class Kind(StrEnum):
     CHANGED_FILE = "file that changed"
     UNREADABLE_FILE = "file that may not be read"
     DAMAGED_FILE = "damaged or truncated file"
+    OTHER_FORMAT = "file of a format that is not read"
     NOT_UTF8 = "text that is no UTF-8"
     NOT_UNICODE = "text with half a surrogate pair"
     NOT_JSON = "line that is no JSON"

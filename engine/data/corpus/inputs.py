@@ -2,7 +2,8 @@
 
 texts/a.txt      the file, whatever its ending
 'texts/**/*.md'  the files that match, whatever their endings; where folders alone match, the folders
-texts            files of the folder and those below it with an ending of READERS, without hidden ones
+texts            files of the folder and those below it with an ending of READERS, without hidden ones, and without a .json
+                 that is one object over several lines, as tokenizers, configs and records are
 """
 
 import glob
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.data.corpus.findings import OnBad
-from engine.data.corpus.readers import READERS
+from engine.data.corpus.readers import READERS, JsonForm, ending_of, json_form
 from engine.errors import DataError
 
 NAMES_SHOWN = 5
@@ -63,10 +64,18 @@ def _files_below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
         below[:] = [name for name in below if not name.startswith(".")]
         paths += [Path(above, name) for name in names if not name.startswith(".")]
     for path in sorted(paths, key=str):
-        if path.name.endswith(tuple(READERS)):
+        if _is_input(path):
             yield path
         else:
-            passed_over[path.suffix or path.name] += 1
+            passed_over[ending_of(path) or path.suffix or path.name] += 1
+
+
+def _is_input(path: Path) -> bool:
+    """Return true for a file that a folder gives."""
+    ending = ending_of(path)
+    if ending != ".json" or not os.access(path, os.R_OK):
+        return ending in READERS
+    return json_form(path) is not JsonForm.OBJECT
 
 
 def _refuse_unusable(files: Sequence[Path]) -> None:

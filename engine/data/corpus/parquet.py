@@ -39,6 +39,11 @@ class Parquet:
         if text_key not in schema.names:
             detail = f"has no column {text_key!r}, but {', '.join(map(repr, schema.names))}"
             findings.add(Kind.NO_FIELD, Place(path, detail=detail), RULE)
+        elif schema.names.count(text_key) > 1:
+            detail = f"has {schema.names.count(text_key)} columns {text_key!r}"
+            findings.add(
+                Kind.NO_FIELD, Place(path, detail=detail), f"Which of them holds the documents? Rename one. {RULE}"
+            )
         elif not _is_text(arrow, schema.field(text_key).type):
             detail = f"has the column {text_key!r}, but of {schema.field(text_key).type}, not of text"
             findings.add(Kind.NOT_TEXT, Place(path, detail=detail), RULE)

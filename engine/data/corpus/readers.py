@@ -2,25 +2,37 @@
 
     .txt (any other name)   one document                          a piece is the file
     .jsonl                  a document per line                   a piece is a range of bytes
-    .gz, .zst of both       the same, decompressed as a stream    a piece is the file
+    .json, .ndjson          the same, if the file holds lines     a piece is a range of bytes
+    .gz, .zst of these      the same, decompressed as a stream    a piece is the file
     .parquet                a document per row                    a piece is a row group
+    .csv, .tar, .xz, ..     refused by name: `other_formats.py`
 
-A new format is a class with `pieces` and `documents`, and its row here.
+Capitals in an ending count as small letters. A new format is a class with `pieces` and `documents`, and its row here.
 """
 
+import codecs
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
 from engine.data.corpus.findings import Findings, Kind, Place, Reading
+from engine.data.corpus.other_formats import REFUSED, lines_command
 from engine.data.corpus.parquet import Parquet
 from engine.data.corpus.pieces import InputFile, Piece
 from engine.data.corpus.streams import DamagedStreamError, Opener, Stream, open_gzip, open_plain, open_zstandard
 from engine.storage.json_text import parse_json
 
 DAMAGED = "What follows the damage cannot be read. Copy or download the file again."
-NOT_UTF8 = "Guessing would train on wrong characters. Convert it first (iconv -f latin1 -t utf-8), or leave it out."
+NOT_UTF8 = (
+    "Guessing would train on wrong characters. Convert it first (Latin-1: iconv -f latin1 -t utf-8), or leave it out."
+)
+BINARY = "It has zero bytes, so it is UTF-16 (iconv -f utf-16 -t utf-8) or no text at all. Convert it first, or leave it out."
+BOM = "\ufeff"
+"""The mark that Windows writes at the head of a file. It is no character of the text."""
+HEAD_BYTES = 2**16
+"""Bytes of a .json that show its form; a longer first line is taken for one of many."""
 
 
 class Reader(Protocol):
@@ -60,13 +72,13 @@ class WholeText:
         try:
             with self.open(path) as stream:
                 content = stream.content.read()
-            text = content.decode()
+            text = content.decode().removeprefix(BOM)
         except DamagedStreamError as error:
             place = Place(str(path), detail=f"is damaged or truncated ({error})")
             reading.add(Kind.DAMAGED_FILE, place, DAMAGED)
         except UnicodeDecodeError as error:
             detail = f"is no UTF-8 text: byte {error.start:,} is 0x{content[error.start]:02x}"
-            reading.add(Kind.NOT_UTF8, Place(str(path), detail=detail), NOT_UTF8)
+            reading.add(Kind.NOT_UTF8, Place(str(path), detail=detail), BINARY if b"\0" in content else NOT_UTF8)
         else:
             if text:
                 yield text
@@ -94,6 +106,7 @@ class JsonLines:
             reading.done_bytes = lambda: min(stream.raw.tell() - piece.start, piece.num_bytes)
             try:
                 for number, (at, line) in enumerate(self._lines(piece, stream), start=1):
+                    line = line.removeprefix(codecs.BOM_UTF8) if at == 0 else line
                     if line.strip():
                         place = Place(path, byte=at) if piece.start else Place(path, f"line {number:,}")
                         yield from _document(line, text_key, place, reading)
@@ -113,6 +126,49 @@ class JsonLines:
                 return
             yield at, line
             at += len(line)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonFile(JsonLines):
+    """A .json or .ndjson: lines of objects, as Megatron-LM takes them under this name, or another form, which is refused."""
+
+    def pieces(self, file: InputFile, text_key: str, step: int, findings: Findings) -> Iterator[Piece]:
+        form = json_form(file.path, self.open)
+        if form is JsonForm.LINES:
+            yield from JsonLines.pieces(self, file, text_key, step, findings)
+        else:
+            command, result = lines_command(file.path)
+            advice = (
+                f"Of JSON, lines are read, a document each. If it holds documents, write them as lines with\n  {command}\n"
+                f"and give {result} to --input."
+            )
+            findings.add(Kind.OTHER_FORMAT, Place(str(file.path), detail=f"holds {form.value}, not lines"), advice)
+
+
+class JsonForm(Enum):
+    """The form of a JSON file."""
+
+    LINES = "lines of values"
+    ARRAY = "a JSON array"
+    OBJECT = "a JSON object over several lines"
+
+
+def json_form(path: Path, opener: Opener = open_plain) -> JsonForm:
+    """Return the form of a file by its first line, of which HEAD_BYTES are read.
+
+    Raises:
+        OSError: the file cannot be opened or read.
+    """
+    try:
+        with opener(path) as stream:
+            head = stream.content.read(HEAD_BYTES)
+    except DamagedStreamError:
+        return JsonForm.LINES  # which are read up to the damage
+    first, end_of_line, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+    if first.startswith(b"["):
+        return JsonForm.ARRAY
+    is_open = end_of_line and first.startswith(b"{") and first.rstrip().endswith((b"{", b"[", b",", b":"))
+    return JsonForm.OBJECT if is_open else JsonForm.LINES
 
 
 def _document(line: bytes, text_key: str, place: Place, reading: Reading) -> Iterator[str]:
@@ -162,18 +218,27 @@ READERS: dict[str, Reader] = {
     ".jsonl": JsonLines(open_plain),
     ".jsonl.gz": JsonLines(open_gzip),
     ".jsonl.zst": JsonLines(open_zstandard),
-    # C4 and Dolma name their compressed lines like this.
-    ".json.gz": JsonLines(open_gzip),
-    ".json.zst": JsonLines(open_zstandard),
+    ".json": JsonFile(open_plain),
+    ".json.gz": JsonFile(open_gzip),
+    ".json.zst": JsonFile(open_zstandard),
+    ".ndjson": JsonFile(open_plain),
+    ".ndjson.gz": JsonFile(open_gzip),
+    ".ndjson.zst": JsonFile(open_zstandard),
     ".parquet": Parquet(),
     ".gz": WholeText(open_gzip),
     ".zst": WholeText(open_zstandard),
 }
-"""The format of each ending; the longest that fits counts. A folder is searched for these."""
+"""The format of each ending, in small letters; the longest that fits counts. A folder is searched for these."""
 ANY_OTHER = READERS[".txt"]
 
 
 def reader_of(path: Path) -> Reader:
     """Return the reader of a file, by the ending of its name; any other name is one document of text."""
-    fitting = [ending for ending in READERS if path.name.endswith(ending)]
-    return READERS[max(fitting, key=len)] if fitting else ANY_OTHER
+    ending = ending_of(path)
+    return READERS.get(ending) or REFUSED.get(ending) or ANY_OTHER
+
+
+def ending_of(path: Path) -> str:
+    """Return the longest ending of READERS and REFUSED that the name has, in small letters; "" for any other name."""
+    name = path.name.lower()
+    return max((ending for ending in (*READERS, *REFUSED) if name.endswith(ending)), key=len, default="")

@@ -1,8 +1,14 @@
 """Every format gives the documents that were written to it, and whatever cannot become tokens is named and counted."""
 
+import bz2
 import gzip
 import json
+import lzma
 import os
+import subprocess
+import sys
+import tarfile
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -56,11 +62,22 @@ def read(path: Path, step: int = 1000, on_bad: str = "stop") -> tuple[list[str],
     return found, reading
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json.gz"])
+BOM = "\ufeff".encode()
+"""What Windows puts before a text."""
+
+
+def packed(name: str, content: bytes) -> bytes:
+    """The content as the ending of the name wants it."""
+    compress = {".gz": gzip.compress, ".zst": zst}.get(Path(name).suffix.lower())
+    return two_members(content, compress) if compress else content
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.json", "a.json.gz", "a.ndjson", "A.JSONL", "A.Json.GZ"]
+)
 def test_lines_are_documents(tmp_path: Path, name: str) -> None:
     content = lines(TEXTS)
-    packed = {"l": content, "z": two_members(content, gzip.compress), "t": two_members(content, zst)}[name[-1]]
-    (tmp_path / name).write_bytes(packed)
+    (tmp_path / name).write_bytes(packed(name, BOM + content if name[0] == "A" else content))
     found, reading = read(tmp_path / name)
     assert found == WITH_TEXT
     (empty,) = reading.tally.values()
@@ -69,11 +86,10 @@ def test_lines_are_documents(tmp_path: Path, name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["a.txt", "README", "a.txt.gz", "a.txt.zst", "b.gz"])
+@pytest.mark.parametrize("name", ["a.txt", "README", "a.txt.gz", "a.txt.zst", "b.gz", "A.TXT", "A.TXT.GZ"])
 def test_a_text_is_one_document(tmp_path: Path, name: str) -> None:
     content = b"Zeile\r\nzwei" * 1000
-    packed = {"z": two_members(content, gzip.compress), "t": two_members(content, zst)}
-    (tmp_path / name).write_bytes(content if "." not in name or name == "a.txt" else packed[name[-1]])
+    (tmp_path / name).write_bytes(packed(name, BOM + content if name[0] == "A" else content))
     assert read(tmp_path / name)[0] == [content.decode()]
 
 
@@ -81,8 +97,8 @@ def test_a_text_is_one_document(tmp_path: Path, name: str) -> None:
     "kind", [arrow.string(), arrow.large_string(), arrow.dictionary(arrow.int32(), arrow.string())]
 )
 def test_rows_are_documents_and_row_groups_pieces(tmp_path: Path, kind: arrow.DataType) -> None:
-    write_parquet(tmp_path / "a.parquet", arrow.array(TEXTS).cast(kind))
-    file = InputFile.of(tmp_path / "a.parquet")
+    write_parquet(tmp_path / "A.Parquet", arrow.array(TEXTS).cast(kind))
+    file = InputFile.of(tmp_path / "A.Parquet")
     assert len(list(reader_of(file.path).pieces(file, "text", 10, Findings("stop")))) == -(-len(TEXTS) // 700) > 3
     found, reading = read(file.path)
     assert found == WITH_TEXT
@@ -94,12 +110,20 @@ def test_folders_are_searched_by_endings_in_order(tmp_path: Path) -> None:
     for name in ("b/2.txt", "b/1.jsonl.gz", "b/c/x.parquet", "a.json.zst", "b/notes.md", "b/.hidden/h.txt", ".h.txt"):
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text("x")
-    expected = ["a.json.zst", "b/1.jsonl.gz", "b/2.txt", "b/c/x.parquet"]
+    (tmp_path / "in" / "b" / "3.JSON").write_text('{"text": "a document"}\n')
+    for name in ("tokenizer.json", "rows.csv.gz", "b/old.tar.gz"):
+        (tmp_path / "in" / name).write_text('{\n "vocab": {}\n}')
+    expected = ["a.json.zst", "b/1.jsonl.gz", "b/2.txt", "b/3.JSON", "b/c/x.parquet"]
     for pattern in (f"{tmp_path}/in", f"{tmp_path}/i*"):
         inputs = find_inputs([pattern])
         assert [str(path.relative_to(tmp_path / "in")) for path in inputs.files] == expected
-        assert inputs.passed_over == {".md": 1}
-    assert [path.name for path in find_inputs([f"{tmp_path}/in/b/*"]).files] == ["1.jsonl.gz", "2.txt", "notes.md"]
+        assert inputs.passed_over == {".md": 1, ".json": 1, ".csv.gz": 1, ".tar.gz": 1}
+    assert [path.name for path in find_inputs([f"{tmp_path}/in/b/[123n]*"]).files] == [
+        "1.jsonl.gz",
+        "2.txt",
+        "3.JSON",
+        "notes.md",
+    ]
 
 
 @pytest.mark.parametrize(("name", "package"), [("a.zst", "zstandard"), ("a.parquet", "pyarrow")])
@@ -146,6 +170,7 @@ DAMAGES: dict[str, tuple[Kind, str, str]] = {
     "nokey.jsonl": (Kind.NO_FIELD, r"nokey\.jsonl, line 2: it has no field 'text', but 'content'", "a"),
     "list.jsonl": (Kind.NO_FIELD, r"list\.jsonl, line 2: it has no field 'text', but a list", "a"),
     "number.jsonl": (Kind.NOT_TEXT, r"number\.jsonl, line 2: the field 'text' is a int, not text", "a"),
+    "digits.jsonl": (Kind.NOT_JSON, r"digits\.jsonl, line 2: a whole number has more than 4,300 digits", "a"),
     "half.jsonl": (Kind.NOT_UNICODE, r"half\.jsonl, line 2: .*half a surrogate pair", "a"),
     "cut.jsonl.gz": (Kind.DAMAGED_FILE, r"cut\.jsonl\.gz, line \d+: the file is damaged or truncated here", "lines"),
     "cut.jsonl.zst": (Kind.DAMAGED_FILE, r"cut\.jsonl\.zst, line \d+: .*in the middle of a frame", "lines"),
@@ -153,8 +178,11 @@ DAMAGES: dict[str, tuple[Kind, str, str]] = {
     "cut.parquet": (Kind.DAMAGED_FILE, r"cut\.parquet is no whole parquet file", ""),
     "page.parquet": (Kind.DAMAGED_FILE, r"page\.parquet, rows 11 to 20: they are damaged", "rows"),
     "column.parquet": (Kind.NO_FIELD, r"column\.parquet has no column 'text', but 'content', 'id'", ""),
+    "twice.parquet": (Kind.NO_FIELD, r"twice\.parquet has 2 columns 'text'.*Rename one", ""),
     "number.parquet": (Kind.NOT_TEXT, r"number\.parquet has the column 'text', but of int64, not of text", ""),
     "invalid.parquet": (Kind.NOT_UTF8, r"invalid\.parquet, row 2: .*can't decode byte 0xe9", "u"),
+    "array.json": (Kind.OTHER_FORMAT, r"array\.json holds a JSON array, not lines", ""),
+    "scan.txt": (Kind.NOT_UTF8, r"scan\.txt is no UTF-8 text: byte 0 is 0x89.*UTF-16.*or no text at all", ""),
     "empty.txt": (Kind.EMPTY_FILE, r"empty\.txt is empty", ""),
     "gone.txt": (Kind.VANISHED_FILE, r"gone\.txt vanished", ""),
 }
@@ -170,6 +198,9 @@ def make_damages(folder: Path) -> None:
         "nokey.jsonl": first + b'{"content": "b"}\n' + lines(["good b"]),
         "list.jsonl": first + b"[1]\n" + lines(["good b"]),
         "number.jsonl": first + b'{"text": 3}\n' + lines(["good b"]),
+        "digits.jsonl": first + b'{"id": ' + b"9" * 5000 + b"}\n" + lines(["good b"]),
+        "array.json": b'[{"text": "lost"}]',
+        "scan.txt": b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
         "half.jsonl": first + b'{"text": "\\ud83d"}\n' + lines(["good b"]),
         "cut.jsonl.gz": gzip.compress(GOOD)[:-300],
         # Two frames, of which the second is cut.
@@ -186,6 +217,8 @@ def make_damages(folder: Path) -> None:
     damaged_parquet(folder / "page.parquet")
     write_parquet(folder / "column.parquet", arrow.array(["lost"]), "content")
     write_parquet(folder / "number.parquet", arrow.array([1, 2]))
+    twice = arrow.Table.from_arrays([arrow.array(["lost"]), arrow.array(["lost"])], ["text", "text"])
+    parquet.write_table(twice, folder / "twice.parquet")
     invalid_parquet(folder / "invalid.parquet")
 
 
@@ -211,13 +244,13 @@ def test_every_damage_is_counted_and_nothing_else_is_lost(damaged: Path, tmp_pat
     decode = load_tokenizer("bytes").decode
     texts = [decode(corpus.tokens(document).tolist()) for document in range(corpus.num_documents)]
     assert all(text.startswith("good ") for text in texts)
-    assert texts.count("good a") == texts.count("good b") == 6
+    assert texts.count("good a") == texts.count("good b") == 7
     assert {"good whole", "good u1", "good u2", *(f"good p{number}" for number in range(10))} < set(texts)
     in_frames = [text for text in texts if text.startswith("good line")]
     # The whole first frame of the .zst, and what can be decompressed of the .gz.
     from_gzip = zlib.decompressobj(31).decompress((damaged / "cut.jsonl.gz").read_bytes()).count(b"\n")
     assert in_frames == [f"good line {number}" for number in (*range(from_gzip), *range(200))] and from_gzip > 50
-    assert len(texts) == record.num_documents == 12 + 3 + 10 + len(in_frames)
+    assert len(texts) == record.num_documents == 14 + 3 + 10 + len(in_frames)
     expected: dict[str, int] = {}
     for kind, _, _ in [*DAMAGES.values(), (Kind.NOT_TEXT, "the null of invalid.parquet", "")]:
         expected[kind] = expected.get(kind, 0) + 1
@@ -238,6 +271,64 @@ def test_the_first_damage_stops_and_is_named(damaged: Path, name: str) -> None:
             for piece in unit:
                 list(documents(piece, "text", findings))
     assert "--on-bad skip" in str(raised.value)
+
+
+def ipc(path: Path, new: Callable[..., Any]) -> None:
+    table = arrow.table({"text": TWO})
+    with arrow.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def in_archive(folder: Path) -> Path:
+    """A text that goes into an archive under its name."""
+    (folder / "a.txt").write_text(TWO[0])
+    return folder / "a.txt"
+
+
+def tar(path: Path) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        archive.add(in_archive(path.parent), "a.txt")
+
+
+def zipped(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(in_archive(path.parent), "a.txt")
+
+
+TWO = ['one, "two"\r\nü', "three"]
+OTHER_FORMATS: dict[str, Callable[[Path], object]] = {
+    "a b.csv": lambda path: path.write_bytes('\ufefftext,id\n"one, ""two""\r\nü",1\nthree,2\n'.encode()),
+    "rows.TSV.gz": lambda path: path.write_bytes(
+        gzip.compress('text\tid\n"one, ""two""\r\nü"\t1\nthree\t2\n'.encode())
+    ),
+    "array.json": lambda path: path.write_bytes(BOM + json.dumps([{"text": text} for text in TWO], indent=1).encode()),
+    "array.ndjson.gz": lambda path: path.write_bytes(
+        gzip.compress(json.dumps([{"text": text} for text in TWO]).encode())
+    ),
+    "object.json": lambda path: path.write_text(json.dumps({"text": TWO[0]}, indent=2)),
+    "rows.jsonl.XZ": lambda path: path.write_bytes(lzma.compress(lines(TWO))),
+    "rows.json.bz2": lambda path: path.write_bytes(bz2.compress(lines(TWO))),
+    "stream.arrow": lambda path: ipc(path, arrow.ipc.new_stream),
+    "file.feather": lambda path: ipc(path, arrow.ipc.new_file),
+    "texts.tar.gz": tar,
+    "texts.TGZ": tar,
+    "texts.zip": zipped,
+}
+
+
+@pytest.mark.parametrize("name", OTHER_FORMATS)
+def test_the_command_for_another_format_makes_what_is_read(tmp_path: Path, name: str) -> None:
+    """No such file becomes a document, and the refusal's command, run as it is printed, gives what the file holds."""
+    path = tmp_path / name
+    OTHER_FORMATS[name](path)
+    with pytest.raises(DataError, match=r"is of a format that is not read|holds a JSON (array|object)") as raised:
+        read(path)
+    _, command, rest = str(raised.value).split("\n")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", command.strip()], check=True, env=environment, timeout=60)
+    made = rest.removeprefix("and give ").partition(" to --input")[0]
+    found = [text for file in find_inputs([made]).files for text in read(file)[0]]
+    assert found == TWO[: len(found)] and len(found) == (1 if "text" in name or "object" in name else 2)
 
 
 def test_a_line_deep_in_a_file_is_named_by_its_number(
