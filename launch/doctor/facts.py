@@ -15,7 +15,9 @@ import torch
 
 from engine.comm.network import GLOO_VARIABLE
 from launch.doctor import gpu_map
+from launch.doctor.compiler import read_compiler
 from launch.doctor.limits import read_limits
+from launch.doctor.packages import read_packages
 from launch.doctor.records import NetworkFacts, RankFacts
 
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -27,13 +29,21 @@ NODES_OWN = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
 
 
 def collect(
-    rank: int, node: int, device: torch.device, *, config_text: str, data_files: Iterable[Path], first_of_node: bool
+    rank: int,
+    node: int,
+    device: torch.device,
+    *,
+    dtype: torch.dtype,
+    config_text: str,
+    data_files: Iterable[Path],
+    first_of_node: bool,
 ) -> RankFacts:
     """Collect the facts of this rank, without those that take other ranks (folders, clock).
 
     Args:
         rank, node: its numbers in the layout.
         device: of the rank.
+        dtype: of the run.
         config_text: the resolved configuration, which must be equal everywhere.
         data_files: of the corpora.
         first_of_node: this rank calls nvidia-smi for all of the node.
@@ -55,6 +65,8 @@ def collect(
         for name, value in sorted(os.environ.items())
         if name.startswith(VARIABLES) and name not in NODES_OWN
     }
+    packages = read_packages(device, dtype)
+    alike |= {package.name: str(package) for package in packages if package.name != "torch"}
     facts = RankFacts(
         rank=rank,
         node=node,
@@ -64,6 +76,8 @@ def collect(
         network=network(),
         corpora={str(path): path.stat().st_size if path.exists() else None for path in data_files},
         limits=read_limits(),
+        packages=packages,
+        compiler=read_compiler(),
     )
     return _with_gpu(facts, device, first_of_node=first_of_node) if device.type == "cuda" else facts
 

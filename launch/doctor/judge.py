@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
+from launch.doctor.compiler import judge_compiler
 from launch.doctor.limits import judge_limits
 from launch.doctor.rates import judge_groups, judge_paths
 from launch.doctor.records import Examination, Finding, Level, RankFacts
@@ -28,6 +29,7 @@ def judge(seen: Examination) -> list[Finding]:
         judge_versions,
         judge_gpus,
         judge_limits,
+        judge_compiler,
         judge_interfaces,
         judge_listeners,
         judge_folders,

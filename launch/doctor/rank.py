@@ -91,6 +91,7 @@ def examine(
         rank,
         grid.node(rank),
         device,
+        dtype=DTYPES[config.precision.dtype],
         config_text=to_yaml(config),
         data_files=data_files(config),
         first_of_node=rank % grid.ranks_per_node == 0,

@@ -96,6 +96,48 @@ class LimitFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class PackageFacts:
+    """A package that a run may use.
+
+    Attributes:
+        name: as it is installed.
+        version: "" where it is not installed.
+        use: what a run does with it.
+        problem: the reason why it cannot be used here; "" where it can, or is not tried.
+    """
+
+    name: str
+    version: str
+    use: str
+    problem: str = ""
+
+    def __str__(self) -> str:
+        usable = f", not usable here: {self.problem}" if self.problem else ""
+        return f"{self.version}{usable}" if self.version else "not found"
+
+
+@dataclass(frozen=True, slots=True)
+class CompilerFacts:
+    """The compiler of kernels at run time, and its headers.
+
+    Attributes:
+        path: of a C compiler; "" where there is none.
+        headers: folder in which Python.h is looked for.
+        has_headers: it is there.
+    """
+
+    path: str
+    headers: str
+    has_headers: bool
+
+    @property
+    def lacking(self) -> str:
+        """Return what is not there, in words; "" where nothing is missing."""
+        words = [] if self.path else ["no C compiler (gcc, clang, or what CC names)"]
+        return " and ".join(words if self.has_headers else [*words, f"no Python.h in {self.headers}"])
+
+
+@dataclass(frozen=True, slots=True)
 class RankFacts:
     """One rank, its node and its machine.
 
@@ -113,6 +155,8 @@ class RankFacts:
         links: of all pairs of this node's GPUs, by UUID, as `nvidia-smi topo` names them; from the first rank of a node.
         clock: against rank 0's; from the first rank of a node.
         limits: of the process.
+        packages: those that the run may use.
+        compiler: of kernels.
     """
 
     rank: int
@@ -128,10 +172,12 @@ class RankFacts:
     links: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     clock: Clock | None = None
     limits: LimitFacts | None = None
+    packages: tuple[PackageFacts, ...] = ()
+    compiler: CompilerFacts | None = None
 
     @classmethod
     def from_json(cls, tree: Mapping[str, Any]) -> "RankFacts":
-        network, clock, limits = tree["network"], tree["clock"], tree["limits"]
+        network, clock, limits, compiler = (tree[name] for name in ("network", "clock", "limits", "compiler"))
         return cls(
             **dict(tree)
             | {
@@ -142,6 +188,8 @@ class RankFacts:
                 "peers": tuple(tree["peers"]),
                 "clock": None if clock is None else Clock(**clock),
                 "limits": None if limits is None else LimitFacts(**limits),
+                "packages": tuple(PackageFacts(**package) for package in tree["packages"]),
+                "compiler": None if compiler is None else CompilerFacts(**compiler),
             }
         )
 

@@ -24,8 +24,10 @@ MOST_NODES = 64
 
 
 def show(console: Console, grid: RankGrid, seen: Examination, findings: Sequence[Finding]) -> None:
-    """Print tables of nodes and rates, then the findings, worst last."""
+    """Print tables of nodes, packages and rates, then the findings, worst last."""
     console.print(_nodes(seen))
+    if seen.facts[0].packages:
+        console.print(_packages(seen.facts[0]))
     if seen.groups or seen.paths:
         console.print(_rates(seen))
         console.print(
@@ -75,6 +77,15 @@ def _nodes(seen: Examination) -> Table:
         )
     if len(by_node) > MOST_NODES:
         table.caption = f"and {len(by_node) - MOST_NODES} more"
+    return table
+
+
+def _packages(first: RankFacts) -> Table:
+    table = Table(title=f"Packages on {first.host}", title_justify="left", box=SIMPLE_HEAD)
+    for column in ("package", "here", "used for"):
+        table.add_column(column, overflow="fold")
+    for one in first.packages:
+        table.add_row(one.name, str(one), one.use)
     return table
 
 

@@ -1,0 +1,53 @@
+"""What compiles a run's kernels on this node: a C compiler, and the headers of this Python (no torch here).
+
+    torch.compile  ->  triton  ->  a launcher for each kernel, built by gcc or clang with Python.h
+
+Without either, kernels that are `auto` run operator by operator, several times slower on a GPU, and one line of a run says so.
+"""
+
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from launch.doctor.records import CompilerFacts, Examination, Finding, Level
+
+COMPILERS = ("gcc", "clang")
+"""Those that triton looks for where CC is not set."""
+ADVICE = (
+    "Install both (apt-get install gcc python3-dev), or load your site's modules of a compiler and of Python. The headers must be "
+    "those of the Python that runs."
+)
+
+
+def read_compiler(variables: Mapping[str, str] = os.environ, headers: Path | None = None) -> CompilerFacts:
+    """Look for what triton builds with.
+
+    Args:
+        variables: CC and PATH are read.
+        headers: folder of Python's headers; None: this Python's.
+    """
+    headers = headers or Path(sysconfig.get_paths()["include"])
+    names = [variables["CC"]] if variables.get("CC") else COMPILERS
+    found = (shutil.which(name, path=variables.get("PATH")) for name in names)
+    return CompilerFacts(next(filter(None, found), ""), str(headers), (headers / "Python.h").is_file())
+
+
+def judge_compiler(seen: Examination) -> Iterator[Finding]:
+    """Check that triton can build where there are GPUs; on a CPU only a named `compiled` kernel needs it."""
+    facts = [(one, one.compiler) for one in seen.facts if one.compiler is not None]
+    lacking: dict[str, list[str]] = {}
+    for one, compiler in facts:
+        if what := compiler.lacking:
+            lacking.setdefault(what, []).append(one.host)
+    for what, hosts in lacking.items():
+        named = tuple(dict.fromkeys(hosts))
+        if any(one.gpu is not None for one, _ in facts):
+            text = f"there is {what}: triton builds no kernel, and `auto` falls to operators one by one"
+            yield Finding(Level.WARN, "compiler", text, named, ADVICE)
+        else:
+            text = f"there is {what}; on a CPU only kernels that a config names `compiled` need that"
+            yield Finding(Level.OK, "compiler", text, named)
+    if facts and not lacking:
+        yield Finding(Level.OK, "compiler", f"{facts[0][1].path} and Python.h are there")

@@ -1,0 +1,50 @@
+"""The packages that a run may use on this node; those that may not work are tried.
+
+    torch, megatron-core, wandb    found by their metadata
+    transformer-engine, apex       opened as a run that names them does, and a small computation of each is compared with torch's
+
+No finding follows from them: a run that names what cannot be used is refused by itself.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+import torch
+
+from engine.kernels.apex import apex_failure
+from engine.kernels.te import gemm_failure
+from engine.numerics.precision import main_grad_dtype
+from launch.doctor.records import PackageFacts
+
+USES = {
+    "torch": "the engine: tensors, autograd, process groups",
+    "megatron-core": "Megatron checkpoints in and out, verify --oracle megatron-core; never in training",
+    "transformer-engine": "kernels.linear=te, kernels.attention=te, precision.fp8.backend=te; auto takes none",
+    "apex": "kernels.optimizer=apex, NVIDIA's; auto does not take it",
+    "wandb": "metrics, where telemetry.wandb is set",
+}
+
+
+def read_packages(device: torch.device, dtype: torch.dtype) -> tuple[PackageFacts, ...]:
+    """Look for the packages of `USES`.
+
+    Args:
+        device, dtype: of the run: Transformer Engine and apex are tried with them.
+    """
+    trials = {
+        "transformer-engine": lambda: gemm_failure(dtype, main_grad_dtype(dtype, "full"), device),
+        "apex": lambda: apex_failure(device),
+    }
+    found = []
+    for name, use in USES.items():
+        number = _version(name)
+        found.append(PackageFacts(name, number, use, trials[name]() if number and name in trials else ""))
+    return tuple(found)
+
+
+def _version(name: str) -> str:
+    """Return the version of an installed package; "" where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "of unknown version" if find_spec(name.replace("-", "_")) else ""
