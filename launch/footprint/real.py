@@ -69,6 +69,8 @@ def real_steps(
     with fake_world(rank, sizes.world_size):
         topology = Topology(grid, rank, device, kv_heads=config.model.kv_heads, has_experts=config.model.has_experts)
         if is_cuda:
+            # Before CUDA is started its allocator has no devices, and refuses.
+            torch.cuda.init()
             torch.cuda.reset_peak_memory_stats(device)
         engine = build(config, topology, build_model, draw_weights, open_kernels(config, topology, is_alone=True))
         if config.model.has_experts:

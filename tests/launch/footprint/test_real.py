@@ -51,6 +51,24 @@ def test_the_command_shows_both(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Leave one out" in capsys.readouterr().err
 
 
+class ReachedError(Exception):
+    """The end of a test on a GPU that is not here."""
+
+
+def test_the_peak_is_reset_where_cuda_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's allocator has no devices before that: `Invalid device argument`."""
+    calls: list[str] = []
+
+    def reset(device: torch.device) -> None:
+        raise ReachedError(*calls, device)
+
+    monkeypatch.setattr(torch.cuda, "init", lambda: calls.append("init"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    with pytest.raises(ReachedError) as reached:
+        real_steps(Case("gpt").config(), 0, build_chunks, torch.device("cuda", 0))
+    assert reached.value.args == ("init", torch.device("cuda", 0))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "rank"), RANKS, ids=str)
 def test_a_rank_on_a_card(case: Case, rank: int) -> None:
