@@ -85,16 +85,33 @@ def add_grouped_products(
             main_grads[expert].zero_()
 
 
+_TRIED_SIDE = 16
+_TRIED_ENDS = (0, 16, 16, 32, 32)
+"""Ends of experts with and without rows. torch's kernel for compute capability 10.0 may leave the gradient of one without rows
+unwritten (PyTorch's issue 172439)."""
+
+
 def grouped_gemm_failure(dtype: torch.dtype, device: torch.device) -> str:
-    """Try torch's grouped GEMM on small matrices; return torch's reason if it does not run, else ""."""
-    rows, matrices = (torch.ones(shape, dtype=dtype, device=device) for shape in ((32, 16), (2, 16, 16)))
-    ends = Ends(torch.tensor([16, 32], dtype=torch.int32, device=device))
+    """Try torch's grouped GEMM on small matrices; return why it does not run or is not the loop, "" where all is well."""
+    ends = Ends(torch.tensor(_TRIED_ENDS, dtype=torch.int32, device=device))
     try:
-        grouped_product(rows, matrices, ends, "grouped")
-        add_grouped_products(matrices.clone(), rows, rows, ends, "grouped", overwrite=True)
+        grouped, loop = (_tried(dtype, ends, kernel) for kernel in ("grouped", "loop"))
     except (RuntimeError, NotImplementedError, AttributeError, ValueError) as error:
         return str(error).splitlines()[0].rstrip(".")[:160]
+    if not all(torch.equal(one, other) for one, other in zip(grouped, loop, strict=True)):
+        return "its products are not the loop's, of experts without rows or of all"
     return ""
+
+
+def _tried(dtype: torch.dtype, ends: Ends, kernel: ExpertKernel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the products and gradients of small matrices of ones, whose sums every dtype holds."""
+    rows = torch.ones(_TRIED_ENDS[-1], _TRIED_SIDE, dtype=dtype, device=ends.device.device)
+    matrices = rows.new_ones(len(_TRIED_ENDS), _TRIED_SIDE, _TRIED_SIDE)
+    product, grads = grouped_product(rows, matrices, ends, kernel), torch.zeros_like(matrices)
+    # torch's allocator gives this memory to the next tensor of its size, where it shows what a kernel does not write.
+    torch.full_like(matrices, torch.nan)
+    add_grouped_products(grads, rows, rows, ends, kernel, overwrite=True)
+    return product, grads
 
 
 def grouped_gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:

@@ -63,6 +63,10 @@ ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Choices for `auto`, fastest first; the last of each runs anywhere."""
 
+GROUPED_FIRST = ((9, 0), (10, 0))
+"""Compute capabilities on which torch's grouped GEMM is one kernel, in bf16 alone. Elsewhere it is a loop whose ends are copied to
+the host, which waits for each product (`_grouped_mm_cuda` in torch's `GroupedBlas.cpp`)."""
+
 CUDNN_FIRST = ((9, 0), (10, 0))
 """Compute capabilities on which torch itself puts cuDNN's attention first, ..."""
 CUDNN_FIRST_TORCH = (2, 11)
@@ -79,7 +83,7 @@ class DeviceFacts:
         capability: compute capability of the GPU, (9, 0) for an H100; None: a CPU.
         torch_version: (major, minor).
         cudnn_version: in torch's form, 91900 for 9.19.0; 0: none.
-        element_bytes: bytes of a weight or activation.
+        dtype: of weights and activations.
         main_grad_bytes: bytes of an element of the main grads.
         is_deterministic: `runtime.deterministic`.
         pattern: what the model's attention needs.
@@ -89,7 +93,7 @@ class DeviceFacts:
     capability: tuple[int, int] | None
     torch_version: tuple[int, int]
     cudnn_version: int
-    element_bytes: int
+    dtype: torch.dtype
     main_grad_bytes: int
     is_deterministic: bool
     pattern: AttentionPattern = PLAIN
@@ -105,7 +109,7 @@ class DeviceFacts:
             capability=torch.cuda.get_device_capability(device) if is_cuda else None,
             torch_version=(int(major), int(minor)),
             cudnn_version=(torch.backends.cudnn.version() or 0) if is_cuda else 0,
-            element_bytes=dtype.itemsize,
+            dtype=dtype,
             main_grad_bytes=main_grad_dtype(dtype, config.precision.gradients).itemsize,
             is_deterministic=config.runtime.deterministic,
             pattern=attention_pattern(config),
@@ -174,7 +178,7 @@ def _fastest(facts: DeviceFacts) -> Choices:
         attention = "blocks" if pattern.softcap else "sdpa"
         loop: ExpertKernel | None = None if facts.dispatch is None else "loop"
         return Choices(attention, attention, "eager", "separate", "torch", experts=loop, dispatch=facts.dispatch)
-    is_half = facts.element_bytes == 2
+    is_half = facts.dtype.itemsize == 2
     has_flash = is_half and facts.capability >= (8, 0)
     # Torch refuses cuDNN's attention in deterministic mode.
     has_cudnn = (
@@ -185,20 +189,20 @@ def _fastest(facts: DeviceFacts) -> Choices:
         and not facts.is_deterministic
     )
     # A float64 run is a comparison: it takes the operators of the reference.
-    is_float64 = facts.element_bytes == 8
+    is_float64 = facts.dtype == torch.float64
     # A compiled reduction may pick block sizes by measuring, and so the order of additions; the optimizer has no reduction.
     is_eager = is_float64 or facts.is_deterministic
     attention = "cudnn" if has_cudnn else "flash" if has_flash else "sdpa"
     if not pattern.is_plain:
         attention = "varlen" if has_flash and not pattern.softcap else "blocks"
-    # torch's grouped GEMM is one kernel from Hopper on in bf16; elsewhere it may be a loop that reads its ends on the host.
-    experts: ExpertKernel = "grouped" if is_half and facts.capability >= (9, 0) else "loop"
+    has_grouped = facts.dtype == torch.bfloat16 and facts.capability in GROUPED_FIRST
+    experts: ExpertKernel = "grouped" if has_grouped else "loop"
     decoding = "blocks" if pattern.softcap or pattern.sinks else "flash" if has_flash else "math"
     return Choices(
         attention=attention,
         decoding=decoding,
         elementwise="eager" if is_eager else "compiled",
-        weight_grad="fused" if is_half and facts.main_grad_bytes > facts.element_bytes else "separate",
+        weight_grad="fused" if is_half and facts.main_grad_bytes > facts.dtype.itemsize else "separate",
         optimizer="torch" if is_float64 else "compiled",
         experts=None if facts.dispatch is None else experts,
         dispatch=facts.dispatch,

@@ -42,7 +42,7 @@ from tests.parity.test_step_properties import build_rank
 
 SHAPE = AttentionShape(4, 2, 16, torch.bfloat16, torch.device("cpu"))
 
-H100 = DeviceFacts((9, 0), (2, 13), 92000, element_bytes=2, main_grad_bytes=4, is_deterministic=False)
+H100 = DeviceFacts((9, 0), (2, 13), 92000, dtype=torch.bfloat16, main_grad_bytes=4, is_deterministic=False)
 ON_H100 = Choices("cudnn", "flash", "compiled", "fused", "compiled")
 ON_CPU = Choices("sdpa", "sdpa", "eager", "separate", "torch")
 
@@ -68,10 +68,10 @@ def test_kernels_are_tried_where_gradients_are_off() -> None:
         (replace(H100, cudnn_version=91500), replace(ON_H100, attention="flash")),
         (replace(H100, main_grad_bytes=2), replace(ON_H100, weight_grad="separate")),
         (
-            replace(H100, element_bytes=4),
+            replace(H100, dtype=torch.float32),
             replace(ON_H100, attention="sdpa", decoding="math", weight_grad="separate"),
         ),
-        (replace(H100, element_bytes=8, main_grad_bytes=8), replace(ON_CPU, decoding="math")),
+        (replace(H100, dtype=torch.float64, main_grad_bytes=8), replace(ON_CPU, decoding="math")),
         (replace(H100, is_deterministic=True), replace(ON_H100, attention="flash", elementwise="eager")),
     ],
     ids=[
@@ -94,6 +94,25 @@ def test_auto_takes_what_is_fast_on_the_device(facts: DeviceFacts, expected: Cho
 
 
 @pytest.mark.parametrize(
+    ("capability", "dtype", "expected"),
+    [
+        (None, torch.bfloat16, "loop"),
+        ((8, 0), torch.bfloat16, "loop"),
+        *(((9, 0), dtype, "loop") for dtype in (torch.float16, torch.float32, torch.float64)),
+        *((capability, torch.bfloat16, "grouped") for capability in ((9, 0), (10, 0))),
+        # torch has no kernel for them: one call would be a copy to the host and a wait for each product.
+        *((capability, torch.bfloat16, "loop") for capability in ((10, 3), (12, 0))),
+    ],
+)
+def test_auto_takes_the_grouped_product_where_it_is_one_kernel(
+    capability: tuple[int, int] | None, dtype: torch.dtype, expected: str
+) -> None:
+    facts = replace(H100, capability=capability, dtype=dtype, main_grad_bytes=max(4, dtype.itemsize))
+    assert resolve(KernelsConfig(), replace(facts, dispatch="all_gather")).experts == expected
+    assert resolve(KernelsConfig(), facts).experts is None
+
+
+@pytest.mark.parametrize(
     ("facts", "pattern", "expected"),
     [
         (H100, AttentionPattern(windows=True), ("varlen", "flash")),
@@ -102,7 +121,7 @@ def test_auto_takes_what_is_fast_on_the_device(facts: DeviceFacts, expected: Cho
         (H100, AttentionPattern(softcap=True), ("blocks", "blocks")),
         (replace(H100, capability=(8, 0)), AttentionPattern(windows=True), ("varlen", "flash")),
         (replace(H100, capability=(7, 5)), AttentionPattern(windows=True), ("blocks", "math")),
-        (replace(H100, element_bytes=4), AttentionPattern(documents=True), ("blocks", "math")),
+        (replace(H100, dtype=torch.float32), AttentionPattern(documents=True), ("blocks", "math")),
         (replace(H100, capability=None), AttentionPattern(windows=True, documents=True, sinks=True), ("sdpa", "sdpa")),
         (replace(H100, capability=None), AttentionPattern(windows=True, softcap=True), ("blocks", "blocks")),
     ],
@@ -142,7 +161,7 @@ def test_this_machine_has_facts() -> None:
     config = Case("gpt").config()
     facts = DeviceFacts.of(config, torch.device("cpu"))
     assert facts.capability is None and f"{facts.torch_version[0]}.{facts.torch_version[1]}." in torch.__version__
-    assert (facts.element_bytes, facts.main_grad_bytes, facts.is_deterministic) == (8, 8, False)
+    assert (facts.dtype, facts.main_grad_bytes, facts.is_deterministic) == (torch.float64, 8, False)
     assert resolve(KernelsConfig(), facts) == ON_CPU
 
 
