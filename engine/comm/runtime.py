@@ -152,6 +152,18 @@ def write_flight_record(path: Path) -> None:
             path.write_bytes(dump())
 
 
+def flight_recorder(torch_version: str, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable that starts NCCL's flight recorder in a version of torch, unless the user set one.
+
+    Newer versions print a warning of the older name, on every rank.
+    """
+    older, newer = FLIGHT_RECORDER_VARIABLES
+    if any(variables.get(name) for name in FLIGHT_RECORDER_VARIABLES):
+        return {}
+    major, minor = (int(number) for number in torch_version.split(".")[:2])
+    return {newer if (major, minor) >= (2, 10) else older: FLIGHT_RECORDER_CALLS}
+
+
 def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict[str, str]:
     """Divide the node's cores between the torch.compile workers of its ranks, unless the user set their number.
 
@@ -190,8 +202,7 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
     assert where is not None, "a rank without a place is a bad verdict, which raises"
     if store is not None:
         if where.backend == NCCL:
-            for name in FLIGHT_RECORDER_VARIABLES:
-                os.environ.setdefault(name, FLIGHT_RECORDER_CALLS)
+            os.environ.update(flight_recorder(torch.__version__, os.environ))
             os.environ.setdefault(*CONNECT_AT_ONCE)
         # No `device_id`: with it, torch makes every later group by splitting the default communicator, which needs all ranks
         # to take part, and the topology's groups are made by their members alone.

@@ -22,6 +22,7 @@ from engine.comm.runtime import (
     FLIGHT_RECORDER_VARIABLES,
     RankEnvironment,
     compile_threads,
+    flight_recorder,
     set_up_allocator,
     start,
 )
@@ -165,11 +166,21 @@ def test_a_rank_without_its_gpu_ends_all_ranks(usable: list[int], named: str) ->
         assert seconds < 10
 
 
+def test_the_flight_recorder_is_started_by_the_name_of_each_torch() -> None:
+    older, newer = FLIGHT_RECORDER_VARIABLES
+    for version, name in (("2.9.1", older), ("2.10.0+cu130", newer), ("2.13.0", newer), ("3.0.0a0", newer)):
+        assert flight_recorder(version, {}) == {name: FLIGHT_RECORDER_CALLS}
+    for name in FLIGHT_RECORDER_VARIABLES:
+        assert flight_recorder("2.13.0", {name: "50"}) == {}, "a user's number stays, by either name"
+
+
 @pytest.mark.distributed
 def test_tasks_that_see_one_gpu_each_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*FLIGHT_RECORDER_VARIABLES, CONNECT_AT_ONCE[0]):
         monkeypatch.delenv(name, raising=False)
-    wanted = dict.fromkeys(FLIGHT_RECORDER_VARIABLES, FLIGHT_RECORDER_CALLS) | {"NCCL_RUNTIME_CONNECT": "0"}
+    of_this_torch = flight_recorder(torch.__version__, {})
+    assert len(of_this_torch) == 1
+    wanted = dict.fromkeys(FLIGHT_RECORDER_VARIABLES, "") | of_this_torch | {"NCCL_RUNTIME_CONNECT": "0"}
     for taken, _, variables in run_ranks(start_on_gpus, 4, free_port(), [1] * 4, DIFFERENT):
         assert taken == "cuda:0 ['nccl']"
         assert variables == wanted
