@@ -4,6 +4,7 @@
 #
 #   bash launch/bootstrap.sh          # what training needs
 #   bash launch/bootstrap.sh dev      # and what the tests need
+#   bash launch/bootstrap.sh text     # and another extra of pyproject.toml, here for parquet, zstd and more tokenizers
 #
 # TRIAXIS_PYTHON=/path/to/python   use exactly that one
 # TRIAXIS_BOOTSTRAP=0              never install anything
@@ -25,5 +26,8 @@ triaxis_python() {
 }
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
-  triaxis_python "$@"
+  case "${1:-}" in
+    -h | --help) sed -n '2,/^$/s/^# \{0,1\}//p' "$0" ;;
+    *) triaxis_python "$@" ;;
+  esac
 fi

@@ -20,6 +20,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -34,6 +35,9 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
 
 from engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
 from engine.errors import ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout."""
 
 MISSING = 3
 """Exit code of `--check` where requirements are missing; they are printed, one per line."""
@@ -142,12 +146,19 @@ def choose(checkout: Checkout, extras: Sequence[str], variables: Mapping[str, st
 
     Raises:
         BootstrapError: TRIAXIS_PYTHON lacks something, or `.venv` is needed and may not or cannot be made here.
+        BootstrapError: pyproject.toml has no such extra.
     """
+    known = tomllib.loads(checkout.pyproject.read_text())["project"]["optional-dependencies"]
+    if unknown := [extra for extra in extras if extra not in known]:
+        raise BootstrapError(
+            f"{', '.join(unknown)}: pyproject.toml has no such extra, so nothing would be installed for it. Give one of "
+            f"{', '.join(known)}, or none."
+        )
     if given := variables.get("TRIAXIS_PYTHON"):
         if lacking := _check(given, extras):
             raise BootstrapError(
                 f"TRIAXIS_PYTHON={given} lacks {', '.join(lacking)}; Triaxis would stop at its first import. "
-                f"Install into it:\n  {given} -m pip install -e '{_target(checkout, extras)}'\n"
+                f"Install into it:\n  {shlex.join([given, '-m', 'pip', 'install', '-e', _target(checkout, extras)])}\n"
                 f"or unset TRIAXIS_PYTHON, and {checkout.venv} is made and used."
             )
         return given
@@ -160,7 +171,7 @@ def choose(checkout: Checkout, extras: Sequence[str], variables: Mapping[str, st
         raise BootstrapError(
             f"{sys.executable} lacks {', '.join(missing.values())}, and {checkout.venv} is not complete. {reason} "
             f"Run this first, where there is a network:\n"
-            f"  {' '.join(['bash', str(checkout.root / 'launch' / 'bootstrap.sh'), *extras])}"
+            f"  {shlex.join(['bash', str(checkout.root / 'launch' / 'bootstrap.sh'), *extras])}"
         )
     with _locked(checkout.lock):
         if not _complete(checkout, extras):  # another process may have made it while this one waited
@@ -253,7 +264,8 @@ def torch_for(driver: Driver, tested: str, variables: Mapping[str, str]) -> str:
     raise BootstrapError(
         f"the driver of this machine's GPUs is {driver.version}, and every torch that Triaxis can use needs driver "
         f"{FIRST_DRIVERS[oldest]} or newer (CUDA {oldest}); it would train on the CPU. Update the driver, or set TRIAXIS_PYTHON "
-        f"to a Python whose torch fits it. To train on the CPU: CUDA_VISIBLE_DEVICES= bash launch/bootstrap.sh"
+        f"to a Python whose torch fits it. To train on the CPU:\n"
+        f"  CUDA_VISIBLE_DEVICES= bash {shlex.quote(str(ROOT / 'launch' / 'bootstrap.sh'))}"
     )
 
 
@@ -321,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="only print what this Python lacks")
     parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml, such as dev")
     args = parser.parse_args(argv)
-    checkout = Checkout(Path(__file__).resolve().parents[2])
+    checkout = Checkout(ROOT)
     try:
         if args.check:
             missing = missing_requirements(checkout.pyproject, args.extra)

@@ -37,6 +37,7 @@ DRY_FORMS = [
     (re.compile(r"(triaxis data (?:which|repeats))\b.*"), r"\1 --help"),
     (re.compile(r"(triaxis simulate) --measured\b.*"), r"\1 --help"),
     # quick and harmless: as it is
+    (re.compile(r"(bash launch/bootstrap\.sh\b.*)"), r"\1"),
     (re.compile(r"(triaxis (?:config|topology|schedule|simulate|plan|prepare|data|footprint)\b.*)"), r"\1"),
 ]
 

@@ -129,7 +129,22 @@ def test_nothing_is_installed_where_it_may_not_be(checkout, variables, reason):
     assert (exit_code, out) == (2, "")
     assert reason in err
     assert "lacks triaxis-toy-engine<2.0,>=1.0" in err
-    assert f"bash {checkout.root}/launch/bootstrap.sh dev" in err
+    assert f"bash '{checkout.root}/launch/bootstrap.sh' dev" in err
+    assert not checkout.venv.exists()
+
+
+@pytest.mark.parametrize("word", ["devel", "--dev"])
+def test_a_word_that_is_no_extra_is_refused(checkout, word):
+    exit_code, out, err = finish(start(checkout, word))
+    assert (exit_code, out) == (2, "")
+    assert err.startswith(f"triaxis: {word}: pyproject.toml has no such extra") and "Give one of dev, or none." in err
+    assert "Traceback" not in err and not checkout.venv.exists()
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_it_shows_its_forms(checkout, word):
+    exit_code, out, err = finish(start(checkout, word))
+    assert (exit_code, err) == (0, "") and "bash launch/bootstrap.sh dev" in out
     assert not checkout.venv.exists()
 
 
