@@ -94,6 +94,9 @@ def load_config(
         reading.tree = _read_yaml(Path(path))
     _apply(reading, overrides, environment or {})
     _check_format(reading)
+    for name, field_info in Config.model_fields.items():
+        if field_info.is_required():
+            reading.tree.setdefault(name, {})  # what a missing section needs is named with the rest
     _refuse_unknown_keys(reading, Config, reading.tree, "")
     try:
         config = Config.model_validate(reading.tree)
@@ -108,6 +111,24 @@ def load_config(
     if reading.problems:
         raise ConfigError(reading.problems, source)
     return config
+
+
+def override(sections: Mapping[str, Any], overrides: Sequence[str], source: str) -> dict[str, Any]:
+    """Return some sections of a configuration, of which others are still to be written, with dotted overrides.
+
+    Raises:
+        ConfigError: an override that is none, an unknown key, or a value of another type.
+    """
+    reading = _Reading(tree={name: dict(fields) for name, fields in sections.items()})
+    _apply(reading, overrides, {})
+    _refuse_unknown_keys(reading, Config, reading.tree, "")
+    try:
+        Config.model_validate(reading.tree)
+    except ValidationError as error:
+        reading.problems += _type_problems(error, reading.origins, lacking=False)
+    if reading.problems:
+        raise ConfigError(reading.problems, source)
+    return reading.tree
 
 
 def _complete_stages(reading: _Reading, config: Config) -> Config:
@@ -298,14 +319,16 @@ def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[s
             _refuse_unknown_keys(reading, inner, tree[key], f"{dotted}.")
 
 
-def _type_problems(error: ValidationError, origins: Mapping[str, str]) -> Iterator[str]:
-    """Yield pydantic's findings in our words: field, value, rule, legal values."""
+def _type_problems(error: ValidationError, origins: Mapping[str, str], *, lacking: bool = True) -> Iterator[str]:
+    """Yield pydantic's findings in our words: field, value, rule, legal values; with `lacking`, fields without a value too."""
     for detail in error.errors(include_url=False):
         dotted = ".".join(str(part) for part in detail["loc"])
         context = detail.get("ctx", {})
         given = f"{dotted} = {detail['input']!r}"
         given += "".join(f" ({origin})" for name, origin in origins.items() if f"{dotted}.".startswith(f"{name}."))
         match detail["type"]:
+            case "missing" if not lacking:
+                pass
             case "missing":
                 yield f"{dotted} is missing: every run needs it{_meaning(detail['loc'])}. Add it to the file."
             case "literal_error":

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from engine.config.context_parallel import gathers_keys, method_line
-from engine.config.load import load_config, to_yaml
+from engine.config.load import load_config, override, to_yaml
 from engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
 from engine.config.stages import at_stage, run_stages, with_fields
 from engine.config.tree import Config
@@ -29,10 +29,11 @@ from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.forwards import of_forward
 from engine.pipeline.programs import Programs
+from engine.storage.elsewhere import how_to_bring
 from engine.storage.json_text import parse_json
 from engine.telemetry.outlets.banner import cp_imbalance_line
 from engine.telemetry.record.parameters import num_active
-from launch.start.command_line import CONFIG, CommandParser, add_ignore, add_world_size, check_counts, refuse
+from launch.start.command_line import CONFIG, CommandParser, Subject, add_ignore, add_world_size, check_counts, refuse
 from models.interop.huggingface.config import from_hugging_face, passed_over_notes
 from models.interop.huggingface.families import FAMILIES
 from models.interop.megatron.command_line.convert import from_command_line
@@ -65,7 +66,11 @@ MUP_EXAMPLES = """examples:
 """
 FROM_HF_EXAMPLES = """examples:
   triaxis config from-hf path/to/config.json --seq-length 4096 > model.yaml
+  triaxis config from-hf path/to/config.json model.num_layers=8 > smaller.yaml
 """
+
+
+CONFIG_JSON = Subject("config_json", Path.is_file, (".json",), "path/to/config.json")
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -94,10 +99,9 @@ def add_arguments(parser: CommandParser) -> None:
     mup.add_argument("--base-hidden-size", type=int, required=True, metavar="N", help="width of the model they are of")
     mup.add_argument("--base-head-dim", type=int, metavar="N", help="size of its heads (default: the same)")
     summary = "make a model section from a Hugging Face config.json"
-    from_hf = parser.add_verb("from-hf", summary, "CONFIG_JSON [--seq-length N] [--ignore KEY]", FROM_HF_EXAMPLES)
-    from_hf.add_argument(
-        "path", type=Path, metavar="config.json", help=f"of a model of the family {', '.join(FAMILIES)}"
-    )
+    words = "CONFIG_JSON [--seq-length N] [--ignore KEY] [section.key=value ...]"
+    from_hf = parser.add_verb("from-hf", summary, words, FROM_HF_EXAMPLES)
+    from_hf.takes(CONFIG_JSON, f"of a model of the family {', '.join(FAMILIES)}")
     from_hf.add_argument(
         "--seq-length",
         type=int,
@@ -126,7 +130,7 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the chosen verb; ConfigError with all problems if there are any."""
     if args.verb == "from-hf":
-        print(_from_hf(args.path, args.seq_length, args.ignore), end="")
+        print(_from_hf(args.config_json, args.overrides, args.seq_length, args.ignore), end="")
         return 0
     if args.verb == "from-megatron":
         print(from_command_line(args.texts, args.vocab_size, args.ignore), end="")
@@ -293,16 +297,17 @@ def _stages(config: Config) -> str:
     return f"{config.model.num_layers} layers over {stages}: {each}{chosen}"
 
 
-def _from_hf(path: Path, seq_length: int | None, ignore: Sequence[str]) -> str:
+def _from_hf(path: Path, overrides: Sequence[str], seq_length: int | None, ignore: Sequence[str]) -> str:
     try:
         keys: Any = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        how = how_to_bring(path)
         raise ConfigError(
-            [f"it cannot be read as JSON: {error}. Give the config.json of a model."], str(path)
+            [f"it cannot be read as JSON: {error}. Give the config.json of a model.{how}"], str(path)
         ) from error
     if not isinstance(keys, dict):
         raise ConfigError(["it is no mapping of keys to values. Give the config.json of a model."], str(path))
-    sections = from_hugging_face(keys, seq_length, str(path), ignore)
+    sections = override(from_hugging_face(keys, seq_length, str(path), ignore), overrides, "the command line")
     notes = "".join(f"# Note: {note}.\n" for note in passed_over_notes(keys, ignore))
     text = yaml.safe_dump(sections, sort_keys=False)
     return f"# From a Hugging Face config.json of the family {keys['model_type']}; add data, train and parallel.\n{notes}{text}"

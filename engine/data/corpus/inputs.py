@@ -16,6 +16,7 @@ from pathlib import Path
 from engine.data.corpus.findings import OnBad
 from engine.data.corpus.readers import READERS, JsonForm, ending_of, json_form
 from engine.errors import DataError
+from engine.storage.elsewhere import how_to_bring
 
 NAMES_SHOWN = 5
 
@@ -46,6 +47,8 @@ def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
         ]
         if not files:
             what = "is a folder without text" if folders else "names no file"
+            if how := how_to_bring(pattern):
+                raise DataError(f"--input {pattern!r} {what}.{how}")
             raise DataError(
                 f"--input {pattern!r} {what}. Give files, a folder with files that end in {', '.join(READERS)}, or a pattern in "
                 f"quotes, for example '{pattern.rstrip('/*') or '.'}/*.md' or '**/*.md' for all folders below."

@@ -21,6 +21,7 @@ from engine.data.corpus.end_of_document import end_of_document
 from engine.data.corpus.sentencepiece_model import SentencePieceTokenizer
 from engine.data.corpus.tiktoken_ranks import ENDING, TiktokenTokenizer
 from engine.errors import DataError
+from engine.storage.elsewhere import how_to_bring
 from engine.storage.files import sha256_of_file
 from engine.storage.json_text import parse_json
 
@@ -189,6 +190,7 @@ def _open(path: Path) -> Any:
         raise DataError(
             f"there is no tokenizer at {path}. Give {', '.join(kind.shown for kind in KINDS)}; `triaxis prepare` also trains one: "
             f"train-bpe:32000. A folder of transformers without tokenizer.json gets one from AutoTokenizer(..).save_pretrained."
+            + how_to_bring(path)
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))

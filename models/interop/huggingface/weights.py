@@ -32,6 +32,7 @@ from engine.config.model import ModelConfig
 from engine.errors import CheckpointError, ConfigError
 from engine.layout.shard_spec import ParamSpec
 from engine.numerics.precision import accumulation_dtype
+from engine.storage.elsewhere import how_to_bring
 from engine.storage.json_text import parse_json
 from models.interop.finite import check_finite
 from models.interop.huggingface.config import (
@@ -316,7 +317,10 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         keys: Any = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError([f"it cannot be read as JSON: {error}. Give the folder of a model."], str(path)) from error
+        how = how_to_bring(path.parent)
+        raise ConfigError(
+            [f"it cannot be read as JSON: {error}. Give the folder of a model.{how}"], str(path)
+        ) from error
     if not isinstance(keys, dict):
         raise ConfigError(["it is no mapping of keys to values. Give the folder of a model."], str(path))
     return keys

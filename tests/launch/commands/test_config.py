@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from engine.config.load import load_config
 from engine.errors import ConfigError
@@ -309,6 +310,18 @@ def test_from_hf_gives_the_model_section_of_the_shipped_llama(
     rest = shipped.read_text().partition("\ndata:")[2]
     target.write_text(shown(capsys, "from-hf", str(source)) + "\ndata:" + rest)
     assert load_config(target) == load_config(shipped)
+
+
+def test_from_hf_takes_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = tmp_path / "config.json"
+    source.write_text(json.dumps(LLAMA))
+    sections = yaml.safe_load(shown(capsys, "from-hf", str(source), "model.num_layers=2", "train.steps=9"))
+    assert sections["model"]["num_layers"] == 2 and sections["train"] == {"steps": 9}
+    assert main(["config", "from-hf", str(source), "model.hidden=2", "model.num_layers=x"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "has 2 problems" in error and "Did you mean model.hidden_size?" in error and "model.num_layers = 'x'" in error
+    )
 
 
 def test_from_hf_says_what_it_passed_over_and_ignored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
