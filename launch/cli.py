@@ -147,7 +147,7 @@ def _chosen_and_flushed(arguments: Sequence[str]) -> str:
 
 
 def _chosen(arguments: Sequence[str]) -> str:
-    """Return the subcommand that the first argument names; exits after --help and with a usage error for anything else."""
+    """Return the subcommand that the first argument names; exits after help or --version, and with a usage error."""
     listed = [
         line
         for title, group in GROUPS.items()
@@ -162,6 +162,13 @@ def _chosen(arguments: Sequence[str]) -> str:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="store_true", help="show the versions of Triaxis, torch and Python")
+    if "--version" in arguments[:1]:
+        _show_versions()
+        parser.exit()
+    if not arguments:
+        parser.print_help()
+        parser.exit()
     parser.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
     name = str(parser.parse_args(arguments[:1]).command)
     if name not in COMMANDS:
@@ -169,6 +176,15 @@ def _chosen(arguments: Sequence[str]) -> str:
         hint = f"Did you mean {near[0]}?" if near else f"The commands are {', '.join(COMMANDS)}."
         parser.error(f"there is no command {name!r}. {hint}")
     return name
+
+
+def _show_versions() -> None:
+    import platform
+    from importlib import metadata
+
+    from engine.program import ROOT, version
+
+    print(f"triaxis {version()} in {ROOT}, torch {metadata.version('torch')}, Python {platform.python_version()}")
 
 
 def _report(error: Exception) -> int:

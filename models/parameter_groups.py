@@ -66,7 +66,7 @@ def groups_have_parameters(subject: Subject) -> Iterator[Problem]:
         taken = next((one for one in trained if group_of(one.spec.name, [group]) is not None), None)
         if taken is None:
             rule = "matches no parameter that is trained: the group would have no effect"
-            advice = f"Names are like {trained[-1].spec.name}; triaxis config params lists them."
+            advice = f"Names are like {trained[-1].spec.name}; `triaxis config params` lists them."
         else:
             earlier = config.optimizer.groups[taken.number or 0]["match"]
             rule = f"matches only parameters of earlier groups, such as {taken.spec.name} of {earlier}: it would have no effect"

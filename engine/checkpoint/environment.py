@@ -2,13 +2,13 @@
 
 import platform
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 import torch
 
 from engine.checkpoint.resume_rules import flat
+from engine.program import version
 from engine.step import Engine
 
 
@@ -36,7 +36,7 @@ def describe_layout(engine: Engine) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads_per_rank": torch.get_num_threads(),
         "versions": {
-            "triaxis": metadata.version("triaxis"),
+            "triaxis": version(),
             "torch": torch.__version__,
             "numpy": np.__version__,
             "python": platform.python_version(),

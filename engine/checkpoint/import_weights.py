@@ -3,6 +3,7 @@
 Memory is bounded by `FILE_BYTES` or the largest tensor, whichever is more. No process group is involved.
 """
 
+import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -28,6 +29,7 @@ from engine.checkpoint.inspect.weights import WhichWeights, kind_of
 from engine.checkpoint.lock import holding
 from engine.errors import CheckpointError
 from engine.layout.shard_spec import Box
+from engine.program import triaxis
 
 FILE_BYTES = 2**30
 """Size at which collected shards are written as one file."""
@@ -124,8 +126,8 @@ def read_tensor(
     dtypes = {piece.dtype for _, piece in manifest.pieces_by_tensor.get((name, kind), ())}
     if info is None or not dtypes:
         raise CheckpointError(
-            f"{folder} has no {kind} of {name}. It holds {len(manifest.tensors)} tensors; `triaxis checkpoint inspect {folder}` "
-            "lists them."
+            f"{folder} has no {kind} of {name}. It holds {len(manifest.tensors)} tensors; they are listed by  "
+            + triaxis(f"checkpoint inspect {shlex.quote(str(folder))}")
         )
     box = box if box is not None else tuple((0, size) for size in info.shape)
     values = torch.empty([stop - start for start, stop in box], dtype=TORCH_DTYPES[max(dtypes)])

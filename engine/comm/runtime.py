@@ -71,7 +71,7 @@ class RankEnvironment:
         except (KeyError, ValueError) as error:
             raise TopologyError(
                 f"the launcher's variables are incomplete: {error} of RANK, WORLD_SIZE, MASTER_PORT. A rank that does not "
-                f"know its place cannot join a group. Start through launch/pretrain_gpt.sh, torchrun or srun."
+                f"know its place cannot join a group. Start with `triaxis train`, torchrun or srun."
             ) from error
 
 

@@ -6,6 +6,7 @@
 A GPU that torch cannot use is an error unless the CPU was asked for: no run falls back to the CPU silently.
 """
 
+import shlex
 import socket
 import warnings
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from engine.config.run import RuntimeConfig
 from engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
 from engine.errors import TopologyError
+from engine.program import ROOT
 
 CPU, CUDA = "cpu", "cuda"
 GLOO, NCCL = "gloo", "nccl"
@@ -78,12 +80,13 @@ def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: s
         if driver.runs(major):
             needs += "; this driver is new enough, so something else is wrong"
     own_words = f" (torch: {reason})" if reason else ""
+    checkout = shlex.quote(str(ROOT))
     gpus = "1 GPU" if driver.num_gpus == 1 else f"{driver.num_gpus} GPUs"
     return (
         f"{socket.gethostname()} has {gpus} with driver {driver.version or 'of unknown version'}, and torch can use none: "
         f"{needs}{own_words}. The run would train on the CPU, many times slower. Choose one of these:\n"
         f"  TRIAXIS_PYTHON=<python>   uses a Python whose torch fits the driver, such as that of a container\n"
-        f"  python3 -m venv --clear .venv && .venv/bin/python launch/start/bootstrap.py\n"
+        f"  python3 -m venv --clear {checkout}/.venv && bash {checkout}/launch/bootstrap.sh\n"
         f"                            installs the versions of launch/constraints.txt, with a torch for this driver\n"
         f"  runtime.device=cpu        trains on the CPU"
     )

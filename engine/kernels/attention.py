@@ -27,7 +27,7 @@ from engine.data.documents import Documents
 from engine.data.sequence_part import SequencePart
 from engine.kernels.flash_attention import Varlen, VarlenParts
 from engine.kernels.masked_attention import WHOLE, Blocks, CpuFlash, Kernel, Mask, masked_attention
-from engine.kernels.te import INSTALL
+from engine.kernels.te import how_to_install
 from engine.kernels.te_attention import TeAttention, te_attention_failure
 
 BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
@@ -189,7 +189,7 @@ def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:
         f"kernels.attention = {kernel} does not run here, with {shape.num_heads} query and {shape.num_kv_heads} key/value "
         f"heads of size {shape.head_dim} in {dtype} on {shape.device.type} (torch says: {reason}). Another kernel would "
         f"have other speed and other bits than what was asked for. Let torch choose with kernels.attention={other}, or "
-        + (f"install it: {INSTALL}" if kernel == "te" else "install a torch that has it.")
+        + (f"install it: {how_to_install()}" if kernel == "te" else "install a torch that has it.")
     )
 
 

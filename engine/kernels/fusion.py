@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from engine.program import pip_install
+
 Form = Literal["eager", "compiled"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -70,7 +72,7 @@ def compiler_failure(device: torch.device) -> str:
 
 def compiler_refusal(device: torch.device, reason: str) -> str:
     """Return the problem of a named kernel where no compiler works for `device`."""
-    needed = "" if device.type == "cpu" else "triton (pip install triton), "
+    needed = "" if device.type == "cpu" else f"triton  {pip_install('triton')}  and "
     return (
         f"kernels.elementwise or kernels.optimizer is `compiled`, and torch.compile makes no kernel for {device.type} "
         f"here (torch says: {reason}). It needs {needed}a C++ compiler and Python's headers "

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 
 from engine.kernels.fp8.recipes import Quantised
 from engine.kernels.te_storage import Storages, open_storages
+from engine.program import install
 
 FIRST_VERSION = "2.10"
 """The first release whose `general_gemm` takes these arguments; earlier ones want a workspace of the caller."""
@@ -203,11 +204,14 @@ def gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:
     """Return the problem of `kernels.linear = te` where it does not run."""
     return (
         f"kernels.linear = te does not run here, in {str(dtype).removeprefix('torch.')} on {device.type} ({reason}). Another GEMM "
-        f"would have other speed and other bits than what was asked for. {INSTALL} kernels.linear=torch runs anywhere."
+        f"would have other speed and other bits than what was asked for. {how_to_install()} kernels.linear=torch runs anywhere."
     )
 
 
-INSTALL = "Beside a torch with CUDA, pip install --no-build-isolation 'triaxis[te]' installs Transformer Engine (docs/one-gpu.md)."
+def how_to_install() -> str:
+    """Return the sentence that says how Transformer Engine is installed."""
+    line = install("te", "--no-build-isolation")
+    return f"Beside a torch with CUDA and its compiler,  {line}  installs Transformer Engine (docs/one-gpu.md)."
 
 
 def _lacking(function: Callable[..., Any]) -> str:

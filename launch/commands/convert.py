@@ -9,6 +9,7 @@ names its function in `convert`; Megatron's verbs are in `convert_megatron.py`.
 
 import argparse
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from engine.checkpoint.inspect.weights import check_weights
 from engine.config.model import ModelConfig
 from engine.data.corpus.tokenizers import check_tokenizer, load_tokenizer, split_name
 from engine.errors import CheckpointError, DataError
+from engine.program import triaxis
 from engine.storage.files import sha256_of_file
 from launch.commands import convert_megatron
 from launch.start.command_line import CommandParser, add_checkpoint, add_ignore, add_weights
@@ -115,7 +117,7 @@ def hf_import(args: argparse.Namespace) -> None:
             "AutoTokenizer writes one when it is saved); with another one, ids would mean other words"
         )
     console.print("train from these weights, at step 0 with a fresh optimizer:")
-    console.print(f"  triaxis train {args.out / TRAIN_CONFIG} 'data.train=[[1.0, PREFIX]]'")
+    console.print("  " + triaxis(f"train {shlex.quote(str(args.out / TRAIN_CONFIG))} 'data.train=[[1.0, PREFIX]]'"))
     console.print("in a config of your own: its model section, and")
     console.print(f"  checkpoint.load={args.out} checkpoint.load_what=weights")
 
@@ -305,8 +307,9 @@ def _train_config(family: str, config: dict[str, Any], out: Path) -> str:
     kernels = yaml.safe_dump({"kernels": config["kernels"]}, sort_keys=False) + "\n" if "kernels" in config else ""
     tokenizer = config["data"]["tokenizer"]
     rest = yaml.safe_dump({"load": str(out.absolute()), "load_what": "weights"}, sort_keys=False)
+    prepare = triaxis(f"prepare --tokenizer {shlex.quote(tokenizer)} --input 'TEXT/*.txt' --output PREFIX")
     return f"""# Training that starts from the weights of an imported {family}: give data.train, and make the rest your own.
-# Make a corpus with:  triaxis prepare --tokenizer {tokenizer} --input 'TEXT/*.txt' --output PREFIX
+# Make a corpus with:  {prepare}
 
 {model}
 {kernels}data:

@@ -8,6 +8,7 @@ The verbs belong to `convert.py`, which adds these parsers to its own.
 
 import argparse
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from engine.config.section import Section
 from engine.config.training import OptimizerConfig, PrecisionConfig, TrainConfig
 from engine.config.tree import Config
 from engine.errors import CheckpointError, ConfigError, shown
+from engine.program import triaxis
 from launch.start.command_line import CommandParser, add_checkpoint, add_weights, refuse
 from models.interop.megatron.config import differences, megatron_args, model_section, training_sections
 from models.specs import num_parameters
@@ -128,10 +130,12 @@ def megatron_import(args: argparse.Namespace) -> None:
     console.print("go on from there:" if has_moments else "train from these weights, at step 0 with a fresh optimizer:")
     if args.config is None:
         config_path = args.out / TRAIN_CONFIG
-        console.print(f"  triaxis train {config_path} 'data.train=[[1.0, PREFIX]]' data.tokenizer=TOKENIZER")
+        line = triaxis(f"train {shlex.quote(str(config_path))} 'data.train=[[1.0, PREFIX]]' data.tokenizer=TOKENIZER")
     else:
         what = "all" if has_moments else "weights"
-        console.print(f"  triaxis train {args.config} checkpoint.load={args.out} checkpoint.load_what={what}")
+        load = shlex.quote(f"checkpoint.load={args.out}")
+        line = triaxis(f"train {shlex.quote(str(args.config))} {load} checkpoint.load_what={what}")
+    console.print(f"  {line}")
 
 
 def megatron_export(args: argparse.Namespace) -> None:

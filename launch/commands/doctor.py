@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if asked.config_path is None:
         if is_one_of_several:
             why = "several ranks were started, and no config says which of them form groups: there would be nothing to measure"
-            refuse([f"{why}. Name the run's config: triaxis doctor config.yaml"])
+            refuse([f"{why}. Name the run's config after `triaxis doctor`."])
         asked = Request(DEFAULT_CONFIG, (*ONE_PROCESS, *asked.overrides), asked.dry_run)
     flags = () if args.json is None else (f"--json={args.json}",)
     if "RANK" in os.environ:

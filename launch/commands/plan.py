@@ -3,6 +3,7 @@ published runs; no device."""
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from engine.config.counts import count
 from engine.config.load import load_config, to_yaml
+from engine.program import triaxis
 from engine.storage.files import write_atomically
 from engine.storage.redaction import unwritable
 from engine.telemetry.outlets.format import gigabytes
@@ -119,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"wrote {args.page}; open it in a browser")
     if args.out is not None:
         _write(args.out, to_yaml(plan.best.config, describe=True))
-        console.print(f"wrote {args.out}; train with  bash launch/pretrain_gpt.sh {args.out}")
+        console.print(f"wrote {args.out}; train with  " + triaxis(f"train {shlex.quote(str(args.out))}"))
     return 0
 
 

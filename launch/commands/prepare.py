@@ -21,6 +21,7 @@ from engine.data.corpus.record import record_path
 from engine.data.corpus.stdlib import STDLIB_BYTES, stdlib_files
 from engine.data.corpus.train_bpe import TRAINING_BYTES, size_to_train
 from engine.errors import DataError
+from engine.program import triaxis
 
 EXAMPLES = """examples:
   triaxis prepare --stdlib --tokenizer bytes --output data/stdlib
@@ -103,7 +104,8 @@ def run(args: argparse.Namespace) -> int:
     if bool(args.input) == args.stdlib:
         raise DataError(
             "give either --input with files, or --stdlib for the sources of Python's standard library. Without text there "
-            "is no corpus, and both together are not built. Example: triaxis prepare --stdlib --output data/stdlib"
+            "is no corpus, and both together are not built. Example:  "
+            + triaxis("prepare --stdlib --output data/stdlib")
         )
     if args.max_bytes is not None and not args.stdlib:
         raise DataError(
@@ -215,4 +217,4 @@ def show_prepared(console: Console, prefix: str, prepared: Prepared) -> None:
         f"model.vocab_size={record.vocab_size}",
     ]
     console.print("train on it:")
-    console.print(f"  bash launch/pretrain_gpt.sh configs/gpt_tiny.yaml {shlex.join(overrides)}")
+    console.print("  " + triaxis(f"train {shlex.join(overrides)}"))

@@ -21,6 +21,7 @@ from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.matching import Match, match_tokenizer
 from engine.data.corpus.tokenizers import BYTES, TOKENIZER_JSON
 from engine.errors import CheckpointError
+from engine.program import triaxis
 from launch.commands.convert import import_source, import_weights
 from launch.start.command_line import CommandParser, add_ignore, refuse
 from launch.tuning.continued_run import ContinuedRun, plan_run, to_commented_yaml
@@ -98,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"weights    {out}")
     print(to_commented_yaml(planned, _heading(args, found)), end="", flush=True)
     if not sys.stdout.isatty():
-        console.print("train with the YAML on stdout:  triaxis train run.yaml")
+        console.print(f"train with the YAML on stdout:  {triaxis('train run.yaml')}")
     return 0
 
 
@@ -176,8 +177,8 @@ def _heading(args: argparse.Namespace, found: "HuggingFaceModel") -> str:
         [
             f"Continues from the weights of {args.folder}: {found.family}, {num_parameters(found.model):,} parameters.",
             f"Made by:  {shlex.join(words)}",
-            "Check it with:  triaxis config check run.yaml",
-            "Train with:     triaxis train run.yaml",
+            f"Check it with:  {triaxis('config check run.yaml')}",
+            f"Train with:     {triaxis('train run.yaml')}",
         ]
     )
 

@@ -209,7 +209,7 @@ def _ranks(plan: Plan) -> str:
     grid = rank_grid(plan.best.config, plan.best.sizes, plan.cluster.gpus_per_node)
     said = f"{words(grid)}. {legend(grid).capitalize()}. Point at a rank for its coordinates."
     if grid.world_size > MOST_RANKS:
-        return f'<p class="soft">{escape(words(grid))}: too many for a picture; triaxis topology prints them.</p>'
+        return f'<p class="soft">{escape(words(grid))}: too many for a picture; <code>triaxis topology</code> prints them.</p>'
     return f'<p class="soft">{escape(said)}</p>{topology_chart(grid)}'
 
 

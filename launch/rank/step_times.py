@@ -4,6 +4,7 @@ open      topology, schedule, telemetry.*   ->  StepTimes on every rank, SlowRan
 finish    the rows of all ranks             ->  timeline.json
 """
 
+import shlex
 import socket
 
 import torch
@@ -14,6 +15,7 @@ from engine.config.plan import batch_plan
 from engine.config.tree import Config
 from engine.errors import TriaxisError
 from engine.optimizer.group_norms import GroupNorms
+from engine.program import triaxis
 from engine.run.directory import RunDirectory
 from engine.step import Engine
 from engine.telemetry.outlets.hub import Telemetry
@@ -97,7 +99,8 @@ def finish_step_times(times: StepTimes | None, directory: RunDirectory, telemetr
     try:
         merged = merge(directory.path)
     except (OSError, TriaxisError) as error:
-        telemetry.say(f"{error}\nThe run is not harmed; `triaxis timeline {directory.path}` tries again.", "yellow")
+        again = triaxis(f"timeline {shlex.quote(str(directory.path))}")
+        telemetry.say(f"{error}\nThe run is not harmed. Try again:  {again}", "yellow")
         return
     telemetry.say(str(merged))
     telemetry.event("profiled", path=str(merged.path.relative_to(directory.path)))

@@ -115,7 +115,7 @@ def _read(path: Path) -> RunRecord:
     if not any((path / name).is_file() for name in ("config.yaml", "metrics.jsonl")) and not events_files(path):
         raise TriaxisError(
             f"{path} is no run directory: it has neither config.yaml nor metrics.jsonl nor events, so there is nothing to "
-            "report. Give the folder of a run, as in: triaxis report runs/gpt_tiny"
+            "report. Give the folder of a run, such as runs/gpt_tiny."
         )
     config, config_text, problem = _read_config(path / "config.yaml")
     metrics, events = read_records(path / "metrics.jsonl"), read_events(path)

@@ -37,7 +37,7 @@ class Job:
         if "SLURM_JOB_ID" not in variables:
             raise TopologyError(
                 "this is a batch script and there is no SLURM job around it: srun would have nowhere to start ranks. Submit it "
-                "with sbatch, look at it with --dry-run, or train on this machine with launch/pretrain_gpt.sh."
+                "with sbatch, look at it with --dry-run, or train on this machine with `triaxis train`."
             )
         try:
             listed = call("scontrol", "show", "hostnames", variables["SLURM_JOB_NODELIST"])

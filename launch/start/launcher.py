@@ -198,8 +198,8 @@ def torchrun_arguments(plan: Plan, worker: str, variables: Mapping[str, str]) ->
             raise TopologyError(
                 f"NNODES={world.num_nodes}, NODE_RANK={variables.get('NODE_RANK', 'unset')}, "
                 f"MASTER_ADDR={variables.get('MASTER_ADDR', 'unset')}: with several nodes each needs its number and the "
-                f"address of node 0 that all of them resolve, or every node waits alone. For example on the second:\n"
-                f"  NNODES={world.num_nodes} NODE_RANK=1 MASTER_ADDR=<node 0> bash launch/pretrain_gpt.sh ..."
+                f"address of node 0 that all of them resolve, or every node waits alone. For example on the second, in front "
+                f"of the same command:\n  NNODES={world.num_nodes} NODE_RANK=1 MASTER_ADDR=<node 0>"
             )
         ranks = [f"--nnodes={world.num_nodes}", f"--node-rank={variables['NODE_RANK']}", *ranks]
     if world.num_nodes > 1 or variables.get("MASTER_PORT"):

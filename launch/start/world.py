@@ -116,19 +116,17 @@ def _too_few(config: Config, ranks_per_node: int, num_gpus: int, num_nodes: int,
     layout = f"tp={parallel.tp}{context} pp={parallel.pp} dp={parallel.dp or 1}"
     choices = []
     if smaller := _smaller(config, num_gpus, num_nodes, more_rules):
-        words = f"TP={smaller.tp} PP={smaller.pp} VPP={smaller.vpp} DP={smaller.dp}" + (" CP=1" if context else "")
-        words += f" EP={smaller.ep} ETP={smaller.etp}" if config.model.moe is not None else ""
-        choices.append(f"Choose a smaller one, for example\n  {words} bash launch/pretrain_gpt.sh ...")
-    choices.append("Train on the CPU:\n  bash launch/pretrain_gpt.sh ... runtime.device=cpu")
+        names = ["tp", "pp", "vpp", "dp", *(["cp"] if context else []), *(["ep", "etp"] if config.model.moe else [])]
+        words = " ".join(f"parallel.{name}={getattr(smaller, name)}" for name in names)
+        choices.append(f"{words}   in place of its layout: a smaller one")
+    choices.append("runtime.device=cpu   trains on the CPU")
     shared = with_value(config, "runtime.collectives", "gloo")
     if not problems(shared, ranks_per_node * num_nodes, ranks_per_node, more_rules):
-        choices.append(
-            "Let ranks share a GPU, slowly, to try the layout:\n"
-            "  bash launch/pretrain_gpt.sh ... runtime.collectives=gloo"
-        )
+        choices.append("runtime.collectives=gloo   lets ranks share a GPU, slowly, to try the layout")
     return (
         f"{layout} needs {ranks_per_node} GPUs per node and this node shows {num_gpus}. Two ranks on one GPU would deadlock "
-        f"in NCCL, and a layout that was asked for is never changed. " + "\n".join(choices)
+        f"in NCCL, and a layout that was asked for is never changed. Give the same command one of these:\n"
+        + "\n".join(f"  {choice}" for choice in choices)
     )
 
 

@@ -187,7 +187,7 @@ def _chosen_sections(run: ContinuedRun) -> Mapping[str, tuple[Any, ...]]:
             _parallel(run),
             f"For {run.machine.name}: the smallest {sizes} with which each rank fits {1 - MARGIN:.0%} of its memory,",
             f"{gigabytes(run.chosen.usable_bytes)}. {memory_line(run.chosen.prediction)}.",
-            "`triaxis try run.yaml --layouts ..` measures this and other layouts.",
+            "`triaxis try` measures this and other layouts.",
         ),
         **({"kernels": (_dispatch(run),)} if has_kernels else {}),
         "recompute": (_recompute(run),),

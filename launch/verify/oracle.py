@@ -23,6 +23,7 @@ from engine.config.load import to_yaml
 from engine.config.moe import BalanceConfig
 from engine.config.tree import Config
 from engine.errors import ConfigError
+from engine.program import pip_install
 from launch.inference.request import JOB
 from launch.start.command_line import refuse
 from launch.start.import_path import import_variables
@@ -37,7 +38,7 @@ WORKER = "launch.verify.oracles.rank"
 
 ORACLES = {
     "megatron-core": ("megatron-core>=0.16,<0.17", "Megatron-Core's GPTModel and its distributed optimizer"),
-    "transformers": ("triaxis[hf]", "the Hugging Face model that an export would write, and torch's AdamW"),
+    "transformers": ("transformers", "the Hugging Face model that an export would write, and torch's AdamW"),
 }
 """Name of the package -> (what pip installs it by, what it is as an oracle)."""
 
@@ -137,7 +138,7 @@ def installed_version(oracle: str) -> str:
             f"{oracle} {found} is installed: what lets it run on a CPU was written for {MEGATRON_VERSION}x, and on another "
             "version it could compute something else in silence"
         )
-    raise ConfigError([f"--oracle {oracle}: {problem}. Run: pip install '{requirement}'."], "the command line")
+    raise ConfigError([f"--oracle {oracle}: {problem}. Run  {pip_install(requirement)}"], "the command line")
 
 
 def refusals(oracle: str, config: Config) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,12 +92,27 @@ def test_a_misspelled_command_gets_the_nearest(typed, meant, capsys):
     assert f"there is no command {typed!r}. Did you mean {meant}?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["trian"], ["--"], ["--version"]])
+@pytest.mark.parametrize("arguments", [["trian"], ["--"], ["--versoin"]])
 def test_what_is_no_command_is_a_usage_error(arguments, capsys):
     with pytest.raises(SystemExit) as left:
         cli.main(arguments)
     assert left.value.code == 2
     assert "usage: triaxis" in capsys.readouterr().err
+
+
+def test_without_a_word_it_shows_its_help(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main([])
+    assert left.value.code == 0
+    assert "start a training run" in capsys.readouterr().out
+
+
+def test_it_says_its_version(capsys):
+    with pytest.raises(SystemExit) as left:
+        cli.main(["--version"])
+    assert left.value.code == 0
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out.startswith(f"triaxis {project['version']} in {ROOT}, torch 2.")
 
 
 def fake_command(error: BaseException) -> SimpleNamespace:

@@ -12,6 +12,7 @@ index is checked at opening, because a wrong pointer would train on noise.
 """
 
 import hashlib
+import shlex
 import struct
 from array import array
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from engine.errors import DataError
+from engine.program import triaxis
 from engine.storage.files import HASH_BLOCK_BYTES, sync, sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -71,8 +73,8 @@ class IndexedTokens:
             if not path.is_file():
                 raise DataError(
                     f"{path} does not exist. A corpus is a pair of files, {self._bin_path.name} and {self._idx_path.name}; "
-                    f"data.train names their path without the ending. Prepare one: triaxis prepare --input 'texts/*.txt' "
-                    f"--tokenizer bytes --output {self.prefix}"
+                    f"data.train names their path without the ending. Prepare one:  "
+                    + triaxis(f"prepare --input 'TEXT/*.txt' --tokenizer bytes --output {shlex.quote(self.prefix)}")
                 )
         self._read_index()
         self._check_pointers()

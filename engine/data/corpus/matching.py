@@ -6,6 +6,7 @@
 Ids of another tokenizer would be learned as noise: nothing else in a run would notice.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.record import CorpusRecord, read_record
 from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from engine.errors import DataError
+from engine.program import triaxis
 
 MOST_IDS = 2**22
 """Token ids of a corpus that are looked at."""
@@ -121,4 +123,5 @@ def _other(prefix: str, record: CorpusRecord, tokenizer: Tokenizer, model: str, 
 
 def _again(names: Sequence[str], prefix: str) -> str:
     tokenizer = names[0] if names else "TOKENIZER"
-    return f"Prepare the text again: triaxis prepare --tokenizer {tokenizer} --input TEXT --output {prefix}-2"
+    line = triaxis(f"prepare --tokenizer {shlex.quote(tokenizer)} --input TEXT --output {shlex.quote(prefix)}-2")
+    return f"Prepare the text again:  {line}"

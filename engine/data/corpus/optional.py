@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from engine.errors import DataError
+from engine.program import install
 
 
 def need(package: str, purpose: str) -> Any:
@@ -21,6 +22,6 @@ def need(package: str, purpose: str) -> Any:
     except ImportError as error:
         name = package.partition(".")[0]
         raise DataError(
-            f"{purpose} needs the package {name}, which cannot be imported here ({error}). Install it with: "
-            f"pip install 'triaxis[text]' (in a checkout: pip install -e '.[text]')."
+            f"{purpose} needs the package {name}, which cannot be imported here ({error}). Install it with  "
+            f"{install('text')}"
         ) from error

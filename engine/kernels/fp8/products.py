@@ -18,7 +18,7 @@ from engine.errors import ConfigError
 from engine.kernels.fp8.block_product import block_product, has_block_gemm
 from engine.kernels.fp8.recipes import E4M3, Fp8Format, Quantised, Recipe, amax, in_rows, quantise, recipe_of
 from engine.kernels.fusion import EAGER, Fusion
-from engine.kernels.te import INSTALL, TransformerEngine, open_te, te_failure
+from engine.kernels.te import TransformerEngine, how_to_install, open_te, te_failure
 from engine.kernels.weight_grad import add
 from engine.numerics.precision import accumulation_dtype
 
@@ -212,5 +212,5 @@ def _refusal(config: Fp8Config, backend: Fp8Backend, device: torch.device, reaso
         f"precision.fp8 = {config.recipe} with backend {backend} does not run on {device.type} here ({reason}). Another "
         "precision would have other speed and other bits than what was asked for. precision.fp8=null trains in precision.dtype; "
         "precision.fp8.backend=emulated gives the numbers of FP8 on any device, slowly."
-        + (f" {INSTALL}" if backend == "te" else "")
+        + (f" {how_to_install()}" if backend == "te" else "")
     )

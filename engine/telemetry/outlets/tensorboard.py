@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from engine.config.tree import Config
 from engine.errors import TriaxisError
+from engine.program import install
 from engine.run.directory import RunDirectory
 from engine.storage.state_files import try_to_write
 from engine.telemetry.outlets.sections import sections
@@ -33,8 +34,7 @@ class TensorBoardSink(Sink):
         if importlib.util.find_spec("tensorboard") is None:
             raise TriaxisError(
                 "telemetry.tensorboard = true, but the package tensorboard is not installed; the run would have no event files. "
-                "Install it with: pip install 'triaxis[tensorboard]' (in a checkout: pip install -e '.[tensorboard]'), or set "
-                "telemetry.tensorboard=false."
+                f"Install it with  {install('tensorboard')}  or set telemetry.tensorboard=false."
             )
 
     @classmethod

@@ -18,6 +18,7 @@ import torch
 
 from engine.checkpoint.format.store import TORCH_DTYPES
 from engine.errors import CheckpointError, ConfigError
+from engine.program import install
 from models.interop.huggingface.families import FAMILIES
 from models.interop.huggingface.files import TensorPlan
 
@@ -91,7 +92,8 @@ class GgufFile:
             import gguf
         except ImportError:
             raise CheckpointError(
-                f"{path} is a GGUF file, and the package gguf is not installed: it cannot be read. pip install 'triaxis[hf]'."
+                f"{path} is a GGUF file, and the package gguf is not installed: it cannot be read. Install it with  "
+                f"{install('hf')}"
             ) from None
         self._gguf = gguf
         try:

@@ -207,8 +207,19 @@ def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def device_names() -> list[str]:
-    """List the devices that ship with the project."""
-    return sorted(path.stem for path in _folder().glob("*.yaml"))
+    """List the devices that ship with the project.
+
+    Raises:
+        ConfigError: there is none, in an installation without the checkout's configs.
+    """
+    if names := sorted(path.stem for path in _folder().glob("*.yaml")):
+        return names
+    raise ConfigError(
+        [
+            f"{_folder()} has no files of devices: they are part of a checkout, and this is an installation without one, so no "
+            "device is known by its name. Use Triaxis in a checkout."
+        ]
+    )
 
 
 def load_device(name_or_path: str | Path) -> Device:
@@ -224,7 +235,7 @@ def load_device(name_or_path: str | Path) -> Device:
         raise ConfigError(
             [
                 f"device {name_or_path} has no file: rates of an unknown device cannot be guessed. There are "
-                f"{', '.join(device_names())}; or give the path of a file from triaxis calibrate."
+                f"{', '.join(device_names())}; or give the path of a file from `triaxis calibrate`."
             ]
         )
     return _read(path.resolve(), path.stat().st_mtime_ns)

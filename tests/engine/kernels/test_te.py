@@ -22,6 +22,7 @@ from engine.kernels.masked_attention import Mask
 from engine.kernels.registry import Choices, device_trials, try_out
 from engine.kernels.te import TransformerEngine, gemm_failure, open_te
 from engine.kernels.te_attention import TeAttention
+from engine.program import ROOT
 from tests.stand_in import stand_in
 
 CPU = torch.device("cpu")
@@ -165,7 +166,7 @@ def test_where_it_runs_it_is_taken() -> None:
 def test_without_the_package_it_is_refused() -> None:
     assert "kernels.linear = te does not run here, in bfloat16 on cpu" in refusal()
     assert "the package transformer-engine is not installed" in refusal()
-    assert "pip install" in refusal() and "'triaxis[te]'" in refusal() and "kernels.linear=torch" in refusal()
+    assert f"pip install --no-build-isolation -e '{ROOT}[te]'" in refusal() and "kernels.linear=torch" in refusal()
     with pytest.raises(
         ConfigError, match=r"backend te does not run on cpu here \(the package transformer-engine is not"
     ):

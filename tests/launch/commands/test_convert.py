@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ TEXT = "the quick brown fox jumps over  the lazy dog 0123456789 the end"
 @pytest.fixture(scope="module", autouse=True)
 def _transformers() -> None:
     """Transformers is the oracle of these tests."""
-    need_package("transformers", "pip install 'triaxis[dev]'")
+    need_package("transformers", "pip install -e '.[dev]'")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_out_in_and_out_again(tmp_path: Path, tokenizer: Path, capsys: pytest.Ca
     assert json.loads((one / "config.json").read_text())["eos_token_id"] == 299
 
     text = said(capsys, "convert", "hf-import", one, back)
-    assert f"triaxis train {back / 'train.yaml'} 'data.train=[[1.0, PREFIX]]'" in text
+    assert f"triaxis train {shlex.quote(str(back / 'train.yaml'))} 'data.train=[[1.0, PREFIX]]'" in text
     assert f"checkpoint.load={back} checkpoint.load_what=weights" in text
     again = find(back)
     assert again.manifest.fingerprint == find(source).manifest.fingerprint

@@ -28,7 +28,7 @@ LENGTH = 32
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Llama of transformers and a byte-level BPE."""
-    need_package("transformers", "pip install 'triaxis[dev]'")
+    need_package("transformers", "pip install -e '.[dev]'")
     import tokenizers
     import transformers
 

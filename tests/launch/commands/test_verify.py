@@ -211,7 +211,7 @@ def test_an_oracle_in_a_process_of_its_own(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fork_ranks_of(monkeypatch, "launch.verify.run")
-    need_package("transformers", "pip install 'triaxis[hf]'")
+    need_package("transformers", "pip install -e '.[hf]'")
     path = tmp_path / "certificate.json"
     words = ["--oracle", "transformers", "--layout", "pp=2", "--steps", "2", "--json", str(path)]
     assert main([*CONFIG, *words]) == 0

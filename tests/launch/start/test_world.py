@@ -45,9 +45,10 @@ def test_too_few_gpus_says_what_to_type(dp):
     with pytest.raises(TopologyError, match="never changed") as error:
         decide(config(f"parallel.dp={dp}"), Gpus(3), {})
     assert "this node shows 3" in str(error.value)
-    assert "TP=1 PP=1 VPP=1 DP=2 bash launch/pretrain_gpt.sh" in str(error.value)  # 3 would not divide the batch
-    smaller = config("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2")
-    assert decide(smaller, Gpus(3), {}).size == 2
+    offered = "parallel.tp=1 parallel.pp=1 parallel.vpp=1 parallel.dp=2"  # 3 would not divide the batch
+    assert f"Give the same command one of these:\n  {offered}   in place of its layout" in str(error.value)
+    assert decide(config(*offered.split()), Gpus(3), {}).size == 2
+    assert decide(config(f"parallel.dp={dp}", "runtime.device=cpu"), Gpus(3), {}).device == "cpu"
 
 
 def test_too_few_gpus_for_experts_keep_what_can_be_kept_of_ep():
@@ -62,7 +63,8 @@ def test_too_few_gpus_for_experts_keep_what_can_be_kept_of_ep():
     )
     with pytest.raises(TopologyError, match="never changed") as error:
         decide(config(*words, "parallel.vpp=1"), Gpus(2), {})
-    assert "TP=1 PP=1 VPP=1 DP=2 EP=2 ETP=1 bash launch/pretrain_gpt.sh" in str(error.value)
+    sizes = "parallel.tp=1 parallel.pp=1 parallel.vpp=1 parallel.dp=2 parallel.ep=2 parallel.etp=1"
+    assert f"\n  {sizes}   in place of" in str(error.value)
 
 
 def test_nproc_per_node_is_taken_as_given():

@@ -18,7 +18,7 @@ NUM_TOKENS = 16
 @pytest.fixture(scope="module", autouse=True)
 def _transformers() -> None:
     """Transformers is the oracle of these tests."""
-    need_package("transformers", "pip install 'triaxis[dev]'")
+    need_package("transformers", "pip install -e '.[dev]'")
 
 
 def loudness(name: str) -> float:

@@ -11,9 +11,11 @@ Sources: `PipelineParallelLayerLayout` and `get_blend_from_list` of Megatron-Cor
 """
 
 import re
+import shlex
 from typing import Any
 
 from engine.config.foreign_names import FOREIGN_VALUES
+from engine.program import triaxis
 from models.interop.megatron.command_line.parse import Parsed
 
 Fields = dict[str, Any]
@@ -262,8 +264,8 @@ def _checkpoint(parsed: Parsed) -> Fields:
     if args["load"] and args["load"] != args["save"]:
         parsed.lacks(
             "load",
-            f"it holds checkpoints of Megatron-LM: `triaxis convert megatron-import {args['load']} imported` brings one in; then "
-            "checkpoint.load=imported",
+            "it holds checkpoints of Megatron-LM. Bring one in, and then give checkpoint.load=imported:  "
+            + triaxis(f"convert megatron-import {shlex.quote(args['load'])} imported"),
         )
     return checkpoint
 

@@ -264,7 +264,7 @@ def test_the_command_says_what_it_wrote_and_what_to_type_next(
         record.bin_sha256,
         "7, 1 without text left out",
         "uint16",
-        "bash launch/pretrain_gpt.sh",
+        "triaxis train 'data.train=",
         "model.vocab_size=257",
     ):
         assert part in shown

@@ -132,7 +132,7 @@ def test_a_missing_package_is_named_with_its_extra(
 ) -> None:
     (tmp_path / name).write_bytes(b"x")
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    with pytest.raises(DataError, match=rf"needs the package {package}.*pip install 'triaxis\[text\]'"):
+    with pytest.raises(DataError, match=rf"needs the package {package}.*pip install -e '.*\[text\]'"):
         read(tmp_path / name)
 
 

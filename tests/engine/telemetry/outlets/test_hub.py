@@ -369,7 +369,7 @@ def test_tensorboard_that_is_not_installed_stops_every_rank_at_the_start(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for is_logging_rank in (True, False):
-        with pytest.raises(TriaxisError, match=r"pip install 'triaxis\[tensorboard\]'"):
+        with pytest.raises(TriaxisError, match=r"-m pip install -e '.*\[tensorboard\]'"):
             open_telemetry(
                 make_config(telemetry={"tensorboard": True}),
                 run,

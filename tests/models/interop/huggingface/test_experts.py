@@ -188,7 +188,7 @@ def test_losses_of_training_alone_are_said_on_both_ways() -> None:
 
 @pytest.fixture
 def _transformers() -> None:
-    need_package("transformers", "pip install 'triaxis[dev]'")
+    need_package("transformers", "pip install -e '.[dev]'")
 
 
 @pytest.mark.usefixtures("_transformers")

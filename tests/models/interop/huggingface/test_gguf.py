@@ -28,8 +28,8 @@ HEAD = KEYS["hidden_size"] // KEYS["num_attention_heads"]
 
 @pytest.fixture(scope="module", autouse=True)
 def _packages() -> None:
-    need_package("gguf", "pip install 'triaxis[dev]'")
-    need_package("transformers", "pip install 'triaxis[dev]'")
+    need_package("gguf", "pip install -e '.[dev]'")
+    need_package("transformers", "pip install -e '.[dev]'")
 
 
 def tiny_model(family: str, **more: Any) -> Any:

@@ -46,7 +46,7 @@ def save_with_mtp(folder: Path, num_ahead: int, name: str = "deepseek_v3_experts
     Returns:
         Transformers' model in float64, in which they are ordinary layers.
     """
-    need_package("transformers", "pip install 'triaxis[dev]'")
+    need_package("transformers", "pip install -e '.[dev]'")
     from safetensors.torch import save_file
 
     changes |= {"num_hidden_layers": OWN + num_ahead, "first_k_dense_replace": changes.get("first_k_dense_replace", 1)}

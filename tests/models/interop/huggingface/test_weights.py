@@ -38,7 +38,7 @@ from tests.models.interop.huggingface.wide import wide
 @pytest.fixture(scope="module", autouse=True)
 def _transformers() -> None:
     """Transformers is the oracle of these tests."""
-    need_package("transformers", "pip install 'triaxis[dev]'")
+    need_package("transformers", "pip install -e '.[dev]'")
 
 
 def random_model(name: str, **changes: Any) -> Any:
