@@ -65,6 +65,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.nn.attention.SDPBackend",
         "torch.nn.attention.sdpa_kernel",
     ),
+    "engine/kernels/fusion.py": ("torch._dynamo.maybe_mark_dynamic",),
     "engine/kernels/fp8/products.py": ("torch.ops.aten._scaled_mm",),
     "engine/kernels/elementwise.py": (
         "torch.ops.aten.gelu_backward.grad_input",

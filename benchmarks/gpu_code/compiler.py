@@ -37,6 +37,7 @@ from benchmarks.gpu_code.cards import Card, pretended
 from benchmarks.gpu_code.eager import is_work, moved_bytes, tensor_bytes
 from benchmarks.gpu_code.golden import GpuCode
 from benchmarks.gpu_code.step import FusedCall, TensorSpec
+from engine.kernels.fusion import compiled
 
 CUDA = torch.device("cuda", 0)
 
@@ -158,7 +159,7 @@ class Compiler:
 
         # Compiled once, and not found in a cache: there its code would not be written.
         torch._dynamo.reset()
-        made = torch.compile(call.function, backend=backend, fullgraph=True, dynamic=call.any_length)
+        made = compiled(call.function, call.lengths, backend=backend)
         arguments = tree_map(lambda each: each.empty() if isinstance(each, TensorSpec) else each, call.arguments)
         with inductor_config.patch(fx_graph_cache=False, compile_threads=1):
             try:

@@ -27,7 +27,7 @@ from engine.config.section import with_value
 from engine.config.tree import Config
 from engine.kernels.fp8.products import Fp8
 from engine.kernels.fp8.recipes import recipe_of
-from engine.kernels.fusion import Fusion
+from engine.kernels.fusion import Fusion, Lengths
 from engine.kernels.registry import DeviceFacts, Kernels, resolve
 from engine.numerics.precision import FP8_E4M3, FP8_E5M2
 from engine.optimizer import distributed
@@ -83,11 +83,13 @@ class TensorSpec:
         """Return such a tensor on the CPU. Nothing touches its memory, so the system gives it none."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
 
-    def text(self, any_length: bool) -> str:
-        """Return it as `bf16[4096, 2, 128]`, with strides where it is not contiguous; of any length: `bf16[n, n, n]`."""
+    def text(self, lengths: Lengths) -> str:
+        """Return it as `bf16[4096, 2, 128]`, with strides where it is not contiguous, and `n` for any length."""
         name = DTYPE_NAMES[self.dtype]
-        if any_length:
-            return f"{name}[{', '.join('n' * len(self.shape))}]"
+        if lengths != "fixed":
+            fixed = self.shape[1:] if lengths == "rows" else ()
+            sizes = ["n"] * (len(self.shape) - len(fixed)) + [str(size) for size in fixed]
+            return f"{name}[{', '.join(sizes)}]"
         is_contiguous = torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
         return f"{name}{list(self.shape)}" + ("" if is_contiguous else f" strides {list(self.stride)}")
 
@@ -98,13 +100,13 @@ class FusedCall:
 
     Attributes:
         arguments: with a `TensorSpec` in place of each tensor.
-        any_length: it is compiled once for all lengths.
+        lengths: those that one compiled form takes.
         site: the function of the engine that made the call: (file, qualified name).
     """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    any_length: bool
+    lengths: Lengths
     site: tuple[str, str]
 
     @property
@@ -131,7 +133,7 @@ class FusedCall:
 
     def _text(self, argument: Any) -> str:
         if isinstance(argument, TensorSpec):
-            return argument.text(self.any_length)
+            return argument.text(self.lengths)
         if isinstance(argument, list | tuple):
             return f"[{', '.join(map(self._text, argument))}]"
         if isinstance(argument, bool | int | float | None):
@@ -220,7 +222,7 @@ class _Recorder(TorchDispatchMode):
         recorder = self
 
         def record(
-            fusion: Fusion, function: Callable[..., Any], *, any_length: bool = False, variant: Hashable = None
+            fusion: Fusion, function: Callable[..., Any], *, lengths: Lengths = "fixed", variant: Hashable = None
         ) -> Callable[..., Any]:
             caller = sys._getframe(1).f_code
             site = caller.co_filename, caller.co_qualname
@@ -229,7 +231,7 @@ class _Recorder(TorchDispatchMode):
                 specs = tree_map(
                     lambda each: TensorSpec.of(each) if isinstance(each, torch.Tensor) else each, arguments
                 )
-                recorder.record.calls.append(FusedCall(function, specs, any_length, site))
+                recorder.record.calls.append(FusedCall(function, specs, lengths, site))
                 recorder._depth += 1
                 try:
                     return function(*arguments)

@@ -128,7 +128,7 @@ def sum_rows(rows: torch.Tensor, places: torch.Tensor, fusion: Fusion, *, has_ga
     Args:
         places: int64 [N, m], each below R; with `has_gaps`, R stands for no row.
     """
-    return fusion(_sum_rows, any_length=True)(rows, places, has_gaps)
+    return fusion(_sum_rows, lengths="rows")(rows, places, has_gaps)
 
 
 def _sum_rows(rows: torch.Tensor, places: torch.Tensor, has_gaps: bool) -> torch.Tensor:

@@ -120,7 +120,7 @@ class _Down(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.layer, ctx.ends = layer, ends
         ctx.save_for_backward(activated, weights)
-        return layer.times(layer.work.fusion(_weighted, any_length=True)(activated, weights), ends)
+        return layer.times(layer.work.fusion(_weighted, lengths="rows")(activated, weights), ends)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
@@ -129,8 +129,8 @@ class _Down(torch.autograd.Function):
         fusion, grad = layer.work.fusion, grad.contiguous()
         of_weighted = layer.times_transposed(grad, ctx.ends)
         if layer.weight.is_trained:
-            layer.weight_grad(fusion(_weighted, any_length=True)(activated, weights), grad, ctx.ends)
-        backward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = fusion(_weighted_backward, any_length=True)
+            layer.weight_grad(fusion(_weighted, lengths="rows")(activated, weights), grad, ctx.ends)
+        backward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = fusion(_weighted_backward, lengths="rows")
         return *backward(activated, weights, of_weighted), None, None
 
 

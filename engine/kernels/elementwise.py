@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.kernels.bias_total import AddTotal, total_of
-from engine.kernels.fusion import Fusion
+from engine.kernels.fusion import Fusion, Lengths
 from engine.numerics.hashing import GOLDEN, mix_words_, shift_right
 from engine.numerics.precision import accumulate, accumulation_dtype
 
@@ -184,20 +184,22 @@ class _Activated(torch.autograd.Function):
     """An activation that saves only its input; what the backward needs besides is recomputed."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kind: _Activation, fusion: Fusion, add_total: AddTotal) -> torch.Tensor:
-        ctx.kind, ctx.fusion, ctx.add_total = kind, fusion, add_total
+    def forward(
+        ctx: Any, x: torch.Tensor, kind: _Activation, fusion: Fusion, add_total: AddTotal, lengths: Lengths
+    ) -> torch.Tensor:
+        ctx.kind, ctx.fusion, ctx.add_total, ctx.lengths = kind, fusion, add_total, lengths
         ctx.save_for_backward(x)
-        return kind.forward(x) if kind.is_one_operator else fusion(kind.forward)(x)
+        return kind.forward(x) if kind.is_one_operator else fusion(kind.forward, lengths=lengths)(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (x,) = ctx.saved_tensors
         backward = ctx.kind.backward if ctx.fusion.is_compiled else ctx.kind.eager_backward
         if ctx.add_total is None:
-            return ctx.fusion(backward)(x, grad), None, None, None
-        grad_x, total = ctx.fusion(_backward_and_total)(backward, x, grad)
+            return ctx.fusion(backward, lengths=ctx.lengths)(x, grad), None, None, None, None
+        grad_x, total = ctx.fusion(_backward_and_total, lengths=ctx.lengths)(backward, x, grad)
         ctx.add_total(total)
-        return grad_x, None, None, None
+        return grad_x, None, None, None, None
 
 
 def _backward_and_total(
@@ -337,7 +339,9 @@ _ACTIVATIONS: Mapping[str, _Activation] = MappingProxyType(
 )
 
 
-def activation(name: str, x: torch.Tensor, fusion: Fusion, add_total: AddTotal = None) -> torch.Tensor:
+def activation(
+    name: str, x: torch.Tensor, fusion: Fusion, add_total: AddTotal = None, lengths: Lengths = "fixed"
+) -> torch.Tensor:
     """Apply the nonlinearity of an MLP: x [.., f], of a gated one [.., 2f] = [gate | up] -> [.., f].
 
     Args:
@@ -345,6 +349,7 @@ def activation(name: str, x: torch.Tensor, fusion: Fusion, add_total: AddTotal =
         x: its input.
         fusion: runs the two functions.
         add_total: called in the backward with the gradient of x summed over its tokens, the gradient of a bias.
+        lengths: that one compiled kernel takes.
 
     Raises:
         KeyError: no kernel has this name.
@@ -353,7 +358,7 @@ def activation(name: str, x: torch.Tensor, fusion: Fusion, add_total: AddTotal =
     if kind.is_one_operator and add_total is None:
         # Autograd has its backward, which is one operator as well.
         return kind.forward(x)
-    return _Activated.apply(x, kind, fusion, add_total)
+    return _Activated.apply(x, kind, fusion, add_total, lengths)
 
 
 def keyed_dropout(

@@ -17,6 +17,9 @@ from engine.program import pip_install
 
 Form = Literal["eager", "compiled"]
 
+Lengths = Literal["fixed", "rows", "all"]
+"""Lengths that one compiled kernel takes: its own alone, any of the first dimension, any of every dimension."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -33,25 +36,27 @@ class Fusion:
     def __init__(self, form: Form) -> None:
         self.form = form
         self.is_compiled = form == "compiled"
-        self._compiled: dict[tuple[Callable[..., Any], bool, Hashable], Callable[..., Any]] = {}
+        self._compiled: dict[tuple[Callable[..., Any], Lengths, Hashable], Callable[..., Any]] = {}
 
-    def __call__(self, function: Function, *, any_length: bool = False, variant: Hashable = None) -> Function:
+    def __call__(self, function: Function, *, lengths: Lengths = "fixed", variant: Hashable = None) -> Function:
         """Return `function`, or its compiled form.
 
-        A kernel is compiled for each shape (few: microbatches are alike), or with `any_length` one for all.
+        A kernel is compiled for each shape (few: microbatches are alike). Numbers that vary by call need one for all lengths.
 
         Args:
             function: as above.
-            any_length: compile it once for all lengths.
+            lengths: those that one kernel takes; rows of experts vary in the first dimension.
             variant: what sets the calls of one compiled form apart, such as shapes. torch compiles one function 8 times and no
                 more, and asks at each call which of its forms fits; a function of many shapes is a copy for each.
         """
         if not self.is_compiled:
             return function
-        key = (function, any_length, variant)
+        key = (function, lengths, variant)
         if key not in self._compiled:
-            copy = function if variant is None else _copy(function, len(self._compiled))
-            self._compiled[key] = _compiled(copy, any_length)
+            # A kernel for any number of rows would also serve fixed shapes, more slowly, and be one of their 8.
+            is_alone = variant is None and lengths == "fixed"
+            copy = function if is_alone else _copy(function, len(self._compiled))
+            self._compiled[key] = compiled(copy, lengths)
         return self._compiled[key]  # type: ignore[return-value]
 
 
@@ -92,12 +97,21 @@ def _copy(function: Callable[..., Any], number: int) -> Callable[..., Any]:
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
-def _compiled(function: Callable[..., Any], any_length: bool) -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], lengths: Lengths, **options: Any) -> Callable[..., Any]:
+    """Return what torch.compile makes of a function of tensors and constants; `options` are torch.compile's."""
     # With `fullgraph` a part that cannot be compiled, or a shape too many, is an error instead of a silent slow path.
-    made = torch.compile(function, fullgraph=True, dynamic=any_length)
+    made = torch.compile(function, fullgraph=True, dynamic=lengths == "all", **options)
+    # Weights and leaves are compiled for like any other tensor: gradients are not the compiler's business.
+    given = _of_any_rows if lengths == "rows" else torch.Tensor.detach
 
     def call(*arguments: Any) -> Any:
-        # Weights and leaves are compiled for like any other tensor: gradients are not the compiler's business.
-        return made(*[value.detach() if isinstance(value, torch.Tensor) else value for value in arguments])
+        return made(*[given(value) if isinstance(value, torch.Tensor) else value for value in arguments])
 
     return call
+
+
+def _of_any_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor without gradients; a kernel that is compiled for it takes any number of its rows."""
+    tensor = tensor.detach()
+    torch._dynamo.maybe_mark_dynamic(tensor, 0)
+    return tensor

@@ -202,7 +202,7 @@ class DistributedOptimizer:
         ]
         # A stage without layers has no rules, and no stretches.
         factors = torch.stack(rows).to(self.wide) if rows else grad_scale
-        update = self._fusion(_update, any_length=True)
+        update = self._fusion(_update, lengths="all")
         for owned, of_bucket in zip(self.trained, self._stretches, strict=True):
             for stretch in of_bucket:
                 parameters, kept, moments, average = owned.state.part(stretch.where)

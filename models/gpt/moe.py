@@ -100,7 +100,8 @@ class MoE(nn.Module):
         return inner
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
-        return activation(self.context.model.activation, x, self.context.kernels.fusion)
+        # The number of rows may be another in each call.
+        return activation(self.context.model.activation, x, self.context.kernels.fusion, lengths="rows")
 
 
 class _Part(torch.autograd.Function):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.config.groups import UpdateRule
-from engine.kernels.fusion import Fusion
+from engine.kernels.fusion import Fusion, Lengths
 from engine.optimizer import distributed
 from engine.optimizer.distributed import DistributedOptimizer
 from engine.optimizer.stretches import Run, Stretch, stretches
@@ -44,7 +44,7 @@ class _Counting(Fusion):
         super().__init__("compiled")
         self.calls = 0
 
-    def __call__(self, function: Any, *, any_length: bool = False) -> Any:
+    def __call__(self, function: Any, *, lengths: Lengths = "fixed") -> Any:
         def call(*arguments: Any) -> Any:
             self.calls += 1
             return function(*arguments)
