@@ -32,6 +32,7 @@ import torch
 from engine.comm.collectives import Axis, Pending
 from engine.comm.ledger import EXPERTS
 from engine.config.moe import MoEConfig, buffer_rows
+from engine.device.host_copy import to_device
 from engine.expert_parallel.routing import count_values
 from engine.kernels.fusion import EAGER, Fusion
 from engine.kernels.grouped_gemm import Ends
@@ -360,37 +361,37 @@ class ExchangeDispatch:
 
         def dispatch(x: torch.Tensor, weights: torch.Tensor) -> Dispatched:
             from_members = posted.wait()
-            if self.known is None:
+            known = self.known
+            if known is None:
                 both = torch.stack((to_members, from_members))
                 with group.axis.ledger.host_read(f"{EXPERTS} counts"):
-                    numbers = both.tolist()
-                exchange = self._plan(experts, numbers[0], numbers[1])
+                    known = KnownRows(*both.tolist())
             else:
-                exchange = self._plan(experts, self.known.to_members, self.known.from_members)
+                # No rank has sent what arrived.
+                flat = list(itertools.chain.from_iterable(known.from_members))
+                from_members = to_device(flat, from_members.dtype, from_members.device).view_as(from_members)
+            exchange = self._plan(experts, known, from_members)
             group.keep(exchange.slots, exchange.places, exchange.by_expert, exchange.from_expert)
             rows, row_weights = _There.apply(x, weights, exchange)
             return Dispatched(rows, row_weights, exchange.ends, exchange.combine)
 
         return dispatch
 
-    def _plan(
-        self, experts: torch.Tensor, to_members: Sequence[Sequence[int]], from_members: Sequence[Sequence[int]]
-    ) -> _Exchange:
-        group, device = self._group, experts.device
-        sent, received = ([sum(row) for row in rows] for rows in (to_members, from_members))
+    def _plan(self, experts: torch.Tensor, known: KnownRows, from_members: torch.Tensor) -> _Exchange:
+        """Order the rows; `from_members` [n, E / ep] has the numbers that are known, on the device.
+
+        What the device needs is made of those: a copy from the host would make the host wait once more.
+        """
+        group = self._group
+        sent, received = ([sum(row) for row in rows] for rows in (known.to_members, known.from_members))
         slots = experts.flatten().argsort(stable=True)
         if group.place.etp > 1:
             parts = slots.split(sent[:: group.place.etp])
             slots = torch.cat([part for part in parts for _ in range(group.place.etp)])
-        of_expert = [sum(row[expert] for row in from_members) for expert in range(group.num_local)]
-        numbers = torch.arange(group.num_local, device=device).repeat(len(from_members))
-        repeats = torch.tensor(from_members, device=device).flatten()
+        numbers = torch.arange(group.num_local, device=experts.device).repeat(len(from_members))
+        repeats = from_members.flatten()
         by_expert = numbers.repeat_interleave(repeats, output_size=sum(received)).argsort(stable=True)
-        ends = torch.tensor(of_expert, dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
-        at, host = 0, []
-        for count in of_expert:
-            at += count
-            host.append(at)
+        ends = from_members.sum(0).cumsum(0).to(torch.int32)
         return _Exchange(
             axis=group.axis,
             sent=sent,
@@ -400,7 +401,7 @@ class ExchangeDispatch:
             places=slots.argsort(stable=True).view(-1, group.place.etp),
             by_expert=by_expert,
             from_expert=by_expert.argsort(),
-            ends=Ends(ends, host),
+            ends=Ends(ends, known.ends(sum(received))),
             k=experts.shape[1],
             fusion=group.fusion,
         )

@@ -20,6 +20,7 @@ import torch
 from engine.config.groups import update_rule
 from engine.config.optimizer_kinds import MASTER
 from engine.config.training import OptimizerConfig, PrecisionConfig
+from engine.device.host_copy import to_device
 from engine.kernels.apex import Apex
 from engine.kernels.fusion import Fusion
 from engine.layout.param_layout import Segment
@@ -116,6 +117,8 @@ class DistributedOptimizer:
                 )
         self._runs = [owned.runs(config) for owned in self.trained]
         self._rules = list(dict.fromkeys(rule for runs in self._runs for _, rule in runs))
+        # Made once: a number that a step brought to the device would make the host wait for the backward.
+        self._decays = to_device([rule.weight_decay for rule in self._rules], AGREEMENT_DTYPE, buffers.device)
         numbers = {rule: number for number, rule in enumerate(self._rules)}
         self._stretches: list[list[Stretch]] = []
         if self._fusion.is_compiled:
@@ -195,10 +198,8 @@ class DistributedOptimizer:
         # Changing scalars stay tensors: a Python number would become part of the kernel.
         step = self._num_updates.to(AGREEMENT_DTYPE) + 1
         rows = [
-            torch.stack(
-                (*self._arithmetic.factors(self.config, lr * rule.lr_factor, step), step.new_tensor(rule.weight_decay))
-            )
-            for rule in self._rules
+            torch.stack((*self._arithmetic.factors(self.config, lr * rule.lr_factor, step), decay))
+            for rule, decay in zip(self._rules, self._decays, strict=True)
         ]
         # A stage without layers has no rules, and no stretches.
         factors = torch.stack(rows).to(self.wide) if rows else grad_scale
