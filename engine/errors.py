@@ -83,6 +83,10 @@ class TopologyError(TriaxisError):
     """Ranks, nodes or groups that do not exist or do not fit."""
 
 
+class ModelError(TriaxisError):
+    """Modules with state that the model's list of parameters lacks."""
+
+
 class PortTakenError(TopologyError):
     """A rendezvous port in use; later, or at another port, the ranks can meet."""
 

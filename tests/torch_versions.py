@@ -45,6 +45,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.autograd.graph.GradientEdge",
         "torch.autograd.graph._engine_run_backward",
     ),
+    "engine/activations/recompute.py": ("torch.autograd.graph.Node",),
+    "models/gpt/strays.py": ("torch.autograd.graph.Node",),
     "launch/footprint/memory.py": (
         "torch._C._current_autograd_node",
         "torch.autograd._get_sequence_nr",

@@ -7,10 +7,11 @@ and position.
 The function may use parameters: their gradients go to main grads, never through autograd.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 
 from engine.activations.backward import run_backward
 
@@ -37,3 +38,21 @@ class _Recompute(torch.autograd.Function):
             output = ctx.function(*inputs)
         run_backward(output, grad)
         return None, *(tensor.grad for tensor in inputs)
+
+
+def watch_replay(node: Node, watch: Callable[[Sequence[torch.Tensor], torch.Tensor], None]) -> None:
+    """Call `watch(inputs, output)` when the backward replays the function of this node; no other node is changed.
+
+    The output has the autograd graph that the function's forward did not record.
+    """
+    if node.name() != f"{_Recompute.__name__}Backward":
+        return
+    recomputed: Any = node
+    function = recomputed.function
+
+    def watched(*inputs: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = function(*inputs)
+        watch(inputs, output)
+        return output
+
+    recomputed.function = watched

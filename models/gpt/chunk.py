@@ -52,6 +52,7 @@ from models.gpt.kv_cache import KVCache
 from models.gpt.losses import TokenLosses, logit_options
 from models.gpt.mtp import TokensAhead
 from models.gpt.stage_parameters import stage_parameters
+from models.gpt.strays import refuse_strays
 from models.predict.rank_memory import resolve_recompute
 from models.specs import StageContents
 from models.trained_part import TrainedPart
@@ -275,7 +276,7 @@ def build_chunks(
     """Build this rank's chunks on the meta device; return them with its parameters by name, in forward order.
 
     `stages` are the contents of this rank's chunks, in chunk order. A tied embedding with both ends on this rank is
-    one parameter with two uses.
+    one parameter with two uses. State that `models/specs.py` does not list is refused (`models/gpt/strays.py`).
     """
     tp = topology.axis("tp")
     choice = resolve_recompute(config, topology.sizes).recompute
@@ -321,4 +322,5 @@ def build_chunks(
         )
         chunks.append(GPTChunk(context, stage))
         context.require_all_taken()
+        refuse_strays(chunks[-1], stage.layers, held)
     return chunks, held

@@ -7,7 +7,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
@@ -21,13 +21,16 @@ from launch.start.process.ending import exit_code
 from tests.harness import run_ranks
 
 
-def fork_ranks_of(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """From now on `module` calls this in place of `launch.start.launcher.launch`; what rank 0 prints is printed here."""
+def fork_ranks_of(monkeypatch: pytest.MonkeyPatch, module: str, change: Callable[[], None] | None = None) -> None:
+    """From now on `module` calls this in place of `launch.start.launcher.launch`; what rank 0 prints is printed here.
+
+    `change` is called in each rank first.
+    """
     stdout = sys.stdout
 
     def launch(request: Request, variables: Mapping[str, str]) -> int:
         plan = make_plan(request, variables)
-        ended = run_ranks(work, plan.world.size, request.worker, plan.worker_arguments)
+        ended = run_ranks(work, plan.world.size, request.worker, plan.worker_arguments, change)
         _, out, err = ended[0]
         stdout.write(out)
         sys.stderr.write(err)
@@ -36,10 +39,12 @@ def fork_ranks_of(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setattr(f"{module}.launch", launch)
 
 
-def work(rank: int, module: str, words: list[str]) -> tuple[int, str, str]:
+def work(rank: int, module: str, words: list[str], change: Callable[[], None] | None = None) -> tuple[int, str, str]:
     """One rank: its exit code and what it said. The harness has joined the process group."""
     import launch.rank.join
 
+    if change is not None:
+        change()
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     for name in ENVIRONMENT:
         os.environ.pop(name, None)

@@ -5,8 +5,10 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 import launch.commands.verify as command
@@ -18,6 +20,7 @@ from launch.verify.oracle import OracleTrial
 from launch.verify.run import CLIP, Trial, VerificationError
 from launch.verify.verdict.judge import Cause, Difference, Verdict
 from launch.verify.verdict.records import StepFacts
+from models.gpt.mlp import MLP
 from tests.lacking import need_package
 from tests.launch.command_line import ROOT
 from tests.launch.forked_ranks import fork_ranks_of
@@ -128,6 +131,28 @@ def test_what_cannot_be_run_is_neither_equal_nor_different(
     monkeypatch.setattr(command, "verify_layout", fail)
     assert main(CONFIG) == 2
     assert "nothing was compared" in capsys.readouterr().err
+
+
+def keep_a_parameter_of_its_own() -> None:
+    made = MLP.__init__
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        made(self, *args, **options)
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    MLP.__init__ = init  # type: ignore[method-assign]
+
+
+@pytest.mark.distributed
+def test_a_model_that_is_refused_has_no_certificate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_ranks_of(monkeypatch, "launch.verify.run", keep_a_parameter_of_its_own)
+    path = tmp_path / "certificate.json"
+    assert main([*CONFIG, "--layout", "tp=2", "--json", str(path)]) == 2
+    said = capsys.readouterr()
+    assert "layers.*.mlp, MLP.scale: float32 [4]" in said.err and "nothing was compared" in said.err
+    assert "equal" not in said.out and not path.exists()
 
 
 def test_a_matrix_says_each_verdict_and_counts_them(

@@ -1,0 +1,179 @@
+"""The refusal of strays: state of a chunk that `models/specs.py` does not list.
+
+No checkpoint has a stray, no rank adds its gradient to the others', and `triaxis verify` does not compare it. Each rank would train
+a model of its own, and no number would show it. A chunk is looked at twice:
+
+    when it is built                   parameters and persistent buffers of its modules, also of modules in lists, tuples and dicts
+    in its first forward and backward  leaves of the autograd graph, since a closure or an object may hold what no module does
+
+The second look takes itself away, so later steps do not have it. It ends before the first update. A recomputed function records
+no graph in the forward, so its first replay is looked at.
+
+A tensor without a gradient that no module holds as a buffer is not seen: it may be a constant. Nor is a closure's tensor in layers
+that no gradient reaches, or in a run without a backward.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import Node
+
+from engine.activations.recompute import watch_replay
+from engine.errors import ModelError
+from engine.tensor_parallel.parameter import ShardedParameter
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def refuse_strays(chunk: nn.Module, layers: range, held: Mapping[str, ShardedParameter]) -> None:
+    """Check what the modules of a chunk hold now, and what its first forward with a graph trains.
+
+    Args:
+        chunk: called with a tensor or None, and a microbatch.
+        layers: of the chunk, for messages.
+        held: this rank's parameters by name. Those of later chunks may be added until the first forward.
+
+    Raises:
+        ModelError: here, in the first forward or in the first backward.
+    """
+    listed = _identities(held)
+    strays = {}
+    for place, state in _state(chunk, _Place(type(chunk)), set()):
+        if id(state) not in listed:
+            # Layers are alike: one entry stands for all.
+            strays[place.name] = _entry(
+                f"{place.path or 'chunk'}, {place.owner.__name__}.{place.attribute}",
+                state,
+                place.name,
+                f"{place.owner.__module__.replace('.', '/')}.py",
+                place.attribute,
+            )
+    _refuse(list(strays.values()))
+
+    def look(module: nn.Module, inputs: Sequence[object], output: torch.Tensor) -> None:
+        if output.grad_fn is not None:
+            hook.remove()
+            where = f"the chunk that begins with layer {layers.start}"
+            _look_at_graph(inputs, output, listed=_identities(held), where=where)
+
+    hook = chunk.register_forward_hook(look)
+
+
+def _identities(held: Mapping[str, ShardedParameter]) -> frozenset[int]:
+    return frozenset(id(parameter.value) for parameter in held.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A place in a chunk.
+
+    Attributes:
+        owner: class of the innermost module of `models` on the way to the place.
+        path: of that module, with a star for the number of a layer.
+        attribute: of that module.
+    """
+
+    owner: type
+    path: str = ""
+    attribute: str = ""
+
+    @property
+    def name(self) -> str:
+        whole = ".".join(filter(None, (self.path, self.attribute)))
+        return re.sub(r"^(blocks|ahead\.layers)\.\d+(\.block)?", "layers.*", whole)
+
+    def within(self, name: object) -> "_Place":
+        return replace(self, attribute=f"{self.attribute}.{name}" if self.attribute else str(name))
+
+    def at(self, module: nn.Module) -> "_Place":
+        is_ours = type(module).__module__.startswith("models.")
+        return _Place(type(module), self.name) if is_ours else self
+
+
+def _state(module: nn.Module, place: _Place, seen: set[int]) -> Iterator[tuple[_Place, torch.Tensor]]:
+    """Yield the parameters and persistent buffers of a module, and of those that it holds in any way."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    for name, state in module.state_dict(keep_vars=True).items():
+        if "." not in name and isinstance(state, torch.Tensor):
+            yield place.within(name), state
+    others = {name: each for name, each in vars(module).items() if name not in _OF_EVERY_MODULE}
+    for name, each in (*module.named_children(), *others.items()):
+        yield from _contents(each, place.within(name), seen)
+
+
+def _contents(thing: object, place: _Place, seen: set[int]) -> Iterator[tuple[_Place, torch.Tensor]]:
+    if isinstance(thing, nn.Module):
+        yield from _state(thing, place.at(thing), seen)
+    elif isinstance(thing, torch.Tensor) and thing.requires_grad:
+        yield place, thing
+    elif isinstance(thing, dict | list | tuple):
+        for name, each in thing.items() if isinstance(thing, dict) else enumerate(thing):
+            yield from _contents(each, place.within(name), seen)
+
+
+def _look_at_graph(inputs: Sequence[object], output: torch.Tensor, *, listed: frozenset[int], where: str) -> None:
+    """Refuse leaves of the output's graph that are neither inputs nor `listed`, and look at what is replayed below it."""
+    legal = listed | {id(each) for each in inputs}
+    look: Callable[[Sequence[object], torch.Tensor], None] = partial(_look_at_graph, listed=listed, where=where)
+    strays = []
+    for reader, node in _edges(output):
+        watch_replay(node, look)
+        leaf = _leaf(node)
+        # A leaf without elements trains nothing: a backward begins at one (`models/gpt/chunk.py`).
+        if leaf is not None and id(leaf) not in legal and leaf.numel():
+            what = f"a tensor that no module holds, read by {reader} in {where}"
+            strays.append(_entry(what, leaf, "layers.*.NAME", "the module that reads it", "NAME"))
+    _refuse(strays)
+
+
+def _edges(output: torch.Tensor) -> Iterator[tuple[str, Node]]:
+    """Yield each node of the output's graph once, after the name of an operation that reads its result."""
+    waiting = [] if output.grad_fn is None else [("", output.grad_fn)]
+    seen = {node for _, node in waiting}
+    while waiting:
+        reader, node = waiting.pop()
+        yield reader, node
+        for below, _ in node.next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                waiting.append((node.name(), below))
+
+
+def _leaf(node: Node) -> torch.Tensor | None:
+    """Return the tensor whose gradient autograd would store at this node; None: it stores none."""
+    accumulates: Any = node
+    return accumulates.variable if node.name().endswith("AccumulateGrad") else None
+
+
+def _entry(what: str, state: torch.Tensor, name: str, file: str, attribute: str) -> str:
+    """Describe a stray, with the two lines that register it."""
+    shape = tuple(state.shape)
+    if not state.requires_grad:
+        fields = 'Init("zeros"), decay=False, is_trained=False'
+    else:
+        fields = 'Init("normal", model.init_std)' if len(shape) > 1 else 'Init("ones"), decay=False'
+    asked = f'f"{name.replace("*", "{layer}")}"' if "*" in name else f'"{name}"'
+    taken = f'f"{{name}}.{attribute}"' if "*" in name else asked
+    return (
+        f"{what}: {str(state.dtype).removeprefix('torch.')} {list(shape)}\n"
+        f"     models/specs.py: yield ParamSpec({asked}, {shape}, {fields})\n"
+        f"     {file}: self.{attribute.replace('.', '_')} = context.parameter({taken})"
+    )
+
+
+def _refuse(strays: Sequence[str]) -> None:
+    if strays:
+        entries = "\n".join(f"  {number}. {entry}" for number, entry in enumerate(strays, start=1))
+        raise ModelError(
+            f"the model holds state that models/specs.py does not list:\n{entries}\n"
+            "Checkpoints would not have it, and ranks would not add up its gradients: each would train a model of its own.\n"
+            "Register each by its two lines, with the start that it needs; the forward reads it by tracked(). A tensor that is\n"
+            "cut over ranks, or has a gradient from a part of the tokens, needs one more field (docs/extending.md, A parameter)."
+        )
