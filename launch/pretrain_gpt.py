@@ -204,6 +204,7 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
             described.kernels,
             predicted_memory(engine),
             counted,
+            {spec.name: spec.numel for spec in model_specs(config.model)},
             recompute=rank.resolved.recompute,
             documents=attempt.documents,
             unbroken=unbroken_corpora(attempt.datasets.train) if reads_documents(config.data) else (),

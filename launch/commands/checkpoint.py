@@ -51,8 +51,6 @@ FINGERPRINT_EXAMPLES = """examples:
   triaxis checkpoint fingerprint runs/gpt_tiny
   triaxis checkpoint fingerprint runs/gpt_tiny --recompute
 """
-OTHER_MODULE = "other"
-"""The row of tensors whose names are of no module that we know."""
 PROBLEMS_PER_FILE = 3
 FIELDS_PER_SECTION = 12
 """What is shown of long lists."""
@@ -249,17 +247,10 @@ def _by_module(manifest: "Manifest") -> dict[str, tuple[int, int]]:
     counts: dict[str, tuple[int, int]] = {}
     numels = {name: math.prod(info.shape) for name, info in manifest.tensors.items()}
     for name, numel in numels.items():
-        module = _module(name)
+        module = module_of(name)
         tensors, total = counts.get(module, (0, 0))
         counts[module] = tensors + 1, total + numel
-    return {module: counts[module] for module in (*MODULES, OTHER_MODULE) if module in counts}
-
-
-def _module(name: str) -> str:
-    try:
-        return module_of(name)
-    except StopIteration:
-        return OTHER_MODULE
+    return {module: counts[module] for module in MODULES if module in counts}
 
 
 def _dtypes(manifest: "Manifest") -> list[str]:

@@ -40,6 +40,7 @@ class Start:
         kernels: those that were chosen, in a line.
         memory: predicted memory in a line.
         counted: parameters by module, summed over the ranks (`engine.telemetry.record.parameters.local_counts`).
+        listed: elements of each parameter that the model has, by name.
         recompute: what `config.recompute` came to.
         documents: within which tokens attend; None: across them.
         unbroken: corpora that seem to have no document ends.
@@ -52,6 +53,7 @@ class Start:
     kernels: str
     memory: str
     counted: Mapping[str, int]
+    listed: Mapping[str, int]
     recompute: RecomputeConfig
     documents: DocumentStatistics | None = None
     unbroken: Sequence[str] = ()
@@ -69,7 +71,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         ("memory", start.memory),
         *_documents(start),
         *_activations(start),
-        ("parameters", "\n".join(comparison(start.counted, start.config.model))),
+        ("parameters", "\n".join(comparison(start.counted, start.listed, start.config.model))),
         (
             "FLOPs",
             f"model     {compact(meter.model_flops_per_token)} per token = {convention(start.config.model, start.documents)}"

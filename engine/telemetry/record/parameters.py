@@ -1,21 +1,32 @@
-"""The number of parameters by module: a formula, and a count of what was built (no torch here).
+"""The number of parameters by module: a formula, a list, and a count of what was built (no torch here).
 
     formula   from the sizes in the config alone, written without looking at `models/specs.py`
+    list      of `models/specs.py`
     count     from the records of what the ranks hold; a box that n ranks hold counts 1/n on each of them
 
-The two agree to the last parameter. A layer that was dropped because it did not divide, or a bias too many, shows as a
-difference at the start of the run. Padding is outside the logical shapes and counted nowhere.
+Count and list agree to the last parameter. A layer that was dropped because it did not divide shows as a difference at the start
+of the run. List and formula agree for the models that a configuration can name; who adds a parameter to the list sees its name and
+its number. Padding is outside the logical shapes and counted nowhere.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 
 from engine.config.model import ModelConfig
 from engine.config.moe import MoEConfig
 from engine.layout.shard_spec import ParamRecord, ReduceAxis
 
-MODULES = ("embedding", "attention", "mlp", "norms", "mtp", "head")
-"""The rows of the table; a tied head is counted with the embedding, learned positions too."""
+OTHER = "other"
+
+MODULES = ("embedding", "attention", "mlp", "norms", "mtp", "head", OTHER)
+"""The rows of the table; a tied head is counted with the embedding, learned positions too. The formula has nothing in the last."""
+
+_IN_FORMULA = re.compile(
+    r"(^|\.)(word|position|(q|kv)(_[ab])?|proj|sinks|up|gate_up|down|router|projection|head"
+    r"|((post|final|[qk]|(q|kv)_a|embedding|hidden)_)?norm)(\.(weight|bias))?$"
+)
+"""The end of a parameter's name that the formula counts."""
 
 
 def num_parameters(model: ModelConfig) -> dict[str, int]:
@@ -67,6 +78,7 @@ def num_parameters(model: ModelConfig) -> dict[str, int]:
         + layers * (of_heads[model.qk_norm] + latents),
         "mtp": ahead * 2 * h * h,
         "head": 0 if model.tie_embeddings else model.vocab_size * h,
+        OTHER: 0,
     }
 
 
@@ -95,7 +107,7 @@ def module_of(name: str) -> str:
     parts = name.split(".")
     if any(part == "norm" or part.endswith("_norm") for part in parts):
         return "norms"
-    return next(module for module in MODULES if module in parts)
+    return next((module for module in MODULES if module in parts), OTHER)
 
 
 def local_counts(
@@ -124,20 +136,43 @@ def round_counts(sums: Mapping[str, float]) -> dict[str, int]:
     return {module: round(value) for module, value in sums.items()}
 
 
-def comparison(counted: Mapping[str, int], model: ModelConfig) -> list[str]:
-    """List lines for the start banner: each module's `counted` parameters, and how far they are from the formula's."""
-    expected = num_parameters(model)
+def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: ModelConfig) -> list[str]:
+    """List lines for the start banner: the parameters, and how far count, list and formula are from each other.
+
+    Args:
+        counted: on the ranks, by module.
+        listed: elements of each parameter that the model has, by name.
+    """
+    of_list, formula = dict.fromkeys(MODULES, 0), num_parameters(model)
+    for name, numel in listed.items():
+        of_list[module_of(name)] += numel
     modules = ", ".join(f"{module} {counted[module]:,}" for module in MODULES if counted[module])
-    total, formula = sum(counted.values()), sum(expected.values())
-    if dict(counted) == expected:
-        used = f"; a token uses {num_active(model):,}" if model.has_experts else ""
-        return [f"{total:,} counted on the ranks = {formula:,} by the formula{used}", modules]
-    wrong = [
-        f"{module}: {counted[module]:,} counted, {expected[module]:,} by the formula"
-        for module in MODULES
-        if counted[module] != expected[module]
-    ]
-    return [
-        f"{total:,} counted on the ranks, but {formula:,} by the formula: the model is not what was asked for",
-        *wrong,
-    ]
+    total, wanted, by_formula = (sum(counts.values()) for counts in (counted, of_list, formula))
+    if dict(counted) != of_list:
+        wrong = [
+            f"{module}: {counted[module]:,} counted, {of_list[module]:,} listed"
+            for module in MODULES
+            if counted[module] != of_list[module]
+        ]
+        said = f"{total:,} counted on the ranks, but {wanted:,} listed: the model is not what was asked for"
+        return [said, *wrong]
+    if of_list != formula:
+        difference, places = total - by_formula, ", ".join(_beside_formula(listed, of_list, formula))
+        more = f"{abs(difference):,} {'fewer' if difference < 0 else 'more'} than"
+        return [f"{total:,} parameters: {more} this configuration's formula, in {places}", modules]
+    used = f"; a token uses {num_active(model):,}" if model.has_experts else ""
+    return [f"{total:,} counted on the ranks = {by_formula:,} by the formula{used}", modules]
+
+
+def _beside_formula(listed: Mapping[str, int], of_list: Mapping[str, int], formula: Mapping[str, int]) -> Iterator[str]:
+    """Yield the names of parameters that make the list another than the formula; of a module where no new names do, the module."""
+    new: dict[str, dict[str, int]] = {module: {} for module in MODULES}
+    for name, numel in listed.items():
+        if not _IN_FORMULA.search(name):
+            alike, of_module = re.sub(r"^layers\.\d+", "layers.*", name), new[module_of(name)]
+            of_module[alike] = of_module.get(alike, 0) + numel
+    for module, names in new.items():
+        if of_list[module] - formula[module] == sum(names.values()):
+            yield from names
+        else:
+            yield module

@@ -20,6 +20,7 @@ from engine.telemetry.outlets.console import Report
 from engine.telemetry.record.flops import cost_of_cp_imbalance
 from engine.telemetry.record.metrics import Meter
 from engine.telemetry.record.parameters import num_parameters
+from models.specs import model_specs
 
 
 def rows(screen: io.StringIO) -> dict[str, str]:
@@ -31,6 +32,10 @@ def rows(screen: io.StringIO) -> dict[str, str]:
         label = head or label
         found[label] = f"{found.get(label, '')} {line[14:].strip()}".strip()
     return found
+
+
+def listed(config: Config) -> dict[str, int]:
+    return {spec.name: spec.numel for spec in model_specs(config.model)}
 
 
 def start_rows(
@@ -47,6 +52,7 @@ def start_rows(
         "attention: flash",
         "16.4 MB predicted",
         num_parameters(config.model),
+        listed(config),
         recompute=config.recompute,
     )
     show_start(Report(30, 10, terminal=screen, log=None, show_mfu=False), run, meter, start)
@@ -83,7 +89,9 @@ def test_the_banner_describes_documents(make_config: Callable[..., Config], run:
     config = with_value(make_config(data={"synthetic": True, "attention": "within"}), "model.seq_length", 4096)
     s = config.model.seq_length
     unequal = DocumentStatistics(s, (((s,), (s // 2, s // 2)),))
-    plain = Start(config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), config.recompute)
+    plain = Start(
+        config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), listed(config), config.recompute
+    )
     said = start_rows(config, run, replace(plain, documents=unequal))
     assert said["documents"] == "within, 1.5 per sample, attention FLOPs 75% of across (the first 2 samples)"
     assert "computes" in said["imbalance"] and "more than the mean" in said["imbalance"]
@@ -96,7 +104,9 @@ def test_the_banner_describes_imbalance_over_cp(make_config: Callable[..., Confi
     data = {"synthetic": True, "attention": "within"}
     config = make_config(data=data, parallel={"cp": 2})
     s = config.model.seq_length
-    start = Start(config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), config.recompute)
+    start = Start(
+        config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), listed(config), config.recompute
+    )
     documents = DocumentStatistics(s, (((s - 4, 4), (s,)),))
     work = [work_of_ranks([row], 2, windows_of(config.model)) for row in ((s - 4, 4), (s,))]
     most = sum(map(max, work)) / (sum(map(sum, work)) / 2)
@@ -116,7 +126,7 @@ def test_the_banner_says_that_gathered_inputs_are_kept(make_config: Callable[...
     cut = {"parallel": {"tp": 2, "sequence_parallel": True}}
     kept = RecomputeConfig(gathered_inputs="keep")
     asked = make_config(**cut, recompute={"memory_gb": 70})
-    start = Start(asked, batch_plan(asked, 2), "", "cpu", "", "", num_parameters(asked.model), kept)
+    start = Start(asked, batch_plan(asked, 2), "", "cpu", "", "", num_parameters(asked.model), listed(asked), kept)
     assert start_rows(asked, run, start)["gathered"].endswith("kept for the backward (they fit 70 GB)")
     named = make_config(**cut, recompute={"gathered_inputs": "keep"})
     assert start_rows(named, run)["gathered"].endswith("kept for the backward")
@@ -132,7 +142,9 @@ def test_a_known_peak_comes_with_its_source_and_the_convention(
 
 def test_a_model_that_lost_a_layer_is_not_hidden(make_config: Callable[..., Config], run: RunDirectory) -> None:
     config = make_config()
-    start = Start(config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), config.recompute)
+    start = Start(
+        config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), listed(config), config.recompute
+    )
     lost = replace(start, counted={**start.counted, "mlp": start.counted["mlp"] // 2})
     said = start_rows(config, run, lost)["parameters"]
     assert "not what was asked for" in said and f"mlp: {lost.counted['mlp']:,} counted" in said

@@ -60,11 +60,13 @@ def test_the_formula_equals_the_list_of_parameters_for_every_combination_of_opti
         assert num_parameters(config) == counted_by_specs(config), config
 
 
+LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
+
+
 @pytest.mark.parametrize("q_lora_rank", [None, 24])
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_latents_count_as_the_list_of_parameters(q_lora_rank: int | None, norm: str) -> None:
-    sizes = {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
-    config = model(bias="none", norm=norm, mla={"q_lora_rank": q_lora_rank, **sizes})
+    config = model(bias="none", norm=norm, mla={"q_lora_rank": q_lora_rank, **LATENTS})
     assert num_parameters(config) == counted_by_specs(config)
 
 
@@ -190,13 +192,45 @@ def test_shares_of_all_ranks_add_up_to_the_formula_in_every_layout(
     assert round_counts(sums) == num_parameters(config)
 
 
+def listed_by_specs(config: ModelConfig) -> dict[str, int]:
+    return {spec.name: spec.numel for spec in model_specs(config)}
+
+
 def test_a_difference_is_named_by_module() -> None:
     config = model()
-    counted = num_parameters(config)
-    same = comparison(counted, config)
+    counted, listed = num_parameters(config), listed_by_specs(config)
+    same = comparison(counted, listed, config)
     assert same[0] == f"{sum(counted.values()):,} counted on the ranks = {sum(counted.values()):,} by the formula"
 
     counted["mlp"] -= 80
-    total, *wrong = comparison(counted, config)
+    total, *wrong = comparison(counted, listed, config)
     assert "not what was asked for" in total
-    assert wrong == [f"mlp: {counted['mlp']:,} counted, {counted['mlp'] + 80:,} by the formula"]
+    assert wrong == [f"mlp: {counted['mlp']:,} counted, {counted['mlp'] + 80:,} listed"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "changed", "said"),
+    [
+        # As many elements as the bias of `down` has, which is no reason to name that.
+        ({}, {f"layers.{layer}.mlp.scale": 48 for layer in range(4)}, "192 more {} layers.*.mlp.scale"),
+        (
+            DEEPSEEK | {"mtp": {"num_layers": 1}, "qk_norm": True},
+            {"layers.1.attention.temperature": 4, "layers.1.gate.weight": 9, "start.own_norm.weight": 5},
+            "18 more {} layers.*.attention.temperature, start.own_norm.weight, layers.*.gate.weight",
+        ),
+        (
+            {"mla": LATENTS, "bias": "none", "norm_placement": "both"},
+            {"layers.1.mlp.down.weight": 48 * 81},
+            "48 more {} mlp",
+        ),
+        ({}, {"layers.1.mlp.up.bias": 79, "layers.1.mlp.own.up.bias": 0}, "1 fewer {} mlp"),
+    ],
+)
+def test_a_changed_list_is_named_by_its_names(fields: dict[str, Any], changed: dict[str, int], said: str) -> None:
+    config = model(**fields)
+    listed = listed_by_specs(config) | changed
+    counted = dict.fromkeys(MODULES, 0)
+    for name, numel in listed.items():
+        counted[module_of(name)] += numel
+    total = f"{sum(listed.values()):,} parameters: "
+    assert comparison(counted, listed, config)[0] == total + said.format("than this configuration's formula, in")
