@@ -10,7 +10,7 @@ An unknown key is refused with the name that was probably meant:
 """
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.tree import Config
@@ -206,6 +206,14 @@ FOREIGN_NAMES = {
     "logging_steps": "telemetry.log_interval",
     "eval_iterations": "train.eval_steps",
     "gradient_checkpointing": "recompute.granularity",
+    # torchtitan
+    "tensor_parallel_degree": "parallel.tp",
+    "pipeline_parallel_degree": "parallel.pp",
+    "context_parallel_degree": "parallel.cp",
+    "expert_parallel_degree": "parallel.ep",
+    "pipeline_parallel_schedule": "schedule.name",
+    "local_batch_size": "train.micro_batch_size",
+    "seq_len": "model.seq_length",
     # Optimizers
     **{
         theirs: f"optimizer.{ours}"
@@ -220,11 +228,34 @@ FOREIGN_NAMES = {
 }
 """Foreign names with `_` for `-`, or dotted, and ours: a field, `field=value`, or a field with a remark."""
 
+AND_FIELD = " with "
+"""Words between a value and another field that it needs."""
+
 FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
+    "precision.dtype": {
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "float32": "fp32",
+        "float": "fp32",
+        "fp64": "float64",
+        "double": "float64",
+        "fp8": f"bf16{AND_FIELD}precision.fp8.recipe=tensorwise",
+    },
+    "model.position": {"learned_absolute": "learned", "rotary": "rope"},
+    "model.activation": {"silu": "swiglu", "gelu_new": "gelu_tanh", "squared_relu": "relu2"},
+    "optimizer.name": {"adamw_torch": "adamw", **{kind.megatron: name for name, kind in OPTIMIZERS.items()}},
+    "optimizer.lr_schedule": {
+        "inverse-square-root": "inverse_sqrt",
+        "constant_with_warmup": "constant",
+        "warmup_stable_decay": "wsd",
+    },
+    "schedule.name": {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv"},
     "recompute.modules": {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"},
-    "optimizer.name": {kind.megatron: name for name, kind in OPTIMIZERS.items()},
+    "kernels.attention": {"flash_attention_2": "flash"},
+    "runtime.device": {"gpu": "cuda"},
 }
-"""Megatron-LM's names of values, and ours, by field."""
+"""Values as others write them, in small letters, and ours, by field."""
 
 RENAMED: dict[str, str] = {}
 """Our own earlier names, dotted, and today's. None yet: 0.1 is the first release."""
@@ -270,6 +301,45 @@ OF_THE_LAYOUT = {
     "moe_token_drop_policy": "which tokens are dropped follows from the tokens that a rank has",
 }
 """Foreign keys whose effect depends on the layout or the micro batch, with the reason."""
+
+
+def our_value(field: str, value: object, choices: Sequence[str]) -> str | None:
+    """Return our spelling of a value of a field, by its meaning; None where nothing is known about it.
+
+    Args:
+        field: its dotted name.
+        value: as it was given: `BF16`, `torch.bfloat16`, `RMSNorm`.
+        choices: the legal values.
+    """
+    text = str(value).strip().lower().removeprefix("torch.")
+    return FOREIGN_VALUES.get(field, {}).get(text, text if text in choices else None)
+
+
+def our_name(dotted: str) -> str | None:
+    """Return what a name means here, if only one thing: a field, `field=value`, a field with a remark, or a name in
+    `ALWAYS_ON`; else None.
+
+    Args:
+        dotted: a name of another engine, or of ours without its section: `tensor-model-parallel-size`, `training.seq_len`, `tp`.
+    """
+    *sections, last = dotted.lstrip("-").split(".")
+    name = last.replace("-", "_").lower()
+    whole = ".".join([*sections, name])
+    fields = list(Config.dotted_names())
+    if sections and whole in fields:
+        return whole
+    if name in ALWAYS_ON:
+        return name
+    if (meant := FOREIGN_NAMES.get(whole, FOREIGN_NAMES.get(name))) is not None:
+        return meant
+    # `steps` is the run's, not those of a trace of it.
+    named = sorted((field for field in fields if field.rpartition(".")[2] == name and "." in field), key=_depth)
+    alone = [field for field in named if _depth(field) == _depth(named[0])]
+    return alone[0] if len(alone) == 1 else None
+
+
+def _depth(field: str) -> int:
+    return field.count(".")
 
 
 def has_our_name(dotted: str) -> bool:

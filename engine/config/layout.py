@@ -85,7 +85,7 @@ class ScheduleConfig(Section):
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
-    name: Literal["auto"] | ScheduleName = Field(
+    name: Literal["auto", ScheduleName] = Field(
         "auto",
         description="auto: 1f1b, or interleaved when vpp > 1; zb_h1: late weight gradients; zbv: and a V (vpp 2)",
     )

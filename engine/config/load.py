@@ -11,12 +11,12 @@ import difflib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from engine.config.foreign_names import FOREIGN_VALUES, has_our_name, unknown_key
+from engine.config.foreign_names import AND_FIELD, has_our_name, our_value, unknown_key
 from engine.config.section import Rule, Section
 from engine.config.stages import StageFields, fields_of, get_field, put_fields, refused_field
 from engine.config.tree import FORMAT_VERSION, Config
@@ -330,34 +330,79 @@ def _type_problems(error: ValidationError, origins: Mapping[str, str], *, lackin
             case "missing" if not lacking:
                 pass
             case "missing":
-                yield f"{dotted} is missing: every run needs it{_meaning(detail['loc'])}. Add it to the file."
+                yield f"{dotted} is missing: every run needs it{meaning(detail['loc'])}. Add it to the file."
             case "literal_error":
                 choices = context["expected"].replace("'", "")
                 names = choices.replace(" or ", ", ").split(", ")
                 field = ".".join(part for part in detail["loc"] if isinstance(part, str))
-                foreign = FOREIGN_VALUES.get(field, {}).get(str(detail["input"]))
-                near = [foreign] if foreign else difflib.get_close_matches(str(detail["input"]), names, n=1, cutoff=0.4)
+                meant = our_value(field, detail["input"], names)
+                near = [meant] if meant else difflib.get_close_matches(str(detail["input"]), names, n=1, cutoff=0.4)
                 yield f"{given}: must be {choices}." + (f" Did you mean {near[0]}?" if near else "")
             case "greater_than":
-                yield f"{given}: must be greater than {context['gt']}{_meaning(detail['loc'])}."
+                yield f"{given}: must be greater than {context['gt']}{meaning(detail['loc'])}."
             case "greater_than_equal":
-                yield f"{given}: must be at least {context['ge']}{_meaning(detail['loc'])}."
+                yield f"{given}: must be at least {context['ge']}{meaning(detail['loc'])}."
             case "less_than_equal":
-                yield f"{given}: must be at most {context['le']:,}{_meaning(detail['loc'])}."
+                yield f"{given}: must be at most {context['le']:,}{meaning(detail['loc'])}."
             case "less_than":
-                yield f"{given}: must be less than {context['lt']}{_meaning(detail['loc'])}."
+                yield f"{given}: must be less than {context['lt']}{meaning(detail['loc'])}."
             case "model_type":
-                yield f"{given}: must be a section, that is keys with values."
+                yield f"{given}: must be a section, that is keys with values.{needed_keys(dotted)}"
+            case "value_error" if isinstance(detail["input"], bool) and _section_at(dotted) is not None:
+                yield f"{given}: must be a section, that is keys with values.{needed_keys(dotted)}"
             case "extra_forbidden":
-                yield f"{given}: there is no such key{_meaning(detail['loc'])}. Remove it."
+                yield f"{given}: there is no such key{meaning(detail['loc'])}. Remove it."
             case "value_error":
                 yield f"{given}: {context['error']}."
             case _:
                 message = detail["msg"][0].lower() + detail["msg"][1:]
-                yield f"{given}: {message}{_meaning(detail['loc'])}."
+                yield f"{given}: {message}{meaning(detail['loc'])}."
 
 
-def _meaning(loc: tuple[int | str, ...]) -> str:
+def needed_keys(dotted: str) -> str:
+    """Return how a section that may be absent is given and left out, as one types it; nothing for one that every run has."""
+    section = _section_at(dotted)
+    if section is None or "." not in dotted:
+        return ""
+    needed = [
+        f"{dotted}.{name}={'NAME' if about.annotation is str else 'N'}"
+        for name, about in section.model_fields.items()
+        if about.is_required()
+    ]
+    return f" Write {' '.join(needed) or f'{dotted}={{}}'}, or {dotted}=null to leave it out."
+
+
+def as_overrides(dotted: str, text: str) -> list[str]:
+    """Return the overrides that give a field a value: as it was typed, or in our spelling; none where it takes neither.
+
+    Args:
+        dotted: name of the field.
+        text: the value as it was typed.
+    """
+    above, _, name = dotted.rpartition(".")
+    section = _section_at(above) if above else Config
+    if section is None or name not in section.model_fields or section.section_type(name) is not None:
+        return []
+    adapter, ours = _adapter(section, name), our_value(dotted, text, _choices(section.model_fields[name].annotation))
+    corpus = [f"[[1.0, {text}]]"] if dotted in ("data.train", "data.valid") else []
+    for typed in (text, *([ours] if ours else []), *corpus):
+        typed, *others = typed.split(AND_FIELD)
+        try:
+            value = read_yaml(typed)
+            if section.takes_bool(name) or not isinstance(value, bool):
+                adapter.validate_python(value)
+                return [f"{dotted}={typed}", *others]
+        except (yaml.YAMLError, ValidationError):
+            continue
+    return []
+
+
+def _choices(annotation: Any) -> list[str]:
+    """Return the texts that an annotation lists, inside of unions too."""
+    return [text for one in get_args(annotation) for text in ([one] if isinstance(one, str) else _choices(one))]
+
+
+def meaning(loc: Sequence[int | str]) -> str:
     """Return the description of the field at `loc` in brackets, for a message."""
     section: type[Section] | None = Config
     description = None
@@ -385,20 +430,22 @@ def _valid_part(tree: Mapping[str, Any], error: ValidationError) -> Config:
 def _construct(kind: type[S], values: Mapping[str, Any], wrong: Set[str]) -> S:
     """Return a section of valid values, without the fields in `wrong` (and without defaults for them)."""
     read = {}
-    for name, about in kind.model_fields.items():
+    for name in kind.model_fields:
         if name in values and name not in wrong:
-            # A section has its own settings (pydantic refuses others); a plain field has those of its section.
-            settings = kind.model_config if kind.section_type(name) is None else None
-            adapter: TypeAdapter[Any] = TypeAdapter(
-                Annotated[about.annotation, about],  # type: ignore[arg-type]
-                config=settings,
-            )
-            read[name] = adapter.validate_python(values[name])
+            read[name] = _adapter(kind, name).validate_python(values[name])
     section = kind.model_construct(None, **read)
     assert isinstance(section, kind)
     for name in wrong & kind.model_fields.keys():
         section.__dict__.pop(name, None)
     return section
+
+
+def _adapter(kind: type[Section], name: str) -> TypeAdapter[Any]:
+    """Return a validator of one field of a section."""
+    about = kind.model_fields[name]
+    # A section has its own settings (pydantic refuses others); a plain field has those of its section.
+    settings = kind.model_config if kind.section_type(name) is None else None
+    return TypeAdapter(Annotated[about.annotation, about], config=settings)  # type: ignore[arg-type]
 
 
 def to_yaml(config: Config, *, describe: bool = False) -> str:

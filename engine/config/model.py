@@ -42,6 +42,8 @@ BYTES_VOCABULARY = 257
 
 def _head_is_true(value: object) -> object:
     """Return the value as it is written: true is a norm over each head."""
+    if value not in (True, False, "head", "all_heads"):
+        raise ValueError("must be true, false, head or all_heads")
     return True if value == "head" else value
 
 

@@ -70,11 +70,16 @@ class Section(BaseModel):
     @classmethod
     def _yes_is_no_number(cls, value: object, info: ValidationInfo) -> object:
         """Refuse a bool where none belongs: YAML reads `on` and `yes` as true, which would count as 1."""
-        if isinstance(value, bool) and bool not in _types(cls.model_fields[str(info.field_name)].annotation):
+        if isinstance(value, bool) and not cls.takes_bool(str(info.field_name)):
             raise ValueError(
                 "a yes or no (YAML reads on, off, yes and no as such) where none belongs; quote it if it is text"
             )
         return value
+
+    @classmethod
+    def takes_bool(cls, name: str) -> bool:
+        """Return whether a yes or no is a value of the field `name`."""
+        return bool in _types(cls.model_fields[name].annotation)
 
     @classmethod
     def section_type(cls, name: str) -> "type[Section] | None":
@@ -152,9 +157,9 @@ class Problem:
 
     def __str__(self) -> str:
         legal = "; ".join(
-            f"{name} = {' or '.join(map(_plain, values))}" for name, values in self.candidates.items() if values
+            f"{name} = {' or '.join(map(plain, values))}" for name, values in self.candidates.items() if values
         )
-        parts = [f"{self.key} = {_plain(self.value)}: {self.rule}."]
+        parts = [f"{self.key} = {plain(self.value)}: {self.rule}."]
         parts += [f"Nearest legal: {legal}."] if legal else []
         advice = self.advice() if callable(self.advice) else self.advice
         parts += [advice] if advice else []
@@ -203,7 +208,7 @@ def _types(annotation: Any) -> tuple[Any, ...]:
     return annotation, *get_args(annotation)
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
     """Return a value as one types it in YAML."""
     if value is None:
         return "null"
@@ -212,5 +217,5 @@ def _plain(value: Any) -> str:
     if isinstance(value, str):
         return value or "''"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_plain, value))}]"
+        return f"[{', '.join(map(plain, value))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)

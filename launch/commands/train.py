@@ -31,6 +31,7 @@ def add_arguments(parser: CommandParser) -> None:
         CONFIG,
         "the run; without one: configs/gpt_tiny.yaml on real text, which is prepared first",
         required=False,
+        read_without=DEFAULT_CONFIG,
     )
     parser.add_argument(
         FROM_SCRATCH,

@@ -72,6 +72,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(formatter_class=_Help, allow_abbrev=False, **settings)
         self._subject: Subject | None = None
         self._needs_subject = False
+        self._read_without: Path | None = None
         self._verbs: Any = None
 
     def add_verb(self, name: str, summary: str, words: str, examples: str) -> "CommandParser":
@@ -92,15 +93,16 @@ class CommandParser(argparse.ArgumentParser):
         verb.usage = f"{self.prog} {name} {words}"
         return verb
 
-    def takes(self, subject: Subject, meaning: str, *, required: bool = True) -> None:
+    def takes(self, subject: Subject, meaning: str, *, required: bool = True, read_without: Path | None = None) -> None:
         """Take a path of `subject` and overrides as words.
 
         Args:
             subject: the kind of path. A config may be given with `--config` as well.
             meaning: of the subject for this command, for `--help`.
             required: refuse a command line without it.
+            read_without: path of what the command reads where none is given; None: nothing.
         """
-        self._subject, self._needs_subject = subject, required
+        self._subject, self._needs_subject, self._read_without = subject, required, read_without
         entries = (
             (subject.name.upper(), meaning),
             (OVERRIDES, "a field of the configuration, in place of what it says"),
@@ -127,6 +129,10 @@ class CommandParser(argparse.ArgumentParser):
             return self._parse_verb(arguments)
         parsed, strangers = self.parse_known_intermixed_args(arguments)
         if unknown := [word for word in strangers if word.startswith("-")] or strangers:
+            if self._subject is CONFIG:
+                from launch.start.foreign_options import answers
+
+                refuse(answers(self.prog, arguments, unknown, self.parse, self._read_without))
             self.error("; ".join(f"there is no option {word}{_nearest(word, self._options())}" for word in unknown))
         if self._subject is not None:
             self._sort_words(parsed, self._subject)

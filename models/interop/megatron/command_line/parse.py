@@ -56,6 +56,11 @@ class Parsed:
         self.missing.setdefault(name, why)
 
 
+def is_argument(name: str) -> bool:
+    """Return whether Megatron-LM has an argument of this name, without the leading dashes."""
+    return name in FLAGS or name in _PASSED_OVER or name in NO_COUNTERPART
+
+
 def words_of(texts: Sequence[str]) -> list[str]:
     """Split texts into words as a shell does; a word `@path` stands for the words of a file.
 
@@ -85,7 +90,7 @@ def parse(words: Sequence[str], ignored: Collection[str] = ()) -> Parsed:
 
     Args:
         words: from `words_of`; what comes before pretrain_gpt.py, and its own name, are left out.
-        ignored: unknown names to pass over, without the leading dashes.
+        ignored: names to pass over with all their values, without the leading dashes.
     """
     parsed = Parsed({flag.dest: flag.default for flag in FLAGS.values()})
     values: dict[str, list[str]] = {}
@@ -108,9 +113,10 @@ def parse(words: Sequence[str], ignored: Collection[str] = ()) -> Parsed:
         elif name in _PASSED_OVER:
             topic, arity = _PASSED_OVER[name]
             parsed.without_effect.setdefault(topic, []).append(name)
-            parsed.problems += _wrong_number(name, arity, found)
+            parsed.problems += [] if name in ignored else _wrong_number(name, arity, found)
         elif (missing := NO_COUNTERPART.get(name)) is not None:
-            parsed.problems += _wrong_number(name, missing.arity, found)
+            # What a script prints has lost the quotes around one value of several words.
+            parsed.problems += [] if name in ignored else _wrong_number(name, missing.arity, found)
             if not _is_off(missing, found):
                 parsed.lacks(name, missing.why)
         elif name not in ignored:

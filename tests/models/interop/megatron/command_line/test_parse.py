@@ -55,6 +55,14 @@ def test_every_problem_of_the_words_is_found() -> None:
     assert len(problems) == 13
 
 
+def test_an_ignored_argument_takes_all_its_words() -> None:
+    """A script's output has lost the quotes around one value of three words."""
+    line = "--num-layers 4 --step-batch-size-schedule 0:16 2.4B:320 4.8B:624 --log-throughput 3 --bf16"
+    parsed = parse(line.split(), ignored={"step-batch-size-schedule", "log-throughput"})
+    assert not parsed.problems and parsed.args["bf16"] and "step-batch-size-schedule" in parsed.missing
+    assert len(parse(line.split()).problems) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "made"),
     [

@@ -1,0 +1,217 @@
+"""Options of other engines, typed to a command of ours and answered in our words (no torch here).
+
+    --tensor-model-parallel-size 2, --tp 2     ->  parallel.tp=2, and the whole command with it, to paste
+    --num-layers 24 --hidden-size 2048 ...     ->  the command that makes a config of a command line of Megatron-LM
+
+The command that is printed works: where a value of the config contradicts the new one (a warm-up longer than train.steps), the
+nearest legal value comes with it.
+"""
+
+import argparse
+import os
+import shlex
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from engine.config.foreign_names import ALWAYS_ON, our_name, unknown_key
+from engine.config.load import ENVIRONMENT, as_overrides, load_config, meaning, needed_keys
+from engine.config.section import plain
+from engine.config.stages import with_fields
+from engine.config.tree import Config, broken_rules
+from engine.config.yaml_text import read_yaml
+from engine.errors import ConfigError
+from models.interop.megatron.command_line.convert import from_command_line
+from models.interop.megatron.command_line.parse import is_argument
+
+SCRIPT = "TRIAXIS_SCRIPT"
+"""The variable with the path of launch/pretrain_gpt.sh as it was typed, where that has started the command."""
+
+TRAIN = "triaxis train"
+
+Parse = Callable[[Sequence[str]], argparse.Namespace]
+
+DESCRIBES_A_MODEL = frozenset({"num-layers", "hidden-size"})
+"""Arguments of Megatron-LM that, without a config of ours, make a command line a whole one of its."""
+
+OF_A_SCRIPT = (
+    "A config is made of a whole command line of Megatron-LM, or of its script, by: triaxis config from-megatron --help"
+)
+
+
+@dataclass
+class _Answer:
+    """A command line in our words.
+
+    Attributes:
+        arguments: the words, those of other engines replaced.
+        replaced: the options that were, with their values.
+        overrides: what replaces them.
+        notes: why an option is left out.
+        problems: of options that have no single word here.
+    """
+
+    arguments: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def answers(
+    prog: str,
+    arguments: Sequence[str],
+    unknown: Collection[str],
+    parse: Parse,
+    read_without: Path | None,
+) -> list[str]:
+    """Return the problems of unknown options, with our words for them; an empty list where no other engine has any of them.
+
+    Args:
+        prog: the command, such as `triaxis train`.
+        arguments: all words behind it.
+        unknown: those that are options and that the command lacks.
+        parse: reads words of the command, and raises ConfigError for words that are none.
+        read_without: the config that the command reads where none is given; None: it reads none.
+    """
+    names = [word.lstrip("-").partition("=")[0].replace("_", "-") for word in unknown]
+    if set(names) >= DESCRIBES_A_MODEL and not any(map(_is_yaml, arguments)):
+        return _of_a_whole_line(prog, arguments, unknown)
+    answer = _in_our_words(arguments, unknown)
+    problems = (
+        [_with_command(prog, answer, parse, read_without), *answer.problems] if answer.replaced else answer.problems
+    )
+    if problems and sum(map(is_argument, names)) > 1:
+        problems[-1] += f"\n     {OF_A_SCRIPT}"
+    return problems
+
+
+def _in_our_words(arguments: Sequence[str], unknown: Collection[str]) -> _Answer:
+    """Replace the options that are fields here; a word that is neither known here nor elsewhere is a problem beside others only."""
+    answer, strangers = _Answer(), list[str]()
+    words = list(arguments)
+    while words:
+        word = words.pop(0)
+        if word not in unknown:
+            answer.arguments.append(word)
+            continue
+        name, equals, given = word.partition("=")
+        meant = our_name(name)
+        key, has_value, _ = (meant or "").partition("=")
+        value = given if equals else None
+        if meant is not None and value is None and words and not has_value and _takes(key, words[0]):
+            value = words.pop(0)
+        typed = word if value is None or equals else f"{word} {value}"
+        overrides = (
+            [] if meant is None or " " in meant else [meant] if has_value else as_overrides(key, value or "true")
+        )
+        if overrides or key in ALWAYS_ON:
+            answer.arguments += overrides
+            answer.overrides += overrides
+            answer.replaced.append(typed)
+            answer.notes += [f"{typed} is left out: {ALWAYS_ON[key]}."] if key in ALWAYS_ON else []
+        elif meant is not None:
+            answer.problems.append(
+                f"{typed}: no option; here it is {meant}{meaning(key.split('.'))}.{needed_keys(key)}"
+            )
+        elif unknown_key(name).startswith(f"{name}: unknown key"):
+            strangers.append(f"there is no option {word}; an override reads section.key=value, such as train.steps=20.")
+        else:
+            answer.problems.append(unknown_key(name))
+    answer.problems += strangers if answer.replaced or answer.problems else []
+    return answer
+
+
+def _takes(key: str, word: str) -> bool:
+    """Return whether the word behind an option is its value: of a switch, yes or no; of a field, what is no option."""
+    if as_overrides(key, "true"):
+        return word.lower() in ("true", "false")
+    return not word.startswith("--")
+
+
+def _with_command(prog: str, answer: _Answer, parse: Parse, read_without: Path | None) -> str:
+    """Return the answer with the command to paste, or with what keeps that one from starting."""
+    replaced = ", ".join(answer.replaced)
+    written = " ".join(map(shlex.quote, answer.overrides))
+    said = f"{replaced}: no option; {f'write {written}' if written else 'leave it out'}"
+    if answer.problems:
+        return f"{said}."
+    try:
+        args = parse(answer.arguments)
+        added, reasons = _added(args.config or read_without, args.overrides, answer.overrides)
+    except ConfigError as error:
+        return f"{said}. Then: {' '.join(error.problems)}"
+    fields = [override.partition("=")[0] for override in answer.overrides]
+    variables = [
+        f"{name}={shlex.quote(os.environ[name])}"
+        for name, key in ENVIRONMENT.items()
+        if os.environ.get(name) and key not in fields
+    ]
+    place = answer.arguments.index(answer.overrides[-1]) + 1 if added else 0
+    words = [*answer.arguments[:place], *added, *answer.arguments[place:]]
+    line = " ".join([*variables, shlex.join([*_start(prog), *words])])
+    return "\n".join([f"{said}:", f"       {line}", *(f"     {note}" for note in (*answer.notes, *reasons))])
+
+
+def _added(path: Path | None, given: Sequence[str], overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return overrides that the new ones need, each with its reason.
+
+    Raises:
+        ConfigError: no value of another field makes the config legal.
+    """
+    if path is None:
+        return [], []
+    try:
+        load_config(path, given, os.environ)
+    except ConfigError as error:
+        refused = error
+    else:
+        return [], []
+    try:
+        before = load_config(path, [word for word in given if word not in overrides], os.environ)
+    except ConfigError:
+        raise refused from None
+    asked = {key: read_yaml(value) for key, _, value in (word.partition("=") for word in overrides)}
+    config = with_fields(before, asked)
+    typed = {word.partition("=")[0] for word in given}
+    added: dict[str, object] = {}
+    reasons = []
+    for problem in broken_rules(config):
+        # Another model, or another value of what was typed, is not meant.
+        mends = ((key, next(iter(values))) for key, values in problem.candidates.items() if key not in typed)
+        mend = next(((key, value) for key, value in mends if not key.startswith("model.")), None)
+        if mend is not None:
+            added[mend[0]] = mend[1]
+            reasons.append(f"With {mend[0]}={plain(mend[1])}: {problem.key} = {plain(problem.value)} {problem.rule}.")
+    if left := broken_rules(with_fields(config, added) if added else config):
+        raise ConfigError([str(problem) for problem in left])
+    return [f"{key}={plain(value)}" for key, value in added.items()], reasons
+
+
+def _start(prog: str) -> list[str]:
+    """Return the words that start the command, as they were typed."""
+    script = os.environ.get(SCRIPT)
+    return ["bash", script] if script and prog == TRAIN else prog.split()
+
+
+def _of_a_whole_line(prog: str, arguments: Sequence[str], unknown: Collection[str]) -> list[str]:
+    """Return the two commands that make a config of Megatron-LM's words and use it, or what the first would refuse."""
+    names = set(Config.dotted_names())
+    ours = [
+        word for word in arguments if word.partition("=")[0] in names or (word.startswith("--") and word not in unknown)
+    ]
+    theirs = shlex.join(word for word in arguments if word not in ours)
+    said = (
+        "this is a command line of Megatron-LM. Make a config of it, and use that (docs/megatron.md):\n"
+        f"       triaxis config from-megatron {shlex.quote(theirs)} > megatron.yaml\n"
+        f"       {shlex.join([*_start(prog), 'megatron.yaml', *ours])}"
+    )
+    try:
+        from_command_line([theirs])
+    except ConfigError as error:
+        return [f"{said}\n     The first of them asks for the following.", *error.problems]
+    return [said]
+
+
+def _is_yaml(word: str) -> bool:
+    return Path(word).suffix in (".yaml", ".yml")
