@@ -2,26 +2,24 @@
 published runs; no device."""
 
 import argparse
+import math
 import os
 import shlex
+import sys
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from engine.config.counts import count
 from engine.config.load import load_config, to_yaml
 from engine.program import triaxis
 from engine.storage.files import write_atomically
 from engine.storage.redaction import unwritable
-from engine.telemetry.outlets.format import gigabytes
 from launch.planning import standing
-from launch.planning.memory_text import memory_bar, memory_lines
 from launch.planning.page import render
-from launch.planning.search import Found, Plan, search
+from launch.planning.search import Found, search
+from launch.planning.text import plan_console, show
 from launch.planning.validate import lines, validate
 from launch.start.command_line import CONFIG, CommandParser, check_counts, refuse
+from models.predict.rank_memory import GB
 from models.predict.step_time.cluster import Cluster, cluster_at
 
 EXAMPLES = """examples:
@@ -34,7 +32,9 @@ All layouts that keep the rules are timed by a formula, the memory of the fastes
 fit are simulated. The config's global batch stays; its layout, micro batch, schedule and recomputation are chosen.
 """
 DEFAULT_TOP = 10
-PIPE_WIDTH = 200
+DEFAULT_MARGIN = 5.0
+"""GB of a device that no layout may fill: what operators need while they run, and the error of a prediction."""
+
 SECONDS_PER_HOUR = 3600
 
 
@@ -47,6 +47,13 @@ def add_arguments(parser: CommandParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--gpus", metavar="NxGPU", help="devices with their usual links, such as 64xH100")
     where.add_argument("--cluster", metavar="FILE", help="a cluster's file, such as configs/clusters/h100_64.yaml")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=DEFAULT_MARGIN,
+        metavar="GB",
+        help=f"memory of a GPU, in 10^9 bytes, that stays free besides a tenth of it (default: {DEFAULT_MARGIN:g})",
+    )
     parser.add_argument("--tokens", metavar="N", help="budget, such as 15T: its hours and cost are printed")
     parser.add_argument(
         "--expert-load",
@@ -78,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         return _validate(args)
     check_counts(top=args.top)
     _check_endings(args)
+    if not 0 <= args.margin < math.inf:
+        refuse([f"--margin {args.margin:g}: it is a number of GB from 0 on, or no layout would be looked for."])
     if args.standing is not None:
         refuse(["--standing belongs to --validate: there is no published layout to look for."])
     if args.config is None:
@@ -90,38 +99,19 @@ def run(args: argparse.Namespace) -> int:
     load = 1.0 if args.expert_load is None else args.expert_load
     if load < 1 or (args.expert_load is not None and not config.model.has_experts):
         refuse([f"--expert-load = {load:g}: it is at least 1, of the experts of a model that has some."])
-    plan = search(config, cluster, expert_load=load)
-    # Names of recomputed parts stand in brackets, which would be markup; a pipe is as wide as the longest layout.
-    console = Console(highlight=False, soft_wrap=True, markup=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    console.print(
-        f"{args.config} on {cluster.nodes} x {cluster.gpus_per_node} {cluster.device}: {plan.num_legal:,} legal layouts, "
-        f"{plan.num_too_large:,} found too large for {gigabytes(plan.usable_bytes)}"
-    )
-    console.print(_table(plan, plan.found[: args.top]))
-    if len(plan.pareto) > 1:
-        console.print("less memory for more time, of these:")
-        for one in plan.pareto:
-            bar = memory_bar(one.memory.fullest, plan.usable_bytes, columns=24)
-            held = gigabytes(one.memory.fullest.total)
-            console.print(Text.assemble(f"  {one.time.seconds:9.4g} s  {held:>9}  ", bar, f"  {one.layout}"))
-    for layout, reason in list(plan.too_large.items())[:3]:
-        console.print(f"not {layout}: {reason}")
-    parts = sorted(plan.best.time.components.items(), key=lambda part: -part[1])
-    shares = ", ".join(f"{name} {seconds / plan.best.time.seconds:.1%}" for name, seconds in parts if seconds > 0)
-    console.print(f"the first, {plan.best.layout}: {shares}")
-    for line in memory_lines(plan.best.memory, plan.usable_bytes):
-        console.print(line)
+    print(f"looking for the fastest layouts of {cluster.num_gpus:,} GPUs ...", file=sys.stderr, flush=True)
+    plan = search(config, cluster, expert_load=load, margin_bytes=round(args.margin * GB))
+    console = plan_console()
+    show(console, plan, str(args.config), args.top)
     budget = "" if tokens is None else _budget(plan.best, cluster, tokens)
     if budget:
         console.print(budget)
     if args.page is not None:
         _write(args.page, render(plan, str(args.config), budget))
-        console.print(f"wrote {args.page}; open it in a browser")
+        print(f"wrote {args.page}; open it in a browser")
     if args.out is not None:
         _write(args.out, to_yaml(plan.best.config, describe=True))
-        console.print(f"wrote {args.out}; train with  " + triaxis(f"train {shlex.quote(str(args.out))}"))
+        print(f"wrote {args.out}; train with  " + triaxis(f"train {shlex.quote(str(args.out))}"))
     return 0
 
 
@@ -150,24 +140,6 @@ def _tokens(text: str) -> int:
         refuse([f"--tokens {text}: {error}."])
     assert isinstance(number, int)
     return number
-
-
-def _table(plan: Plan, found: list[Found]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("s/step", "tokens/s/GPU", "memory", "bubble"):
-        table.add_column(name, justify="right")
-    table.add_column("layout", overflow="fold")
-    table.add_column("against the first", overflow="fold")
-    for one in found:
-        table.add_row(
-            f"{one.time.seconds:.4g}",
-            f"{one.tokens_per_second / plan.cluster.num_gpus:,.0f}",
-            gigabytes(one.memory.fullest.total),
-            f"{one.time.bubble_share:.1%}",
-            one.layout,
-            "" if one is plan.best else plan.slower_by(one),
-        )
-    return table
 
 
 def _budget(best: Found, cluster: Cluster, tokens: int) -> str:

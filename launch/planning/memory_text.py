@@ -40,5 +40,5 @@ def memory_lines(memory: Prediction, usable_bytes: int) -> list[Text]:
     key = Text("  ")
     for number, kind in enumerate(KINDS):
         if any(getattr(held, kind) for held in memory.ranks):
-            key.append(kind[0], style=Style(color="#ffffff", bgcolor=COLOURS[number])).append(f" {kind}   ")
+            key.append(kind[0], style=Style(color="#ffffff", bgcolor=COLOURS[number])).append(f" {kind}  ")
     return [*lines, key.append(f"{_FREE} free, of {gigabytes(usable_bytes)}", style="dim")]

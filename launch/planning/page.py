@@ -8,11 +8,12 @@ from engine.config.plan import batch_plan, rank_grid
 from engine.pipeline.simulate import simulate
 from engine.storage.redaction import without_secrets
 from engine.telemetry.outlets.format import gigabytes, significant
+from engine.telemetry.record.flops import convention
 from launch.pictures.charts import Dot, scatter_chart, stacked_bar_chart
 from launch.pictures.document import html_document, tiles
 from launch.pictures.schedule_picture import schedule_chart
 from launch.pictures.topology_picture import MOST_RANKS, legend, topology_chart, words
-from launch.planning.search import Found, Plan
+from launch.planning.search import WORDS, Found, Plan
 from models.predict.rank_memory import Memory, shown_kinds
 from models.predict.step_time.estimate import COMPONENTS, SIMULATED_ROUNDS, Estimator
 from models.trained_part import schedule_of
@@ -25,6 +26,7 @@ MOST_ACTIONS = 250
 """Actions of a rank in the picture of the schedule: narrower ones are stripes. One round is drawn always."""
 FAR = 0.25
 """Share of the fastest step: layouts slower than the front by more are not in the plot, which they would flatten."""
+HEAD = ("", "s/step", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "memory", "bubble")
 GB = 1e9
 
 CHOSEN, FRONT, OTHER = "c0 large", "c1", "c7"
@@ -44,6 +46,8 @@ def render(plan: Plan, name: str, budget: str = "") -> str:
     numbers = [
         ("seconds per step", significant(best.time.seconds)),
         ("tokens per second and GPU", f"{best.tokens_per_second / cluster.num_gpus:,.0f}"),
+        ("TFLOP/s per GPU", f"{best.model_tflops:,.0f}"),
+        ("MFU", f"{plan.mfu(best):.1%}"),
         ("fullest rank", gigabytes(best.memory.fullest.total)),
         ("usable of a GPU", gigabytes(plan.usable_bytes)),
         ("legal layouts", f"{plan.num_legal:,}"),
@@ -59,7 +63,7 @@ def render(plan: Plan, name: str, budget: str = "") -> str:
         "ranks": ("Rank map of the chosen layout", _ranks(plan)),
         "config": ("Configuration of the chosen layout", f'<pre class="tall">{escape(to_yaml(best.config))}</pre>'),
     }
-    lines = [f"Chosen: {best.layout}", *([budget] if budget else [])]
+    lines = [f"Chosen: {best.layout}", f"Memory of a GPU: {plan.memory_line}.", *([budget] if budget else [])]
     before = tiles(numbers) + "".join(f"<p>{escape(line)}</p>" for line in lines)
     footer = "Predicted by triaxis plan: no device was used. docs/cost-model.md says where predictions are wrong."
     return without_secrets(html_document(f"{name}: Triaxis plan", f"Plan of {name}", before, sections, footer))
@@ -110,15 +114,17 @@ def _layouts(plan: Plan) -> str:
     rows = "".join(
         f'<tr><td class="n">{number}</td><td class="n">{significant(one.time.seconds)}</td>'
         f'<td class="n">{one.tokens_per_second / plan.cluster.num_gpus:,.0f}</td>'
+        f'<td class="n">{one.model_tflops:,.0f}</td><td class="n">{plan.mfu(one):.1%}</td>'
         f'<td class="n">{gigabytes(one.memory.fullest.total)}</td><td class="n">{one.time.bubble_share:.1%}</td>'
         f"<td>{_front_key(one, plan) if id(one) in front else ''}</td>"
         f'<td class="text">{escape(one.layout)}</td>'
         f'<td class="text soft">{"chosen" if one is plan.best else escape(plan.slower_by(one))}</td></tr>'
         for number, one in enumerate(plan.found, 1)
     )
-    head = "".join(f'<th class="n">{name}</th>' for name in ("", "s/step", "tokens/s/GPU", "memory", "bubble"))
-    head += "<th></th><th>layout</th><th>against the chosen one</th>"
-    table = f'<div class="wide tall"><table><tr>{head}</tr>{rows}</table></div>'
+    head = "".join(f'<th class="n">{name}</th>' for name in HEAD)
+    head += "<th></th><th>layout</th><th>slower than the chosen one by</th>"
+    said = f"{WORDS}. TFLOP/s and MFU: {convention(plan.best.config.model)}."
+    table = f'<div class="wide tall"><table><tr>{head}</tr>{rows}</table></div><p class="soft">{escape(said)}</p>'
     reasons = list(plan.too_large.items())[:MOST_REASONS]
     if not reasons:
         return table

@@ -26,9 +26,11 @@ from engine.config.tree import RULES, Config, broken_keys
 from engine.errors import ConfigError
 from engine.layout.rank_grid import ParallelSizes
 from engine.telemetry.outlets.format import gigabytes
+from engine.telemetry.record.flops import model_flops_per_token
 from launch.tuning.choose_layout import MARGIN
 from models.predict.cut import Memo
-from models.predict.rank_memory import Prediction, predict
+from models.predict.frozen_flops import unneeded_flops
+from models.predict.rank_memory import GB, Prediction, predict
 from models.predict.recompute_choice import candidates
 from models.predict.step_time.cluster import Cluster
 from models.predict.step_time.estimate import Estimator, StepTime
@@ -75,9 +77,22 @@ class Found:
         return self.config.train.global_batch_size * self.config.model.seq_length / self.time.seconds
 
     @property
+    def model_tflops(self) -> float:
+        """Return the TFLOP/s of a device that the model needs, without what is recomputed (`engine.telemetry.record.flops`)."""
+        layers = [len(stage.layers) for stage in stages_of(self.config)]
+        spared = unneeded_flops(self.config, self.config.recompute, layers).model
+        flops = model_flops_per_token(self.config.model) - spared
+        return flops * self.tokens_per_second / self.sizes.world_size / 1e12
+
+    @property
     def layout(self) -> str:
-        """Return the layout in words."""
+        """Return the layout in words, what is recomputed included."""
         return describe(self.config, self.sizes)
+
+    @property
+    def cut(self) -> str:
+        """Return the layout in words, without what is recomputed."""
+        return describe_cut(self.config, self.sizes)
 
 
 @dataclass(slots=True)
@@ -90,13 +105,15 @@ class Plan:
         illegal: layouts by the field whose rule they break.
         too_large: reasons of layouts that do not fit; `num_too_large` also counts those that others rule out.
         num_legal: layouts whose time was predicted.
-        usable_bytes: of a device's memory.
+        usable_bytes: of a device's memory, that a layout may be predicted to hold.
+        margin_bytes: of a device's memory, that stay free besides `MARGIN` of it.
         expert_load: for which times and memory are predicted: rows of the slowest rank's experts over the mean.
     """
 
     cluster: Cluster
     usable_bytes: int
     expert_load: float = 1.0
+    margin_bytes: int = 0
     found: list[Found] = field(default_factory=list)
     illegal: Counter[str] = field(default_factory=Counter)
     too_large: dict[str, str] = field(default_factory=dict)
@@ -106,6 +123,18 @@ class Plan:
     @property
     def best(self) -> Found:
         return self.found[0]
+
+    def mfu(self, one: Found) -> float:
+        """Return the model FLOPs of a layout over the peak of the device in the run's dtype, 0 to 1."""
+        peaks, dtype = self.cluster.load_device().peak_tflops, one.config.precision.dtype
+        return one.model_tflops / peaks[dtype if dtype in peaks else "fp32"]
+
+    @property
+    def memory_line(self) -> str:
+        """Return how much of a device's memory a layout may hold, and what stays free."""
+        whole = round(self.cluster.load_device().memory_gb * GB)
+        margin = f" and a margin of {gigabytes(self.margin_bytes)} (--margin)" if self.margin_bytes else ""
+        return f"{gigabytes(self.usable_bytes)} of {gigabytes(whole)} may be filled: {MARGIN:.0%}{margin} stay free"
 
     @property
     def pareto(self) -> list[Found]:
@@ -117,25 +146,34 @@ class Plan:
         return kept
 
     def slower_by(self, one: Found) -> str:
-        """Return why a layout is slower than the first: the component that costs it most more."""
+        """Return by how much a layout is slower than the first, and the component that costs it most more; "" for the first."""
         best = self.best
         more = one.time.seconds / best.time.seconds - 1
         names = one.time.components.keys() | best.time.components.keys()
         extra = {name: one.time.components.get(name, 0.0) - best.time.components.get(name, 0.0) for name in names}
         worst = max(sorted(extra), key=lambda name: extra[name])
-        return f"{more:.1%} slower: {worst} takes {extra[worst]:.3g} s more" if more > 0 else "as fast"
+        return f"{more:.1%} {worst.removeprefix('pipeline ')}" if more > 0 else ""
+
+
+WORDS = "sp: sequence parallelism; mb: micro batch; balanced: parallel.layers_per_stage=auto"
+"""The meanings of the words of a layout that are no sizes."""
 
 
 def describe(config: Config, sizes: ParallelSizes) -> str:
     """Return a layout in words that tell it from all others of a search."""
-    words = [f"tp {sizes.tp}", f"cp {sizes.cp}" if sizes.cp > 1 else "", f"pp {sizes.pp}"]
-    words += [f"vpp {sizes.vpp}" if sizes.vpp > 1 else ""]
-    words += ["layers_per_stage auto" if config.parallel.layers_per_stage == "auto" else "", f"dp {sizes.dp}"]
-    words += [f"{name} {size}" for name, size in (("ep", sizes.ep), ("etp", sizes.etp)) if size > 1]
-    words += ["sp" if config.parallel.cuts_sequence else "", f"micro batch {config.train.micro_batch_size}"]
-    words += [config.schedule.name if config.schedule.name != "auto" else ""]
-    words += [str(config.recompute) if config.recompute.is_any else ""]
-    return ", ".join(word for word in words if word)
+    return ", ".join([describe_cut(config, sizes), *([str(config.recompute)] if config.recompute.is_any else [])])
+
+
+def describe_cut(config: Config, sizes: ParallelSizes) -> str:
+    """Return a layout in words without what it recomputes; a schedule is named where `auto` is another one."""
+    words = [f"tp={sizes.tp}", f"cp={sizes.cp}" if sizes.cp > 1 else "", f"pp={sizes.pp}"]
+    words += [f"vpp={sizes.vpp}" if sizes.vpp > 1 else ""]
+    words += ["balanced" if config.parallel.layers_per_stage == "auto" else "", f"dp={sizes.dp}"]
+    words += [f"{name}={size}" for name, size in (("ep", sizes.ep), ("etp", sizes.etp)) if size > 1]
+    words += ["sp" if config.parallel.cuts_sequence else "", f"mb={config.train.micro_batch_size}"]
+    usual = ("auto", "interleaved" if sizes.vpp > 1 else "1f1b")
+    words += [config.schedule.name if config.schedule.name not in usual else ""]
+    return " ".join(word for word in words if word)
 
 
 def layouts(config: Config, cluster: Cluster, plan: Plan) -> Iterator[tuple[Config, ParallelSizes]]:
@@ -192,6 +230,7 @@ def search(
     simulated: int = SIMULATED,
     implementation: Implementation = OURS,
     expert_load: float = 1.0,
+    margin_bytes: int = 0,
 ) -> Plan:
     """Find the fastest layouts of a run on a cluster.
 
@@ -201,13 +240,17 @@ def search(
         cluster: all of whose devices are used.
         simulated: number of layouts to find.
         implementation: the software whose steps are timed; memory is this engine's.
-        expert_load: as of `Plan`.
+        expert_load, margin_bytes: as of `Plan`.
 
     Raises:
-        ConfigError: no layout is legal, or none fits; the one with the least memory is named.
+        ConfigError: the margin leaves no memory, no layout is legal, or none fits; the one with the least memory is named.
     """
     estimator, load = Estimator(cluster, implementation, expert_load=expert_load), Fraction(expert_load)
-    plan = Plan(cluster, floor(estimator.device.memory_gb * 1e9 * (1 - MARGIN)), expert_load)
+    usable_bytes = floor(estimator.device.memory_gb * GB * (1 - MARGIN)) - margin_bytes
+    plan = Plan(cluster, usable_bytes, expert_load, margin_bytes)
+    if usable_bytes <= 0:
+        most = gigabytes(usable_bytes + margin_bytes)
+        raise ConfigError([f"a margin of {gigabytes(margin_bytes)} leaves nothing of {most}. Give a smaller --margin."])
     order = count()
     memo: Memo = {}
     waiting = [
@@ -253,8 +296,8 @@ def search(
         raise ConfigError(
             [
                 f"no layout on {cluster.num_gpus} x {cluster.device} fits: of {plan.num_legal:,} legal ones the nearest, "
-                f"{closest[1]}. Take more devices or ones with more memory, precision.masters=split, offload.num_layers, or a "
-                "smaller model."
+                f"{closest[1]}. {'Give a smaller --margin, or take' if margin_bytes else 'Take'} more devices or ones with more "
+                "memory, precision.masters=split, offload.num_layers, or a smaller model."
             ]
         )
     plan.found = [

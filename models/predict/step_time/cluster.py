@@ -7,7 +7,7 @@ from pathlib import Path
 from engine.config.yaml_text import read_yaml
 from engine.errors import ConfigError
 from engine.storage.state_files import read_regular
-from models.predict.step_time.device import Device, device_names, load_device
+from models.predict.step_time.device import NO_DEVICES, Device, device_names, load_device
 
 GPUS_PER_NODE = 8
 
@@ -116,26 +116,46 @@ def cluster_of_devices(torch_name: str, nodes: int, gpus_per_node: int) -> Clust
 
 
 def cluster_of(text: str) -> Cluster:
-    """Return the usual cluster of a number of devices, such as `64xH100` or `8xA100-SXM-80GB`.
+    """Return the usual cluster of a number of devices, such as `64xH100` or `8xa100-sxm-80gb`, in letters of any case.
 
     Raises:
         ConfigError: the text has no such form, names no device, or the devices fill no whole nodes of 8.
     """
-    match = re.fullmatch(r"(\d+)x(.+)", text)
-    known = device_names()
+    match = re.fullmatch(r"(\d+)(?:x(.+))?", text, re.IGNORECASE)
     if match is None or int(match[1]) < 1:
-        raise ConfigError([f"{text!r} is no number of devices: write 64xH100. Devices: {', '.join(known)}."], "--gpus")
+        raise ConfigError([f"{text!r} is no number of devices. {_forms('64')}"], "--gpus")
     count, asked = int(match[1]), match[2]
-    names = [name for name in known if name == asked] or [name for name in known if name.startswith(f"{asked}-SXM")]
-    family = asked.split("-")[0]
-    if not names or family not in _LINKS:
-        raise ConfigError(
-            [f"{asked} is no device with usual links. There are {', '.join(known)}; or write a cluster file."], "--gpus"
-        )
+    if asked is None:
+        raise ConfigError([f"{count} devices of which kind? Their rates and links decide. {_forms(text)}"], "--gpus")
+    known, wanted = _with_links(), asked.upper()
+    names = [name for name in known if name.upper() == wanted]
+    names = names or [name for name in known if name.upper().startswith(f"{wanted}-SXM")]
+    if not names:
+        raise ConfigError([f"{asked} is no device with usual links and measured rates. {_forms(match[1])}"], "--gpus")
     per_node = min(count, GPUS_PER_NODE)
     if count % per_node:
         raise ConfigError([f"{count} devices do not fill nodes of {per_node}: write a cluster file."], "--gpus")
-    nvlink, network, price = _LINKS[family]
     # The plain model stands for the device with the usual memory, which is the shortest name.
+    family = _family(names[0])
     name = min(names, key=lambda name: (name != f"{family}-SXM-80GB", len(name)))
+    nvlink, network, price = _LINKS[family]
     return Cluster(name, count // per_node, per_node, nvlink, network, 8.0, 1.0, price)
+
+
+def _family(name: str) -> str:
+    return name.split("-")[0]
+
+
+def _with_links() -> list[str]:
+    """List the shipped devices whose usual links are known."""
+    return [name for name in device_names() if _family(name) in _LINKS]
+
+
+def _forms(count: str) -> str:
+    """Return what may be written for so many devices."""
+    known = _with_links()
+    if not known:
+        return f"{NO_DEVICES} Give the path of a cluster's file, whose device is the path of such a file."
+    families = dict.fromkeys(map(_family, known))
+    short = " or ".join(f"{count}x{family}" for family in families)
+    return f"Write {short}, or one of {', '.join(known)} behind the x, or the path of a cluster's file (.yaml)."

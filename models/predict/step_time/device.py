@@ -23,6 +23,10 @@ from engine.storage.state_files import read_regular
 DEVICES = Path("configs/devices")
 """Where devices without a path are looked for."""
 
+NO_DEVICES = (
+    f"This installation has no files of devices: {DEVICES} of the sources has them, and `triaxis calibrate` writes one."
+)
+
 Pass = Literal["forward", "backward"]
 
 KERNELS = ("fa1_triton", "fa2", "cudnn", "fa3")
@@ -207,19 +211,8 @@ def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
 
 
 def device_names() -> list[str]:
-    """List the devices that ship with the project.
-
-    Raises:
-        ConfigError: there is none, in an installation without the checkout's configs.
-    """
-    if names := sorted(path.stem for path in _folder().glob("*.yaml")):
-        return names
-    raise ConfigError(
-        [
-            f"{_folder()} has no files of devices: they are part of a checkout, and this is an installation without one, so no "
-            "device is known by its name. Use Triaxis in a checkout."
-        ]
-    )
+    """List the devices that ship with the project."""
+    return sorted(path.stem for path in _folder().glob("*.yaml"))
 
 
 def load_device(name_or_path: str | Path) -> Device:
@@ -232,12 +225,13 @@ def load_device(name_or_path: str | Path) -> Device:
     if path.suffix != ".yaml":
         path = _folder() / f"{name_or_path}.yaml"
     if not path.exists():
-        raise ConfigError(
-            [
-                f"device {name_or_path} has no file: rates of an unknown device cannot be guessed. There are "
-                f"{', '.join(device_names())}; or give the path of a file from `triaxis calibrate`."
-            ]
+        known = device_names()
+        there = (
+            f"There are {', '.join(known)}; or give the path of a file from `triaxis calibrate`."
+            if known
+            else NO_DEVICES
         )
+        raise ConfigError([f"device {name_or_path} has no file: rates of an unknown device cannot be guessed. {there}"])
     return _read(path.resolve(), path.stat().st_mtime_ns)
 
 

@@ -52,7 +52,7 @@ def test_commands_say_so(
 
 def test_text_and_tokenizers_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TriaxisError, match="names no file. Nothing is read from other machines"):
+    with pytest.raises(TriaxisError, match=r"names no file\. Nothing is read from other machines"):
         find_inputs(["s3://bucket/x.jsonl"])
     with pytest.raises(TriaxisError, match=HUB):
         load_tokenizer("meta-llama/Llama-3.1-8B")

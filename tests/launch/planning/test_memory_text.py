@@ -36,7 +36,7 @@ def test_ranks_and_the_meaning_of_letters() -> None:
     lines = [line.plain for line in memory_lines(Prediction((HELD,) * 3), 96 * 10**9)]
     assert [line.split()[:2] for line in lines[:3]] == [["pp", "0"], ["pp", "1"], ["pp", "2"]]
     assert lines[0].endswith("48.0 GB")
-    meaning = "p parameters   g gradients   o optimizer   a activations   c communicators   . free, of 96.0 GB"
+    meaning = "p parameters  g gradients  o optimizer  a activations  c communicators  . free, of 96.0 GB"
     assert lines[3].strip() == meaning
     many = memory_lines(Prediction((HELD,) * (MOST_RANKS + 5)), 96 * 10**9)
     assert len(many) == MOST_RANKS + 2 and many[MOST_RANKS // 2].plain == "  ... 5 more ..."

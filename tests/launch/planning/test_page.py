@@ -56,7 +56,10 @@ def test_every_layout_is_a_dot_and_the_front_is_a_staircase(plan: Plan) -> None:
     assert (float(chosen[0]), float(chosen[1])) == corners[-2]
     layouts = Page(html).sections["layouts"]
     for one in plan.found:
-        assert f"{significant(one.time.seconds)}{one.tokens_per_second / 4:,.0f}" in layouts and one.layout in layouts
+        numbers = (
+            f"{significant(one.time.seconds)}{one.tokens_per_second / 4:,.0f}{one.model_tflops:,.0f}{plan.mfu(one):.1%}"
+        )
+        assert numbers in layouts and one.layout in layouts
 
 
 def test_a_layout_that_is_far_slower_does_not_flatten_the_plot(plan: Plan) -> None:

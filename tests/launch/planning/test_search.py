@@ -6,13 +6,16 @@ from typing import Any
 import pytest
 
 from engine.config.load import load_config
-from engine.config.plan import parallel_sizes
+from engine.config.plan import batch_plan, parallel_sizes, stages_of
 from engine.config.tree import Config, problems
 from engine.errors import ConfigError
+from engine.run.phases import Phase
+from engine.telemetry.record.metrics import Meter
 from launch.cli import main
 from launch.planning import search as planning
 from launch.planning.search import Plan, layouts, search
 from models.predict.cut import Memo
+from models.predict.frozen_flops import unneeded_flops
 from models.predict.rank_memory import predict
 from models.predict.recompute_choice import candidates
 from models.predict.step_time.cluster import Cluster, cluster_of
@@ -83,7 +86,7 @@ def test_stages_are_balanced_where_that_is_faster() -> None:
     estimator = Estimator(CLUSTER)
     fastest = min(trials, key=lambda trial: estimator.simulated(*trial).seconds)[0]
     assert fastest.parallel.layers_per_stage == "auto"
-    assert "layers_per_stage auto" in planning.describe(fastest, parallel_sizes(fastest))
+    assert "balanced" in planning.describe(fastest, parallel_sizes(fastest))
     assert len({planning.describe(trial, sizes) for trial, sizes in trials}) == len(trials), "words tell layouts apart"
 
 
@@ -129,7 +132,7 @@ def test_the_search_finds_what_a_look_at_every_memory_finds(margin: float, monke
     estimator = Estimator(CLUSTER)
     found = sorted((estimator.closed_form(one.config, one.sizes).seconds, one.layout) for one in plan.found)
     assert found == everything[:12]
-    assert any("layers_per_stage auto" in layout for _, layout in everything)
+    assert any("balanced" in layout for _, layout in everything)
     assert any(one.config.recompute.is_any for one in plan.found)
 
 
@@ -170,10 +173,65 @@ def test_the_command_prints_layouts_and_writes_a_config(tmp_path: Path, capsys: 
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "legal layouts" in printed and "GPU-hours" in printed and f"wrote {out}" in printed
+    lines = printed.splitlines()
+    widest = max(len(line) for line in lines if not line.startswith("wrote"))
+    assert widest <= 100 and "…" not in printed, "nothing is cut, and a pipe has 100 columns"
+    # What was asked, on what, and the answer.
+    assert lines[0] == "configs/gpt_1p3b.yaml on 1 x 8 H100-SXM-80GB"
+    assert (
+        lines[1] == "memory of a GPU: 72.0 GB of 85.5 GB may be filled: 10% and a margin of 5.0 GB (--margin) stay free"
+    )
+    assert "The fastest: tp=" in lines[2] and " TFLOP/s per GPU, MFU " in lines[3]
     config = load_config(out, [], {}, world_size=8)
     assert not problems(config, 8, 8)
     assert config.train.global_batch_size == load_config(Path("configs/gpt_1p3b.yaml"), [], {}).train.global_batch_size
     assert main(["plan", "configs/gpt_1p3b.yaml", "--gpus", "8xNoSuch"]) == ConfigError.exit_code
+
+
+def test_a_margin_stays_free_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    free = search(config_of(), CLUSTER, simulated=3)
+    plan = search(config_of(), CLUSTER, simulated=3, margin_bytes=5 * 10**9)
+    assert plan.usable_bytes == free.usable_bytes - 5 * 10**9
+    # The first fills more than what is left, so it is another one now.
+    short = search(
+        config_of(), CLUSTER, simulated=3, margin_bytes=free.usable_bytes - free.best.memory.fullest.total + 1
+    )
+    assert short.best.memory.fullest.total <= short.usable_bytes < free.best.memory.fullest.total
+    assert "a margin of 5.0 GB (--margin) stay free" in plan.memory_line and "margin" not in free.memory_line
+    with pytest.raises(ConfigError, match=r"leaves nothing of 76\.7 GB\. Give a smaller --margin"):
+        search(config_of(), CLUSTER, margin_bytes=80 * 10**9)
+    assert main(["plan", "configs/gpt_1p3b.yaml", "--gpus", "8xH100", "--margin", "-1"]) == ConfigError.exit_code
+    assert "--margin -1: it is a number of GB from 0 on" in capsys.readouterr().err
+
+
+def test_mfu_is_that_of_a_run_with_these_seconds() -> None:
+    """The meter of a training run, given the predicted seconds, comes to the same numbers; frozen layers count in neither."""
+    config = config_of(num_layers=6)
+    frozen = [{"match": f"layers.{layer}.*", "freeze": True} for layer in (0, 1)]
+    groups = config.optimizer.model_copy(update={"groups": frozen})
+    for run in (config, config.model_copy(update={"optimizer": groups})):
+        best = search(run, CLUSTER, simulated=1).best
+        layers = [len(stage.layers) for stage in stages_of(best.config)]
+        meter = Meter(
+            best.config,
+            batch_plan(best.config, best.sizes.dp),
+            layers_per_chunk=layers,
+            world_size=4,
+            device_name="NVIDIA A100-SXM4-80GB",
+            attempt=0,
+            unneeded=unneeded_flops(best.config, best.config.recompute, layers),
+        )
+        step = {
+            "loss": 1.0,
+            "loss_tokens": 1,
+            "lr": 0.1,
+            "grad_norm": 1.0,
+            "unix_time_seconds": 0.0,
+            "peak_memory_bytes": 0,
+        }
+        metrics = meter.measure(1, spans_seconds={Phase.FORWARD_BACKWARD: best.time.seconds}, **step)
+        assert best.model_tflops == pytest.approx(metrics.model_tflops_per_device)
+        assert Plan(CLUSTER, 0).mfu(best) == pytest.approx(metrics.mfu)
 
 
 MOE = {
@@ -195,7 +253,7 @@ def test_experts_are_cut_in_every_way_that_fills_the_ranks() -> None:
         *((2, 1, 2), (2, 2, 2), (4, 1, 4)),
     }
     assert {(ep, etp) for tp, pp, ep, etp in found if (tp, pp) == (2, 2)} == {(1, 1), (2, 1), (1, 2)}
-    assert "ep 2, etp 2" in found[2, 1, 2, 2]
+    assert "ep=2 etp=2" in found[2, 1, 2, 2]
 
 
 def test_layouts_with_experts_that_share_what_is_counted_are_predicted_as_each_alone() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
+from models.predict.step_time import cluster, device
 from models.predict.step_time.cluster import cluster_of, load_cluster
 
 SHIPPED = Path(__file__).resolve().parents[4] / "configs" / "clusters"
@@ -29,14 +30,38 @@ def test_all_problems_of_a_file_come_at_once(tmp_path: Path) -> None:
         load_cluster(tmp_path / "none.yaml")
 
 
-@pytest.mark.parametrize(("text", "device", "nodes"), [("64xH100", "H100-SXM-80GB", 8), ("4xA100", "A100-SXM-80GB", 1)])
+@pytest.mark.parametrize(
+    ("text", "device", "nodes"),
+    [
+        ("64xH100", "H100-SXM-80GB", 8),
+        ("64Xh100", "H100-SXM-80GB", 8),
+        ("4xA100", "A100-SXM-80GB", 1),
+        ("8xh100-sxm-96gb-500w", "H100-SXM-96GB-500W", 1),
+    ],
+)
 def test_usual_clusters(text: str, device: str, nodes: int) -> None:
-    cluster = cluster_of(text)
-    assert (cluster.device, cluster.nodes) == (device, nodes)
-    assert cluster.num_gpus == int(text.split("x")[0])
+    usual = cluster_of(text)
+    assert (usual.device, usual.nodes) == (device, nodes)
+    assert usual.num_gpus == int(text.lower().split("x")[0])
 
 
 @pytest.mark.parametrize("text", ["H100", "0xH100", "64xB9000", "12xH100"])
 def test_texts_that_name_no_cluster_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         cluster_of(text)
+
+
+def test_what_may_be_written_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError) as error:
+        cluster_of("64")
+    assert "64 devices of which kind?" in str(error.value)
+    assert "Write 64xA100 or 64xH100 or 64xH200, or one of A100-SXM-80GB," in str(error.value)
+    with pytest.raises(ConfigError, match=r"B200 is no device with usual links and measured rates\. Write 8xA100 or"):
+        cluster_of("8xB200")
+    # As in an installation without the sources.
+    monkeypatch.setattr(cluster, "device_names", list)
+    monkeypatch.setattr(device, "device_names", list)
+    for refused in (lambda: cluster_of("64xH100"), lambda: device.load_device("H999")):
+        with pytest.raises(ConfigError, match="This installation has no files of devices") as error:
+            refused()
+        assert "There are" not in str(error.value)

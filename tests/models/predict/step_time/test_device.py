@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.errors import ConfigError
-from models.predict.step_time.cluster import cluster_of
 from models.predict.step_time.device import device_names, load_device
 
 H100 = load_device("H100-SXM-80GB")
@@ -21,12 +20,6 @@ def test_every_device_reads_and_no_rate_is_above_its_peak(name: str) -> None:
         assert 0 < row.tflops < device.peak_tflops[row.dtype] and row.source
     for attention in device.attention:
         assert 0 < attention.tflops < device.peak_tflops["bf16"] and attention.source
-
-
-def test_without_files_of_devices_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("models.predict.step_time.device._folder", lambda: tmp_path)
-    with pytest.raises(ConfigError, match="has no files of devices: .* Use Triaxis in a checkout"):
-        cluster_of("64xH100")
 
 
 def test_measured_products_come_out_as_measured() -> None:

@@ -1,0 +1,96 @@
+"""A plan as text: what was asked, the answer, and a row per layout; at most `PIPE_WIDTH` columns in a pipe (no torch here)."""
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from engine.telemetry.outlets.format import gigabytes
+from engine.telemetry.record.flops import convention
+from launch.planning.memory_text import memory_bar, memory_lines
+from launch.planning.search import WORDS, Found, Plan
+
+PIPE_WIDTH = 100
+"""Columns where the output is no terminal."""
+
+MOST_REASONS = 3
+"""Layouts that do not fit, with their reasons."""
+
+
+def plan_console() -> Console:
+    """Return a console that folds what is too long, and cuts nothing."""
+    # Names of recomputed parts stand in brackets, which would be markup.
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console
+
+
+def show(console: Console, plan: Plan, name: str, top: int) -> None:
+    """Print a plan.
+
+    Args:
+        name: of the run, such as its config's path.
+        top: layouts to list.
+    """
+    best, cluster, found = plan.best, plan.cluster, plan.found[:top]
+    again = _marks([*found, *plan.pareto])
+    console.print(f"{name} on {cluster.nodes} x {cluster.gpus_per_node} {cluster.device}")
+    console.print(f"memory of a GPU: {plan.memory_line}")
+    not_fitting = f"; {plan.num_too_large:,} that are as fast do not fit" if plan.num_too_large else ""
+    console.print(f"{plan.num_legal:,} legal layouts{not_fitting}. The fastest: {_row(best, again)}")
+    console.print(
+        f"  {best.time.seconds:.4g} s per step, {best.model_tflops:,.0f} TFLOP/s per GPU, MFU {plan.mfu(best):.1%}, "
+        f"{gigabytes(best.memory.fullest.total)} on the fullest GPU"
+    )
+    console.print()
+    console.print(_table(plan, found, again, with_reason=console.width >= PIPE_WIDTH))
+    console.print(WORDS)
+    for choice, mark in again.items():
+        console.print(f"{mark}: recomputes {choice}")
+    if len(plan.pareto) > 1:
+        console.print("less memory for more time, of these:")
+        for one in plan.pareto:
+            bar, held = memory_bar(one.memory.fullest, plan.usable_bytes, columns=24), one.memory.fullest.total
+            numbers = f"  {one.time.seconds:9.4g} s  {gigabytes(held):>9}  "
+            console.print(Text.assemble(numbers, bar, f"  {_row(one, again)}"))
+    for layout, reason in list(plan.too_large.items())[:MOST_REASONS]:
+        console.print(f"not {layout}: {reason}")
+    parts = sorted(best.time.components.items(), key=lambda part: -part[1])
+    shares = ", ".join(f"{part} {seconds / best.time.seconds:.1%}" for part, seconds in parts if seconds > 0)
+    console.print(f"the step of the first: {shares}")
+    for line in memory_lines(best.memory, plan.usable_bytes):
+        console.print(line)
+    console.print(f"TFLOP/s and MFU: {convention(best.config.model)}")
+
+
+def _marks(found: Sequence[Found]) -> dict[str, str]:
+    """Return a mark for each choice of recomputation, in the order in which they come."""
+    choices = dict.fromkeys(str(one.config.recompute) for one in found if one.config.recompute.is_any)
+    return {choice: f"r{number}" for number, choice in enumerate(choices, start=1)}
+
+
+def _row(one: Found, again: dict[str, str]) -> str:
+    return f"{one.cut} {again[str(one.config.recompute)]}" if one.config.recompute.is_any else one.cut
+
+
+def _table(plan: Plan, found: Sequence[Found], again: dict[str, str], *, with_reason: bool) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    for name in ("s/step", "tokens/s\nper GPU", "TFLOP/s\nper GPU", "MFU", "memory", "bubble"):
+        table.add_column(name, justify="right", no_wrap=True)
+    if with_reason:
+        table.add_column("slower by", no_wrap=True)
+    table.add_column("layout", overflow="fold")
+    for one in found:
+        table.add_row(
+            f"{one.time.seconds:.4g}",
+            f"{one.tokens_per_second / plan.cluster.num_gpus:,.0f}",
+            f"{one.model_tflops:,.0f}",
+            f"{plan.mfu(one):.1%}",
+            gigabytes(one.memory.fullest.total),
+            f"{one.time.bubble_share:.1%}",
+            *([plan.slower_by(one)] if with_reason else []),
+            _row(one, again),
+        )
+    return table
