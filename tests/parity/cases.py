@@ -72,6 +72,8 @@ class Case:
     bf16_gradients: bool = False
     compiled: bool = False
     """Elementwise functions and the optimizer by torch.compile."""
+    compiled_update: bool = False
+    """The optimizer alone."""
     optimizer: str = "adamw"
     groups: bool = False
     """Parameters are in `GROUPS`."""
@@ -135,7 +137,7 @@ class Case:
         parts += [self.gathered_inputs] if self.gathered_inputs != "auto" else []
         parts += ["narrow"] if self.narrow else []
         parts += ["bf16_gradients"] if self.bf16_gradients else []
-        parts += ["compiled"] if self.compiled else []
+        parts += ["compiled"] if self.compiled else ["compiled-update"] if self.compiled_update else []
         parts += [self.optimizer] if self.optimizer != "adamw" else []
         parts += ["groups"] if self.groups else []
         parts += [f"ema{self.ema}"] if self.ema is not None else []
@@ -218,7 +220,8 @@ class Case:
                 "offload": {"num_layers": self.offload, "min_bytes": 1},
                 "telemetry": {"fp8_interval": 1 if self.fp8_shares else None},
                 "kernels": {"attention": self.attention or ("explicit" if model.get("attention_dropout") else "auto")}
-                | ({"elementwise": "compiled", "optimizer": "compiled"} if self.compiled else {})
+                | ({"elementwise": "compiled"} if self.compiled else {})
+                | ({"optimizer": "compiled"} if self.compiled or self.compiled_update else {})
                 | ({"optimizer": "apex"} if self.apex else {})
                 | {"dispatch": self.dispatch, "experts": self.experts, "linear": self.linear},
             }

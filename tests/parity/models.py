@@ -78,6 +78,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "seq_length": 128,
         "position": "learned",
     },
+    # The same of experts beside a dense layer, and of the MLP that they share.
+    "experts_of_128": {
+        **BASE,
+        "num_layers": 2,
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "head_dim": 64,
+        "ffn_hidden_size": 128,
+        "seq_length": 128,
+        "norm": "rmsnorm",
+        "activation": "swiglu",
+        "bias": "none",
+        "layers": ["dense", "moe"],
+        "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 64, "shared_experts": 2},
+    },
     "mqa_rope_bias": {**BASE, "num_kv_heads": 1, "ffn_hidden_size": 24, "bias": "all", "tie_embeddings": True},
 }
 

@@ -9,7 +9,7 @@ from engine.expert_parallel.dispatch import sum_rows
 from engine.kernels.fusion import EAGER, Fusion
 from tests.harness import compiler
 
-FORMS = ["eager", pytest.param("compiled", marks=compiler())]
+FORMS = ["eager", pytest.param("compiled", marks=[compiler(), pytest.mark.slow])]
 TOKENS, SLOTS, WIDTH = 50, 3, 16
 
 
