@@ -127,7 +127,7 @@ def read_tensor(
     if info is None or not dtypes:
         raise CheckpointError(
             f"{folder} has no {kind} of {name}. It holds {len(manifest.tensors)} tensors; they are listed by  "
-            + triaxis(f"checkpoint inspect {shlex.quote(str(folder))}")
+            + triaxis(f"checkpoint inspect {shlex.quote(str(folder))} --tensors")
         )
     box = box if box is not None else tuple((0, size) for size in info.shape)
     values = torch.empty([stop - start for start, stop in box], dtype=TORCH_DTYPES[max(dtypes)])

@@ -58,8 +58,8 @@ PARAMS_EXAMPLES = """examples:
   triaxis config params configs/llama3_8b.yaml 'optimizer.groups=[{match: "embedding.*", weight_decay: 0.0}]'
 """
 FROM_MEGATRON_EXAMPLES = """examples:
-  triaxis config from-megatron '--num-layers 24 --hidden-size 2048 --bf16 ...' --vocab-size 50257 > mine.yaml
-  triaxis config from-megatron @args.txt --ignore moe-aux-loss-coeff > mine.yaml
+  triaxis config from-megatron @args.txt --vocab-size 50257 > mine.yaml
+  triaxis config from-megatron @moe_args.txt --vocab-size 50257 --ignore moe-aux-loss-coeff > mine.yaml
 """
 MUP_EXAMPLES = """examples:
   triaxis config mup configs/gpt_125m.yaml --base-hidden-size 256 model.position=rope > wide.yaml

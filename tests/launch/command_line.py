@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from engine.telemetry.record.events import read_events
+from tests.offered import require_readable
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ("bash", str(ROOT / "launch" / "pretrain_gpt.sh"))
@@ -64,8 +65,9 @@ def started(folder: Path, *command: str, **variables: str) -> Iterator[subproces
 
 
 def ended(process: subprocess.Popen[str], within_seconds: float) -> Ended:
-    """What it said, once it has ended; `subprocess.TimeoutExpired` if that takes longer."""
+    """What it said, once it has ended; `subprocess.TimeoutExpired` if that takes longer. Its offers must be readable."""
     out, err = process.communicate(timeout=within_seconds)
+    require_readable(out + err)
     return Ended(process.returncode, out, err)
 
 

@@ -13,6 +13,7 @@ from engine.config.tree import Config
 from launch import cli
 from models.specs import model_specs
 from tests.launch.command_line import OTHER_RUNS
+from tests.offered import require_readable
 from tests.oracle import oracle_weights
 
 END_OF_DOCUMENT = 256
@@ -92,4 +93,5 @@ def say(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *wo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     exit_code = cli.main([str(word) for word in words])
     shown = capsys.readouterr()
+    require_readable(shown.out + shown.err)
     return Said(exit_code, shown.out, shown.err)
