@@ -40,6 +40,7 @@ from engine.checkpoint.shards import saved_buckets, shards
 from engine.comm.runtime import RankEnvironment
 from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.config.tree import Config
+from engine.errors import counted
 from engine.step import Engine
 from engine.train import build
 from launch.rank.join import Rank, join
@@ -243,7 +244,9 @@ def drop(folder: Path) -> None:
 
 def show(rounds: list[dict[str, float]], num_bytes: float, num_ranks: int, console: Console) -> None:
     """Print one table: medians, and the medians of each round's own ratios."""
-    table = Table(title=f"{num_bytes / 2**30:.2f} GiB in {num_ranks} files, medians of {len(rounds)} rounds")
+    table = Table(
+        title=f"{num_bytes / 2**30:.2f} GiB in {counted(num_ranks, 'file')}, medians of {counted(len(rounds), 'round')}"
+    )
     for name, justify in (("", "left"), ("seconds", "right"), ("GB/s", "right"), ("ratio", "right"), ("of", "left")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     speeds = (("dd write", None), ("our save", "dd write"), ("dcp save", "dd write"))

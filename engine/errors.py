@@ -63,6 +63,16 @@ def shown(value: object) -> str:
     return f"a {type(value).__name__}"
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number with its noun: "1 file", "12,000 files"; `plural` where it is not the noun and an s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def attempt_name(attempt: int) -> str:
+    """Return the name of an attempt for people, who count from 1; records and folders count from 0."""
+    return f"attempt {attempt + 1}"
+
+
 class TriaxisError(Exception):
     """The base of all errors meant for users; printed without a traceback."""
 
@@ -74,9 +84,8 @@ class ConfigError(TriaxisError):
 
     def __init__(self, problems: Sequence[str], source: str = "the configuration") -> None:
         self.problems = tuple(problems)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         body = "\n".join(f"  {number}. {text}" for number, text in enumerate(self.problems, start=1))
-        super().__init__(f"{source} has {count}:\n{body}")
+        super().__init__(f"{source} has {counted(len(self.problems), 'problem')}:\n{body}")
 
 
 class TopologyError(TriaxisError):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config.stage_work import head_work, layer_work
 from engine.config.stages import RunStage, current_stage, run_stages
-from engine.errors import ConfigError
+from engine.errors import ConfigError, counted
 from engine.layout.balance import balance, even_counts, largest_work
 from engine.layout.partition import StageLayers, partition
 from engine.layout.placement import Placement
@@ -45,9 +45,9 @@ class BatchPlan:
     stage: RunStage
 
     def __str__(self) -> str:
-        microbatches = "microbatch" if self.num_microbatches == 1 else "microbatches"
+        microbatches = counted(self.num_microbatches, "microbatch", "microbatches")
         return (
-            f"{self.global_batch_size:,} samples per step = {self.num_microbatches:,} {microbatches} of "
+            f"{counted(self.global_batch_size, 'sample')} per step = {microbatches} of "
             f"{self.micro_batch_size:,} x dp {self.dp:,}; {self.tokens_per_step:,} tokens per step x {self._steps}"
         )
 
@@ -55,7 +55,7 @@ class BatchPlan:
     def _steps(self) -> str:
         stage = self.stage
         num_steps = stage.end_step - stage.first_step
-        steps = f"{num_steps:,} steps = {num_steps * self.tokens_per_step:,} tokens"
+        steps = f"{counted(num_steps, 'step')} = {num_steps * self.tokens_per_step:,} tokens"
         return f"{steps} of the stage {stage.name}" if stage.name else steps
 
 

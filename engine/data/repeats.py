@@ -18,6 +18,7 @@ from engine.config.tree import Config
 from engine.data.ledger import SampleRead, read_of, reads_of_step
 from engine.data.samples import SampleSource
 from engine.data.skipped import SkippedRanges
+from engine.errors import attempt_name
 
 Place = tuple[str, int, int]
 """A document in one epoch: (corpus, epoch, document)."""
@@ -120,7 +121,7 @@ def reads_of_run(
             source = open_source(config, span.skipped)
             if (position := stage.samples_before(steps.start)) != next_position:
                 jumps.append(
-                    f"step {steps.start + 1:,} (attempt {span.attempt}) begins with sample {position:,} of the run, and "
+                    f"step {steps.start + 1:,} ({attempt_name(span.attempt)}) begins with sample {position:,} of the run, and "
                     f"{next_position:,} were consumed before it"
                 )
             for step in steps:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from engine.config.run import RuntimeConfig
 from engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
-from engine.errors import TopologyError
+from engine.errors import TopologyError, counted
 from engine.program import ROOT
 
 CPU, CUDA = "cpu", "cuda"
@@ -81,7 +81,7 @@ def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: s
             needs += "; this driver is new enough, so something else is wrong"
     own_words = f" (torch: {reason})" if reason else ""
     checkout = shlex.quote(str(ROOT))
-    gpus = "1 GPU" if driver.num_gpus == 1 else f"{driver.num_gpus} GPUs"
+    gpus = counted(driver.num_gpus, "GPU")
     return (
         f"{socket.gethostname()} has {gpus} with driver {driver.version or 'of unknown version'}, and torch can use none: "
         f"{needs}{own_words}. The run would train on the CPU, many times slower. Choose one of these:\n"

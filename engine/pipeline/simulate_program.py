@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from engine.errors import ScheduleError
+from engine.errors import ScheduleError, counted
 from engine.pipeline.actions import Action, Kind, Output
 from engine.pipeline.lowering import Direction, Post, Program, Transfer, feeding_transfer
 from engine.pipeline.simulate import Costs, Interval, Timeline, check_costs
@@ -176,8 +176,8 @@ def simulate_program(program: Program, costs: Costs | Sequence[Costs], messages:
     per_microbatch = [costs] * schedule.num_microbatches if isinstance(costs, Costs) else list(costs)
     if len(per_microbatch) != schedule.num_microbatches:
         raise ScheduleError(
-            f"costs of {len(per_microbatch)} microbatches for a schedule of {schedule.num_microbatches}: one without costs "
-            "cannot be timed. Give one for each, or one for all."
+            f"costs of {counted(len(per_microbatch), 'microbatch', 'microbatches')} for a schedule of {schedule.num_microbatches}: "
+            "one without costs cannot be timed. Give one for each, or one for all."
         )
     for each in {id(each): each for each in per_microbatch}.values():
         check_costs(each, schedule.placement.num_stages)

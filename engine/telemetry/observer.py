@@ -20,6 +20,7 @@ from engine.comm.topology import Topology
 from engine.context_parallel.imbalance import imbalance
 from engine.data.loader import MicroBatch
 from engine.device.host_copy import to_device
+from engine.errors import counted
 from engine.numerics.precision import AGREEMENT_DTYPE
 from engine.optimizer.group_norms import GroupNorms
 from engine.run.phases import Phase, StepWatcher
@@ -168,7 +169,7 @@ class TrainingObserver:
 
     def on_allocator_retry(self, step: int, num_ranks: int) -> None:
         """Record that memory ran short in step `step`, counted from 0: the next steps run with late receives."""
-        ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        ranks = counted(num_ranks, "rank")
         message = (
             f"the allocator of {ranks} had to free memory and ask again: the next steps post each receive right before its use, so "
             "that no device waits for another then. They are slower; a layout or recompute choice that holds less avoids it"

@@ -21,7 +21,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from engine.config.optimizer_kinds import EMA
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, attempt_name, counted
 from engine.telemetry.outlets.format import compact, significant
 from engine.telemetry.record.parameters import MODULES, module_of
 from launch.start.command_line import CommandParser, add_checkpoint
@@ -190,7 +190,7 @@ def _facts(manifest: "Manifest") -> Iterator[tuple[str, str]]:
         average = ", and the moving average of the weights" if EMA in manifest.kinds else ""
         content = f"training: weights and the optimizer's moments{average}"
     yield "content", content
-    yield "run", f"{manifest.run}, attempt {manifest.attempt}, written {manifest.written_at}"
+    yield "run", f"{manifest.run}, {attempt_name(manifest.attempt)}, written {manifest.written_at}"
     yield (
         "step",
         f"{state.step:,}; {state.consumed_samples:,} samples, {compact(state.consumed_tokens)} tokens consumed; "
@@ -419,7 +419,7 @@ def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callabl
 
 
 def _size(manifest: "Manifest") -> str:
-    files = "1 file" if len(manifest.files) == 1 else f"{len(manifest.files):,} files"
+    files = counted(len(manifest.files), "file")
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if manifest.num_bytes >= size:
             return f"{manifest.num_bytes / size:.2f} {unit} in {files}"

@@ -24,7 +24,7 @@ from engine.config.stages import at_stage, run_stages, with_fields
 from engine.config.tree import Config
 from engine.data.datasets import open_datasets
 from engine.data.document_statistics import measure_documents
-from engine.errors import ConfigError
+from engine.errors import ConfigError, counted
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline import schedules
 from engine.pipeline.forwards import of_forward
@@ -240,9 +240,8 @@ def _derived(
     sizes = parallel_sizes(config, world_size)
     per_node = ranks_per_node or config.runtime.ranks_per_node
     grid = RankGrid(sizes, per_node, allow_tp_across_nodes=parallel.allow_tp_across_nodes)
-    ranks = "1 rank" if grid.world_size == 1 else f"{grid.world_size:,} ranks"
     nodes = "" if per_node is None else f" on {grid.num_nodes:,} x {grid.ranks_per_node}"
-    lines.append(("layout", f"{sizes}: {ranks}{nodes}"))
+    lines.append(("layout", f"{sizes}: {counted(grid.world_size, 'rank')}{nodes}"))
     lines.append(("batch", str(batch_plan(config, sizes.dp))))
     if gathers_keys(config) and config.data.attention == "within":
         lines.append(("imbalance", _cp_imbalance(config, sizes.dp)))
@@ -292,9 +291,8 @@ def _check_programs(config: Config, sizes: ParallelSizes) -> None:
 def _stages(config: Config) -> str:
     counts = [stage.num_own for stage in stages_of(config)]
     chosen = f"; {balance_line(config)}" if config.parallel.layers_per_stage == "auto" else ""
-    stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
     each = f"{counts[0]} each" if len(set(counts)) == 1 else " ".join(map(str, counts))
-    return f"{config.model.num_layers} layers over {stages}: {each}{chosen}"
+    return f"{counted(config.model.num_layers, 'layer')} over {counted(len(counts), 'stage')}: {each}{chosen}"
 
 
 def _from_hf(path: Path, overrides: Sequence[str], seq_length: int | None, ignore: Sequence[str]) -> str:

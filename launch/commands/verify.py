@@ -14,6 +14,7 @@ from rich.table import Table
 from engine.config.plan import parallel_sizes
 from engine.config.training import MOST_STEPS
 from engine.config.tree import Config
+from engine.errors import counted
 from engine.layout.rank_rules import MOST_RANKS as LARGEST_WORLD
 from launch.start.command_line import (
     CONFIG,
@@ -167,7 +168,7 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
             show_certificate(console, asked, verdict)
         certificates.append({"features": row} | certificate(asked, verdict))
     _write_json(args, {"equal": not num_different, "trials": certificates})
-    steps = "1 step" if args.steps == 1 else f"{args.steps} steps"
+    steps = counted(args.steps, "step")
     if num_different:
         console.print(f"[bold red]{num_different} of {len(trials)} layouts do not train the same model.[/]")
         return DIFFERENT
@@ -247,9 +248,8 @@ def _layout(config: Config) -> str:
 def show_certificate(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> None:
     """Print the certificate for people."""
     config, model = asked.config, asked.config.model
-    steps = "1 step" if config.train.steps == 1 else f"{config.train.steps} steps"
     table = Table(
-        title=f"{_layout(config)} against {against}: {steps} in {config.precision.dtype}",
+        title=f"{_layout(config)} against {against}: {counted(config.train.steps, 'step')} in {config.precision.dtype}",
         title_justify="left",
         box=SIMPLE_HEAD,
     )

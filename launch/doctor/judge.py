@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
+from engine.errors import counted
 from launch.doctor.compiler import judge_compiler
 from launch.doctor.limits import judge_limits
 from launch.doctor.rates import judge_groups, judge_paths
@@ -62,8 +63,8 @@ def judge_places(seen: Examination) -> Iterator[Finding]:
             "Tensor-parallel groups would cross the network. Start the ranks of a node one after the other (srun "
             "--distribution=block), or correct runtime.ranks_per_node.",
         )
-    counted = Counter(next(iter(names)) for names in hosts.values())
-    shared = [name for name, count in counted.items() if count > 1]
+    hosts_by_name = Counter(next(iter(names)) for names in hosts.values())
+    shared = [name for name, count in hosts_by_name.items() if count > 1]
     if shared and not split:
         yield Finding(
             Level.WARN,
@@ -73,8 +74,7 @@ def judge_places(seen: Examination) -> Iterator[Finding]:
             "They share its GPUs and its network. If these are machines with one name, give each its own, or none can be named.",
         )
     if not split and not shared:
-        nodes = "1 node" if len(hosts) == 1 else f"{len(hosts)} nodes"
-        ranks = "1 rank" if len(seen.facts) == 1 else f"{len(seen.facts)} ranks"
+        ranks, nodes = counted(len(seen.facts), "rank"), counted(len(hosts), "node")
         yield Finding(Level.OK, "places", f"{ranks} on {nodes}: {_listed(_hosts(seen.facts))}")
 
 
@@ -271,7 +271,7 @@ def judge_corpora(seen: Examination) -> Iterator[Finding]:
         advice = "Prepare it, copy it there, or mount its file system."
         yield Finding(Level.FAIL, "data", f"{_listed(paths)}: not there", hosts, advice)
     if seen.facts[0].corpora and not bad and not absent:
-        yield Finding(Level.OK, "data", f"{len(seen.facts[0].corpora)} files, equally long on all nodes")
+        yield Finding(Level.OK, "data", f"{counted(len(seen.facts[0].corpora), 'file')}, equally long on all nodes")
 
 
 def judge_clocks(seen: Examination) -> Iterator[Finding]:
@@ -306,9 +306,9 @@ def judge_clocks(seen: Examination) -> Iterator[Finding]:
 
 def _usual(values: Mapping[int, str]) -> str:
     """Return the most common value; of equally common ones, that of the first rank."""
-    counted = Counter(values.values())
+    counts = Counter(values.values())
     first = values[min(values)]
-    return max(counted, key=lambda value: (counted[value], value == first, value))
+    return max(counts, key=lambda value: (counts[value], value == first, value))
 
 
 def _hosts(facts: Iterable[RankFacts]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ import math
 from itertools import groupby
 from pathlib import Path
 
-from engine.errors import TopologyError
+from engine.errors import TopologyError, counted
 from engine.layout.rank_grid import Coordinates, RankGrid
 from launch.pictures.charts import scrolling
 from launch.pictures.drawing import element, text, write_picture
@@ -71,9 +71,7 @@ def topology_chart(grid: RankGrid) -> str:
 
 def words(grid: RankGrid) -> str:
     """Return the layout in words: its ranks, nodes and sizes."""
-    nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes:,} nodes"
-    size = "1 rank" if grid.world_size == 1 else f"{grid.world_size:,} ranks"
-    return f"{size} on {nodes}: {grid.sizes.product}"
+    return f"{counted(grid.world_size, 'rank')} on {counted(grid.num_nodes, 'node')}: {grid.sizes.product}"
 
 
 def legend(grid: RankGrid) -> str:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import groupby, pairwise
 
 from engine.config.model import ModelConfig
+from engine.errors import counted
 from engine.layout.rank_grid import Coordinates, RankGrid
 
 MEANINGS = {
@@ -33,9 +34,9 @@ WIDTH = 110
 def describe_layout(grid: RankGrid, model: ModelConfig | None = None) -> str:
     """Return the layout as lines of text; with a model also the groups that only some models need."""
     sizes = grid.sizes
-    nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes:,} nodes"
+    ranks, nodes = counted(grid.world_size, "rank"), counted(grid.num_nodes, "node")
     lines = [
-        f"{_count(grid.world_size, 'rank')}: {sizes.product}, on {nodes} of {grid.ranks_per_node}",
+        f"{ranks}: {sizes.product}, on {nodes} of {grid.ranks_per_node}",
         "",
         *_node_lines(grid),
     ]
@@ -49,7 +50,7 @@ def describe_layout(grid: RankGrid, model: ModelConfig | None = None) -> str:
         meaning = "first and last stage hold the tied embedding"
         lines += ["", *_group_lines(grid, "ends", meaning, grid.end_stage_groups())]
     if model is not None and model.kv_heads < sizes.tp:
-        meaning = f"replicas of one of {_count(model.kv_heads, 'key/value head')}"
+        meaning = f"replicas of one of {counted(model.kv_heads, 'key/value head')}"
         lines += ["", *_group_lines(grid, "kv replicas", meaning, grid.tp_blocks(sizes.tp // model.kv_heads))]
     return "\n".join(lines) + "\n"
 
@@ -95,7 +96,7 @@ def _group_lines(grid: RankGrid, name: str, meaning: str, groups: Sequence[tuple
         return
     spans = max(len({grid.node(rank) for rank in group}) for group in groups)
     where = "inside a node" if spans == 1 else f"over {spans} nodes"
-    yield f"{name}: {_count(len(groups), 'group')} of {size} ranks, {where}: {meaning}"
+    yield f"{name}: {counted(len(groups), 'group')} of {size} ranks, {where}: {meaning}"
     texts = [f"[{shorten(group)}]" for group in groups]
     if len(texts) > MOST_LINES:
         texts = [*texts[:4], f".. {len(texts) - 6:,} more ..", *texts[-2:]]
@@ -114,9 +115,5 @@ def _middle_out(lines: Sequence[str], noun: str) -> Iterator[str]:
         return
     head, tail = MOST_LINES // 2, MOST_LINES // 4
     yield from lines[:head]
-    yield f"  .. {_count(len(lines) - head - tail, f'more {noun}')} .."
+    yield f"  .. {counted(len(lines) - head - tail, f'more {noun}')} .."
     yield from lines[-tail:]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -5,6 +5,7 @@ from html import escape
 
 from engine.config.load import to_yaml
 from engine.config.plan import batch_plan, rank_grid
+from engine.errors import counted
 from engine.pipeline.simulate import simulate
 from engine.storage.redaction import without_secrets
 from engine.telemetry.outlets.format import gigabytes, significant
@@ -203,8 +204,9 @@ def _schedule(plan: Plan) -> str:
     costs = Estimator(plan.cluster, expert_load=plan.expert_load).costs(config, sizes)
     timeline = simulate(schedule_of(config, sizes, drawn), costs)
     said = (
-        f"{timeline.schedule.name}: {whole:,} microbatches per step in each of {sizes.dp:,} pipelines. Numbers in the picture are "
-        "microbatches, time goes to the right; point at an action for its times."
+        f"{timeline.schedule.name}: {counted(whole, 'microbatch', 'microbatches')} per step and pipeline "
+        f"({counted(sizes.dp, 'pipeline')}). Numbers in the picture are microbatches, time goes to the right; point at an action "
+        "for its times."
     )
     if drawn < whole:
         said += f" The picture shows a step of {drawn:,}."

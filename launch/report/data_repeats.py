@@ -14,7 +14,7 @@ from engine.data.remainder import ContinuedStream
 from engine.data.repeats import ReadSpan, RunReads, reads_of_run
 from engine.data.samples import SampleSource, SampleStream
 from engine.data.skipped import SkippedRanges
-from engine.errors import DataError
+from engine.errors import DataError, counted
 from launch.report.record import RunRecord, read_run
 from launch.report.spans import spans_of
 from launch.start.command_line import CommandParser
@@ -80,7 +80,7 @@ class _Sources:
 def _lines(run: RunRecord, spans: list[ReadSpan], found: RunReads, allowed: int) -> Iterator[str]:
     attempts = sorted({span.attempt for span in spans})
     steps = sum(span.end_step - span.first_step for span in spans)
-    yield f"{run.path}: {steps:,} steps of {len(attempts)} attempts, {found.num_samples:,} samples"
+    yield f"{run.path}: {counted(steps, 'step')} of {counted(len(attempts), 'attempt')}, {counted(found.num_samples, 'sample')}"
     yield f"steps that were made again: {sum(map(len, run.replaced)):,}"
     yield from (f"jump: {jump}" for jump in found.jumps)
     for epoch in found.epochs:

@@ -12,7 +12,7 @@ from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from engine.data.datasets import open_run_datasets
 from engine.data.ledger import SampleRead, reads_of_step
 from engine.data.samples import DocumentPart
-from engine.errors import DataError
+from engine.errors import DataError, attempt_name
 from launch.report.record import RunRecord, read_run
 from launch.report.spans import span_of
 from launch.start.command_line import CommandParser, refuse
@@ -70,7 +70,7 @@ def which_documents(args: argparse.Namespace) -> int:
 
 def _title(step: int, config: Config, run: RunRecord) -> list[str]:
     made = {record["step"]: record.get("attempt", 0) for record in run.steps}
-    state = f"made by attempt {made[step]}" if step in made else "not made yet"
+    state = f"made by {attempt_name(made[step])}" if step in made else "not made yet"
     return [f"step {step:,}, {state}: {config.train.global_batch_size:,} samples of {config.model.seq_length:,} tokens"]
 
 

@@ -9,6 +9,7 @@ from html import escape
 from typing import Any
 
 from engine.config.plan import planned_steps
+from engine.errors import attempt_name
 from engine.storage.redaction import without_secrets
 from engine.telemetry.outlets.format import compact, duration, in_bytes, significant
 from engine.telemetry.record.events import ALERTS, Event
@@ -124,7 +125,7 @@ def _attempts(run: RunRecord) -> str:
         first, last = attempt.first_step, attempt.last_step
         steps = "none" if first is None or last is None else f"{first:,} to {last:,}"
         rows += (
-            f'<tr><td>{attempt.number}</td><td class="when">{"" if attempt.started is None else _when(attempt.started)}</td>'
+            f'<tr><td>{attempt.number + 1}</td><td class="when">{"" if attempt.started is None else _when(attempt.started)}</td>'
             f'<td>{steps}</td><td class="{STATES.get(attempt.end, "warn")}">{escape(attempt.end)}</td></tr>'
         )
     return (
@@ -141,7 +142,7 @@ def _events(events: Sequence[Event]) -> str:
         late = len(events) - MOST_EVENTS
         shown = [event for place, event in enumerate(events) if place >= late or event.kind in ALERTS]
     rows = "".join(
-        f'<tr><td class="when">{_when(event.unix_time_seconds)}</td><td class="n">{event.attempt}</td>'
+        f'<tr><td class="when">{_when(event.unix_time_seconds)}</td><td class="n">{event.attempt + 1}</td>'
         f'<td class="n">{"" if event.step is None else f"{event.step:,}"}</td>'
         f'<td class="n">{"" if event.rank is None else event.rank}</td>'
         f'<td class="kind {_colour(event.kind)}">{escape(event.kind)}</td><td class="text">{_message(event)}</td></tr>'
@@ -203,7 +204,7 @@ def _layout(run: RunRecord) -> str:
         if name != "versions"
     )
     changed = [
-        f"attempt {later.number}: {name} {_plain(earlier.layout.get(name))} -> {_plain(value)}"
+        f"{attempt_name(later.number)}: {name} {_plain(earlier.layout.get(name))} -> {_plain(value)}"
         for earlier, later in zip(run.attempts, run.attempts[1:], strict=False)
         for name, value in later.layout.items()
         if earlier.layout and earlier.layout.get(name) != value

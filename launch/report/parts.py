@@ -7,7 +7,7 @@ from statistics import fmean
 
 from engine.config.plan import batch_plan, parallel_sizes
 from engine.config.tree import Config
-from engine.errors import TriaxisError
+from engine.errors import TriaxisError, attempt_name, counted
 from engine.layout.rank_grid import ParallelSizes, RankGrid
 from engine.pipeline.actions import Schedule
 from engine.pipeline.simulate import Costs, Timeline, simulate
@@ -62,7 +62,7 @@ def _has(record: Mapping[str, object], *keys: str) -> bool:
 def starts(run: RunRecord) -> list[tuple[float, str]]:
     """List the first steps of attempts after the first, for vertical lines."""
     return [
-        (float(attempt.first_step), f"attempt {attempt.number} begins with step {attempt.first_step:,}")
+        (float(attempt.first_step), f"{attempt_name(attempt.number)} begins with step {attempt.first_step:,}")
         for attempt in run.attempts[1:]
         if attempt.first_step is not None
     ]
@@ -87,16 +87,14 @@ def loss(run: RunRecord) -> str:
         chart += f'<p class="soft">Steps that were repeated or lost: {"; ".join(notes[:8])}{more}.</p>'
     lost = [x for x, y in series(run.steps, "loss") if not math.isfinite(y)]
     if lost:
-        chart += (
-            f'<p class="bad">The loss of {len(lost):,} steps is not finite; the first is step {lost[0]:,.0f} (×).</p>'
-        )
+        chart += f'<p class="bad">The loss of {counted(len(lost), "step")} is not finite; the first is step {lost[0]:,.0f} (×).</p>'
     return chart
 
 
 def _steps_of(group: Sequence[Mapping[str, object]]) -> str:
     first, last = group[0]["step"], group[-1]["step"]
     attempts = sorted({int(number(each, "attempt")) for each in group if _has(each, "attempt")})
-    return f"{first:,} to {last:,} (attempt {', '.join(map(str, attempts))})"
+    return f"{first:,} to {last:,} ({', '.join(map(attempt_name, attempts))})"
 
 
 def small_charts(run: RunRecord) -> str:
@@ -405,8 +403,8 @@ def schedule(run: RunRecord) -> str:
         for what, share, of in rows
     )
     said = (
-        f"{whole.schedule.name}: pp {sizes.pp}, vpp {sizes.vpp}, {num_microbatches:,} microbatches per step in each of "
-        f"{sizes.dp:,} pipelines. Numbers in the picture are microbatches; time goes to the right."
+        f"{whole.schedule.name}: pp {sizes.pp}, vpp {sizes.vpp}, {counted(num_microbatches, 'microbatch', 'microbatches')} per "
+        f"step and pipeline ({counted(sizes.dp, 'pipeline')}). Numbers in the picture are microbatches; time goes to the right."
     )
     if drawn is not whole:
         said += f" The picture shows a step of {drawn.schedule.num_microbatches:,}."

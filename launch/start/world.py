@@ -17,7 +17,7 @@ from engine.config.layout import ParallelConfig
 from engine.config.section import Rule, with_value
 from engine.config.tree import Config, problems
 from engine.device.gpus import CUDA, GLOO, Gpus, backend_of, device_type
-from engine.errors import TopologyError
+from engine.errors import TopologyError, counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
     idle = num_gpus - ranks_per_node
     note = f"; {idle} of {num_gpus} GPUs per node stay idle" if idle > 0 else ""
     if idle < 0:
-        note = f"; {ranks_per_node} ranks share {num_gpus} GPU{'s' if num_gpus > 1 else ''} on each node"
+        note = f"; {ranks_per_node} ranks share {counted(num_gpus, 'GPU')} on each node"
     return World(num_nodes, ranks_per_node, device, backend, why + note)
 
 

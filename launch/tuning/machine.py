@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, counted
 from engine.layout.rank_rules import MOST_RANKS
 from engine.telemetry.outlets.format import gigabytes
 from launch.start.gpu_memory import read_devices
@@ -61,7 +61,7 @@ def gpus(count: int, memory_bytes: int) -> Machine:
     """Return a machine of GPUs: one node of up to GPUS_PER_NODE, or several full ones."""
     per_node = min(count, GPUS_PER_NODE)
     nodes = f" on {count // per_node:,} nodes of {per_node}" if count > per_node else ""
-    name = f"{count:,} GPU{'s' if count > 1 else ''} of {gigabytes(memory_bytes)}{nodes}"
+    name = f"{counted(count, 'GPU')} of {gigabytes(memory_bytes)}{nodes}"
     return Machine(count // per_node, per_node, memory_bytes, True, name)
 
 
@@ -93,10 +93,10 @@ def this_machine(variables: Mapping[str, str]) -> Machine:
     devices = read_devices(variables)
     if devices is not None and devices.count is not None:
         memory_bytes, count = devices.memory_bytes, devices.count
-        name = f"{count} GPU{'s' if count > 1 else ''} of {gigabytes(memory_bytes)}"
+        name = f"{counted(count, 'GPU')} of {gigabytes(memory_bytes)}"
         return Machine(1, count, memory_bytes, True, name)
     cores, memory_bytes = len(os.sched_getaffinity(0)), host_memory_bytes()
-    name = f"{cores} CPU core{'s' if cores > 1 else ''} and {gigabytes(memory_bytes)}, no GPU"
+    name = f"{counted(cores, 'CPU core')} and {gigabytes(memory_bytes)}, no GPU"
     return Machine(1, cores, max(1, memory_bytes // cores - RESIDENT_BYTES), False, name)
 
 

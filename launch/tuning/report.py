@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from engine.config.tree import Config
+from engine.errors import counted
 from engine.telemetry.outlets.format import in_bytes, significant
 from engine.telemetry.record.flops import CONVENTION, Peak, convention, known_peak
 from launch.tuning.layouts import Failed, Measured, rank_outcomes
@@ -128,7 +129,7 @@ def to_text(tried: Tried) -> str:
 def _heading(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, str]]:
     machine = tried.machine
     count = f"{machine.count} x " if machine.is_gpu else ""
-    cores = "" if machine.is_gpu else f", {machine.count} core{'s' if machine.count > 1 else ''}"
+    cores = "" if machine.is_gpu else f", {counted(machine.count, 'core')}"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     yield "command", shlex.join(tried.words)
     yield "machine", f"{count}{machine.device}{cores}; driver {machine.driver}; {versions}; commit {machine.commit}"

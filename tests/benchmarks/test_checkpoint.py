@@ -30,7 +30,7 @@ def test_one_small_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     folder = tmp_path / "disk"
     assert checkpoint.main(["--gib", "0.001", "--rounds", "2", "--folder", str(folder)]) == 0
     # Nothing blocks a rank that saves alone with torch's, so it is not measured.
-    check(capsys.readouterr().out, ["copy", "our stop"], "0.00 GiB in 1 files")
+    check(capsys.readouterr().out, ["copy", "our stop"], "0.00 GiB in 1 file")
     assert not folder.exists()
 
 

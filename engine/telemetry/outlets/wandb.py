@@ -34,7 +34,7 @@ import psutil
 
 from engine.config.telemetry import WandbConfig
 from engine.config.tree import Config
-from engine.errors import TriaxisError
+from engine.errors import TriaxisError, attempt_name
 from engine.run.directory import RunDirectory
 from engine.run.entries import OLD_FILE
 from engine.storage.files import write_atomically
@@ -180,7 +180,7 @@ def _in_words(event: Event) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event.unix_time_seconds))
     values = {name: str(value) for name, value in event.details.items()}
     details = ", ".join(f"{name} {value}" for name, value in values.items() if len(value) <= _MOST_CHARACTERS)
-    return f"{'; '.join(part for part in (event.message, details) if part)} ({at}{rank}attempt {event.attempt}, {when})"
+    return f"{'; '.join(part for part in (event.message, details) if part)} ({at}{rank}{attempt_name(event.attempt)}, {when})"
 
 
 def _sync_command(folder: str, run_id: str) -> str:

@@ -8,6 +8,7 @@ from engine.config.plan import parallel_sizes, rank_grid
 from engine.config.stages import as_a_run
 from engine.config.training import CONSTANT_RATE
 from engine.config.tree import Config
+from engine.errors import counted
 from launch.footprint.races.check import check_rank, representative_ranks
 from launch.footprint.races.clocks import Operator
 from launch.footprint.races.report import Race
@@ -59,10 +60,9 @@ def check_races(console: Console, config: Config, ranks: list[int] | None) -> li
     trees: list[dict[str, object]] = []
     for rank in ranks or representative_ranks(grid):
         found = check_rank(config, rank, build_chunks)
-        count = "1 race" if len(found.races) == 1 else f"{len(found.races)} races"
         console.print(
-            f"rank {rank} ({found.coordinates}): {count} in {found.num_operators:,} operators on {len(found.streams)} "
-            f"stream{'s' if len(found.streams) > 1 else ''}",
+            f"rank {rank} ({found.coordinates}): {counted(len(found.races), 'race')} in {found.num_operators:,} operators on "
+            f"{counted(len(found.streams), 'stream')}",
             style="bold red" if found.races else None,
         )
         for race in found.races[:MOST_SHOWN]:

@@ -29,7 +29,7 @@ from engine.checkpoint.format.store import DTYPE_NAMES, Shard
 from engine.checkpoint.import_weights import read_weights, whole
 from engine.checkpoint.inspect.weights import WhichWeights
 from engine.config.model import ModelConfig
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import CheckpointError, ConfigError, counted
 from engine.layout.shard_spec import ParamSpec
 from engine.numerics.precision import accumulation_dtype
 from engine.storage.elsewhere import how_to_bring
@@ -267,7 +267,7 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
     notes = []
     if model.mtp is not None and all(_place_behind(name, model, FAMILIES[family]) is None for name in files.tensors):
         notes.append(
-            f"config.json names {model.num_mtp_layers} layers that predict further tokens, and the files have none of them: "
+            f"config.json names {counted(model.num_mtp_layers, 'layer')} to predict further tokens, and the files have none: "
             "model.mtp is null"
         )
         del sections["model"]["mtp"]

@@ -89,12 +89,12 @@ def test_a_batch_that_changes_on_the_way_is_a_jump(config: Config) -> None:
     entries = [{**entry, "train.global_batch_size": 8} for entry in config.stages]
     larger = at_stage(config, "a").model_copy(update={"stages": entries})
     found = reads_of([ReadSpan(0, 4, 0, config, SkippedRanges()), ReadSpan(4, 6, 1, larger, SkippedRanges())])
-    assert found.jumps == ["step 5 (attempt 1) begins with sample 32 of the run, and 16 were consumed before it"]
+    assert found.jumps == ["step 5 (attempt 2) begins with sample 32 of the run, and 16 were consumed before it"]
 
 
 def test_steps_without_a_record_are_a_jump(config: Config) -> None:
     found = reads_of([ReadSpan(0, 4, 0, config, SkippedRanges()), ReadSpan(5, 6, 0, config, SkippedRanges())])
-    assert found.jumps == ["step 6 (attempt 0) begins with sample 20 of the run, and 16 were consumed before it"]
+    assert found.jumps == ["step 6 (attempt 1) begins with sample 20 of the run, and 16 were consumed before it"]
 
 
 def reads_of(spans: list[ReadSpan]) -> RunReads:

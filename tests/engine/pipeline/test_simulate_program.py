@@ -225,7 +225,7 @@ def test_a_program_that_does_not_end_is_refused() -> None:
     ("costs", "messages", "words"),
     [
         (Costs.uniform(3), Messages(), "3 entries and the schedule 2 stages"),
-        ([Costs.uniform(2)], Messages(), "costs of 1 microbatches for a schedule of 4"),
+        ([Costs.uniform(2)], Messages(), "costs of 1 microbatch for a schedule of 4"),
         (Costs.uniform(2, forward=-1), Messages(), "a cost of -1"),
         (Costs.uniform(2, transfer=float("nan")), Messages(), "a cost of nan"),
         (Costs.uniform(2, transfer=1), Messages(latency=2), "a latency of 2 of transfers that take 1"),

@@ -83,7 +83,7 @@ def test_the_parts_hold_the_tokens_that_ranks_read(run: Path, step: int, capsys:
 def test_people_see_documents_and_text(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "which", "--run", str(run), "--step", "7", "--text"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("step 7, made by attempt 2: 4 samples of 32 tokens")
+    assert out.startswith("step 7, made by attempt 3: 4 samples of 32 tokens")
     config = load_config(run / "config.yaml")
     sample = open_datasets(config.data, 32, config.train.seed, vocab_size=257).train[32]
     first = bytes(sample.tokens[: sample.lengths[0]].tolist()).decode(errors="replace")

@@ -120,7 +120,7 @@ def test_a_whole_run_is_a_whole_page(tmp_path: Path) -> None:
         )
     }
     assert "60 of 60" in page.text and "finished" in page.text and "31.0%" in page.text
-    assert "Steps that were repeated or lost: 41 to 49 (attempt 0)." in page.sections["loss"]
+    assert "Steps that were repeated or lost: 41 to 49 (attempt 1)." in page.sections["loss"]
     assert "it adds up to the step" in page.sections["time"] and "pipeline bubble" in page.sections["time"]
     assert "2.00 GiB" in page.sections["memory"] and "Predicted, by kind" in page.sections["memory"]
     share = SPLIT.seconds["bubble"] / SPLIT.step_seconds
@@ -245,7 +245,7 @@ def test_a_loss_that_is_not_finite_is_a_gap_with_a_mark(tmp_path: Path) -> None:
     log.record(replace(STEP, step=61, attempt=1, loss=float("nan"), grad_norm=float("inf")))
     log.close()
     page = page_of(run)
-    assert "The loss of 1 steps is not finite; the first is step 61" in page.sections["loss"]
+    assert "The loss of 1 step is not finite; the first is step 61" in page.sections["loss"]
     assert "training loss is nan at 61" in page.sections["loss"]
 
 

@@ -263,7 +263,7 @@ def test_trouble_is_alerted_once_whichever_rank_and_attempt_wrote_it(
     sink.after_event()
     sink.after_event()
     assert [(title, level) for title, _, level in told.alerts] == [("demo: non_finite", "ERROR")]
-    assert "loss is nan" in told.alerts[0][1] and "step 6, attempt 0" in told.alerts[0][1]
+    assert "loss is nan" in told.alerts[0][1] and "step 6, attempt 1" in told.alerts[0][1]
     assert key not in told.alerts[0][1]
     mine.write("stopped", step=7, reason="preempted")
     sink.record(make_metrics())
@@ -277,7 +277,7 @@ def test_trouble_is_alerted_once_whichever_rank_and_attempt_wrote_it(
     sink.close()
     later: Any = sink._run
     assert [(title, level) for title, _, level in later.alerts] == [("demo: hang", "ERROR")]
-    assert "waits for all_reduce (step 8, rank 3, attempt 0, " in later.alerts[0][1]
+    assert "waits for all_reduce (step 8, rank 3, attempt 1, " in later.alerts[0][1]
 
 
 def test_alerts_go_on_where_a_run_of_one_file_has_stopped(

@@ -180,7 +180,7 @@ def test_layers_that_are_not_in_the_files_are_none_and_that_is_said(tmp_path: Pa
     rewrite(tmp_path, **behind)
     found = open_folder(tmp_path)
     assert found.notes == (
-        "config.json names 1 layers that predict further tokens, and the files have none of them: model.mtp is null",
+        "config.json names 1 layer to predict further tokens, and the files have none: model.mtp is null",
     )
     assert found.model.mtp is None and "mtp" not in found.sections["model"]
     assert imported(tmp_path, tmp_path / "ours").manifest.config["model"].get("mtp") is None
