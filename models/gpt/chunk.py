@@ -322,5 +322,5 @@ def build_chunks(
         )
         chunks.append(GPTChunk(context, stage))
         context.require_all_taken()
-        refuse_strays(chunks[-1], stage.layers, held)
+        refuse_strays(chunks[-1], config.model, stage.layers, held)
     return chunks, held

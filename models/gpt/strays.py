@@ -24,29 +24,31 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from engine.activations.recompute import watch_replay
+from engine.config.model import ModelConfig
 from engine.errors import ModelError
 from engine.tensor_parallel.parameter import ShardedParameter
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def refuse_strays(chunk: nn.Module, layers: range, held: Mapping[str, ShardedParameter]) -> None:
+def refuse_strays(chunk: nn.Module, model: ModelConfig, layers: range, held: Mapping[str, ShardedParameter]) -> None:
     """Check what the modules of a chunk hold now, and what its first forward with a graph trains.
 
     Args:
         chunk: called with a tensor or None, and a microbatch.
-        layers: of the chunk, for messages.
+        model, layers: of the chunk, for messages.
         held: this rank's parameters by name. Those of later chunks may be added until the first forward.
 
     Raises:
         ModelError: here, in the first forward or in the first backward.
     """
-    listed = _identities(held)
-    strays = {}
+    sizes = {model.ffn_size: "model.ffn_size", model.hidden_size: "model.hidden_size"}
+    listed, strays = _identities(held), {}
     for place, state in _state(chunk, _Place(type(chunk)), set()):
         if id(state) not in listed:
             # Layers are alike: one entry stands for all.
             strays[place.name] = _entry(
+                sizes,
                 f"{place.path or 'chunk'}, {place.owner.__name__}.{place.attribute}",
                 state,
                 place.name,
@@ -58,8 +60,8 @@ def refuse_strays(chunk: nn.Module, layers: range, held: Mapping[str, ShardedPar
     def look(module: nn.Module, inputs: Sequence[object], output: torch.Tensor) -> None:
         if output.grad_fn is not None:
             hook.remove()
-            where = f"the chunk that begins with layer {layers.start}"
-            _look_at_graph(inputs, output, listed=_identities(held), where=where)
+            describe = partial(_entry_of_leaf, sizes, f"the chunk that begins with layer {layers.start}")
+            _look_at_graph(inputs, output, listed=_identities(held), describe=describe)
 
     hook = chunk.register_forward_hook(look)
 
@@ -118,18 +120,23 @@ def _contents(thing: object, place: _Place, seen: set[int]) -> Iterator[tuple[_P
             yield from _contents(each, place.within(name), seen)
 
 
-def _look_at_graph(inputs: Sequence[object], output: torch.Tensor, *, listed: frozenset[int], where: str) -> None:
+def _look_at_graph(
+    inputs: Sequence[object],
+    output: torch.Tensor,
+    *,
+    listed: frozenset[int],
+    describe: Callable[[str, torch.Tensor], str],
+) -> None:
     """Refuse leaves of the output's graph that are neither inputs nor `listed`, and look at what is replayed below it."""
     legal = listed | {id(each) for each in inputs}
-    look: Callable[[Sequence[object], torch.Tensor], None] = partial(_look_at_graph, listed=listed, where=where)
+    look: Callable[[Sequence[object], torch.Tensor], None] = partial(_look_at_graph, listed=listed, describe=describe)
     strays = []
     for reader, node in _edges(output):
         watch_replay(node, look)
         leaf = _leaf(node)
         # A leaf without elements trains nothing: a backward begins at one (`models/gpt/chunk.py`).
         if leaf is not None and id(leaf) not in legal and leaf.numel():
-            what = f"a tensor that no module holds, read by {reader} in {where}"
-            strays.append(_entry(what, leaf, "layers.*.NAME", "the module that reads it", "NAME"))
+            strays.append(describe(reader, leaf))
     _refuse(strays)
 
 
@@ -152,18 +159,23 @@ def _leaf(node: Node) -> torch.Tensor | None:
     return accumulates.variable if node.name().endswith("AccumulateGrad") else None
 
 
-def _entry(what: str, state: torch.Tensor, name: str, file: str, attribute: str) -> str:
-    """Describe a stray, with the two lines that register it."""
-    shape = tuple(state.shape)
+def _entry_of_leaf(sizes: Mapping[int, str], where: str, reader: str, leaf: torch.Tensor) -> str:
+    what = f"a tensor that no module holds, read by {reader} in {where}"
+    return _entry(sizes, what, leaf, "layers.*.NAME", "the module that reads it", "NAME")
+
+
+def _entry(sizes: Mapping[int, str], what: str, state: torch.Tensor, name: str, file: str, attribute: str) -> str:
+    """Describe a stray, with the two lines that register it; `sizes` have names, since `triaxis verify` makes a model small."""
+    shape = ", ".join(str(sizes.get(size, size)) for size in state.shape) + ("," if state.ndim == 1 else "")
     if not state.requires_grad:
         fields = 'Init("zeros"), decay=False, is_trained=False'
     else:
-        fields = 'Init("normal", model.init_std)' if len(shape) > 1 else 'Init("ones"), decay=False'
+        fields = 'Init("normal", model.init_std)' if state.ndim > 1 else 'Init("ones"), decay=False'
     asked = f'f"{name.replace("*", "{layer}")}"' if "*" in name else f'"{name}"'
     taken = f'f"{{name}}.{attribute}"' if "*" in name else asked
     return (
-        f"{what}: {str(state.dtype).removeprefix('torch.')} {list(shape)}\n"
-        f"     models/specs.py: yield ParamSpec({asked}, {shape}, {fields})\n"
+        f"{what}: {str(state.dtype).removeprefix('torch.')} {list(state.shape)}\n"
+        f"     models/specs.py: yield ParamSpec({asked}, ({shape}), {fields})\n"
         f"     {file}: self.{attribute.replace('.', '_')} = context.parameter({taken})"
     )
 

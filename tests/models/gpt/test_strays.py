@@ -45,7 +45,7 @@ def built(case: Case) -> Any:
             (4,),
             'Init("ones"), decay=False',
         ),
-        (lambda mlp: setattr(mlp, "own", nn.Linear(2, 3)), "own.weight", (3, 2), 'Init("normal", model.init_std)'),
+        (lambda mlp: setattr(mlp, "own", nn.Linear(16, 3)), "own.weight", (3, 16), 'Init("normal", model.init_std)'),
         (lambda mlp: setattr(mlp, "own", [nn.Linear(2, 3)]), "own.0.bias", (3,), 'Init("ones"), decay=False'),
         (
             lambda mlp: setattr(mlp, "own", {"a": (torch.ones(4, requires_grad=True),)}),
@@ -73,9 +73,9 @@ def test_state_that_a_module_holds_is_refused_with_the_lines_that_register_it(
     changed(monkeypatch, change)
     with pytest.raises(ModelError) as refused:
         built(Case("gpt"))
-    said = str(refused.value)
+    said, sizes = str(refused.value), str(shape).replace("16", "model.hidden_size")
     assert f"layers.*.mlp, MLP.{attribute}: float32 {list(shape)}" in said
-    assert f'models/specs.py: yield ParamSpec(f"layers.{{layer}}.mlp.{attribute}", {shape}, {fields})' in said
+    assert f'models/specs.py: yield ParamSpec(f"layers.{{layer}}.mlp.{attribute}", {sizes}, {fields})' in said
     assert f'models/gpt/mlp.py: self.{attribute.replace(".", "_")} = context.parameter(f"{{name}}.{attribute}")' in said
     assert said.count(f'ParamSpec(f"layers.{{layer}}.mlp.{attribute}"') == 1, "one entry stands for all layers"
 
