@@ -140,13 +140,11 @@ def run_process(job: Job, results: Path, log: Path, session: Session) -> int | N
     if seconds <= 0:
         raise CutOffError
     log.parent.mkdir(parents=True, exist_ok=True)
-    # What would make a config or a rank of ours another one stays outside.
-    environment = {name: value for name, value in os.environ.items() if name not in {*ENVIRONMENT, *LAUNCHER_VARIABLES}}
     with log.open("w") as file:
         process = subprocess.Popen(
             command_of(job, results),
             cwd=ROOT,
-            env=environment | {COMMIT_VARIABLE: commit(), COMMAND_VARIABLE: session.command},
+            env=environment() | {COMMIT_VARIABLE: commit(), COMMAND_VARIABLE: session.command},
             stdout=file,
             stderr=subprocess.STDOUT,
             process_group=0,
@@ -159,6 +157,11 @@ def run_process(job: Job, results: Path, log: Path, session: Session) -> int | N
             return None
         finally:
             end(process)
+
+
+def environment() -> dict[str, str]:
+    """Return the variables of this process but for those that make a config, or a rank of ours, another one."""
+    return {name: value for name, value in os.environ.items() if name not in {*ENVIRONMENT, *LAUNCHER_VARIABLES}}
 
 
 def command_of(job: Job, results: Path) -> list[str]:
