@@ -37,7 +37,7 @@ from engine.resilience.guard import Guard
 from engine.resilience.rollback import Rollback
 from engine.run.directory import RunDirectory
 from engine.step import Engine
-from engine.telemetry.observer import TrainingObserver, peak_memory_of_ranks
+from engine.telemetry.observer import TrainingObserver, peak_memory_bytes, peak_memory_of_ranks
 from engine.telemetry.outlets.banner import End, Start, show_end, show_start
 from engine.telemetry.outlets.hub import Telemetry, open_telemetry
 from engine.telemetry.outlets.notices import CheckpointNotices, TroubleNotices, say_beginning, say_stopped
@@ -45,7 +45,7 @@ from engine.telemetry.outlets.rank_log import RankStreams, rank_log
 from engine.telemetry.record.expert_load import LoadMeter
 from engine.telemetry.record.metrics import Meter
 from engine.train import TrainingRun, build, train
-from launch.rank.banner import corpus_entropies, count_parameters, describe, predicted_memory
+from launch.rank.banner import corpus_entropies, count_parameters, describe, measured_memory, predicted_memory
 from launch.rank.batches import open_batches, run_documents
 from launch.rank.directory import begin_attempt, open_directory
 from launch.rank.hang_watch import open_hang_watch
@@ -116,6 +116,7 @@ class _Attempt:
     """The parts of one rank's attempt to train.
 
     Attributes:
+        held_before: bytes that this process has used at most before its engine was built.
         explaining: turns an error of memory inside it into one that users can act on, with the engine that runs.
         way_out: bounds the time that closing may take after an error.
     """
@@ -129,6 +130,7 @@ class _Attempt:
     documents: DocumentStatistics | None
     watchers: Watchers
     stop: StopRequest
+    held_before: int
     explaining: Callable[[Engine], AbstractContextManager[None]]
     way_out: WayOut
 
@@ -137,6 +139,7 @@ def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Ran
     """Build, begin, train; returns the exit code."""
     config, topology = rank.config, rank.topology
     datasets = open_run_datasets(config)
+    held_before = peak_memory_bytes(topology.device)
     explaining = partial(explaining_memory, config, topology, open_memory_snapshot(rank, directory))
     with way_out.bounded(), explaining():
         engine = build(rank.resolved, watchers.topology, build_chunks, observers=watchers.observers)
@@ -160,10 +163,11 @@ def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Ran
         num_steps=engine.plan.num_steps,
         show_mfu=meter.peak is not None,
         layout={**describe_layout(engine), "sizes": str(topology.sizes), "backend": described.device},
+        device_type=topology.device.type,
     )
     stop = StopRequest(rank.number)
     attempt = _Attempt(
-        rank, directory, datasets, engine, telemetry, meter, documents, watchers, stop, explaining, way_out
+        rank, directory, datasets, engine, telemetry, meter, documents, watchers, stop, held_before, explaining, way_out
     )
     try:
         beginning, facts = _begin(attempt)
@@ -202,10 +206,11 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
             described.layout,
             described.device,
             described.kernels,
-            predicted_memory(engine),
+            predicted_memory(engine, attempt.held_before),
             counted,
             {spec.name: spec.numel for spec in model_specs(config.model)},
             recompute=rank.resolved.recompute,
+            device_type=engine.topology.device.type,
             documents=attempt.documents,
             unbroken=unbroken_corpora(attempt.datasets.train) if reads_documents(config.data) else (),
         )
@@ -302,7 +307,10 @@ def _report(
     if telemetry.report is not None:
         with _summarizing(telemetry):
             entropies = corpus_entropies(config)
-        show_end(telemetry.report, directory, End(step, seconds, loss, val_loss, entropies, saved, prompt, text))
+        memory = measured_memory(engine, attempt.held_before)
+        show_end(
+            telemetry.report, directory, End(step, seconds, loss, val_loss, entropies, saved, prompt, text, memory)
+        )
 
 
 @contextmanager

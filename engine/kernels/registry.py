@@ -402,11 +402,13 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
 
 
 def describe(kernels: Kernels, shape: AttentionShape) -> str:
-    """Describe the choices in a line, with torch's own choice for `sdpa` and the version of Transformer Engine."""
+    """Describe the choices of a training step in a line, with torch's own choice for `sdpa`; linear layers only if not torch's."""
     attention = kernels.choices.attention
     if attention == "sdpa":
-        attention = f"sdpa, of which torch takes {chosen(shape)}"
-    others = {name: choice for name, choice in kernels.choices.named().items() if name != "attention"}
+        attention = f"sdpa ({chosen(shape)})"
+    others = {name: choice for name, choice in kernels.choices.named().items() if name not in ("attention", "decoding")}
+    if others["linear"] == "torch":
+        del others["linear"]
     if kernels.te is not None:
         others["linear"] = f"te {kernels.te.version}"
     return "; ".join(

@@ -248,6 +248,7 @@ def _layout(config: Config) -> str:
 def show_certificate(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> None:
     """Print the certificate for people."""
     config, model = asked.config, asked.config.model
+    assert config.train.steps is not None, "a trial has its length in steps"
     table = Table(
         title=f"{_layout(config)} against {against}: {counted(config.train.steps, 'step')} in {config.precision.dtype}",
         title_justify="left",

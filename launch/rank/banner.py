@@ -7,10 +7,13 @@ import torch
 from engine.config.fp8 import fp8_line
 from engine.config.tree import Config
 from engine.data.corpus.stdlib import entropies
+from engine.errors import counted
 from engine.kernels import registry
 from engine.layout.shard_spec import REDUCE_AXES
 from engine.pipeline import schedules
 from engine.step import Engine
+from engine.telemetry.observer import peak_memory_bytes
+from engine.telemetry.outlets.format import gigabytes
 from engine.telemetry.record.parameters import local_counts, round_counts
 from models.predict.fit import memory_line
 from models.predict.rank_memory import predict
@@ -45,7 +48,7 @@ def describe(engine: Engine) -> Description:
     """Describe layout, schedule and device of a built engine."""
     topology, config = engine.topology, engine.config
     grid, schedule = topology.grid, schedules.title(config)
-    nodes = "1 node" if grid.num_nodes == 1 else f"{grid.num_nodes} nodes"
+    ranks = f"{counted(grid.world_size, 'rank')} on {counted(grid.num_nodes, 'node')}"
     sequence = ", sequence parallel" if config.parallel.sequence_parallel else ""
     layers = tuple(stage.num_own for stage in engine.stages)
     chosen = f", layers {' '.join(map(str, layers))} (auto)" if config.parallel.layers_per_stage == "auto" else ""
@@ -53,30 +56,53 @@ def describe(engine: Engine) -> Description:
         device_name = torch.cuda.get_device_name(topology.device)
         device = f"{device_name}, {'gloo through the host' if topology.staged else 'nccl'}"
     else:
-        threads = torch.get_num_threads()
         device_name = "cpu"
-        device = f"cpu, gloo, {threads} thread{'s' if threads > 1 else ''} per rank"
+        device = f"cpu, gloo, {counted(torch.get_num_threads(), 'thread')} per rank"
     kernels, fp8 = (
         registry.describe(engine.kernels, registry.attention_shape(config, topology)),
         engine.kernels.fp8,
     )
     return Description(
-        layout=f"{topology.sizes}: {grid.world_size} ranks on {nodes}, {schedule}{sequence}{chosen}",
+        layout=f"{topology.sizes}, {schedule}{sequence}{chosen}",
         schedule=schedule,
-        device=device,
+        device=f"{ranks}, {device}",
         device_name=device_name,
         kernels="; ".join([kernels, *([] if fp8 is None else [f"fp8: {fp8_line(config, fp8.label)}"])]),
         layers_per_chunk=tuple(len(stage.layers) for stage in engine.stages),
     )
 
 
-def predicted_memory(engine: Engine) -> str:
-    """Format the predicted memory of the fullest rank, with the memory of its GPU."""
-    topology, device_bytes = engine.topology, None
+def predicted_memory(engine: Engine, held_before: int) -> str:
+    """Format the predicted memory of the fullest rank: beside the memory of its GPU, or what a process holds without it.
+
+    Args:
+        engine: of this rank.
+        held_before: bytes that this process has used at most before the model was built (`peak_memory_bytes`).
+    """
+    topology = engine.topology
+    on_gpu = topology.device.type == "cuda"
+    prediction = predict(engine.config, topology.sizes, nccl=on_gpu and not topology.staged)
+    if on_gpu:
+        return memory_line(prediction, torch.cuda.mem_get_info(topology.device)[1], by_kind=False)
+    return f"{memory_line(prediction, by_kind=False)}; each process has {gigabytes(held_before)} without it"
+
+
+def measured_memory(engine: Engine, held_before: int) -> str:
+    """Format the most memory that this rank has used, beside the prediction of the same; arguments as of `predicted_memory`.
+
+    A GPU's allocator counts tensors, as the prediction does. The system counts all that is resident of a process, so there the
+    prediction is of tensors on top of what the process held before its model was built.
+    """
+    topology = engine.topology
+    measured = gigabytes(peak_memory_bytes(topology.device))
+    tensors = predict(engine.config, topology.sizes, nccl=False).ranks[topology.coordinates.pp].tensors
+    who = f"rank {topology.rank} has held"
     if topology.device.type == "cuda":
-        device_bytes = torch.cuda.mem_get_info(topology.device)[1]
-    nccl = topology.device.type == "cuda" and not topology.staged
-    return memory_line(predict(engine.config, topology.sizes, nccl=nccl), device_bytes)
+        return f"{who} {measured} of GPU memory in tensors at most, {gigabytes(tensors)} predicted"
+    return (
+        f"{who} {measured} of resident memory at most, {gigabytes(held_before + tensors)} predicted "
+        f"({gigabytes(held_before)} before its model, {gigabytes(tensors)} of tensors)"
+    )
 
 
 def corpus_entropies(config: Config) -> dict[str, float]:

@@ -18,7 +18,7 @@ from engine.config.section import Problem, Rule, Subject, with_value
 from engine.config.tree import RULES, Config, broken_keys, is_whole
 from engine.errors import ConfigError
 from engine.layout.rank_grid import ParallelSizes
-from engine.telemetry.outlets.format import gigabytes
+from engine.telemetry.outlets.format import gigabyte_decimals, gigabytes
 from models.predict.rank_memory import GB, Changes, Prediction, predict, single_changes, spelled
 
 MOST_OF_A_KIND = 2
@@ -58,14 +58,15 @@ class Devices:
         return self.memory_bytes // max(1, -(-ranks_per_node // self.count))
 
 
-def memory_line(prediction: Prediction, device_bytes: int | None = None) -> str:
-    """Format a prediction as one line, in 10^9 bytes (or 10^6 where that is less than one).
+def memory_line(prediction: Prediction, device_bytes: int | None = None, *, by_kind: bool = True) -> str:
+    """Format a prediction as one line, in 10^9 bytes.
 
     Args:
         device_bytes: memory that a rank may use; None: unknown.
+        by_kind: add the parts of the sum.
     """
     held = prediction.fullest
-    size, unit = (GB, "GB") if held.total >= GB else (10**6, "MB")
+    decimals = gigabyte_decimals(held.total)
     kinds = [
         ("parameters", held.parameters),
         ("gradients", held.gradients),
@@ -75,10 +76,10 @@ def memory_line(prediction: Prediction, device_bytes: int | None = None) -> str:
         ("communicators", held.communicators),
         ("temporaries", held.temporaries),
     ]
-    shown = [(name, f"{num_bytes / size:,.1f}") for name, num_bytes in kinds]
-    parts = ", ".join(f"{name} {number}" for name, number in shown if number != "0.0")
+    shown = [(name, f"{num_bytes / GB:,.{decimals}f}") for name, num_bytes in kinds]
+    parts = ", ".join(f"{name} {number}" for name, number in shown if number.strip("0."))
     where = f", pp {prediction.pp}" if len(prediction.ranks) > 1 else ""
-    text = f"{held.total / size:,.1f} {unit} predicted on the fullest rank{where} ({parts})"
+    text = f"{gigabytes(held.total)} predicted on the fullest rank{where}{f' ({parts})' if by_kind else ''}"
     if device_bytes is not None:
         text += f" of {gigabytes(device_bytes)}" + (": it does not fit" if held.total > device_bytes else "")
     if held.host:

@@ -17,9 +17,11 @@ from engine.config.tree import Config
 from engine.context_parallel.deal import windows_of
 from engine.context_parallel.imbalance import predicted_imbalance
 from engine.data.document_statistics import UNBROKEN, DocumentStatistics
+from engine.errors import attempt_name, counted
 from engine.run.directory import RunDirectory
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.format import compact, duration
+from engine.telemetry.outlets.table import MEMORY
 from engine.telemetry.record.flops import attention_share, convention, cost_of_cp_imbalance, cost_of_imbalance
 from engine.telemetry.record.metrics import Meter
 from engine.telemetry.record.parameters import comparison
@@ -39,6 +41,7 @@ class Start:
         device: name and number in a line ("NVIDIA H200, nccl", "cpu, gloo, 1 thread per rank").
         kernels: those that were chosen, in a line.
         memory: predicted memory in a line.
+        device_type: of the logging rank: `cpu` or `cuda`.
         counted: parameters by module, summed over the ranks (`engine.telemetry.record.parameters.local_counts`).
         listed: elements of each parameter that the model has, by name.
         recompute: what `config.recompute` came to.
@@ -55,34 +58,28 @@ class Start:
     counted: Mapping[str, int]
     listed: Mapping[str, int]
     recompute: RecomputeConfig
+    device_type: str = "cpu"
     documents: DocumentStatistics | None = None
     unbroken: Sequence[str] = ()
 
 
 def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
     """Show the banner: layout, device, batch, parameters, FLOPs, where the logs are."""
-    attempt = f", attempt {directory.attempt}" if directory.attempt else ""
+    attempt = f", {attempt_name(directory.attempt)}" if directory.attempt else ""
     rows = [
         ("layout", start.layout),
         ("device", f"{start.device}, {start.config.precision.dtype}"),
         ("kernels", start.kernels),
         ("batch", str(start.plan)),
         *([("attention", method_line(start.config))] if start.config.parallel.cp > 1 else []),
-        ("memory", start.memory),
+        ("memory" if start.device_type == "cpu" else MEMORY[start.device_type], start.memory),
         *_documents(start),
         *_activations(start),
         ("parameters", "\n".join(comparison(start.counted, start.listed, start.config.model))),
-        (
-            "FLOPs",
-            f"model     {compact(meter.model_flops_per_token)} per token = {convention(start.config.model, start.documents)}"
-            f"{f', less {meter.frozen_share:.0%} for frozen parameters' if meter.frozen_share else ''}\n"
-            f"hardware  {compact(meter.hardware_flops_per_token)} per token, with the padded vocabulary and recompute: "
-            f"{start.recompute}",
-        ),
-        ("peak", _peak(meter)),
+        ("FLOPs", "\n".join(_flops(meter, start))),
         (
             "results",
-            f"{directory.path}/ (config.yaml, metrics.jsonl, events/, logs/{directory.rank_log(0).parent.name}/)",
+            f"{directory.path}/ (metrics.jsonl, events/, logs/{directory.rank_log(0).parent.name}/)",
         ),
         ("saves", _saves(start.config, directory)),
     ]
@@ -152,10 +149,19 @@ def _activations(start: Start) -> Iterator[tuple[str, str]]:
         )
 
 
-def _peak(meter: Meter) -> str:
-    if meter.peak is None:
-        return "not known for this device and dtype, so there is no MFU; telemetry.peak_tflops=... sets it"
-    return f"{meter.peak.tflops:,g} TFLOP/s per device ({meter.peak.source}); MFU = model / peak"
+def _flops(meter: Meter, start: Start) -> Iterator[str]:
+    """Describe the work of a token, and the peak that it is compared with; a CPU has none."""
+    frozen = f", less {meter.frozen_share:.0%} for frozen parameters" if meter.frozen_share else ""
+    has_mfu = meter.peak is not None or start.device_type != "cpu"
+    # A number that is compared with others' needs its convention.
+    formula = f" = {convention(start.config.model, start.documents)}" if has_mfu else ", causal attention"
+    yield f"{compact(meter.model_flops_per_token)} per token, forward and backward{formula}{frozen}"
+    if start.recompute.is_any:
+        yield f"{compact(meter.hardware_flops_per_token)} executed, with the padded vocabulary and recompute: {start.recompute}"
+    if meter.peak is not None:
+        yield f"peak {meter.peak.tflops:,g} TFLOP/s per device ({meter.peak.source}); MFU = model / peak"
+    elif has_mfu:
+        yield "no peak is known for this device and dtype, so there is no MFU; telemetry.peak_tflops=... sets it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +176,7 @@ class End:
         text: what the model wrote, and None where it was not asked.
         prompt: what the text continues.
         saved: the checkpoint of the last step; None: the run saves nothing.
+        memory: most memory of the logging rank beside the predicted, in a line.
     """
 
     steps: int
@@ -180,6 +187,7 @@ class End:
     saved: Path | None
     prompt: str = ""
     text: str | None = None
+    memory: str = ""
 
 
 def show_end(report: Report, directory: RunDirectory, end: End) -> None:
@@ -187,11 +195,13 @@ def show_end(report: Report, directory: RunDirectory, end: End) -> None:
     rows = [("nats/token", "\n".join(ladder(end.loss, end.val_loss, end.entropies)))]
     if end.text is not None:
         rows += [("prompt", end.prompt.expandtabs(4)), ("it writes", end.text.expandtabs(4).rstrip())]
+    if end.memory:
+        rows.append(("memory", end.memory))
     rows.append(("results", f"{directory.path}/ (metrics.jsonl: one object per step; events/, config.yaml, logs/)"))
     rows.append(("saved", NOTHING if end.saved is None else f"in {end.saved}"))
     report.say()
-    in_attempt = f" of training in attempt {directory.attempt}" if directory.attempt else " of training"
-    report.block(f"Finished: {end.steps:,} steps, {duration(end.seconds)}{in_attempt}", rows)
+    in_attempt = f" of training in {attempt_name(directory.attempt)}" if directory.attempt else " of training"
+    report.block(f"Finished: {counted(end.steps, 'step')}, {duration(end.seconds)}{in_attempt}", rows)
 
 
 def ladder(loss: float | None, val_loss: float | None, entropies: Mapping[str, float]) -> Sequence[str]:

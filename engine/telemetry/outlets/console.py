@@ -9,7 +9,6 @@ training ━━━━━━━━━━━━━━━━━━━━━━━�
 import io
 import os
 import sys
-import textwrap
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,8 +18,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.text import Text
 
-from engine.telemetry.outlets.format import duration
-from engine.telemetry.outlets.table import Table, cells, columns_of
+from engine.telemetry.outlets.format import duration, wrapped
+from engine.telemetry.outlets.table import MEMORY, Table, cells, columns_of
 from engine.telemetry.record.metrics import StepMetrics
 from engine.telemetry.timing.phases import has_line
 
@@ -169,10 +168,18 @@ class Report:
         terminal: standard output as the user sees it; None on no terminal at all.
         log: rank 0's log file; None: none.
         show_mfu: whether a peak is known.
+        memory: head of the column of memory.
     """
 
     def __init__(
-        self, num_steps: int, log_interval: int, *, terminal: TextIO | None, log: TextIO | None, show_mfu: bool
+        self,
+        num_steps: int,
+        log_interval: int,
+        *,
+        terminal: TextIO | None,
+        log: TextIO | None,
+        show_mfu: bool,
+        memory: str = MEMORY["cpu"],
     ) -> None:
         self._num_steps = num_steps
         self._log_interval = log_interval
@@ -182,7 +189,8 @@ class Report:
             outlets.append(Plain(terminal))
         if log is not None:
             outlets.append(Plain(log))
-        columns = columns_of(num_steps, show_mfu=show_mfu)
+        self._memory = memory
+        columns = columns_of(num_steps, show_mfu=show_mfu, memory=memory)
         self._outlets = [(outlet, Table(columns)) for outlet in outlets]
         self._since_line: list[StepMetrics] = []
         self._recent_seconds: deque[float] = deque(maxlen=_ETA_STEPS)
@@ -201,7 +209,7 @@ class Report:
             outlet.write(Text(title, "bold"))
             for label, value in rows:
                 head = Text(f"  {label:<{label_width}}  ", "cyan")
-                for line in _wrapped(value, outlet.text_width - indent):
+                for line in wrapped(value, outlet.text_width - indent):
                     outlet.write(head + Text(line))
                     head = Text(" " * indent)
 
@@ -216,7 +224,7 @@ class Report:
         if self._live is not None:
             self._live.show_step(metrics, eta_seconds)
         if has_line(metrics.step, self._log_interval, self._num_steps):
-            row = cells(self._since_line, self._num_steps, eta_seconds)
+            row = cells(self._since_line, self._num_steps, eta_seconds, self._memory)
             self._since_line.clear()
             for outlet, table in self._outlets:
                 for line in table.lines(row, outlet.width):
@@ -224,7 +232,7 @@ class Report:
                 indent = " " * (table.first_width + 2)
                 lines = (metrics.ahead_line(), metrics.scale_line(), metrics.outlier_line())
                 for below in (metrics.time_split, metrics.experts, *lines):
-                    for text in [] if below is None else _wrapped(str(below), outlet.text_width - len(indent)):
+                    for text in [] if below is None else wrapped(str(below), outlet.text_width - len(indent)):
                         outlet.write(Text(indent + text, "dim"))
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
@@ -241,12 +249,3 @@ class Report:
         """Take the bar away."""
         if self._live is not None:
             self._live.close()
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    """Wrap text to lines of at most `width` characters; keep its line breaks."""
-    return [
-        part
-        for line in text.split("\n")
-        for part in textwrap.wrap(line, max(20, width), break_long_words=False, break_on_hyphens=False) or [""]
-    ]

@@ -1,6 +1,7 @@
-"""Numbers as people read them: three or four digits and a unit (no torch here)."""
+"""Numbers and texts as people read them: three or four digits and a unit, lines of some width (no torch here)."""
 
 import math
+import textwrap
 
 
 def significant(value: float) -> str:
@@ -16,9 +17,9 @@ def significant(value: float) -> str:
 
 
 def compact(value: float) -> str:
-    """Format a count with k, M, G, T: 950, 12.41k, 1.235M."""
-    if abs(value) < 999.95:
-        return f"{value:.0f}"
+    """Format a count: 950, 12,412, then with k, M, G, T: 124.1k, 1.235M."""
+    if abs(value) < 99_999.5:
+        return f"{value:,.0f}"
     for unit in ("k", "M", "G"):
         value /= 1000
         if abs(value) < 999.95:
@@ -26,14 +27,14 @@ def compact(value: float) -> str:
     return f"{value / 1000:#.4g}T"
 
 
-def gibibytes(num_bytes: int) -> str:
-    """Format memory in GiB with two decimals."""
-    return f"{num_bytes / 2**30:.2f} GiB"
+def gigabyte_decimals(num_bytes: int) -> int:
+    """Return the decimals with which an amount is shown in 10^9 bytes: 1, and below that as many as three digits take."""
+    return 2 - math.floor(math.log10(num_bytes / 10**9)) if 0 < num_bytes < 10**9 else 1
 
 
 def gigabytes(num_bytes: int) -> str:
-    """Format memory in 10^9 bytes with one decimal, as `recompute.memory_gb` and predictions count."""
-    return f"{num_bytes / 10**9:,.1f} GB"
+    """Format memory or a file in 10^9 bytes, as `recompute.memory_gb` counts: 1,234.5 GB, 47.1 GB, 0.582 GB, 0.0164 GB."""
+    return f"{num_bytes / 10**9:,.{gigabyte_decimals(num_bytes)}f} GB"
 
 
 def in_bytes(num_bytes: int) -> str:
@@ -55,3 +56,12 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes_left:02d}:{seconds_left:02d}"
     return f"{minutes}:{seconds_left:02d}"
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Wrap text to lines of at most `width` characters, between words; keep its line breaks."""
+    return [
+        part
+        for line in text.split("\n")
+        for part in textwrap.wrap(line, max(20, width), break_long_words=False, break_on_hyphens=False) or [""]
+    ]

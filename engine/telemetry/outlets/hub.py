@@ -28,6 +28,7 @@ from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.rank_log import OutputChange, RankStreams
 from engine.telemetry.outlets.relay import RESUMED, STOPPED
 from engine.telemetry.outlets.sink import Sink, chosen_sinks
+from engine.telemetry.outlets.table import MEMORY
 from engine.telemetry.record.events import EventKind, EventLog
 from engine.telemetry.record.jsonl import JsonLines
 from engine.telemetry.record.metrics import StepMetrics
@@ -286,6 +287,7 @@ def open_telemetry(
     num_steps: int,
     show_mfu: bool,
     layout: Mapping[str, Any],
+    device_type: str = "cpu",
 ) -> Telemetry:
     """Open the telemetry of one rank: with sinks on the logging rank, silent on the others.
 
@@ -296,6 +298,7 @@ def open_telemetry(
         num_steps: of the whole run.
         show_mfu: whether a peak is known.
         layout: parallel sizes, device and what else wandb should filter by.
+        device_type: of this rank: `cpu` or `cuda`.
 
     Raises:
         TriaxisError: a sink was asked for and its package is not installed; on every rank.
@@ -306,7 +309,12 @@ def open_telemetry(
     if not is_logging_rank:
         return Telemetry()
     report = Report(
-        num_steps, config.telemetry.log_interval, terminal=streams.terminal, log=streams.log, show_mfu=show_mfu
+        num_steps,
+        config.telemetry.log_interval,
+        terminal=streams.terminal,
+        log=streams.log,
+        show_mfu=show_mfu,
+        memory=MEMORY[device_type],
     )
     events = EventLog(directory.events(node=0), directory.attempt)
     telemetry = Telemetry(report, events, output_changes=streams.changes)

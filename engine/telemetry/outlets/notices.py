@@ -15,6 +15,7 @@ from engine.comm.stop import Stop
 from engine.config.stages import reading_fields
 from engine.config.tree import Config
 from engine.run.directory import RunDirectory
+from engine.telemetry.outlets.format import gigabytes
 from engine.telemetry.outlets.hub import Telemetry
 from engine.telemetry.record.events import EventKind
 
@@ -50,7 +51,7 @@ class CheckpointNotices:
             self.telemetry.say(f"it cannot be noted in {self.directory.path} that the run has saved: {error}", "yellow")
         waited = self.stall_seconds + self.waited_seconds
         self.telemetry.say(
-            f"saved step {step:,}: {num_bytes / 1e6:,.1f} MB in {seconds:.1f} s, training waited {waited:.2f} s ({folder})"
+            f"saved step {step:,}: {gigabytes(num_bytes)} in {seconds:.1f} s, training waited {waited:.2f} s ({folder})"
         )
 
     def on_save_failed(self, step: int, reason: str) -> None:

@@ -1,10 +1,12 @@
 """The table of steps: its columns, those that fit, and their values (no torch here).
 
-        step     loss        lr    grad  tokens/s  TFLOP/s     MFU   s/step       ETA
-     100/300   2.5123  2.41e-03   0.874    12.52k   0.0632       -    0.327      1:05
+        step     loss        lr    grad  tokens/s  TFLOP/s    resident   s/step       ETA
+     100/300   2.5123  2.41e-03   0.874    12,520   0.0632    0.582 GB    0.327      1:05
 
 Loss, learning rate and gradient norm are those of the step in the line. Speeds and times are means over the steps since
-the line before, so that a line shows the speed of the run and not of one step.
+the line before, so that a line shows the speed of the run and not of one step. TFLOP/s are the model's, per device, as in MFU:
+those with recomputation are in `metrics.jsonl` (`hardware_tflops_per_device`). Memory is the most that the logging rank has
+held: tensors on a GPU (`GPU memory`), the whole process on the CPU (`resident`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from engine.telemetry.outlets.format import compact, duration, gibibytes, significant
+from engine.telemetry.outlets.format import compact, duration, gigabytes, significant
 from engine.telemetry.record.metrics import StepMetrics
 
 LINES_PER_HEADER = 20
@@ -29,8 +31,18 @@ class Column:
     style: str = ""
 
 
-def columns_of(num_steps: int, *, show_mfu: bool) -> tuple[Column, ...]:
-    """List all columns of a run; without a known peak there is no MFU to show."""
+MEMORY = {"cuda": "GPU memory", "cpu": "resident"}
+"""Words for a process's memory, by the type of its device: what torch has allocated, or what is resident."""
+
+
+def columns_of(num_steps: int, *, show_mfu: bool, memory: str) -> tuple[Column, ...]:
+    """List all columns of a run.
+
+    Args:
+        num_steps: of the run.
+        show_mfu: whether a peak is known.
+        memory: head of the column of memory, of `MEMORY`.
+    """
     columns = (
         Column("step", max(7, 2 * len(str(num_steps)) + 1)),
         Column("loss", 7, style="bold"),
@@ -38,9 +50,8 @@ def columns_of(num_steps: int, *, show_mfu: bool) -> tuple[Column, ...]:
         Column("grad", 6, 2),
         Column("tokens/s", 8),
         Column("TFLOP/s", 7, 4),
-        Column("hardware", 8, 6),
         Column("MFU", 6, 1),
-        Column("memory", 10, 5),
+        Column(memory, 10, 5),
         Column("s/step", 7),
         Column("ETA", 8),
     )
@@ -58,7 +69,7 @@ def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
     return tuple(kept)
 
 
-def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float) -> dict[str, str]:
+def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float, memory: str) -> dict[str, str]:
     """Format the line of the last of `steps`, by column; `steps` are those since the line before."""
     last = steps[-1]
     seconds = sum(step.step_time_seconds for step in steps)
@@ -75,9 +86,8 @@ def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float) -> d
         "grad": significant(last.grad_norm),
         "tokens/s": compact(mean([step.tokens_per_second for step in steps])),
         "TFLOP/s": significant(mean([step.model_tflops_per_device for step in steps])),
-        "hardware": significant(mean([step.hardware_tflops_per_device for step in steps])),
         "MFU": f"{mean(mfus):.1%}" if len(mfus) == len(steps) else "",
-        "memory": gibibytes(last.peak_memory_bytes),
+        memory: gigabytes(last.peak_memory_bytes),
         "s/step": significant(seconds / len(steps)),
         "ETA": duration(eta_seconds),
     }

@@ -161,7 +161,7 @@ def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: Mod
         more = f"{abs(difference):,} {'fewer' if difference < 0 else 'more'} than"
         return [f"{total:,} parameters: {more} this configuration's formula, in {places}", modules]
     used = f"; a token uses {num_active(model):,}" if model.has_experts else ""
-    return [f"{total:,} counted on the ranks = {by_formula:,} by the formula{used}", modules]
+    return [f"{total:,} counted = {by_formula:,} by the formula{used}: {modules}"]
 
 
 def _beside_formula(listed: Mapping[str, int], of_list: Mapping[str, int], formula: Mapping[str, int]) -> Iterator[str]:

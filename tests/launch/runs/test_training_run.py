@@ -122,11 +122,37 @@ def test_command_1_learns_real_text(command_1: Finished) -> None:
 def test_it_says_what_it_does(command_1: Finished) -> None:
     said = command_1.said
     assert "data/stdlib/bytes is not there yet, so it is prepared first" in said.out
-    assert "tp=2 pp=2 vpp=2 dp=2: 8 ranks on 1 node, interleaved, sequence parallel" in said.out
-    assert "886,016 counted on the ranks = 886,016 by the formula" in said.out
+    assert "tp=2 pp=2 vpp=2 dp=2, interleaved, sequence parallel" in said.out
+    assert "8 ranks on 1 node, cpu, gloo" in said.out
+    assert "886,016 counted = 886,016 by the formula" in said.out
     assert f"{NUM_STEPS}/{NUM_STEPS}" in said.out
     assert "Traceback" not in said.err
     assert "Warning" not in said.err
+
+
+def test_the_start_reads_like_a_start(command_1: Finished) -> None:
+    """It is short though the corpus is prepared first, and says each thing once."""
+    first_lines, found, _ = command_1.said.out.partition(f"\n   1/{NUM_STEPS} ")
+    assert found and len(first_lines.splitlines()) <= 15, first_lines
+    for once in ("tp=2", "samples per step", "GB predicted"):
+        assert first_lines.count(once) == 1, once
+    assert "torch.distributed.run" not in command_1.said.out and "PYTHONPATH" not in command_1.said.out
+
+
+def test_memory_has_one_unit_and_stands_beside_its_prediction(command_1: Finished) -> None:
+    out = command_1.said.out
+    assert not re.search(r"\d [KMGkm]i?B\b(?<!GB)", out)
+    found = re.search(
+        r"rank 0 has held ([\d.]+) GB of resident memory at most, ([\d.]+) GB\s+predicted\s+"
+        r"\(([\d.]+)\s+GB\s+before\s+its\s+model,\s+([\d.]+)\s+GB\s+of\s+tensors\)",
+        out,
+    )
+    assert found is not None, out
+    measured, predicted, before, tensors = map(float, found.groups())
+    assert predicted == pytest.approx(before + tensors, abs=2e-3)
+    assert 0 < tensors < before < measured, "the model is small beside Python"
+    assert f"{tensors:.4f} GB predicted on the fullest rank" in out
+    assert float(re.findall(r"([\d.]+) GB +[\d.]+ +\d+:\d+\n", out)[-1]) <= measured
 
 
 def test_metrics_have_one_whole_object_per_step(command_1: Finished) -> None:

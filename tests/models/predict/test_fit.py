@@ -39,7 +39,12 @@ def test_the_line_names_the_fullest_rank_and_its_kinds() -> None:
     assert memory_line(Prediction((small,))).startswith("10.0 GB predicted on the fullest rank (parameters 1.0, ")
     assert memory_line(Prediction((small,)), 9 * GB).endswith(" of 9.0 GB: it does not fit")
     tiny = Memory(10**6, 0, 0, 25 * 10**5, 0, 0, 0)
-    assert memory_line(Prediction((tiny,))) == "3.5 MB predicted on the fullest rank (parameters 1.0, activations 2.5)"
+    assert memory_line(Prediction((tiny,))) == (
+        "0.00350 GB predicted on the fullest rank (parameters 0.00100, activations 0.00250)"
+    )
+    assert memory_line(Prediction((tiny,)), 10**6, by_kind=False) == (
+        "0.00350 GB predicted on the fullest rank of 0.00100 GB: it does not fit"
+    )
 
 
 def test_what_does_not_fit_is_refused_with_all_other_problems() -> None:

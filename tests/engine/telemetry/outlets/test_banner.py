@@ -50,7 +50,7 @@ def start_rows(
         "tp=2 dp=2: 4 ranks",
         "cpu, gloo",
         "attention: flash",
-        "16.4 MB predicted",
+        "0.0164 GB predicted",
         num_parameters(config.model),
         listed(config),
         recompute=config.recompute,
@@ -67,11 +67,11 @@ def test_the_banner_says_what_runs_and_where_it_is_written(
     assert said["layout"] == "tp=2 dp=2: 4 ranks"
     assert said["device"] == "cpu, gloo, bf16"
     assert said["batch"] == str(batch_plan(config, 2))
-    assert said["memory"] == "16.4 MB predicted"
+    assert said["memory"] == "0.0164 GB predicted"
     total = f"{sum(num_parameters(config.model).values()):,}"
-    assert said["parameters"].startswith(f"{total} counted on the ranks = {total} by the formula")
+    assert said["parameters"].startswith(f"{total} counted = {total} by the formula: ")
     assert "causal" in said["FLOPs"] and "recompute: selective" in said["FLOPs"]
-    assert "telemetry.peak_tflops=..." in said["peak"]
+    assert "peak" not in said["FLOPs"], "a CPU has none"
     assert str(run.path) in said["results"]
 
 
@@ -136,8 +136,13 @@ def test_the_banner_says_that_gathered_inputs_are_kept(make_config: Callable[...
 def test_a_known_peak_comes_with_its_source_and_the_convention(
     make_config: Callable[..., Config], run: RunDirectory
 ) -> None:
-    said = start_rows(make_config(), run, device_name="NVIDIA H200")["peak"]
-    assert "989.4 TFLOP/s per device" in said and "data sheet" in said and "MFU = model / peak" in said
+    config = make_config()
+    start = Start(config, batch_plan(config, 2), "", "", "", "", num_parameters(config.model), config.recompute, "cuda")
+    said = start_rows(config, run, replace(start, memory="47.1 GB"), device_name="NVIDIA H200")
+    assert "989.4 TFLOP/s per device" in said["FLOPs"] and "data sheet" in said["FLOPs"]
+    assert "6 x GEMM weights" in said["FLOPs"] and "MFU = model / peak" in said["FLOPs"]
+    assert said["GPU memory"] == "47.1 GB"
+    assert "telemetry.peak_tflops=..." in start_rows(config, run, start, device_name="a new card")["FLOPs"]
 
 
 def test_a_model_that_lost_a_layer_is_not_hidden(make_config: Callable[..., Config], run: RunDirectory) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from engine.telemetry.outlets.banner import ladder
 from engine.telemetry.outlets.console import Live, Report
-from engine.telemetry.outlets.format import compact, duration, gibibytes, significant
+from engine.telemetry.outlets.format import compact, duration, gigabytes, significant
 from engine.telemetry.outlets.lossy_file import LossyFile, text_over
 from engine.telemetry.outlets.table import columns_of, fitting
 from engine.telemetry.record.metrics import StepMetrics
@@ -48,9 +48,12 @@ def test_significant_digits(value: float, text: str) -> None:
 def test_counts_memory_and_times_have_units() -> None:
     values = [0, 950.4, 1000, 12_412, 999_949, 1_234_567, 5.7e9, 2e12]
     assert [compact(value) for value in values] == [
-        "0", "950", "1.000k", "12.41k", "999.9k", "1.235M", "5.700G", "2.000T",
+        "0", "950", "1,000", "12,412", "999.9k", "1.235M", "5.700G", "2.000T",
     ]  # fmt: skip
-    assert gibibytes(5 * 2**30 // 2) == "2.50 GiB"
+    amounts = [0, 21, 16_400_000, 582_100_000, 10**9, 47_123_000_000, 1_234_500_000_000]
+    assert [gigabytes(amount) for amount in amounts] == [
+        "0.0 GB", "0.0000000210 GB", "0.0164 GB", "0.582 GB", "1.0 GB", "47.1 GB", "1,234.5 GB",
+    ]  # fmt: skip
     assert [duration(seconds) for seconds in (0, 9.4, 59.6, 754, 5025, 183_845)] == [
         "0:00", "0:09", "1:00", "12:34", "1:23:45", "2d 03:04",
     ]  # fmt: skip
@@ -67,7 +70,7 @@ def test_numbers_fit_their_columns(value: float) -> None:
 
 @given(st.integers(1, 250), st.integers(1, 10**7), st.booleans())
 def test_columns_are_dropped_until_the_line_fits_and_not_one_more(width: int, num_steps: int, show_mfu: bool) -> None:
-    columns = columns_of(num_steps, show_mfu=show_mfu)
+    columns = columns_of(num_steps, show_mfu=show_mfu, memory="resident")
     kept = fitting(columns, width)
     length = sum(column.width + 2 for column in kept) - 2
     assert [column for column in columns if column in kept] == list(kept)
@@ -92,11 +95,11 @@ def test_a_pipe_and_the_log_get_the_same_plain_lines_with_all_columns(make_metri
     assert pipe.getvalue() == log.getvalue()
     header, *rows = pipe.getvalue().splitlines()
     assert header.split() == [
-        "step", "loss", "lr", "grad", "tokens/s", "TFLOP/s", "hardware", "MFU", "memory", "s/step", "ETA",
+        "step", "loss", "lr", "grad", "tokens/s", "TFLOP/s", "MFU", "resident", "s/step", "ETA",
     ]  # fmt: skip
     assert [row.split()[0] for row in rows] == ["1/30", "10/30", "20/30", "30/30"]
     assert rows[1].split()[1:] == [
-        "3.0000", "1.00e-03", "0.500", "64", "0.250", "0.500", "41.7%", "1.00", "GiB", "2.000", "0:40",
+        "3.0000", "1.00e-03", "0.500", "64", "0.250", "41.7%", "1.1", "GB", "2.000", "0:40",
     ]  # fmt: skip
     assert all(len(row) == len(header) for row in rows)
 
@@ -206,7 +209,7 @@ def test_nothing_is_wider_than_the_terminal(
         shown = visible_lines(read())
     assert max(len(line) for line in shown) <= columns
     header = next(line for line in shown if line.lstrip().startswith("step"))
-    assert ("memory" in header) == (columns >= 120) and "ETA" in header
+    assert ("resident" in header) == (columns >= 120) and "ETA" in header
     assert any("11/30" in line and "37%" in line and "━" in line for line in shown)
 
 
@@ -241,7 +244,7 @@ def test_a_terminal_that_grew_gets_more_columns_under_a_new_header(
         lines.step(make_metrics(step=10))
         lines.close()
         headers = [line.split() for line in visible_lines(read()) if line.lstrip().startswith("step")]
-    assert len(headers) == 2 and "memory" not in headers[0] and "memory" in headers[1]
+    assert len(headers) == 2 and "resident" not in headers[0] and "resident" in headers[1]
 
 
 def test_a_terminal_that_has_hung_up_keeps_its_last_width(make_metrics: MakeMetrics) -> None:
