@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train a GPT. Every form does its own set-up; --dry-run as the last word shows what would be started.
 #
-#   bash launch/pretrain_gpt.sh                                    # real text, configs/gpt_tiny.yaml, 8 ranks
+#   bash launch/pretrain_gpt.sh                                    # real text; configs/gpt_tiny.yaml, or on GPUs gpt_125m_bytes.yaml
 #   bash launch/pretrain_gpt.sh configs/gpt_tiny.yaml train.steps=20 optimizer.lr=1e-3
 #   TP=4 PP=1 VPP=1 DP=2 bash launch/pretrain_gpt.sh configs/gpt_tiny.yaml
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=host0 MASTER_PORT=29500 NPROC_PER_NODE=8 bash launch/pretrain_gpt.sh my.yaml

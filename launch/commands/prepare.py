@@ -20,7 +20,7 @@ from engine.data.corpus.prepare import Prepared, PrepareRequest, prepare
 from engine.data.corpus.record import record_path
 from engine.data.corpus.stdlib import STDLIB_BYTES, stdlib_files
 from engine.data.corpus.train_bpe import TRAINING_BYTES, size_to_train
-from engine.errors import DataError
+from engine.errors import DataError, counted
 from engine.program import triaxis
 
 EXAMPLES = """examples:
@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes (default: one per usable core); the corpus is the same for any number",
     )
+    parser.add_argument("--quiet", action="store_true", help="print progress alone, no description of the corpus")
     parser.add_argument("--force", action="store_true", help="prepare again, and replace another corpus of that name")
 
 
@@ -134,7 +135,8 @@ def run(args: argparse.Namespace) -> int:
         )
     with progress_shown(console, request.input_bytes) as progress:
         prepared = prepare(request, num_workers=args.workers, force=args.force, progress=progress)
-    show_prepared(console, args.output, prepared)
+    if not args.quiet:
+        show_prepared(console, args.output, prepared)
     return 0
 
 
@@ -148,10 +150,13 @@ class Speed:
     def describe(self, done: Done) -> str:
         seconds = time.monotonic() - self._start_seconds
         own_bytes = done.num_bytes - done.found_bytes
-        rate = (done.num_tokens - done.found_tokens) / seconds if seconds else 0.0
-        left = f"{seconds * (self._total_bytes - done.num_bytes) / own_bytes:,.0f} s left" if own_bytes else "-"
         found = f", {done.found_bytes / self._total_bytes:.0%} from an earlier start" if done.found_bytes else ""
-        return f"{done.num_documents:,} documents, {done.num_tokens:,} tokens, {rate:,.0f} tokens/s, {left}{found}"
+        made = f"{counted(done.num_documents, 'document')}, {counted(done.num_tokens, 'token')}"
+        if not own_bytes or not seconds:
+            return f"{made}{found}; the first part is not done yet"
+        rate = (done.num_tokens - done.found_tokens) / seconds
+        left = f"{seconds * (self._total_bytes - done.num_bytes) / own_bytes:,.0f} s left"
+        return f"{made}, {rate:,.0f} tokens/s, {left}{found}"
 
 
 @contextmanager
@@ -183,7 +188,7 @@ class LogLines:
         if time.monotonic() - self.printed_seconds >= SECONDS_BETWEEN_LINES:
             self.printed_seconds = time.monotonic()
             share = done.num_bytes / self.total_bytes
-            self.console.print(f"prepare: {share:4.0%} of {self.total_bytes:,} bytes, {self.speed.describe(done)}")
+            self.console.print(f"prepare: {share:.0%} of {self.total_bytes:,} bytes, {self.speed.describe(done)}")
 
 
 def show_prepared(console: Console, prefix: str, prepared: Prepared) -> None:
@@ -201,7 +206,7 @@ def show_prepared(console: Console, prefix: str, prepared: Prepared) -> None:
     )
     for name, value in (
         ("corpus", f"{bin_path(prefix)}, {idx_path(prefix).name}, {record_path(prefix).name}"),
-        ("text", f"{record.num_input_files:,} files, {record.input_bytes:,} bytes"),
+        ("text", f"{counted(record.num_input_files, 'file')}, {record.input_bytes:,} bytes"),
         ("documents", f"{record.num_documents:,}{skipped}"),
         ("tokens", f"{record.num_tokens:,} as {record.dtype}, {record.bin_bytes:,} bytes"),
         ("tokenizer", f"{record.tokenizer}, {record.vocab_size:,} tokens, {ends}"),

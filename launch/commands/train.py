@@ -8,8 +8,10 @@ from functools import partial
 from engine.errors import ExitCode
 from launch.start import hostfile
 from launch.start.command_line import CONFIG, CommandParser, add_dry_run
-from launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH, Request, launch
+from launch.start.launcher import FROM_SCRATCH, Request, default_config, launch
 from launch.start.preflight import look_before_training
+
+VERBOSE = "--verbose"
 
 EXAMPLES = """examples:
   triaxis train
@@ -25,11 +27,11 @@ with NNODES NODE_RANK MASTER_ADDR MASTER_PORT.
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.usage = "triaxis train [CONFIG] [--from-scratch] [--dry-run] [section.key=value ...]"
+    parser.usage = "triaxis train [CONFIG] [--from-scratch] [--verbose] [--dry-run] [section.key=value ...]"
     parser.epilog = EXAMPLES
     parser.takes(
         CONFIG,
-        "the run; without one: configs/gpt_tiny.yaml on real text, which is prepared first",
+        "the run; without one: configs/gpt_tiny.yaml, or gpt_125m_bytes.yaml on GPUs, on text that is prepared first",
         required=False,
         read_without=DEFAULT_CONFIG,
     )
@@ -37,6 +39,11 @@ def add_arguments(parser: CommandParser) -> None:
         FROM_SCRATCH,
         action="store_true",
         help="start at step 0 though this run has saved checkpoints (they are moved aside); without it, it resumes",
+    )
+    parser.add_argument(
+        VERBOSE,
+        action="store_true",
+        help="print the line that starts the ranks too, with the environment that is set for them",
     )
     add_dry_run(parser, "print the launch line, the layout and the batch; start nothing")
 
@@ -46,8 +53,10 @@ def run(args: argparse.Namespace) -> int:
     asked = request(args)
     if hostfile.is_asked_for(os.environ):
         flags = [FROM_SCRATCH] if args.from_scratch else []
-        return hostfile.start(asked.config_path or DEFAULT_CONFIG, asked.overrides, flags, dry_run=args.dry_run)
-    asked = replace(asked, explained_codes=(ExitCode.DIVERGED,), trains=True)
+        flags += [VERBOSE] if args.verbose else []
+        path = asked.config_path or default_config(asked.overrides, os.environ)
+        return hostfile.start(path, asked.overrides, flags, dry_run=args.dry_run)
+    asked = replace(asked, explained_codes=(ExitCode.DIVERGED,), trains=True, verbose=args.verbose)
     if args.from_scratch:
         asked = replace(asked, worker_flags=(FROM_SCRATCH,))
     asked = replace(asked, preflight=partial(look_before_training, from_scratch=args.from_scratch))

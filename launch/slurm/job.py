@@ -36,7 +36,7 @@ from launch.slurm.allocation import Job, call, say
 from launch.slurm.history import ATTEMPTS_WITHOUT_PROGRESS, FAILURES_TO_EXCLUDE, History, Outcome
 from launch.slurm.srun_report import StepReport
 from launch.start.gpu_memory import memory_rules
-from launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH
+from launch.start.launcher import FROM_SCRATCH, default_config
 from launch.start.preflight import look_before_training
 from launch.start.process.ending import exit_code
 from launch.start.process.failure import OTHERS_END_SECONDS
@@ -394,7 +394,7 @@ def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
         ConfigError: all problems at once, before any task starts.
     """
     asked = request(command_parser(command_module("train")).parse(words))
-    path = asked.config_path or DEFAULT_CONFIG
+    path = asked.config_path or default_config(asked.overrides, os.environ)
     rules = [*RULES_OF_A_RUN, *([] if job is None else memory_rules(os.environ))]
     config = load_config(path, asked.overrides, os.environ, more_rules=rules)
     if job is not None:

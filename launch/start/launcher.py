@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,10 +31,11 @@ from engine.config.load import load_config
 from engine.config.plan import BatchPlan, batch_plan, parallel_sizes
 from engine.config.tree import Config, require_legal
 from engine.data.corpus.indexed import bin_path, idx_path
-from engine.device.gpus import BACKEND_VARIABLE, DEVICE_VARIABLE, NCCL, find_gpus
+from engine.device.gpus import BACKEND_VARIABLE, CPU, DEVICE_VARIABLE, NCCL, find_gpus
 from engine.errors import ExitCode, TopologyError
 from engine.layout.rank_grid import ParallelSizes
 from engine.run.directory import run_name
+from engine.telemetry.outlets.format import wrapped
 from launch.start.gpu_memory import read_devices
 from launch.start.import_path import import_variables
 from launch.start.open_files import allow_open_files
@@ -61,8 +62,12 @@ if TYPE_CHECKING:  # it imports torch
     from launch.start.rendezvous import MeetingPlace
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
+"""The config of a command without one, on a machine without GPUs."""
 
-TINY_CONFIGS = (DEFAULT_CONFIG, DEFAULT_CONFIG.with_name("moe_tiny.yaml"))
+GPU_CONFIG = DEFAULT_CONFIG.with_name("gpt_125m_bytes.yaml")
+"""The config of a command without one, where there are GPUs."""
+
+STDLIB_CONFIGS = (DEFAULT_CONFIG, DEFAULT_CONFIG.with_name("moe_tiny.yaml"), GPU_CONFIG)
 """Configs whose corpus is prepared first, from text that every machine has."""
 
 WORKER = "launch.pretrain_gpt"
@@ -76,14 +81,21 @@ FROM_SCRATCH = "--from-scratch"
 
 DEFAULT_MASTER_PORT = "29500"
 
+_LABEL = 8
+"""Columns of a row's name."""
+_UNLIMITED = 10**6
+_CONTINUES = " \\"
+
 
 @dataclass(frozen=True)
 class Request:
-    """A run to start. `config_path` None: the default command."""
+    """A run to start. `config_path` None: the default command, `default_config`."""
 
     config_path: Path | None
     overrides: tuple[str, ...]
     dry_run: bool = False
+    verbose: bool = False
+    """Print the line that starts the ranks, with its environment; `dry_run` prints it too."""
     trains: bool = False
     """The worker trains this configuration, so its predicted memory must fit."""
     worker: str = WORKER
@@ -132,12 +144,12 @@ def _launch(request: Request, variables: Mapping[str, str]) -> int:
     arguments = torchrun_arguments(plan, request.worker, variables)
     environment = import_variables(variables) | thread_variables(variables) | device_variables(plan.world)
     console = Console(highlight=False, soft_wrap=True)
-    show(console, plan, arguments, environment)
+    show(console, request, plan, arguments, environment)
     if request.dry_run:
         return 0
     allow_open_files()
     has_data = any(word.startswith("data.") for word in request.overrides)
-    if request.worker == WORKER and plan.config_path.resolve() in TINY_CONFIGS and not has_data:
+    if request.worker == WORKER and plan.config_path.resolve() in STDLIB_CONFIGS and not has_data:
         exit_code = _prepare_corpus(console, plan.config, os.environ | environment)
         if exit_code:
             return exit_code
@@ -147,21 +159,30 @@ def _launch(request: Request, variables: Mapping[str, str]) -> int:
             print(instead)
             return 0
     sys.stdout.flush()  # before the ranks write to the same place
-    return _run_stages(plan, arguments, environment)
+    exit_code = _run_stages(plan, arguments, environment)
+    if exit_code == 0 and request.config_path is None and plan.config_path == GPU_CONFIG:
+        _row(
+            console,
+            "next",
+            f"triaxis try {_near(GPU_CONFIG)}   measures speed, MFU and memory of a layout, beside the prediction",
+        )
+    return exit_code
+
+
+def default_config(overrides: Sequence[str], variables: Mapping[str, str]) -> Path:
+    """Return the config of a command without one: `GPU_CONFIG` where this node has GPUs, unless the run is to be on the CPU."""
+    on_cpu = f"runtime.device={CPU}" in overrides or not find_gpus(variables).count
+    return DEFAULT_CONFIG if on_cpu else GPU_CONFIG
 
 
 def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
     """Resolve the config, choose the world, check both together."""
-    path, overrides = request.config_path or DEFAULT_CONFIG, request.overrides
+    overrides = request.overrides
+    path = request.config_path or default_config(overrides, variables)
     gpus = find_gpus(variables)
     devices = read_devices(variables) if request.trains and gpus.count else None
     rules = [*RULES_OF_A_RUN, *([] if devices is None else [memory_rule(devices)])]
     config = load_config(path, overrides, variables, more_rules=rules)
-    dp_was_asked_for = variables.get("DP") or any(word.startswith("parallel.dp=") for word in overrides)
-    if request.config_path is None and gpus.count and config.runtime.device != "cpu" and not dp_was_asked_for:
-        # The user did not choose this config, so its dp, meant for a CPU, does not keep GPUs idle.
-        overrides = (*overrides, "parallel.dp=null")
-        config = load_config(path, overrides, variables, more_rules=rules)
     world = decide(config, gpus, variables, rules)
     ranks_per_node = config.runtime.ranks_per_node or world.ranks_per_node
     require_legal(config, str(path), world.size, ranks_per_node, rules)
@@ -223,32 +244,69 @@ def device_variables(world: World) -> dict[str, str]:
     return {DEVICE_VARIABLE: world.device, BACKEND_VARIABLE: world.backend}
 
 
-def show(console: Console, plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Print the choices with their reasons, and the line that starts the run."""
+def show(
+    console: Console, request: Request, plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]
+) -> None:
+    """Print the choices with their reasons. Rank 0 of a training run describes layout, batch and memory itself."""
     world = plan.world
     nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes of {world.ranks_per_node}"
-    words = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    line = " ".join([*(f"{name}={shlex.quote(value)}" for name, value in environment.items()), shlex.join(words)])
-    rows = [
-        ("config", " ".join(plan.worker_arguments)),
-        ("ranks", f"{world.size} on {nodes}, {world.backend} ({world.reason})"),
-        ("layout", str(plan.sizes)),
-        ("batch", str(plan.batch)),
-        *([("memory", plan.memory)] if plan.memory else []),
-        ("launch", line),
-    ]
-    for name, text in rows:
-        console.print(f"[bold]{name:<8}[/bold]", end="")
-        console.print(text, markup=False)
+    _row(console, "config", shlex.join([_near(plan.config_path), *plan.worker_arguments[1:]]))
+    _row(console, "ranks", f"{world.size} on {nodes}, {world.backend} ({world.reason})")
+    if request.dry_run or request.worker != WORKER:
+        _row(console, "layout", str(plan.sizes))
+        _row(console, "batch", str(plan.batch))
+        if plan.memory:
+            _row(console, "memory", plan.memory)
+    if request.dry_run or request.verbose:
+        words = [f"{name}={shlex.quote(value)}" for name, value in environment.items()]
+        words += map(shlex.quote, [sys.executable, "-m", "torch.distributed.run", *arguments])
+        _lines(console, "launch", _continued(words, _width(console)))
+
+
+def _row(console: Console, name: str, text: str) -> None:
+    """Print a labelled text; on a terminal its lines end between words."""
+    _lines(console, name, wrapped(text, _width(console)))
+
+
+def _lines(console: Console, name: str, lines: Iterable[str]) -> None:
+    """Print labelled lines."""
+    head = f"{name:<{_LABEL}}"
+    for line in lines:
+        console.print(f"[bold]{head}[/bold]", end="")
+        console.print(line, markup=False)
+        head = " " * _LABEL
+
+
+def _width(console: Console) -> int:
+    """Return the columns for the text of a row; a pipe or a file has no limit."""
+    return console.width - _LABEL if console.is_terminal else _UNLIMITED
+
+
+def _continued(words: Sequence[str], width: int) -> Iterator[str]:
+    """Yield a command in lines that can be pasted: each but the last ends with a backslash."""
+    line = ""
+    for word in words:
+        if line and len(line) + 1 + len(word) + len(_CONTINUES) > width:
+            yield line + _CONTINUES
+            line = word
+        else:
+            line = f"{line} {word}" if line else word
+    yield line
+
+
+def _near(path: Path) -> str:
+    """Return a path as short as it can be typed here."""
+    here = Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, str]) -> int:
     """Prepare the corpus of a tiny config, from text that every machine has, if it is missing; return an exit code."""
     for _, prefix in config.data.train:
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
-            console.print(f"[bold]{'corpus':<8}[/bold]{prefix} is not there yet, so it is prepared first")
+            _row(console, "corpus", f"{prefix} is not there yet, so it is prepared first, from the sources of Python")
             sys.stdout.flush()
-            command = [sys.executable, "-m", "launch.cli", "prepare", "--stdlib", "--output", prefix]
+            command = [sys.executable, "-m", "launch.cli", "prepare", "--stdlib", "--output", prefix, "--quiet"]
             prepared = subprocess.run([*command, "--tokenizer", config.data.tokenizer], env=variables, check=False)
             if prepared.returncode:
                 return prepared.returncode
@@ -329,7 +387,8 @@ def _show_cursor() -> None:
 def _be_a_rank(request: Request, variables: Mapping[str, str]) -> int:
     """Run the worker in this task of srun, and end with it."""
     ours = rank_variables(variables)
-    arguments = [str(request.config_path or DEFAULT_CONFIG), *request.overrides, *request.worker_flags]
+    path = request.config_path or default_config(request.overrides, variables)
+    arguments = [str(path), *request.overrides, *request.worker_flags]
     if not request.dry_run:
         os.environ.update(ours | thread_variables(variables))
         run_rank(importlib.import_module(request.worker).main, arguments)

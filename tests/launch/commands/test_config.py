@@ -22,6 +22,7 @@ WORLD_SIZES = {
     "gpt_tiny": 8,
     "moe_tiny": 8,
     "gpt_125m": 8,
+    "gpt_125m_bytes": 8,
     "gpt_345m": 8,
     "gpt_1p3b": 8,
     "gpt_2p7b": 32,
