@@ -8,7 +8,7 @@ from functools import partial
 from engine.errors import ExitCode
 from launch.start import hostfile
 from launch.start.command_line import CONFIG, CommandParser, add_dry_run
-from launch.start.launcher import FROM_SCRATCH, Request, default_config, launch
+from launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH, Request, default_config, launch
 from launch.start.preflight import look_before_training
 
 VERBOSE = "--verbose"
