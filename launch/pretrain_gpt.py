@@ -291,7 +291,7 @@ def _report(
     engine, directory, telemetry, valid = attempt.engine, attempt.directory, attempt.telemetry, attempt.datasets.valid
     config, plan, loss, val_loss = engine.config, engine.plan, observer.loss, observer.val_loss
     telemetry.flush()
-    held = peak_memory_of_ranks(engine.topology)
+    held, memory = peak_memory_of_ranks(engine.topology), measured_memory(engine, attempt.held_before)
     step = plan.num_steps if stopped is None else plan.stage.step_after(consumed_samples)
     saved = directory.checkpoints(config).step_folder(step) if config.checkpoint.saves else None
     if stopped is not None:
@@ -307,7 +307,6 @@ def _report(
     if telemetry.report is not None:
         with _summarizing(telemetry):
             entropies = corpus_entropies(config)
-        memory = measured_memory(engine, attempt.held_before)
         show_end(
             telemetry.report, directory, End(step, seconds, loss, val_loss, entropies, saved, prompt, text, memory)
         )
