@@ -29,6 +29,7 @@ from launch.start.command_line import (
     layout_overrides,
     refuse,
 )
+from launch.start.wide_console import wide_console
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     footprints = Footprints(config, build_chunks, full=args.full)
     config = resolve_recompute(config, footprints.sizes)
-    console = Console(highlight=False, soft_wrap=True)
+    console = wide_console()
     tree: dict[str, object] = {"layout": str(footprints.sizes)}
     if args.replay:
         tree["replay"] = _replay(console, footprints)
@@ -112,6 +113,10 @@ def run(args: argparse.Namespace) -> int:
         for rank in args.rank or [0]:
             print(f"one step of rank {rank} of {footprints.sizes.world_size:,} ...", file=sys.stderr)
             found = footprints.of(rank)
+            between, most = in_bytes(sum(found.state.values())), in_bytes(found.peak.total)
+            console.print(
+                f"{args.config}: rank {rank} holds {most} at the peak of a step, {between} between steps", markup=False
+            )
             show_footprint(console, config, rank, found)
             ranks.append(as_json(config, rank, found) | (_real(console, config, rank, found) if args.real else {}))
         tree["ranks"] = ranks
@@ -319,7 +324,7 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for index, column in enumerate(columns):
         numbers = index and column not in ("operation", "tensor", "most often")
-        table.add_column(column, justify="right" if numbers else "left", no_wrap=column != "most often")
+        table.add_column(column, justify="right" if numbers else "left", no_wrap=bool(numbers), overflow="fold")
     return table
 
 

@@ -4,12 +4,14 @@
 import argparse
 import json
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from engine.config.layout import ParallelConfig
 from engine.config.training import MOST_STEPS
 from engine.device.gpus import find_gpus
 from engine.errors import TriaxisError
@@ -27,6 +29,7 @@ from launch.start.command_line import (
     refuse,
 )
 from launch.start.srun_task import is_rank
+from launch.start.world import TooFewGpusError
 from launch.tuning.layouts import LEAST_STEPS, STOPPED, Failed, Measured, refused, show_plan, try_layout, write_config
 from launch.tuning.report import Tried, look_at_machine, to_json, to_text
 
@@ -101,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         return NOTHING_TRAINED if outcomes else 0
     measured = [one for one in outcomes if isinstance(one, Measured)]
     tried = Tried(
-        words=_words(args),
+        words=_words(args, args.layouts),
         name=args.config.stem,
         num_steps=args.steps,
         machine=look_at_machine(is_gpu=measured[0].is_gpu if measured else find_gpus(os.environ).count > 0),
@@ -122,6 +125,12 @@ def _try(
         if not args.dry_run:
             return try_layout(path, label, folder / f"{name}.log")
         show_plan(path)
+    except TooFewGpusError as error:
+        # Caught before the other problems of a layout: the advice is a command like this one, with a layout that fits.
+        failed = Failed(label, f"{error.needs}.{_that_fits(args, error.smaller)}", error.exit_code)
+        if args.dry_run:
+            _print_outcome(failed)
+        return failed
     except TriaxisError as error:
         failed = refused(label, error)
         if args.dry_run:
@@ -140,10 +149,19 @@ def _print_outcome(outcome: Measured | Failed) -> None:
         print(f"  | {line}", file=sys.stderr)
 
 
-def _words(args: argparse.Namespace) -> list[str]:
-    """Return the command that does the same again."""
+def _that_fits(args: argparse.Namespace, smaller: ParallelConfig | None) -> str:
+    """Return the command that tries a layout which fits the GPUs; nothing where none does."""
+    if smaller is None:
+        return " No smaller layout keeps the rules of this config."
+    sizes = [f"{name}={getattr(smaller, name)}" for name in ("tp", "pp", "vpp", "ep", "etp")]
+    layout = ",".join([*(size for size in sizes if not size.endswith("=1")), f"dp={smaller.dp}"])
+    return f" A layout that fits is tried by\n{shlex.join(_words(args, layout))}"
+
+
+def _words(args: argparse.Namespace, layouts: str | None) -> list[str]:
+    """Return the command that does the same again, or with other layouts."""
     options = ["--steps", str(args.steps)]
-    options += [] if args.layouts is None else ["--layouts", args.layouts]
+    options += [] if layouts is None else ["--layouts", layouts]
     options += [] if args.world_size is None else ["--gpus", str(args.world_size)]
     return ["triaxis", "try", str(args.config), *options, *args.overrides]
 

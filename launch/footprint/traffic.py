@@ -13,6 +13,7 @@ from engine.step import Engine
 from engine.train import build
 from launch.rank.batches import open_batches
 from launch.rank.join import Rank, join_run
+from launch.start.wide_console import wide_console
 from models.gpt.chunk import build_chunks
 from models.predict.experts.traffic import Choices
 from models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         world = rank.topology.axis("world")
         (num_differing,) = world.sum_values([float(measured != expected)], rank.topology.device, "traffic")
         if rank.number == 0:
-            show(Console(soft_wrap=True), rank, measured, expected, int(num_differing))
+            show(wide_console(), rank, measured, expected, int(num_differing))
     return 1 if num_differing else 0
 
 
@@ -62,7 +63,7 @@ def show(console: Console, rank: Rank, measured: Traffic, expected: Traffic, num
         box=SIMPLE_HEAD,
     )
     for column in ("axis", "purpose", "operation"):
-        table.add_column(column, no_wrap=True)
+        table.add_column(column, overflow="fold")
     for column in ("calls", "wire bytes", "formula"):
         table.add_column(column, justify="right", no_wrap=True)
     nothing = Volume(0, 0)

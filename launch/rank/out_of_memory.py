@@ -1,7 +1,7 @@
 """The message of a rank that runs out of memory: its activity, what holds how much, and what would hold less.
 
 rank 5 (pp 1, dp 0, tp 1) is out of memory at 0F3, forward of microbatch 3 on chunk 0: tried to allocate 2.00 GiB.
-  parameters     1.02 GiB  predicted 1.02 GiB
+  parameters     1.10 GB  predicted 1.10 GB
   ...
 """
 

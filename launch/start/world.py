@@ -20,6 +20,14 @@ from engine.device.gpus import CUDA, GLOO, Gpus, backend_of, device_type
 from engine.errors import TopologyError, counted
 
 
+class TooFewGpusError(TopologyError):
+    """A layout with more ranks on a node than it has GPUs; `needs` says so, `smaller` is a layout that fits, if there is one."""
+
+    def __init__(self, text: str, needs: str, smaller: ParallelConfig | None) -> None:
+        super().__init__(text)
+        self.needs, self.smaller = needs, smaller
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """The ranks of a run. `reason` names the source of their number in a few words."""
@@ -74,7 +82,7 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
     if not num_gpus:
         return World(num_nodes, ranks_per_node, device, backend, f"{why}; {gpus.note or 'no GPU is used'}")
     if ranks_per_node > num_gpus and backend != GLOO:
-        raise TopologyError(_too_few(config, ranks_per_node, num_gpus, num_nodes, more_rules))
+        raise _too_few(config, ranks_per_node, num_gpus, num_nodes, more_rules)
     idle = num_gpus - ranks_per_node
     note = f"; {idle} of {num_gpus} GPUs per node stay idle" if idle > 0 else ""
     if idle < 0:
@@ -110,7 +118,9 @@ def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence
     return None
 
 
-def _too_few(config: Config, ranks_per_node: int, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> str:
+def _too_few(
+    config: Config, ranks_per_node: int, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]
+) -> TooFewGpusError:
     parallel = config.parallel
     context = f" cp={parallel.cp}" if parallel.cp > 1 else ""
     layout = f"tp={parallel.tp}{context} pp={parallel.pp} dp={parallel.dp or 1}"
@@ -123,11 +133,12 @@ def _too_few(config: Config, ranks_per_node: int, num_gpus: int, num_nodes: int,
     shared = with_value(config, "runtime.collectives", "gloo")
     if not problems(shared, ranks_per_node * num_nodes, ranks_per_node, more_rules):
         choices.append("runtime.collectives=gloo   lets ranks share a GPU, slowly, to try the layout")
-    return (
-        f"{layout} needs {ranks_per_node} GPUs per node and this node shows {num_gpus}. Two ranks on one GPU would deadlock "
-        f"in NCCL, and a layout that was asked for is never changed. Give the same command one of these:\n"
-        + "\n".join(f"  {choice}" for choice in choices)
+    needs = f"{layout} needs {ranks_per_node} GPUs per node and this node shows {num_gpus}"
+    text = (
+        f"{needs}. Two ranks on one GPU would deadlock in NCCL, and a layout that was asked for is never changed. "
+        "Give the same command one of these:\n" + "\n".join(f"  {choice}" for choice in choices)
     )
+    return TooFewGpusError(text, needs, smaller)
 
 
 def _number(variables: Mapping[str, str], name: str) -> int | None:

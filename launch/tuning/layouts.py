@@ -32,6 +32,7 @@ from engine.telemetry.record.jsonl import read_records
 from engine.telemetry.timing.time_split import PARTS
 from launch.start.launcher import Plan, Request, launch, make_plan
 from launch.start.process.failure import AFTER
+from launch.start.world import TooFewGpusError
 from launch.verify.run import without_layout_variables
 from models.predict.rank_memory import predicted_memory
 
@@ -157,6 +158,9 @@ def try_layout(config_path: Path, label: str, log: Path) -> Measured | Failed:
     Args:
         label: of the layout, should it fail.
         log: file that the run's output goes to.
+
+    Raises:
+        TooFewGpusError: the layout has more ranks than this machine GPUs.
     """
     request = Request(config_path, (), explained_codes=(ExitCode.DIVERGED,))
     with without_layout_variables():
@@ -164,6 +168,8 @@ def try_layout(config_path: Path, label: str, log: Path) -> Measured | Failed:
             plan = make_plan(request, os.environ)
             with _output_to(log):
                 exit_code = launch(request, os.environ)
+        except TooFewGpusError:
+            raise
         except TriaxisError as error:
             return refused(label, error)
     if exit_code:

@@ -7,6 +7,7 @@ import os
 import platform
 import shlex
 import subprocess
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from models.specs import num_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_INFO = Path("/proc/cpuinfo")
+COLUMNS, NAME_WIDTH = 100, 10
+"""Columns of the block, and of the names before its texts."""
 LEAST_SHARE = 0.0005
 """A part of the time below this share would be shown as 0.0 %."""
 
@@ -115,9 +118,9 @@ class Tried:
 def to_text(tried: Tried) -> str:
     """Return the block for people: the machine, a row per layout from the fastest on, then what failed and why."""
     measured, failed = rank_outcomes(tried.outcomes)
-    lines = [f"{name:<10}{text}" for name, text in _heading(tried, measured)]
+    lines = list(_named(_asked(tried, measured)))
     if measured:
-        lines += ["", *_table(tried, measured), "", *_times(measured)]
+        lines += ["", *_table(tried, measured), "", *_times(measured), "", *_named(_meanings(tried, measured))]
     if failed:
         lines += ["", "not trained:"]
         for one in failed:
@@ -126,7 +129,17 @@ def to_text(tried: Tried) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _heading(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, str]]:
+def _named(rows: Iterator[tuple[str, str]]) -> Iterator[str]:
+    """Yield rows of a name and a text, folded at `COLUMNS`; a command stays one line, to be pasted."""
+    for name, text in rows:
+        width = len(text) + 1 if name == "command" else COLUMNS - NAME_WIDTH
+        first, *rest = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
+        yield f"{name:<{NAME_WIDTH}}{first}"
+        yield from (" " * NAME_WIDTH + line for line in rest)
+
+
+def _asked(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, str]]:
+    """Yield what was tried, and where."""
     machine = tried.machine
     count = f"{machine.count} x " if machine.is_gpu else ""
     cores = "" if machine.is_gpu else f", {counted(machine.count, 'core')}"
@@ -135,15 +148,20 @@ def _heading(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, 
     yield "machine", f"{count}{machine.device}{cores}; driver {machine.driver}; {versions}; commit {machine.commit}"
     if not measured:
         return
-    # These are equal in all layouts.
-    config, peak = measured[0].config, tried.peak(measured[0].config)
+    # Equal in all layouts.
+    config = measured[0].config
     yield (
         "model",
         f"{tried.name}: {num_parameters(config.model):,} parameters, {config.precision.dtype}, "
         f"sequence {config.model.seq_length:,}; random tokens, {config.train.global_batch_size:,} samples per step, "
         f"{config.train.micro_batch_size:,} per microbatch",
     )
-    one = measured[0]
+
+
+def _meanings(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, str]]:
+    """Yield what the numbers of the table are."""
+    machine, one = tried.machine, measured[0]
+    peak = tried.peak(one.config)
     yield "speeds", f"the median of steps {one.first_step} to {one.last_step}; ranks: {one.device}"
     about = (
         "not known for this device and dtype, so there is no MFU; telemetry.peak_tflops=N sets it"
@@ -161,7 +179,7 @@ def _heading(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, 
 
 def _table(tried: Tried, measured: Sequence[Measured]) -> Iterator[str]:
     rank = tried.machine.rank
-    rows = [("", "layout", "ranks", f"tokens/s per {rank}", "tokens/s", "s per step", "MFU", "memory", "predicted")]
+    rows = [("", "layout", "ranks", f"tokens/s/{rank}", "tokens/s", "s/step", "MFU", "memory", "predicted")]
     for place, one in enumerate(measured, start=1):
         rows.append(
             (

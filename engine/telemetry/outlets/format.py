@@ -38,8 +38,8 @@ def gigabytes(num_bytes: int) -> str:
 
 
 def in_bytes(num_bytes: int) -> str:
-    """Format memory in the largest unit that gives 1 or more: 1.25 GiB, 640.00 MiB, 12 B."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    """Format memory or traffic in the largest decimal unit that gives 1 or more: 1.25 GB (10^9 bytes), 640.00 MB, 12 B."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.2f} {unit}"
     return f"{num_bytes:,} B"

@@ -20,6 +20,10 @@ def test_one_rank_of_eight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (
         "rank 6 (pp 1, dp 1, tp 0), stages 1, 3, of tp=2 pp=2 vpp=2 dp=2; 4 microbatches of 4: all of them run" in out
     )
+    assert "…" not in out, "in a pipe nothing is cut"
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{COMMAND[2]}: rank 6 holds ") and "at the peak of a step" in lines[0]
+    assert lines[2] == "memory" and "iB" not in out
     assert "blocks.N.attention_norm" in out and "dp, gradients" in out and "reduce-scatter" in out
     assert "the formula for a layer, bytes per token" in out and "(+0.00 %)" in out
     (tree,) = json.loads(path.read_text())["ranks"]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from engine.config.plan import parallel_sizes
 from engine.errors import ConfigError
 from engine.telemetry.record.flops import CONVENTION, model_flops_per_token
 from launch.cli import command_module, main
+from launch.start import launcher
 from launch.start.launcher import Request
 from launch.start.world import Gpus
 from launch.tuning import layouts as try_layouts
@@ -60,7 +62,8 @@ def test_two_layouts_are_trained_and_ranked(tmp_path: Path) -> None:
         assert one["model_tflops"] == pytest.approx(flops * one["tokens_per_second_per_rank"] / 1e12, rel=1e-6)
         assert one["mfu"] == pytest.approx(one["model_tflops"] / 0.001, rel=1e-6)
         assert 0 < one["memory"]["predicted"] < one["memory"]["measured"]
-    assert f"FLOPs per token = {CONVENTION}\npeak      0.001 TFLOP/s per rank (telemetry.peak_tflops)\n" in ended.out
+    said = ended.out.replace("\n          ", " ")
+    assert f"FLOPs per token = {CONVENTION}\npeak      0.001 TFLOP/s per rank (telemetry.peak_tflops)\n" in said
 
 
 def measured(tokens_per_second: float, num_ranks: int, dtype: str = "bf16") -> Measured:
@@ -94,7 +97,13 @@ def test_layouts_are_ranked_by_what_one_gpu_does() -> None:
 
 
 def test_the_block_says_everything_that_a_number_needs() -> None:
-    text = to_text(tried(measured(3000.0, 4), FAILED, measured(2000.0, 2)))
+    block = to_text(tried(measured(3000.0, 4), FAILED, measured(2000.0, 2)))
+    lines = block.splitlines()
+    assert max(map(len, lines)) <= 100
+    # What was asked, on what, and the answer are in the first ten lines.
+    assert [line.split()[0] for line in lines if line[:1].strip()][:4] == ["command", "machine", "model", "1."]
+    assert next(index for index, line in enumerate(lines) if line.startswith("1.")) < 9
+    text = block.replace("\n          ", " ")
     assert text.splitlines()[0] == "command   triaxis try x.yaml --layouts 'tp=2;tp=4'"
     for part in (
         "8 x NVIDIA H100 80GB HBM3; driver 550.54.15; torch 2.13.0, NCCL 2.27.3; commit 0123456789ab",
@@ -102,10 +111,10 @@ def test_the_block_says_everything_that_a_number_needs() -> None:
         "the median of steps 6 to 20",
         f"tokens/s per GPU x FLOPs per token / peak; FLOPs per token = {CONVENTION}\n",
         "peak      989.4 TFLOP/s per GPU (NVIDIA H100 architecture white paper, SXM5)\n",
-        "tokens/s per GPU",
-        "1.  tp=2 pp=1 vpp=1 dp=1      2             1,000     2,000",
-        "2.  tp=4 pp=1 vpp=1 dp=1      4               750     3,000",
-        "40.4%  3.00 GiB   2.00 GiB",
+        "tokens/s/GPU",
+        "1.  tp=2 pp=1 vpp=1 dp=1      2         1,000     2,000",
+        "2.  tp=4 pp=1 vpp=1 dp=1      4           750     3,000",
+        "40.4%  3.22 GB    2.15 GB",
         "1.  compute 75.0%  tp 20.0%  other 5.0%\n",
         "not trained:\n  tp=16: parallel.tp = 16: too many.\n    parallel.dp = 3: too odd.\n",
     ):
@@ -115,8 +124,8 @@ def test_the_block_says_everything_that_a_number_needs() -> None:
 
 def test_without_a_peak_there_is_no_mfu() -> None:
     unknown = replace(measured(2000.0, 2, dtype="fp32"), mfu=None)
-    text = to_text(tried(unknown))
-    assert "so there is no MFU" in text and "    -  3.00 GiB" in text
+    text = to_text(tried(unknown)).replace("\n          ", " ")
+    assert "so there is no MFU" in text and "    -  3.22 GB" in text
     assert to_json(tried(unknown))["peak"] is None
 
 
@@ -191,6 +200,32 @@ def test_the_card_is_named_where_nothing_fits_on_it(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(command, "look_at_machine", lambda *, is_gpu: MACHINE if is_gpu else None)
     assert main(["try", str(TINY), "--layouts", "tp=1", "runtime.device=cpu"]) == 1
     assert "machine   8 x NVIDIA H100 80GB HBM3; driver 550.54.15" in capfd.readouterr().out
+
+
+def test_one_card_gets_a_layout_that_fits_it(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    """The default layout of gpt_tiny has eight ranks. The command that is printed is tried as it stands."""
+    command = command_module("try")
+    monkeypatch.setattr(launcher, "find_gpus", lambda variables: Gpus(1))
+    monkeypatch.setattr(launcher, "read_devices", lambda variables: None)
+    monkeypatch.setattr(command, "find_gpus", lambda variables: Gpus(1))
+    monkeypatch.setattr(command, "look_at_machine", lambda *, is_gpu: MACHINE)
+    assert main(["try", str(TINY), "--steps", "4", "train.seed=3"]) == 1
+    lines = capfd.readouterr().out.splitlines()
+    place = lines.index("not trained:")
+    assert "needs 8 GPUs per node and this node shows 1. A layout that fits is tried by" in lines[place + 1]
+    words = shlex.split(lines[place + 2])
+    assert place + 2 < 10 and words == [
+        "triaxis",
+        "try",
+        str(TINY),
+        "--steps",
+        "4",
+        "--layouts",
+        "dp=1",
+        "train.seed=3",
+    ]
+    assert main([*words[1:], "--dry-run"]) == 0
+    assert "tp=1 pp=1 vpp=1 dp=1" in capfd.readouterr().out
 
 
 def test_a_person_who_stops_it_is_obeyed(monkeypatch: pytest.MonkeyPatch, capfd) -> None:

@@ -33,13 +33,13 @@ def test_a_run_that_needs_too_much_ends_with_a_table(tmp_path: Path) -> None:
     assert "Traceback" not in everything
     for words in (
         "rank 0 (pp 0, dp 0, tp 0) is out of memory at 0F0, forward of microbatch 0 on chunk 0",
-        "an allocation of 512.00 GiB of host memory failed",
+        "an allocation of 549.76 GB of host memory failed",
         "kernels.attention=sdpa: ",
         "train.micro_batch_size=1: ",
     ):
         assert words in everything
     rows = {line.split()[0]: line.split() for line in everything.splitlines() if line.startswith("  ") and line.split()}
-    assert rows["parameters"][1:3] == rows["parameters"][3:5] == ["1.81", "MiB"]
+    assert rows["parameters"][1:3] == rows["parameters"][3:5] == ["1.90", "MB"]
     assert rows["optimizer"][1:3] == rows["optimizer"][3:5]
     told = events(tmp_path / "runs" / "gpt_tiny")
     assert any(event["kind"] == "failed" and event["error"].startswith("OutOfMemoryError") for event in told)
@@ -51,7 +51,7 @@ def test_the_memory_that_has_run_out_is_named() -> None:
     config = Case("gpt").config()
     for error, words in (
         (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be"), "an allocation of pinned host memory"),
-        (dist.DistBackendError("Failed to CUDA calloc async 4194304 bytes"), "an allocation of 4.00 MiB of GPU memory"),
+        (dist.DistBackendError("Failed to CUDA calloc async 4194304 bytes"), "an allocation of 4.19 MB of GPU memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "an allocation of host memory"),
     ):
         with pytest.raises(OutOfMemoryError) as told, explaining_memory(config, topology):

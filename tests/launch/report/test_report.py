@@ -122,7 +122,7 @@ def test_a_whole_run_is_a_whole_page(tmp_path: Path) -> None:
     assert "60 of 60" in page.text and "finished" in page.text and "31.0%" in page.text
     assert "Steps that were repeated or lost: 41 to 49 (attempt 1)." in page.sections["loss"]
     assert "it adds up to the step" in page.sections["time"] and "pipeline bubble" in page.sections["time"]
-    assert "2.00 GiB" in page.sections["memory"] and "Predicted, by kind" in page.sections["memory"]
+    assert "2.15 GB" in page.sections["memory"] and "Predicted, by kind" in page.sections["memory"]
     share = SPLIT.seconds["bubble"] / SPLIT.step_seconds
     assert (
         f"measured{share:.1%}" in page.sections["schedule"] and "interleaved: pp 2, vpp 2" in page.sections["schedule"]
