@@ -311,6 +311,7 @@ def _write(
         request=digest,
         tokenizer_identity=tokenizer.identity,
         append_eod=request.append_eod,
+        text_size=tokenizer.text_size,
         left_out={
             kind: {"count": found.count, "places": [str(place.with_line()) for place in found.places]}
             for kind, found in left_out.items()

@@ -38,8 +38,15 @@ class CorpusRecord:
     """`Tokenizer.identity`; empty in records of earlier versions."""
     append_eod: bool = True
     """Each document ends with `eod_id`."""
+    text_size: int = 0
+    """`Tokenizer.text_size`; 0 in records of earlier versions."""
     left_out: dict[str, Any] = field(default_factory=dict)
     """Kind of input that is not in the corpus -> its `count`, and the first `places`; documents without text are among them."""
+
+    @property
+    def num_embeddings(self) -> int:
+        """Return the embeddings that a model of this corpus needs, by ids."""
+        return self.text_size or self.vocab_size
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"

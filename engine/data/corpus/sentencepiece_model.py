@@ -33,7 +33,7 @@ class SentencePieceTokenizer:
                 f"{path} is no model of the sentencepiece library ({error}). Llama 3's own tokenizer.model holds tiktoken's "
                 f"ranks: give it as {path}:llama3."
             ) from error
-        self.vocab_size = int(self._model.vocab_size())
+        self.vocab_size = self.text_size = int(self._model.vocab_size())
         own = self._model.id_to_piece(self._model.eos_id()) if self._model.eos_id() >= 0 else None
         self.eod_id = end_of_document(path, self._id_of, eod_token, own)
         self._sha256 = sha256_of_file(path)

@@ -4,7 +4,8 @@
     cl100k_base.tiktoken:PATTERN    PATTERN cuts a text before it is merged: a name of PATTERNS, or a regular expression
 
 The file has no pattern, and another one gives other ids. So it must be named, unless the file's own name begins with one of
-PATTERNS.
+PATTERNS. Its special tokens are not in the file either. Those of PATTERNS belong to the encoding of that name: where one of their
+ids is a rank, the ranks are another encoding's, and END is the first id behind them.
 """
 
 import hashlib
@@ -89,7 +90,11 @@ class TiktokenTokenizer:
         try:
             # The path is absolute, so that a relative name is never taken for an address.
             ranks: dict[bytes, int] = load.load_tiktoken_bpe(str(path.absolute()))
-            known = PATTERNS.get(chosen, Pattern(chosen, {END: max(ranks.values()) + 1}))
+            self._tokens = frozenset(ranks.values())
+            own = Pattern(chosen, {END: max(self._tokens) + 1})
+            known = PATTERNS.get(chosen, own)
+            if not self._tokens.isdisjoint(known.ends.values()):
+                known = Pattern(known.regex, own.ends)
             self._encoding: Any = tiktoken.Encoding(
                 path.name, pat_str=known.regex, mergeable_ranks=ranks, special_tokens=dict(known.ends)
             )
@@ -98,8 +103,7 @@ class TiktokenTokenizer:
                 f"{path} with the pattern {chosen!r} is no tokenizer of tiktoken ({error}). Give a file of lines such as "
                 f"'IQ== 0', and {', '.join(PATTERNS)} or a regular expression."
             ) from error
-        self._tokens = frozenset(ranks.values())
-        self.vocab_size = max(max(ranks.values()), *known.ends.values()) + 1
+        self.vocab_size = self.text_size = max(*own.ends.values(), *(each + 1 for each in known.ends.values()))
         self.eod_id = end_of_document(path, known.ends.get, eod_token)
         self._content = f"{sha256_of_file(path)} {known.regex}"
         self.identity = self.identity_with(self.eod_id)

@@ -3,7 +3,7 @@
     load_tokenizer("bytes")                 ids 0 .. 255 are the bytes of UTF-8, 256 ends a document; vocab_size 257
     load_tokenizer("tokenizer.json")        a file of Hugging Face's `tokenizers` library
     load_tokenizer("some/folder")           a folder of transformers: its tokenizer.json, and the special tokens of its config
-    load_tokenizer("tokenizer.model")       a model of sentencepiece
+    load_tokenizer("tokenizer.model")       a model of sentencepiece; so is a folder with that file and no tokenizer.json
     load_tokenizer("gpt2.tiktoken")         ranks of tiktoken; .tiktoken:PATTERN names how a text is cut
 
 Text is data: a document that spells the name of a special token gets the ids of its characters, never that token. So no text can
@@ -27,6 +27,9 @@ from engine.storage.json_text import parse_json
 
 BYTES = "bytes"
 TOKENIZER_JSON = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 
 
 class Tokenizer(Protocol):
@@ -34,6 +37,8 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     """Largest id + 1."""
+    text_size: int
+    """Largest id of a text or of a document's end, + 1: the embeddings that a model needs. Special tokens may lie beyond it."""
     eod_id: int
     """Id that ends a document."""
     identity: str
@@ -65,7 +70,7 @@ class BytesTokenizer:
 
     def __init__(self) -> None:
         self.eod_id = 256
-        self.vocab_size = 257
+        self.vocab_size = self.text_size = 257
         self.identity = hashlib.sha256(b"bytes of utf-8, 256 ends a document").hexdigest()
 
     def identity_with(self, eod_id: int) -> str:
@@ -104,12 +109,28 @@ class JsonTokenizer:
         self._tokenizer.encode_special_tokens = True
         self.eod_id = end_of_document(path, self._tokenizer.token_to_id, eod_token, own)
         self.vocab_size = _vocab_size(self._tokenizer)
+        self.text_size = max(_text_size(self._tokenizer), self.eod_id + 1)
         self._sha256, self._added = sha256_of_file(self.json_file), [json.dumps(added)] if added else []
         self.identity = self.identity_with(self.eod_id)
 
     def identity_with(self, eod_id: int) -> str:
         """Return the identity with another end of documents."""
         return hashlib.sha256(" ".join([self._sha256, str(eod_id), *self._added]).encode()).hexdigest()
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token, a special one too; None where there is no such token."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def tokens_of_no_text(self) -> list[str]:
+        """Return the tokens that the library itself would add to a text."""
+        tokens: list[str] = self._tokenizer.encode("").tokens
+        return tokens
+
+    def token_of(self, token_id: int) -> str:
+        """Return the name of a token."""
+        name: str = self._tokenizer.id_to_token(token_id)
+        return name
 
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -130,7 +151,7 @@ def _of_folder(folder: Path, tokenizer: Any) -> tuple[str | None, list[str]]:
 
     transformers does the same when it opens the folder (`added_tokens_decoder` in PreTrainedTokenizerFast).
     """
-    config = _json_of(folder / "tokenizer_config.json")
+    config = _json_of(folder / CONFIG)
     added = []
     for number, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
         name = token["content"]
@@ -139,11 +160,20 @@ def _of_folder(folder: Path, tokenizer: Any) -> tuple[str | None, list[str]]:
             added.append(name)
         if (found := tokenizer.token_to_id(name)) != int(number):
             raise DataError(
-                f"{folder}: tokenizer_config.json gives {name!r} the id {number}, and {TOKENIZER_JSON} {found}: the two are of "
+                f"{folder}: {CONFIG} gives {name!r} the id {number}, and {TOKENIZER_JSON} {found}: the two are of "
                 f"different models. Copy both from one place."
             )
-    eos = config.get("eos_token") or _json_of(folder / "special_tokens_map.json").get("eos_token")
-    return (eos["content"] if isinstance(eos, dict) else eos), added
+    return special_token(folder, "eos_token"), added
+
+
+def special_token(folder: Path, role: str) -> str | None:
+    """Return the token that a folder of transformers names for a role, such as `eos_token`; None where it names none.
+
+    Raises:
+        DataError: its tokenizer_config.json or special_tokens_map.json is no JSON.
+    """
+    token = _json_of(folder / CONFIG).get(role) or _json_of(folder / SPECIAL_TOKENS).get(role)
+    return token["content"] if isinstance(token, dict) else token
 
 
 def _add_token(tokenizer: Any, token: dict[str, Any]) -> None:
@@ -161,6 +191,8 @@ def _json_of(path: Path) -> dict[str, Any]:
         return {}
     try:
         content: dict[str, Any] = parse_json(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it is no mapping of keys to values")
         return content
     except ValueError as error:
         raise DataError(
@@ -168,18 +200,25 @@ def _json_of(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def check_tokenizer(path: Path, vocab_size: int) -> None:
-    """Check that another model's tokenizer.json is readable and that the model has an embedding for each of its ids.
+def check_tokenizer(path: Path, vocab_size: int) -> str | None:
+    """Check that another model's tokenizer.json is readable and that the model has an embedding for each id that text can have.
+
+    Returns:
+        A note about special tokens without an embedding, such as Gemma 3 1B's for images; None where there are none.
 
     Raises:
-        DataError: the file is no tokenizer, or has ids of `vocab_size` or above.
+        DataError: the file is no tokenizer, or a text may have ids of `vocab_size` or above.
     """
-    ids = _vocab_size(_open(path))
+    tokenizer = _open(path)
+    ids, beyond = _text_size(tokenizer), range(vocab_size, _vocab_size(tokenizer))
     if ids > vocab_size:
         raise DataError(
             f"{path} has ids up to {ids - 1:,}, and the model {vocab_size:,} tokens: some words would have no embedding. The "
             "tokenizer is another model's. Put the model's own in its place, or move this one out of the folder."
         )
+    names = [tokenizer.id_to_token(each) for each in beyond]
+    few = f"{', '.join(names[:3])}{', ..' if len(names) > 3 else ''}"
+    return f"the model has no embedding for {few}: no text is encoded to these special tokens" if names else None
 
 
 def _open(path: Path) -> Any:
@@ -207,6 +246,14 @@ def _vocab_size(tokenizer: Any) -> int:
     return max(ids.values(), default=-1) + 1
 
 
+def _text_size(tokenizer: Any) -> int:
+    """Return the largest id + 1 that a text can have: it is never encoded to an added special token."""
+    special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    never = special - tokenizer.get_vocab(with_added_tokens=False).keys()
+    ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    return max((each for name, each in ids.items() if name not in never), default=-1) + 1
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerKind:
     """A kind of tokenizer."""
@@ -232,8 +279,8 @@ KINDS = (
     ),
     TokenizerKind(
         "a sentencepiece .model",
-        lambda path, pattern: path.suffix == ".model" and path.is_file(),
-        lambda path, pattern, eod_token: SentencePieceTokenizer(path, eod_token),
+        lambda path, pattern: (path.suffix == ".model" and path.is_file()) or _has_model_only(path),
+        lambda path, pattern, eod_token: _sentencepiece(path, eod_token),
     ),
     TokenizerKind(
         "a Hugging Face tokenizer.json or its folder",
@@ -259,6 +306,17 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
     """
     path, pattern = split_name(name)
     return next(kind for kind in KINDS if kind.fits(path, pattern)).open(path, pattern, eod_token)
+
+
+def _has_model_only(folder: Path) -> bool:
+    return (folder / SENTENCEPIECE).is_file() and not (folder / TOKENIZER_JSON).is_file()
+
+
+def _sentencepiece(path: Path, eod_token: str | None) -> SentencePieceTokenizer:
+    """Open a model of sentencepiece; that of a folder ends documents with the folder's eos_token."""
+    if path.is_file():
+        return SentencePieceTokenizer(path, eod_token)
+    return SentencePieceTokenizer(path / SENTENCEPIECE, eod_token or special_token(path, "eos_token"))
 
 
 def _bytes_tokenizer(eod_token: str | None) -> BytesTokenizer:

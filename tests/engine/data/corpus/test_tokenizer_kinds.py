@@ -169,6 +169,49 @@ def test_each_kind_has_its_own_end_of_document(files: Path) -> None:
         load_tokenizer(str(files / "sp.model"), "<missing>")
 
 
+def test_ranks_of_another_encoding_end_documents_behind_the_ranks(tmp_path: Path) -> None:
+    """Under a known pattern's name, whose own id for the end of a document is an ordinary token of these ranks."""
+    ranks = [(bytes([byte]), byte) for byte in range(256)] + [(b"ab", PATTERNS["gpt2"].ends["<|endoftext|>"])]
+    path = tmp_path / "mine.tiktoken"
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks))
+    tokenizer = load_tokenizer(f"{path}:gpt2")
+    assert tokenizer.encode("ab") == [50256]
+    assert (tokenizer.eod_id, tokenizer.vocab_size) == (50257, 50258)
+    assert tokenizer.decode([50256, tokenizer.eod_id]) == "ab"
+
+
+def test_a_folder_with_a_sentencepiece_model_alone(files: Path, tmp_path: Path) -> None:
+    """It is that model, and its tokenizer_config.json names the end of a document; a tokenizer.json beside it comes first."""
+    shutil.copy(files / "sp.model", tmp_path / "tokenizer.model")
+    named = load_tokenizer(str(tmp_path / "tokenizer.model"))
+    found = load_tokenizer(str(tmp_path))
+    assert (found.identity, found.eod_id) == (named.identity, 2)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "<s>"}}')
+    found = load_tokenizer(str(tmp_path))
+    assert (found.encode("some text"), found.eod_id) == (named.encode("some text"), 1)
+    assert found.identity == named.identity_with(1)
+    (tmp_path / "tokenizer_config.json").unlink()
+    shutil.copy(files / "tokenizer.json", tmp_path)
+    assert load_tokenizer(str(tmp_path)).vocab_size == VOCABULARY
+
+
+def test_a_model_needs_embeddings_for_what_text_can_be(files: Path, tmp_path: Path) -> None:
+    """A special token that text never spells needs none, unless it ends documents; other added tokens are found in text."""
+    for special, eod_token, size in (
+        (True, "<|turn|>", VOCABULARY),
+        (True, "<image>", VOCABULARY + 1),
+        (False, "<|turn|>", VOCABULARY + 1),
+    ):
+        own = tokenizers.Tokenizer.from_file(str(files / "tokenizer.json"))
+        own.add_tokens([tokenizers.AddedToken("<image>", special=special)])
+        own.save(str(tmp_path / "tokenizer.json"))
+        tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"), eod_token)
+        assert (tokenizer.vocab_size, tokenizer.text_size) == (VOCABULARY + 1, size)
+        assert (VOCABULARY in tokenizer.encode("an <image> of")) is not special
+    assert load_tokenizer("bytes").text_size == 257
+    assert load_tokenizer(str(files / "sp.model")).text_size == 2000
+
+
 def test_identities_differ_where_ids_do(files: Path) -> None:
     names = [*KINDS, "gpt2.tiktoken:cl100k_base"]
     identities = {load_tokenizer(str(files / name)).identity for name in names}
@@ -211,8 +254,9 @@ def test_what_is_no_tokenizer_is_refused(files: Path, tmp_path: Path) -> None:
     shutil.copy(files / "gpt2.tiktoken", tmp_path / "tokenizer.model")
     with pytest.raises(DataError, match=r"no model of the sentencepiece library.*tokenizer\.model:llama3"):
         load_tokenizer(str(tmp_path / "tokenizer.model"))
+    (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"there is no tokenizer at .*train-bpe:32000"):
-        load_tokenizer(str(tmp_path))
+        load_tokenizer(str(tmp_path / "empty"))
     shutil.copytree(files / "hf", tmp_path / "hf")
     config = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
     config["added_tokens_decoder"]["7"] = {"content": "<|turn|>"}
