@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from engine.checkpoint.environment import describe_layout
+from engine.checkpoint.inspect.recorded import END_OF_DOCUMENTS
 from engine.checkpoint.resume import TOKENIZER, ResumePoint, resume_or_start
 from engine.checkpoint.saving import CheckpointSaver, RunFacts
 from engine.comm.runtime import RankEnvironment
@@ -32,6 +33,7 @@ from engine.data.corpus.tokenizers import load_tokenizer
 from engine.data.datasets import Datasets, open_run_datasets, unbroken_corpora
 from engine.data.document_statistics import DocumentStatistics
 from engine.data.loader import Batches
+from engine.data.run_tokenizer import recorded_end
 from engine.errors import CheckpointError, DataError
 from engine.resilience.guard import Guard
 from engine.resilience.rollback import Rollback
@@ -219,7 +221,8 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
     name = engine.plan.stage.name
     data = {f"samples of {name}" if name else "samples": attempt.datasets.fingerprint}
     if not config.data.synthetic:
-        data[TOKENIZER] = load_tokenizer(config.data.tokenizer).identity
+        tokenizer = load_tokenizer(config.data.tokenizer_name)
+        data |= {TOKENIZER: tokenizer.identity, END_OF_DOCUMENTS: str(recorded_end(config, tokenizer))}
     beginning = resume_or_start(
         engine,
         directory.checkpoints(config),

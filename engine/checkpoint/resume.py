@@ -27,6 +27,7 @@ from engine.comm.texts import announce, gather_text
 from engine.config.groups import is_frozen_by
 from engine.config.optimizer_kinds import EMA, MASTER
 from engine.config.stages import stage_at
+from engine.data.corpus.tokenizers import BytesTokenizer
 from engine.data.skipped import SkippedRanges
 from engine.errors import CheckpointError
 from engine.step import Engine
@@ -223,7 +224,7 @@ def _resume_point(
         differences += schedule_change(manifest.config, engine.config, state.consumed_tokens)
         differences += _average_differences(engine, manifest)
         differences += _frozen_differences(engine, candidate)
-        differences += _data_differences(candidate, data, engine.config.checkpoint.accept)
+        differences += data_differences(candidate, data, engine.config.checkpoint.accept)
     return ResumePoint(
         state, candidate.folder, chosen.what, lineage, tuple(differences), history=_history(engine, chosen, state)
     )
@@ -296,14 +297,18 @@ def _average_differences(engine: Engine, manifest: Manifest) -> list[str]:
     return ["ema: none was saved, so it starts as the loaded weights" if is_kept else "ema: the saved one is left out"]
 
 
-def _data_differences(candidate: Candidate, data: dict[str, str], accept: Sequence[str]) -> list[str]:
+def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequence[str]) -> list[str]:
     """Return the accepted differences of the data.
 
     Raises:
         CheckpointError: a difference was not accepted, or cannot be.
     """
     saved = candidate.manifest.state.data
-    differed = [part for part, value in data.items() if part in saved and saved[part] != value]
+    compared = [part for part in data if part in saved]
+    differed = [part for part in compared if saved[part] != data[part]]
+    if differed == [TOKENIZER] != compared and saved[TOKENIZER] == BytesTokenizer().identity:
+        # Earlier versions assumed bytes where no tokenizer was named. The samples are the same, and so is what their ids mean.
+        return [f"{TOKENIZER}: bytes were assumed there; the corpus records another one"]
     if TOKENIZER in differed:
         raise CheckpointError(
             f"{candidate.folder}: data.tokenizer is another tokenizer than the one it was trained with: the same ids would mean "

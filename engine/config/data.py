@@ -28,8 +28,9 @@ class DataConfig(Section):
         None, description="folder of index caches; null: next to each corpus"
     )
     # A path. Its content is compared with the checkpoint separately (`engine/checkpoint/resume.py`).
-    tokenizer: Annotated[str, LAYOUT] = Field(
-        "bytes", description="`bytes`, or the path of a tokenizer: the kinds of docs/data.md"
+    tokenizer: Annotated[str | None, LAYOUT] = Field(
+        None,
+        description="`bytes` or a path, as in docs/data.md; null: that which the corpora record, else bytes",
     )
     synthetic: Annotated[bool, MEANT] = Field(
         False, description="random tokens instead of a corpus; each sample is a function of (seed, sample id)"
@@ -50,6 +51,12 @@ class DataConfig(Section):
     skip_samples: Annotated[list[tuple[Count, Count]], MEANT] = Field(
         default_factory=list, description="training samples to leave out: [[first id, id after the last], ...]"
     )
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Return the tokenizer of a run whose configuration was resolved (`engine.data.run_tokenizer`)."""
+        assert self.tokenizer is not None, "it is named before the first text"
+        return self.tokenizer
 
 
 def reads_documents(data: DataConfig) -> bool:

@@ -19,6 +19,7 @@ from engine.config.tree import Config
 from engine.data.blend import Blend, counts_of
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.record import read_record
+from engine.data.corpus.tokenizers import BYTES
 from engine.data.document_statistics import UNBROKEN
 from engine.data.remainder import ContinuedStream
 from engine.data.samples import SampleSource, SampleStream
@@ -89,7 +90,7 @@ def open_datasets(
         assert len({prefix for _, prefix in weighted}) == len(weighted), (
             "a corpus named twice gives the same samples again"
         )
-    corpora = {prefix: _open_corpus(prefix, vocab_size) for prefix in named}
+    corpora = {prefix: _open_corpus(prefix, vocab_size, data_config.tokenizer or BYTES) for prefix in named}
     folder = cache_dir or data_config.cache_dir
 
     def stream(prefix: str, documents: Mapping[str, range], length: int) -> SampleStream:
@@ -192,10 +193,10 @@ def unbroken_corpora(source: SampleSource) -> list[str]:
     ]
 
 
-def _open_corpus(prefix: str, vocab_size: int) -> IndexedTokens:
-    corpus = IndexedTokens(prefix)
+def _open_corpus(prefix: str, vocab_size: int, tokenizer: str) -> IndexedTokens:
+    corpus = IndexedTokens(prefix, tokenizer)
     record = read_record(prefix)
-    if record is not None and record.vocab_size > vocab_size:
+    if record is not None and record.num_embeddings > vocab_size:
         raise DataError(
             f"{prefix} was prepared with the tokenizer {record.tokenizer} of {record.vocab_size:,} tokens, but model.vocab_size = "
             f"{vocab_size:,}: there is no embedding for the others. Set model.vocab_size={record.vocab_size}."

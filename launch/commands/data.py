@@ -19,6 +19,7 @@ from rich.console import Console
 from engine.data.corpus.combine import bounds_of_shares, merge, split
 from engine.data.corpus.describe import describe
 from engine.data.corpus.indexed import IndexedTokens
+from engine.data.corpus.matching import find_recorded
 from engine.data.corpus.record import CorpusRecord, read_record
 from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from engine.errors import DataError
@@ -89,7 +90,8 @@ def inspect(args: argparse.Namespace) -> int:
     """Print the counts of a corpus and its first text."""
     corpus, record = IndexedTokens(args.prefix), read_record(args.prefix)
     tokenizer = _tokenizer(args, record)
-    eod_id = tokenizer.eod_id if tokenizer else record.eod_id if record else None
+    is_asked = record is None or args.tokenizer is not None or args.eod_token is not None
+    eod_id = tokenizer.eod_id if tokenizer and is_asked else record.eod_id if record else None
     found = describe(corpus, eod_id)
     first = corpus.tokens(0, 0, SHOWN_TOKENS).tolist()
     text = tokenizer.decode(first)[:SHOWN_CHARACTERS] if tokenizer else None
@@ -126,10 +128,9 @@ def _tokenizer(args: argparse.Namespace, record: CorpusRecord | None) -> Tokeniz
     if record is None:
         return None
     try:
-        tokenizer = load_tokenizer(record.tokenizer, args.eod_token)
+        return load_tokenizer(find_recorded(args.prefix, record), args.eod_token)
     except DataError:
         return None
-    return tokenizer if record.tokenizer_identity in ("", tokenizer.identity) else None
 
 
 def _ends(without_end: int | None, num_documents: int, eod_id: int | None, mean_length: float) -> str:

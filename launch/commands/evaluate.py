@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.data.corpus.indexed import IndexedTokens
+from engine.data.corpus.matching import is_recorded
 from engine.data.corpus.record import read_record
 from engine.data.corpus.tokenizers import Tokenizer
 from engine.errors import DataError
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     num_microbatches = 2 * args.pp if args.pp and args.pp > 1 else 1
     global_batch_size = args.batch_size * (args.dp or 1) * num_microbatches
     asked = ask(args, {"micro_batch_size": args.batch_size, "global_batch_size": global_batch_size})
-    tokenizer = open_tokenizer(asked)
+    asked, tokenizer = open_tokenizer(asked)
     if args.stride is not None and args.stride > asked.config.model.seq_length:
         most = f"at most model.seq_length = {asked.config.model.seq_length}"
         refuse([f"--stride {args.stride}: must be {most}, or tokens between two windows would not be predicted."])
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
         "text": None if args.text is None else str(args.text.resolve()),
         "bin": None if args.bin is None else str(Path(args.bin).resolve()),
         "max_tokens": args.max_tokens,
+        "eod_id": tokenizer.eod_id,
         "stride": args.stride,
         "json": args.json,
     }
@@ -100,7 +102,7 @@ def _check_text(path: Path, tokenizer: Tokenizer) -> None:
 def _check_corpus(prefix: str, asked: Asked, tokenizer: Tokenizer) -> None:
     IndexedTokens(prefix)
     record = read_record(prefix)
-    if record is not None and (record.vocab_size, record.eod_id) != (tokenizer.vocab_size, tokenizer.eod_id):
+    if record is not None and not (record.eod_id == tokenizer.eod_id and is_recorded(tokenizer, record)):
         raise DataError(
             f"{prefix} was prepared with {record.tokenizer} ({record.vocab_size:,} tokens, id {record.eod_id} ends a document); "
             f"the model of {asked.candidate.folder} reads {asked.config.data.tokenizer} ({tokenizer.vocab_size:,} tokens, id "

@@ -59,7 +59,7 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check everything that needs no weights, then start the ranks; return their exit code."""
     asked = ask(args)
-    tokenizer = open_tokenizer(asked)
+    asked, tokenizer = open_tokenizer(asked)
     # Documents follow their predecessor's end in training, so that is what a text without a beginning follows.
     prompts = [(text, tokenizer.encode(text) or [tokenizer.eod_id]) for text in args.prompt]
     lengths = [len(tokens) for _, tokens in prompts]
@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     window = args.max_length or asked.config.model.seq_length
     wanted = args.max_new_tokens or DEFAULT_NEW_TOKENS
     job: dict[str, Any] = {
+        "eod_id": tokenizer.eod_id,
         "prompts": [
             {"text": text, "tokens": tokens, "num_tokens": min(wanted, window - len(tokens))}
             for text, tokens in prompts

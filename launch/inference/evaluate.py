@@ -33,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _evaluate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
     config, topology = rank.config, rank.topology
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer_name)
+    tokenizer.eod_id = job["eod_id"]
     text, num_bytes = open_text(job, tokenizer, count_bytes=rank.number == 0)
     length = config.model.seq_length
     windows = Windows(

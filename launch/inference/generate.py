@@ -50,7 +50,8 @@ class Clock:
 
 
 def _generate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
-    tokenizer = load_tokenizer(rank.config.data.tokenizer)
+    tokenizer = load_tokenizer(rank.config.data.tokenizer_name)
+    tokenizer.eod_id = job["eod_id"]
     for number, prompt in enumerate(job["prompts"]):
         clock = Clock(time.monotonic())
         tokens = _timed(

@@ -18,18 +18,18 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from engine.checkpoint.directory import Candidate, find
-from engine.checkpoint.inspect.recorded import recorded_tokenizer
+from engine.checkpoint.inspect.recorded import end_of_documents, recorded_tokenizer, trained_tokenizer
 from engine.checkpoint.inspect.weights import WhichWeights, check_weights
 from engine.config.load import load_config
 from engine.config.tree import Config
-from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from engine.data.corpus.tokenizers import BYTES, Tokenizer, load_tokenizer
 from engine.errors import CheckpointError, ConfigError, DataError
 from launch.start.command_line import CHECKPOINT, CommandParser, add_weights
 from launch.start.launcher import Request, launch
@@ -101,12 +101,11 @@ def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, 
             f"the checkpoint of {manifest.run!r} has no `model` section in its manifest: its tensors have no meaning without "
             "heads, norms and positions. Write it again with the section."
         )
-    tokenizer = recorded_tokenizer(candidate)
     dtypes = {piece.dtype for file in manifest.files for piece in file.pieces}
     return {
         "model": saved["model"],
         # No corpus is opened through the configuration, so none has to be named.
-        "data": {"synthetic": True, **({"tokenizer": tokenizer} if tokenizer is not None else {})},
+        "data": {"synthetic": True, "tokenizer": recorded_tokenizer(candidate) or BYTES},
         "precision": saved.get("precision") or {"dtype": DTYPE_OF_WEIGHTS[max(dtypes)]},
         "kernels": saved.get("kernels", {}),
         "parallel": {"dp": 1},
@@ -114,26 +113,33 @@ def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, 
     }
 
 
-def open_tokenizer(asked: Asked) -> Tokenizer:
-    """Open the tokenizer of the model.
+def open_tokenizer(asked: Asked) -> tuple[Asked, Tokenizer]:
+    """Open the tokenizer of the model; return it, and what was asked with the name under which it is the model's.
 
     Raises:
-        DataError: it is not where the checkpoint says, or has ids for which the model has no embedding.
+        DataError: it is not where the checkpoint says, has ids for which the model has no embedding, or is another one than the
+            model was trained with.
     """
-    name, vocab_size = asked.config.data.tokenizer, asked.config.model.vocab_size
+    name, vocab_size = asked.config.data.tokenizer_name, asked.config.model.vocab_size
     try:
         tokenizer = load_tokenizer(name)
     except DataError as error:
         raise DataError(
             f"{error}\nThe checkpoint {asked.candidate.folder} names this tokenizer; say where it is now: data.tokenizer=PATH"
         ) from error
-    if tokenizer.vocab_size > vocab_size:
+    if tokenizer.text_size > vocab_size:
         raise DataError(
-            f"data.tokenizer = {name} has {tokenizer.vocab_size:,} ids, the model of {asked.candidate.folder} {vocab_size:,} "
+            f"data.tokenizer = {name} has {tokenizer.text_size:,} ids, the model of {asked.candidate.folder} {vocab_size:,} "
             "tokens: some words would have no embedding, and the others may mean something else. Give the tokenizer that the "
             "model was trained with: data.tokenizer=PATH"
         )
-    return tokenizer
+    if (right := trained_tokenizer(asked.candidate, name, "data.tokenizer=")) != name:
+        named = asked.config.model_copy(update={"data": asked.config.data.model_copy(update={"tokenizer": right})})
+        others = (word for word in asked.overrides if not word.startswith("data.tokenizer="))
+        asked = replace(asked, config=named, overrides=(*others, f"data.tokenizer={json.dumps(right)}"))
+        tokenizer = load_tokenizer(right)
+    tokenizer.eod_id = end_of_documents(asked.candidate, tokenizer)
+    return asked, tokenizer
 
 
 def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:

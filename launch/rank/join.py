@@ -12,6 +12,7 @@ from engine.config.load import load_config
 from engine.config.plan import parallel_sizes, rank_grid
 from engine.config.stages import at_stage
 from engine.config.tree import Config
+from engine.data.run_tokenizer import with_tokenizer
 from launch.start.gpu_memory import memory_rules
 from launch.start.process.parent_death import end_with_parent
 from models.predict.rank_memory import resolve_recompute
@@ -69,7 +70,7 @@ def join_run(
 ) -> Iterator[Rank]:
     """Read the configuration of a worker from its words, and join its run; arguments and errors are those of `read_config`.
 
-    A rank that torchrun has started ends with its launcher.
+    A rank that torchrun has started ends with its launcher. One that trains resolves the run's tokenizer (`with_tokenizer`).
 
     Args:
         choose_stage: as in `join`.
@@ -77,7 +78,12 @@ def join_run(
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     environment = RankEnvironment.from_variables(os.environ)
-    with join(read_config(words, environment, trains=trains), environment, choose_stage) as rank:
+    config = read_config(words, environment, trains=trains)
+    if trains:
+        config, note = with_tokenizer(config)
+        if note is not None and environment.rank == 0:
+            print(f"note: {note}")
+    with join(config, environment, choose_stage) as rank:
         yield rank
 
 

@@ -31,5 +31,5 @@ def write_sample(engine: Engine, valid: SampleSource, stop: StopRequest) -> tupl
         stop.decide(world.sum_values(stop.flags(), device, "generation"))
         if stop.agreed is not None:
             break
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(config.data.tokenizer_name)
     return tokenizer.decode(prompt), tokenizer.decode(tokens)

@@ -8,7 +8,9 @@ from engine.config.plan import planned_steps
 from engine.config.stages import at_stage, run_stages
 from engine.config.tree import Config
 from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from engine.data.corpus.matching import find_recorded
+from engine.data.corpus.record import read_record
+from engine.data.corpus.tokenizers import BYTES, Tokenizer, load_tokenizer
 from engine.data.datasets import open_run_datasets
 from engine.data.ledger import SampleRead, reads_of_step
 from engine.data.samples import DocumentPart
@@ -52,9 +54,9 @@ def which_documents(args: argparse.Namespace) -> int:
     config = at_stage(config, stage.name) if config.stages else config
     datasets = open_run_datasets(config)
     reads = list(reads_of_step(args.step, stage, datasets.train_after(skipped), skipped))
-    tokenizer = load_tokenizer(config.data.tokenizer) if args.text else None
+    tokenizers = {read.corpus: _tokenizer(read.corpus, config) for read in reads} if args.text else {}
     if args.json:
-        print(json.dumps([_as_json(read, tokenizer) for read in reads]))
+        print(json.dumps([_as_json(read, tokenizers.get(read.corpus)) for read in reads]))
         return 0
     print("\n".join(_title(args.step, config, run)))
     for read in reads:
@@ -63,9 +65,15 @@ def which_documents(args: argparse.Namespace) -> int:
         print(f"sample {read.position:,}{moved}  {read.corpus}{epoch}")
         for part in read.parts:
             print(f"  document {part.document:,}  tokens {part.first:,} to {part.first + part.length - 1:,}")
-            if tokenizer is not None:
-                print(f"    {_text(read.corpus, part, tokenizer)!r}")
+            if read.corpus in tokenizers:
+                print(f"    {_text(read.corpus, part, tokenizers[read.corpus])!r}")
     return 0
+
+
+def _tokenizer(prefix: str, config: Config) -> Tokenizer:
+    """Open the tokenizer that a corpus records, or that of the run."""
+    record = read_record(prefix)
+    return load_tokenizer(find_recorded(prefix, record) if record is not None else config.data.tokenizer or BYTES)
 
 
 def _title(step: int, config: Config, run: RunRecord) -> list[str]:

@@ -31,6 +31,7 @@ from engine.config.load import load_config
 from engine.config.plan import BatchPlan, batch_plan, parallel_sizes
 from engine.config.tree import Config, require_legal
 from engine.data.corpus.indexed import bin_path, idx_path
+from engine.data.corpus.tokenizers import BYTES
 from engine.device.gpus import BACKEND_VARIABLE, CPU, DEVICE_VARIABLE, NCCL, find_gpus
 from engine.errors import ExitCode, TopologyError
 from engine.layout.rank_grid import ParallelSizes
@@ -307,7 +308,9 @@ def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, st
             _row(console, "corpus", f"{prefix} is not there yet, so it is prepared first, from the sources of Python")
             sys.stdout.flush()
             command = [sys.executable, "-m", "launch.cli", "prepare", "--stdlib", "--output", prefix, "--quiet"]
-            prepared = subprocess.run([*command, "--tokenizer", config.data.tokenizer], env=variables, check=False)
+            prepared = subprocess.run(
+                [*command, "--tokenizer", config.data.tokenizer or BYTES], env=variables, check=False
+            )
             if prepared.returncode:
                 return prepared.returncode
     return 0

@@ -7,10 +7,11 @@ The ranks check again (they may be on other nodes); here it costs a second inste
 import os
 from pathlib import Path
 
-from engine.config.stages import at_stage
 from engine.config.telemetry import gpu_tool_problems
 from engine.config.tree import Config
 from engine.data.corpus.indexed import IndexedTokens
+from engine.data.corpus.tokenizers import BYTES
+from engine.data.run_tokenizer import corpora_of, with_tokenizer
 from engine.errors import ConfigError
 from engine.run.directory import RunDirectory, run_name
 
@@ -26,16 +27,15 @@ def look_before_training(config: Config, config_path: Path, *, from_scratch: boo
     Raises:
         StorageError: the run directory or the folder of checkpoints cannot be written.
         TriaxisError: the run directory belongs to another configuration, or holds what no run makes.
-        DataError: a corpus is missing or damaged.
+        DataError: a corpus is missing or damaged, or was encoded by another tokenizer.
     """
     name = run_name(config, config_path.stem, os.environ)
     finished = RunDirectory.look(config, config.runtime.runs_dir, name, from_scratch=from_scratch)
     if finished is not None:
         return finished.finished_message(config)
-    if not config.data.synthetic:
-        stages = [at_stage(config, stage["name"]).data for stage in config.stages] or [config.data]
-        for prefix in dict.fromkeys(prefix for data in stages for _, prefix in [*data.train, *(data.valid or [])]):
-            IndexedTokens(prefix)
+    for prefix in corpora_of(config):
+        IndexedTokens(prefix, config.data.tokenizer or BYTES)
+    with_tokenizer(config)
     return None
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from engine.checkpoint import writer
-from engine.checkpoint.directory import CheckpointDirectory, find
+from engine.checkpoint.directory import Candidate, CheckpointDirectory, find
 from engine.checkpoint.format.manifest import read_manifest
-from engine.checkpoint.resume import ResumePoint, resume_or_start
+from engine.checkpoint.resume import ResumePoint, data_differences, resume_or_start
 from engine.checkpoint.saving import CheckpointSaver
 from engine.comm.agreement import StepFlags
+from engine.data.corpus.tokenizers import load_tokenizer
 from engine.data.loader import Batches
 from engine.errors import CheckpointError
 from tests.checkpoint.runs import Silent, engine_of, facts_of, fingerprint_of, run
@@ -247,6 +248,28 @@ def test_what_is_of_another_model_or_another_run_is_refused_by_name(two_checkpoi
     assert "the fingerprint of samples differs" in text and "checkpoint.accept=[data]" in text
     (beginning,) = run_ranks(begin_other_data, 1, str(tmp_path / "own"), load | {"accept": ["data"]})
     assert isinstance(beginning, ResumePoint) and beginning.state.step == 2
+
+
+def test_bytes_that_an_earlier_version_assumed_are_no_other_tokenizer(two_checkpoints: Path) -> None:
+    """The corpus is the same, and its record names the tokenizer now; no other difference of tokenizers may pass."""
+    candidate = find(two_checkpoints)
+    samples = candidate.manifest.state.data["samples"]
+
+    def differences(saved: dict[str, str], now: dict[str, str]) -> list[str]:
+        state = candidate.manifest.state.model_copy(update={"data": saved})
+        manifest = candidate.manifest.model_copy(update={"state": state})
+        return data_differences(Candidate(candidate.folder, manifest), now, [])
+
+    assumed, recorded = {"tokenizer": load_tokenizer("bytes").identity}, {"tokenizer": "0" * 64}
+    same = {"samples": samples}
+    assert "bytes were assumed there" in differences(same | assumed, same | recorded)[0]
+    for saved, now in (
+        (same | recorded, same | assumed),
+        (assumed, recorded),
+        (same | assumed, {"samples": "x"} | recorded),
+    ):
+        with pytest.raises(CheckpointError, match=r"data\.tokenizer is another tokenizer"):
+            differences(saved, now)
 
 
 def begin_other_data(rank: int, folder: str, section: dict[str, Any]) -> ResumePoint | str:

@@ -4,12 +4,21 @@ import    ../tokenizer.json        relative to the folder of the checkpoint
 run       tok/tokenizer.json       as typed: relative to the folder of the run's start, or absolute
 """
 
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
 from engine.checkpoint.directory import Candidate
-from engine.data.corpus.tokenizers import BYTES, load_tokenizer, split_name
+from engine.data.corpus.matching import find_recorded, is_recorded, spelled
+from engine.data.corpus.record import CorpusRecord, read_record
+from engine.data.corpus.tokenizers import BYTES, BytesTokenizer, Tokenizer, load_tokenizer, split_name
 from engine.errors import DataError
 
 TOKENIZER = "tokenizer"
 """Key of the tokenizer's identity in `TrainingState.data`."""
+
+END_OF_DOCUMENTS = "end of documents"
+"""Key of the id that ends their documents there, as text: `prepare --eod-token` may have chosen it."""
 
 
 def recorded_tokenizer(candidate: Candidate) -> str | None:
@@ -34,6 +43,63 @@ def recorded_tokenizer(candidate: Candidate) -> str | None:
         if path.exists() and identity is not None and _identity(f"{path}{after}") == identity:
             return f"{path}{after}"
     return name
+
+
+def trained_tokenizer(candidate: Candidate, name: str, option: str) -> str:
+    """Return the name under which a tokenizer is that of a checkpoint's model: its own, its folder's or its file's.
+
+    The identity in the checkpoint decides, but that of bytes proves nothing: earlier versions assumed bytes where a configuration
+    named no tokenizer. Then the records of its corpora do, as far as they are found above the checkpoint or from here.
+
+    Args:
+        candidate: the checkpoint.
+        name: for `load_tokenizer`.
+        option: that names another tokenizer in the reader's command: `--tokenizer`.
+
+    Raises:
+        DataError: the tokenizer cannot be opened, or is another one.
+    """
+    identity = candidate.manifest.state.data.get(TOKENIZER)
+    is_assumed = identity in (None, BytesTokenizer().identity)
+    records = dict(_records(candidate)) if is_assumed else {}
+
+    def is_right(tokenizer: Tokenizer) -> bool:
+        return (is_assumed or tokenizer.identity == identity) and all(
+            is_recorded(tokenizer, record) for record in records.values()
+        )
+
+    found = spelled(name, is_right)
+    if found is not None:
+        return found
+    right, source = candidate.manifest.config["data"].get("tokenizer"), str(candidate.folder)
+    if records:
+        prefix, record = next(each for each in records.items() if not is_recorded(load_tokenizer(name), each[1]))
+        try:
+            right = find_recorded(prefix, record)
+        except DataError:
+            right = record.tokenizer
+        source = f"{prefix}, a corpus of {candidate.folder}"
+    raise DataError(
+        f"the tokenizer {name} is not that of {source}, which is {right}: the same ids would mean other words. "
+        f"Give that one: {option}{right}"
+    )
+
+
+def end_of_documents(candidate: Candidate, tokenizer: Tokenizer) -> int:
+    """Return the id that ended documents in the training of a checkpoint; the tokenizer's own where none is recorded."""
+    return int(candidate.manifest.state.data.get(END_OF_DOCUMENTS, tokenizer.eod_id))
+
+
+def _records(candidate: Candidate) -> Iterator[tuple[str, CorpusRecord]]:
+    """Yield the corpora of a checkpoint's run that are found and have a record."""
+    data = candidate.manifest.config.get("data", {})
+    for _, prefix in [] if data.get("synthetic") else data.get("train") or []:
+        for place in (*(parent / prefix for parent in candidate.folder.resolve().parents), Path(prefix)):
+            # A file of that name may be something else, which proves nothing.
+            with suppress(DataError):
+                if (record := read_record(str(place))) is not None:
+                    yield str(place), record
+                    break
 
 
 def _identity(name: str) -> str | None:

@@ -61,12 +61,13 @@ class IndexedTokens:
 
     Args:
         prefix: the common path of the pair, without the ending.
+        tokenizer: that the reader wants, for the advice on a missing pair.
 
     Raises:
         DataError: a file is missing, truncated, of another format, or the two do not belong together.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, tokenizer: str = "bytes") -> None:
         self.prefix = str(prefix)
         self._bin_path, self._idx_path = bin_path(prefix), idx_path(prefix)
         for path in (self._idx_path, self._bin_path):
@@ -74,7 +75,9 @@ class IndexedTokens:
                 raise DataError(
                     f"{path} does not exist. A corpus is a pair of files, {self._bin_path.name} and {self._idx_path.name}; "
                     f"data.train names their path without the ending. Prepare one:  "
-                    + triaxis(f"prepare --input 'TEXT/*.txt' --tokenizer bytes --output {shlex.quote(self.prefix)}")
+                    + triaxis(
+                        f"prepare --input 'TEXT/*.txt' --tokenizer {shlex.quote(tokenizer)} --output {shlex.quote(self.prefix)}"
+                    )
                 )
         self._read_index()
         self._check_pointers()

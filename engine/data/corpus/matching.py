@@ -1,18 +1,27 @@
-"""The check that a corpus was encoded with a model's tokenizer (no torch here).
+"""The tokenizer of a corpus: found by its record, or compared with that of a model or of a run (no torch here).
 
     PREFIX.json has the tokenizer's identity       it is that of one of the model's, or the corpus is refused
     PREFIX.json of an earlier version, or none     vocabulary and ids are compared, and the result says that this is no proof
 
-Ids of another tokenizer would be learned as noise: nothing else in a run would notice.
+Ids of another tokenizer would be learned as noise: nothing else in a run would notice. A record names its tokenizer as it was typed
+for `triaxis prepare`, and a corpus may have moved since: the identity decides which file is the recorded one.
 """
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.corpus.record import CorpusRecord, read_record
-from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from engine.data.corpus.tokenizers import (
+    BYTES,
+    SENTENCEPIECE,
+    TOKENIZER_JSON,
+    Tokenizer,
+    load_tokenizer,
+    split_name,
+)
 from engine.errors import DataError
 from engine.program import triaxis
 
@@ -54,28 +63,91 @@ def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: s
     """
     corpus, record = IndexedTokens(prefix), read_record(prefix)
     largest = corpus.largest_id(MOST_IDS)
-    if largest >= vocab_size or (record is not None and record.vocab_size > vocab_size):
-        ids = f"id {largest:,}" if record is None else f"a vocabulary of {record.vocab_size:,} ids"
+    if largest >= vocab_size or (record is not None and record.num_embeddings > vocab_size):
+        ids = f"id {largest:,}" if record is None else f"a vocabulary of {record.num_embeddings:,} ids"
         raise DataError(
             f"{prefix} has {ids}, and {model} {vocab_size:,} tokens: there is no embedding for the others. {_again(names, prefix)}"
         )
     if not names:
-        return _recorded(prefix, corpus, record, vocab_size, model)
+        return _recorded(prefix, corpus, record, model)
     opened = _open(names)
-    if record is not None and record.tokenizer_identity:
-        for name, tokenizer in opened:
-            if tokenizer.identity_with(record.eod_id) == record.tokenizer_identity:
-                return Match(name, tokenizer, corpus, "the corpus records this tokenizer", True)
-        raise _other(prefix, record, opened[0][1], model, names)
+    if record is not None:
+        found = next((one for one in opened if is_recorded(one[1], record)), None)
+        if found is None:
+            raise _other(prefix, record, opened[0][1], f"that of {model}", names)
+        if record.tokenizer_identity:
+            return Match(*found, corpus, "the corpus records this tokenizer", True)
     name, tokenizer = opened[0]
-    if record is not None and record.vocab_size != tokenizer.vocab_size:
-        raise _other(prefix, record, tokenizer, model, names)
     if largest >= tokenizer.vocab_size:
         raise DataError(
             f"{prefix} has id {largest:,}, and the tokenizer of {model} ends at {tokenizer.vocab_size - 1:,}: the corpus was "
             f"encoded with another one, and its ids would mean other words. {_again(names, prefix)}"
         )
     return Match(name, tokenizer, corpus, f"the corpus records none; its ids are below {largest + 1:,}", False)
+
+
+def recorded_as(prefix: str, record: CorpusRecord, name: str) -> str:
+    """Return the name under which a run's tokenizer is the one that a corpus records: its own, its folder's or its file's.
+
+    A tokenizer.json and the folder around it give the same ids, but may end documents otherwise.
+
+    Raises:
+        DataError: it cannot be opened, or is another tokenizer.
+    """
+    found = spelled(name, lambda tokenizer: is_recorded(tokenizer, record))
+    if found is None:
+        raise _other(prefix, record, load_tokenizer(name), f"data.tokenizer = {name}", [name])
+    return found
+
+
+def find_recorded(prefix: str, record: CorpusRecord) -> str:
+    """Return the name of the tokenizer that a corpus records, for `load_tokenizer`.
+
+    It is looked for where the record names it, from the current folder; then beside the corpus; then below each folder above it.
+
+    Raises:
+        DataError: it is in none of these places, or what is there is another one by now.
+    """
+    if record.tokenizer == BYTES:
+        return BYTES
+    path, pattern = split_name(record.tokenizer)
+    after = "" if pattern is None else f":{pattern}"
+    above = [] if path.is_absolute() else [parent / path for parent in Path(prefix).resolve().parents]
+    places = (path, Path(prefix).with_name(path.name), Path(f"{prefix}.{TOKENIZER_JSON}"), *above)
+    problem = ""
+    for place in places:
+        if place.exists():
+            try:
+                if is_recorded(load_tokenizer(f"{place}{after}"), record):
+                    return f"{place}{after}"
+                problem = problem or f"{place} is another one by now."
+            except DataError as error:
+                problem = str(error)
+    raise DataError(
+        f"{prefix} was prepared with the tokenizer {record.tokenizer}, which is neither there nor beside the corpus. "
+        f"{problem or 'No text of a run could be read without it.'} Say where it is: data.tokenizer=PATH"
+    )
+
+
+def spelled(name: str, is_right: Callable[[Tokenizer], bool]) -> str | None:
+    """Return the name of the right tokenizer among a given one, its file and the folder around it; None where none is.
+
+    Raises:
+        DataError: none of them can be opened.
+    """
+    path, _ = split_name(name)
+    if path.name in (TOKENIZER_JSON, SENTENCEPIECE):
+        others = [str(path.parent)]
+    else:
+        others = [str(path / file) for file in (TOKENIZER_JSON, SENTENCEPIECE) if (path / file).is_file()]
+    return next((each for each, tokenizer in _open([name, *others]) if is_right(tokenizer)), None)
+
+
+def is_recorded(tokenizer: Tokenizer, record: CorpusRecord) -> bool:
+    """Return whether a corpus records this tokenizer, whichever of its tokens ends documents."""
+    if not record.tokenizer_identity:
+        return tokenizer.vocab_size == record.vocab_size
+    return tokenizer.identity_with(record.eod_id) == record.tokenizer_identity
 
 
 def _open(names: Sequence[str]) -> list[tuple[str, Tokenizer]]:
@@ -92,7 +164,7 @@ def _open(names: Sequence[str]) -> list[tuple[str, Tokenizer]]:
     return opened
 
 
-def _recorded(prefix: str, corpus: IndexedTokens, record: CorpusRecord | None, vocab_size: int, model: str) -> Match:
+def _recorded(prefix: str, corpus: IndexedTokens, record: CorpusRecord | None, model: str) -> Match:
     """Return the tokenizer that a corpus records, for a model that came without one."""
     if record is None:
         raise DataError(
@@ -100,23 +172,18 @@ def _recorded(prefix: str, corpus: IndexedTokens, record: CorpusRecord | None, v
             "model's tokenizer.json into its folder."
         )
     try:
-        tokenizer = load_tokenizer(record.tokenizer)
+        name = find_recorded(prefix, record)
     except DataError as error:
         raise DataError(
             f"{model} has no tokenizer, and that of {prefix} cannot be opened: {error} Put the model's tokenizer.json into its "
             "folder."
         ) from None
-    if tokenizer.vocab_size > vocab_size:
-        raise DataError(
-            f"{record.tokenizer} of {prefix} has ids up to {tokenizer.vocab_size - 1:,}, and {model} {vocab_size:,} tokens: some "
-            "words would have no embedding. Prepare the text again with the model's own tokenizer."
-        )
-    return Match(record.tokenizer, tokenizer, corpus, "that of the corpus: the model came without one", False)
+    return Match(name, load_tokenizer(name), corpus, "that of the corpus: the model came without one", False)
 
 
-def _other(prefix: str, record: CorpusRecord, tokenizer: Tokenizer, model: str, names: Sequence[str]) -> DataError:
+def _other(prefix: str, record: CorpusRecord, tokenizer: Tokenizer, whose: str, names: Sequence[str]) -> DataError:
     return DataError(
-        f"{prefix} was prepared with the tokenizer {record.tokenizer} ({record.vocab_size:,} ids), and that of {model} "
+        f"{prefix} was prepared with the tokenizer {record.tokenizer} ({record.vocab_size:,} ids), and {whose} "
         f"({tokenizer.vocab_size:,} ids) is another one: the same ids would mean other words. {_again(names, prefix)}"
     )
 

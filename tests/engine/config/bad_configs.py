@@ -127,7 +127,7 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["model.seq_length = 30", "sequence_parallel", "seq_length = 28 or 32", "sequence_parallel = false"],
     ),
-    "bytes need 257 ids": (["model.vocab_size=256"], {}, ["vocab_size = 256", "at least 257", "vocab_size = 257"]),
+    "bytes need 257 ids": (["model.vocab_size=256", "data.tokenizer=bytes"], {}, ["= 256", "at least 257", "= 257"]),
     "dropout in the fused kernel": (
         ["model.attention_dropout=0.1"],
         {},

@@ -308,11 +308,9 @@ def test_all_kinds_of_problems_are_reported_at_once(base: Path) -> None:
 
 
 def test_a_wrong_value_does_not_count_as_the_default(base: Path) -> None:
-    """The default tokenizer, bytes, needs 257 ids: a tokenizer that could not be read must not be taken for it."""
-    problems = refused(
-        base, "data={synthetic: false, train: [[1.0, p]], tokenizer: [x]}", "model.vocab_size=100"
-    ).problems
-    assert [problem.split(" ")[0] for problem in problems] == ["data.tokenizer"]
+    """The default kernel has no dropout of probabilities: a kernel that could not be read must not be taken for it."""
+    problems = refused(base, "model.attention_dropout=0.1", "kernels.attention=[x]").problems
+    assert [problem.split(" ")[0] for problem in problems] == ["kernels.attention"]
 
 
 def test_valid_values_are_read_alike_with_and_without_a_mistake_elsewhere(base: Path) -> None:

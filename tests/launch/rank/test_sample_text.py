@@ -46,7 +46,7 @@ def written(rank: int, case: Case, asked: int, num_reads: int) -> list[tuple[str
     batches.close()
     config: Any = engine.config
     telemetry = config.telemetry.model_copy(update={"sample_tokens": NUM_TOKENS})
-    data = config.data.model_copy(update={"synthetic": False})
+    data = config.data.model_copy(update={"synthetic": False, "tokenizer": "bytes"})
     engine.config = config.model_copy(update={"telemetry": telemetry, "data": data})
     sample_text.load_tokenizer = lambda name: Spelled()  # type: ignore[assignment,return-value]
     valid: Any = [SimpleNamespace(tokens=PROMPT)]

@@ -120,10 +120,14 @@ def test_too_few_gpus_are_answered_with_layouts_that_fit() -> None:
     asked = config("parallel.tp=4", "parallel.dp=4", "model.hidden_size=4096", "model.num_layers=8")
     with pytest.raises(TopologyError) as error:
         decide(asked, Gpus(8), {})
-    assert "parallel.tp=1 parallel.pp=1 parallel.vpp=1 parallel.dp=8" in str(error.value) and "runtime.collectives=gloo" in str(error.value)
+    assert "parallel.tp=1 parallel.pp=1 parallel.vpp=1 parallel.dp=8" in str(
+        error.value
+    ) and "runtime.collectives=gloo" in str(error.value)
     with pytest.raises(TopologyError) as error:
         decide(asked, Gpus(8), {}, [memory_rule(Devices(3 * 10**9, 8))])
-    assert "parallel.tp=4 parallel.pp=1 parallel.vpp=1 parallel.dp=2" in str(error.value), "a half of the model would not fit"
+    assert "parallel.tp=4 parallel.pp=1 parallel.vpp=1 parallel.dp=2" in str(error.value), (
+        "a half of the model would not fit"
+    )
     assert "runtime.collectives=gloo" not in str(error.value), "a quarter of a GPU is too little"
     with pytest.raises(TopologyError) as error:
         decide(asked, Gpus(8), {}, [memory_rule(Devices(10**8, 8))])

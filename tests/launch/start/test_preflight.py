@@ -1,11 +1,14 @@
 """What the launcher says before it starts ranks that would only say the same."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from engine.config.load import load_config
 from engine.config.tree import Config
+from engine.data.corpus.indexed import IndexedWriter
+from engine.data.corpus.record import CorpusRecord, record_path
 from engine.device.gpus import Gpus
 from engine.errors import ConfigError, DataError, TopologyError, TriaxisError
 from engine.run.directory import RunDirectory
@@ -24,6 +27,20 @@ def test_a_missing_corpus_is_named_and_leaves_no_run_directory(tmp_path: Path) -
     with pytest.raises(DataError, match="nowhere"):
         look_before_training(config(tmp_path, f'data.train=[[1.0, "{tmp_path / "nowhere"}"]]'), TINY)
     assert not (tmp_path / "runs").exists()
+    llama = load_config(TINY.with_name("llama3_8b.yaml"), [f"runtime.runs_dir={tmp_path / 'runs'}"])
+    with pytest.raises(DataError, match=r"--tokenizer llama3\.json --output data/corpus/llama3"):
+        look_before_training(llama, TINY)
+
+
+def test_a_corpus_of_another_tokenizer_starts_no_ranks(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "corpus")
+    with IndexedWriter(prefix, "<u2") as writer:
+        writer.add_document([1, 2])
+    fields = dict.fromkeys((each.name for each in dataclasses.fields(CorpusRecord)), 1)
+    words = {"tokenizer": "other.json", "tokenizer_identity": "0" * 64, "left_out": {}}
+    record_path(prefix).write_text(CorpusRecord(**(fields | words)).to_json())  # type: ignore[arg-type]
+    with pytest.raises(DataError, match=r"prepared with the tokenizer other\.json"):
+        look_before_training(config(tmp_path, f'data.train=[[1.0, "{prefix}"]]'), TINY)
 
 
 def test_a_new_run_may_start(tmp_path: Path) -> None:
