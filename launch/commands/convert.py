@@ -20,19 +20,31 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.checkpoint.directory import Candidate
-from engine.checkpoint.inspect.recorded import recorded_tokenizer
 from engine.checkpoint.inspect.weights import check_weights
 from engine.config.model import ModelConfig
-from engine.data.corpus.tokenizers import check_tokenizer, load_tokenizer, split_name
-from engine.errors import CheckpointError, DataError
+from engine.data.corpus.tokenizers import SENTENCEPIECE, TOKENIZER_JSON, check_tokenizer
+from engine.errors import CheckpointError
 from engine.program import triaxis
-from engine.storage.files import sha256_of_file
 from launch.commands import convert_megatron
 from launch.start.command_line import CommandParser, add_checkpoint, add_ignore, add_weights
+from launch.tuning.report import git_commit
 from models.interop.huggingface.config import family_of, to_hugging_face
 from models.interop.huggingface.families import FAMILIES
-from models.interop.huggingface.record import GENERATION_CONFIG, RECORD, ImportRecord, read_record
+from models.interop.huggingface.model_card import README, model_card, read_losses
+from models.interop.huggingface.record import (
+    GENERATION_CONFIG,
+    RECORD,
+    generation_config,
+    record_of_checkpoint,
+)
+from models.interop.huggingface.tokenizer import (
+    ExportedTokenizer,
+    export_tokenizer,
+    name_in_folder,
+    tokenizer_file,
+    tokenizer_files,
+    tokenizer_of,
+)
 from models.specs import num_parameters
 
 if TYPE_CHECKING:
@@ -50,7 +62,6 @@ DTYPES = ("source", "bf16", "fp32")
 """What `--dtype` may be."""
 
 TRAIN_CONFIG = "train.yaml"
-TOKENIZER = "tokenizer.json"
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -81,7 +92,7 @@ def add_arguments(parser: CommandParser) -> None:
     take.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="`bytes`, a tokenizer.json to copy, or `none` (default: what the checkpoint's config names)",
+        help="`bytes`, a tokenizer.json or its folder, or `none` (default: what the checkpoint's config names)",
     )
     take.add_argument(
         "--max-shard-gb", type=float, default=5.0, metavar="N", help="largest file, in units of 10^9 bytes (default: 5)"
@@ -109,11 +120,12 @@ def hf_import(args: argparse.Namespace) -> None:
     for note in found.notes:
         console.print(f"note       {note}")
     console.print(f"weights    {args.out}")
-    if (args.source / TOKENIZER).is_file():
-        console.print(f"tokenizer  {args.out / TOKENIZER}")
+    own = next((args.out / name for name in (TOKENIZER_JSON, SENTENCEPIECE) if (args.out / name).is_file()), None)
+    if own is not None:
+        console.print(f"tokenizer  {own}")
     else:
         console.print(
-            f"tokenizer  {args.source} has no {TOKENIZER}: put the model's own at {args.out / TOKENIZER} (transformers' "
+            f"tokenizer  {args.source} has no {TOKENIZER_JSON}: put the model's own at {args.out / TOKENIZER_JSON} (transformers' "
             "AutoTokenizer writes one when it is saved); with another one, ids would mean other words"
         )
     console.print("train from these weights, at step 0 with a fresh optimizer:")
@@ -138,12 +150,13 @@ def import_weights(found: "HuggingFaceModel", source: Path, out: Path, dtype: st
     """
     from engine.checkpoint.format.manifest import TrainingState
     from engine.checkpoint.import_weights import write_checkpoint
-    from models.interop.huggingface.files import copy_file, whole_folder, write_text
+    from models.interop.huggingface.files import whole_folder, write_bytes, write_text
 
-    tokenizer = source / TOKENIZER
-    if tokenizer.is_file():
-        check_tokenizer(tokenizer, found.model.vocab_size)
-    config = {**found.sections, "data": {"tokenizer": str((out / TOKENIZER).absolute())}}
+    files = tokenizer_files(source)
+    if TOKENIZER_JSON in files and (note := check_tokenizer(source / TOKENIZER_JSON, found.model.vocab_size)):
+        console.print(f"note       {note}")
+    name = name_in_folder(files)
+    config = {**found.sections, "data": {"tokenizer": str((out / name).absolute())}}
     with whole_folder(out) as partial:
         with _progress(console, "import", found.num_bytes) as advance:
             write_checkpoint(
@@ -155,12 +168,12 @@ def import_weights(found: "HuggingFaceModel", source: Path, out: Path, dtype: st
                 config={
                     **config,
                     "model": found.model.model_dump(mode="json"),
-                    "data": {"tokenizer": f"../{TOKENIZER}"},
+                    "data": {"tokenizer": str(Path("..", name))},
                 },
                 source=import_source(found.family, source),
             )
-        if tokenizer.is_file():
-            copy_file(tokenizer, partial / TOKENIZER)
+        for path, content in files.items():
+            write_bytes(partial / path, content)
         write_text(partial / RECORD, found.record.to_text())
         write_text(partial / TRAIN_CONFIG, _train_config(found.family, config, out))
 
@@ -173,8 +186,7 @@ def import_source(family: str, source: Path) -> str:
 def hf_export(args: argparse.Namespace) -> None:
     """Write a checkpoint's weights as a folder that transformers loads."""
     from engine.checkpoint.directory import find
-    from models.interop.huggingface.files import copy_file, whole_folder, write_text, write_weights
-    from models.interop.huggingface.tokenizer import bytes_tokenizer_json
+    from models.interop.huggingface.files import whole_folder, write_bytes, write_text, write_weights
     from models.interop.huggingface.weights import plan_export
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -191,16 +203,27 @@ def hf_export(args: argparse.Namespace) -> None:
             f"{candidate.folder} does not say what model it is: model.{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}. "
             "Its tensors could not be named. Make the checkpoint again."
         ) from None
-    tokenizer, end_of_document, notes = _tokenizer(args.tokenizer, candidate, model.vocab_size)
-    record = _import_record(candidate, tokenizer)
+    name, tokenizer, notes = tokenizer_of(candidate, args.tokenizer, model.vocab_size)
+    record = record_of_checkpoint(candidate, None if name is None else tokenizer_file(name), name)
+    if record is not None and tokenizer is not None and not record.ends_with(tokenizer.eod_id):
+        # Training has taught another end of documents than the import's: its ids and files would stop at the wrong token.
+        record = record if candidate.manifest.content == "weights" else None
+    exported = ExportedTokenizer()
+    if name is not None and tokenizer is not None:
+        exported = export_tokenizer(name, tokenizer, max_length=model.seq_length, is_import=record is not None)
     family = family_of(model, args.family)
     export = plan_export(candidate, family, model, _torch_dtype(args.dtype))
-    keys, more = to_hugging_face(
+    special_ids = exported.ids_of_model if record is None else record.special_ids
+    keys, more = to_hugging_face(model, family, dtype=export.dtype, special_ids=special_ids)
+    card = model_card(
+        candidate,
         model,
-        family,
-        dtype=export.dtype,
-        end_of_document=end_of_document,
-        special_ids=None if record is None else record.special_ids,
+        name=args.out.resolve().name,
+        keys=keys,
+        weights=args.weights,
+        losses=read_losses(candidate),
+        commit=git_commit(),
+        reads_text=bool(exported.files),
     )
     num_bytes = sum(plan.num_bytes for plan in export.plans)
     with whole_folder(args.out) as partial:
@@ -209,20 +232,16 @@ def hf_export(args: argparse.Namespace) -> None:
                 partial, export.plans, export.tensors(advance, args.weights), int(args.max_shard_gb * 1e9)
             )
         write_text(partial / "config.json", json.dumps(keys, indent=2) + "\n")
-        if record is not None and record.generation_config is not None:
-            write_text(partial / GENERATION_CONFIG, record.generation_config)
-        if tokenizer == "bytes":
-            write_text(partial / TOKENIZER, bytes_tokenizer_json())
-        elif tokenizer is not None:
-            copy_file(Path(tokenizer), partial / TOKENIZER)
-        if tokenizer is not None:
-            # Without it transformers would rebuild the tokenizer by the family's own rules instead of reading the file.
-            write_text(partial / "tokenizer_config.json", '{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
-            if family == "qwen2":
-                notes.append(
-                    "transformers' AutoTokenizer splits text by Qwen's rules in any qwen2 folder; unless this tokenizer is Qwen's "
-                    "own, load it with PreTrainedTokenizerFast.from_pretrained"
-                )
+        write_text(partial / GENERATION_CONFIG, generation_config(exported.ids, record))
+        write_text(partial / README, card)
+        for path, content in exported.files.items():
+            write_bytes(partial / path, content)
+    notes += exported.notes
+    if exported.files and family == "qwen2":
+        notes.append(
+            "transformers' AutoTokenizer splits text by Qwen's rules in any qwen2 folder; unless this tokenizer is Qwen's "
+            "own, load it with PreTrainedTokenizerFast.from_pretrained"
+        )
     average = ", the moving average of its weights" if args.weights == "ema" else ""
     console.print(f"checkpoint {candidate.folder}, step {candidate.manifest.state.step:,}{average}")
     console.print(
@@ -231,7 +250,10 @@ def hf_export(args: argparse.Namespace) -> None:
     console.print(
         f"files      {args.out}: {', '.join(file.name for file in files[:3])}{', ..' if len(files) > 3 else ''}"
     )
-    console.print(f"tokenizer  {'none was written' if tokenizer is None else args.out / TOKENIZER}")
+    own = next(
+        (args.out / path for path in (TOKENIZER_JSON, SENTENCEPIECE) if path in exported.files), "none was written"
+    )
+    console.print(f"tokenizer  {own}")
     for note in (*notes, *more):
         console.print(f"note       {note}")
 
@@ -245,60 +267,6 @@ def _torch_dtype(name: str) -> Any:
     from engine.numerics.precision import DTYPES as TORCH_DTYPES
 
     return None if name == "source" else TORCH_DTYPES[name]
-
-
-def _tokenizer(given: str | None, candidate: Candidate, vocab_size: int) -> tuple[str | None, int | None, list[str]]:
-    """Return (`bytes` or a file to copy, id that ends a document, notes).
-
-    Raises:
-        DataError: the one that was asked for is not there, is none, or is of another model; or the checkpoint's own is not there.
-    """
-    if given == "none":
-        return None, None, ["no tokenizer was asked for"]
-    named = given or recorded_tokenizer(candidate)
-    if named is None:
-        return None, None, ["the checkpoint names no tokenizer; give one with --tokenizer"]
-    # Synthetic data have no tokenizer, and an import without one names the place where it belongs.
-    is_in_use = candidate.manifest.content == "training" and not candidate.manifest.config["data"].get("synthetic")
-    if given is None and named != "bytes" and not split_name(named)[0].exists() and is_in_use:
-        raise DataError(
-            f"{candidate.folder} names the tokenizer {named}, which is not there: the export would lack it. Say where it is now "
-            "with --tokenizer PATH, or --tokenizer none to export without one."
-        )
-    try:
-        tokenizer = load_tokenizer(named)
-        if tokenizer.vocab_size > vocab_size:
-            raise DataError(
-                f"the tokenizer {named} has ids up to {tokenizer.vocab_size - 1:,}, and the model {vocab_size:,} tokens: some of "
-                "its words would have no embedding. Give the tokenizer that the model was trained with by --tokenizer."
-            )
-    except DataError as error:
-        if given is not None:
-            raise
-        return None, None, [f"no tokenizer was written: {error}"]
-    if named == "bytes":
-        return named, tokenizer.eod_id, []
-    if tokenizer.json_file is None:
-        note = f"no tokenizer was written: {named} is no {TOKENIZER}, which transformers reads; copy its file to the folder"
-        return None, tokenizer.eod_id, [note]
-    return str(tokenizer.json_file), tokenizer.eod_id, []
-
-
-def _import_record(candidate: Candidate, tokenizer: str | None) -> ImportRecord | None:
-    """Return the record of the Hugging Face model that a checkpoint came from, if its tokenizer is the exported one.
-
-    It is in the folder of the import's checkpoint, to which a run's lineage leads, and in that of its tokenizer.
-    """
-    folders = [candidate.folder, *(Path(ancestor.path) for ancestor in reversed(candidate.manifest.lineage))]
-    places = [folder.parent / RECORD for folder in folders]
-    if tokenizer is not None and tokenizer != "bytes":
-        places.append(Path(tokenizer).with_name(RECORD))
-    for path in places:
-        if path.is_file():
-            record = read_record(path)
-            mine = sha256_of_file(Path(tokenizer)) if tokenizer not in (None, "bytes") else None
-            return record if tokenizer is None or record.tokenizer_sha256 == mine else None
-    return None
 
 
 def _train_config(family: str, config: dict[str, Any], out: Path) -> str:

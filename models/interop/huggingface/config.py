@@ -355,15 +355,14 @@ def family_of(model: ModelConfig, wanted: str | None = None) -> str:
 
 
 def to_hugging_face(
-    model: ModelConfig, family: str, *, dtype: str, end_of_document: int | None = None, special_ids: Keys | None = None
+    model: ModelConfig, family: str, *, dtype: str, special_ids: Keys | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """Build the content of a config.json for our model, and notes for the reader.
 
     Args:
         family: from `family_of`.
         dtype: of the weights, in torch's word (`bfloat16`).
-        end_of_document: the id at which generation stops; None: none is known.
-        special_ids: `bos_token_id` and the like of the model that this one came from, written as they are; None: it came from none.
+        special_ids: `bos_token_id` and the like, written as they are; None: none is known.
     """
     chosen = FAMILIES[family]
     keys: dict[str, Any] = {"architectures": [chosen.architecture], "model_type": family}
@@ -390,8 +389,7 @@ def to_hugging_face(
         )
     keys |= dict(attention_keys(model, chosen))
     # Left out, these would be ids of the family's own vocabulary: generation would stop at a token that means something else.
-    none_but_eos = {"bos_token_id": None, "eos_token_id": end_of_document, "pad_token_id": None}
-    keys |= none_but_eos if special_ids is None else special_ids
+    keys |= dict.fromkeys(SPECIAL_IDS[:3]) if special_ids is None else special_ids
     # The word that transformers 4 and 5 both read.
     return {**keys, "torch_dtype": dtype}, notes
 

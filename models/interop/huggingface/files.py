@@ -146,10 +146,11 @@ def write_text(path: Path, text: str) -> None:
         sync(handle.fileno())
 
 
-def copy_file(source: Path, target: Path) -> None:
-    """Copy a file and flush it to the disk."""
-    with target.open("xb") as handle:
-        handle.write(source.read_bytes())
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a small file as it is, in a folder that may be missing, and flush it to the disk."""
+    path.parent.mkdir(exist_ok=True)
+    with path.open("xb") as handle:
+        handle.write(content)
         handle.flush()
         sync(handle.fileno())
 

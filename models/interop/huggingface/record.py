@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.checkpoint.directory import Candidate
+from engine.data.corpus.tokenizers import SENTENCEPIECE, TOKENIZER_JSON
 from engine.errors import CheckpointError, ConfigError, shown
 from engine.storage.files import sha256_of_file
 from engine.storage.json_text import parse_json
@@ -31,13 +33,18 @@ class ImportRecord:
         special_ids: those of `SPECIAL_IDS` that config.json had, with their values.
         generation_config: the text of generation_config.json; None: there was none.
         ignored: keys of config.json that `--ignore` let through, with their values.
-        tokenizer_sha256: of the tokenizer.json whose ids these are; None: the folder had none.
+        tokenizer_sha256: of the tokenizer.json whose ids these are, else of the tokenizer.model; None: the folder had neither.
     """
 
     special_ids: Mapping[str, Any] = field(default_factory=dict)
     generation_config: str | None = None
     ignored: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_sha256: str | None = None
+
+    def ends_with(self, token_id: int) -> bool:
+        """Return whether a text may end with this token; true where config.json named no end."""
+        end = self.special_ids.get("eos_token_id")
+        return end is None or token_id in (end if isinstance(end, list) else [end])
 
     def to_text(self) -> str:
         """Return the content of the file."""
@@ -61,7 +68,8 @@ def record_of(folder: Path, keys: Mapping[str, Any], ignored: Mapping[str, Any])
         for key, value in ids.items()
         if not all(type(part) is int for part in (value if isinstance(value, list) else [value or 0]))
     ]
-    text, path, tokenizer = None, folder / GENERATION_CONFIG, folder / "tokenizer.json"
+    text, path = None, folder / GENERATION_CONFIG
+    tokenizer = next((folder / name for name in (TOKENIZER_JSON, SENTENCEPIECE) if (folder / name).is_file()), None)
     try:
         # Newlines as they are: the file leaves as it came.
         text = path.read_bytes().decode() if path.is_file() else None
@@ -71,7 +79,44 @@ def record_of(folder: Path, keys: Mapping[str, Any], ignored: Mapping[str, Any])
         problems.append(f"{GENERATION_CONFIG} cannot be read: {error}. Get it again, or move it out of the folder.")
     if problems:
         raise ConfigError(problems, str(folder))
-    return ImportRecord(ids, text, ignored, sha256_of_file(tokenizer) if tokenizer.is_file() else None)
+    return ImportRecord(ids, text, ignored, None if tokenizer is None else sha256_of_file(tokenizer))
+
+
+def record_of_checkpoint(candidate: Candidate, file: Path | None, tokenizer: str | None) -> ImportRecord | None:
+    """Return the record of the Hugging Face model that a checkpoint came from, if its tokenizer is the exported one.
+
+    It is in the folder of the import's checkpoint, to which a run's lineage leads, and in that of its tokenizer.
+
+    Args:
+        candidate: the checkpoint.
+        file: of the exported tokenizer; None: there is none.
+        tokenizer: its name; None: none is exported, so that the record needs no other.
+
+    Raises:
+        CheckpointError: the record is damaged.
+    """
+    folders = [candidate.folder, *(Path(ancestor.path) for ancestor in reversed(candidate.manifest.lineage))]
+    places = [folder.parent / RECORD for folder in folders]
+    places += [] if file is None else [file.with_name(RECORD)]
+    found = next((path for path in places if path.is_file()), None)
+    if found is None:
+        return None
+    record, own = read_record(found), sha256_of_file(file) if file is not None and file.is_file() else None
+    return record if tokenizer is None or record.tokenizer_sha256 == own else None
+
+
+def generation_config(ids: Mapping[str, Any], record: ImportRecord | None) -> str:
+    """Return the content of generation_config.json: that of the import, or the ids of the tokens that generation needs.
+
+    Args:
+        ids: of the exported tokenizer, such as `eos_token_id`.
+        record: of the import; None: the model came from none.
+    """
+    if record is not None and record.generation_config is not None:
+        return record.generation_config
+    own = {} if record is None else record.special_ids
+    known = {**ids, **{key: value for key, value in own.items() if value is not None}}
+    return json.dumps({key: known[key] for key in SPECIAL_IDS[:3] if key in known}, indent=2) + "\n"
 
 
 def read_record(path: Path) -> ImportRecord:

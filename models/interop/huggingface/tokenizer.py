@@ -1,15 +1,216 @@
-"""The bytes tokenizer as a tokenizer.json, so that a model trained on bytes reads text in transformers too.
+"""The tokenizer in a Hugging Face folder: the files that a folder has, and those of an export.
 
-    text  --UTF-8-->  bytes  --GPT-2's letters for bytes-->  "Ġ" for 32, ..  --a vocabulary without merges-->  ids 0 .. 255
+    a folder of transformers    its own files; what is missing for transformers is added to tokenizer_config.json
+    another tokenizer.json      with a tokenizer_config.json made for it
+    bytes                       as a tokenizer.json, so that a model trained on bytes reads text in transformers too
+    a sentencepiece .model      copied: transformers makes a tokenizer of it
+    ranks of tiktoken           no file: transformers reads none
+
+text  --UTF-8-->  bytes  --GPT-2's letters for bytes-->  "Ġ" for 32, ..  --a vocabulary without merges-->  ids 0 .. 255
 
 The `tokenizers` library works on letters, so GPT-2 gave every byte one: itself where it can be printed, else the next letter from
 U+0100 on. Here the letter of byte b has the id b, and 256 ends a document.
 """
 
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.directory import Candidate
+from engine.checkpoint.inspect.recorded import end_of_documents, recorded_tokenizer, trained_tokenizer
 from engine.data.corpus.end_of_document import END_OF_DOCUMENT_NAMES
-from engine.data.corpus.tokenizers import BytesTokenizer
+from engine.data.corpus.tokenizers import (
+    BYTES,
+    CONFIG,
+    SENTENCEPIECE,
+    SPECIAL_TOKENS,
+    TOKENIZER_JSON,
+    BytesTokenizer,
+    JsonTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    special_token,
+    split_name,
+)
+from engine.errors import DataError
+from engine.storage.json_text import parse_json
 
 _PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
+
+FILES = (
+    TOKENIZER_JSON,
+    SENTENCEPIECE,
+    CONFIG,
+    SPECIAL_TOKENS,
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+"""Patterns of the files of a tokenizer in a folder of transformers."""
+
+ROLES = ("bos", "eos", "pad")
+"""Roles of tokens whose ids config.json and generation_config.json name."""
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of the tokenizer in a folder of transformers: content by path in the folder."""
+    found = sorted(path for pattern in FILES for path in folder.glob(pattern) if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def tokenizer_of(
+    candidate: Candidate, given: str | None, vocab_size: int
+) -> tuple[str | None, Tokenizer | None, list[str]]:
+    """Return the name of the tokenizer to export, it itself with the end of documents of the training, and notes.
+
+    Args:
+        candidate: the checkpoint.
+        given: the word of `--tokenizer`.
+        vocab_size: of the model.
+
+    Raises:
+        DataError: the one that was asked for is not there, is none, or is of another model; or the checkpoint's own is not there.
+    """
+    if given == "none":
+        return None, None, ["no tokenizer was asked for"]
+    named = given or recorded_tokenizer(candidate)
+    if named is None:
+        return None, None, ["the checkpoint names no tokenizer; give one with --tokenizer"]
+    # Synthetic data have no tokenizer, and an import without one names the place where it belongs.
+    is_in_use = candidate.manifest.content == "training" and not candidate.manifest.config["data"].get("synthetic")
+    if given is None and named != BYTES and not split_name(named)[0].exists() and is_in_use:
+        raise DataError(
+            f"{candidate.folder} names the tokenizer {named}, which is not there: the export would lack it. Say where it is now "
+            "with --tokenizer PATH, or --tokenizer none to export without one."
+        )
+    try:
+        tokenizer = load_tokenizer(named)
+        if tokenizer.text_size > vocab_size:
+            raise DataError(
+                f"the tokenizer {named} has ids up to {tokenizer.text_size - 1:,}, and the model {vocab_size:,} tokens: some of "
+                "its words would have no embedding. Give the tokenizer that the model was trained with by --tokenizer."
+            )
+    except DataError as error:
+        if given is not None:
+            raise
+        return None, None, [f"no tokenizer was written: {error}"]
+    name = trained_tokenizer(candidate, named, "--tokenizer ")
+    tokenizer = load_tokenizer(name)
+    tokenizer.eod_id = end_of_documents(candidate, tokenizer)
+    return name, tokenizer, []
+
+
+def tokenizer_file(name: str) -> Path | None:
+    """Return the file of a tokenizer that `load_tokenizer` opens; None for bytes."""
+    path, _ = split_name(name)
+    files = (path / file for file in (TOKENIZER_JSON, SENTENCEPIECE))
+    return None if name == BYTES else next((file for file in files if file.is_file()), path)
+
+
+def name_in_folder(files: Mapping[str, bytes]) -> str:
+    """Return the path that names the tokenizer of a folder, relative to it; that of tokenizer.json where it has none.
+
+    The folder itself is named where it says more than its tokenizer.json does, such as the token that ends a text.
+    """
+    own = next((name for name in (TOKENIZER_JSON, SENTENCEPIECE) if name in files), None)
+    return "." if own is not None and CONFIG in files else own or TOKENIZER_JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ExportedTokenizer:
+    """The tokenizer of an export.
+
+    Attributes:
+        files: content by path in the exported folder; empty where it has no tokenizer.
+        ids: of the tokens in the ROLES that it has, such as `eos_token_id`.
+        notes: for the reader.
+    """
+
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    ids: Mapping[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ids_of_model(self) -> dict[str, int | None]:
+        """Return the ids for config.json: transformers never trains the embedding of a padding token named there."""
+        return {key: self.ids.get(key) for key in ("bos_token_id", "eos_token_id")} | {"pad_token_id": None}
+
+
+def export_tokenizer(name: str, tokenizer: Tokenizer, *, max_length: int, is_import: bool) -> ExportedTokenizer:
+    """Return the files with which transformers reads text as a model was trained on it.
+
+    Args:
+        name: of the tokenizer, for `load_tokenizer`.
+        tokenizer: opened; its `eod_id` ends the documents of the training.
+        max_length: tokens of a text, where the tokenizer names no number.
+        is_import: the tokenizer came in with the weights, so that its files leave as they came.
+
+    Raises:
+        DataError: tokenizer_config.json or special_tokens_map.json is no JSON mapping.
+    """
+    end = {"eos_token_id": tokenizer.eod_id}
+    if name == BYTES:
+        files = {TOKENIZER_JSON: bytes_tokenizer_json().encode()}
+        token = END_OF_DOCUMENT_NAMES[0]
+        completed = _completed(files, {"eos_token": token, "pad_token": token}, max_length)
+        return ExportedTokenizer(completed, {**end, "pad_token_id": tokenizer.eod_id})
+    path, _ = split_name(name)
+    is_named = path.name in (TOKENIZER_JSON, SENTENCEPIECE)
+    folder = path if path.is_dir() else path.parent if is_named else None
+    if folder is not None:
+        files = tokenizer_files(folder)
+    elif tokenizer.json_file is not None:
+        files = {TOKENIZER_JSON: path.read_bytes()}
+    elif path.suffix == ".model":
+        files = {SENTENCEPIECE: path.read_bytes()}
+    else:
+        note = f"no tokenizer was written: {name} is no {TOKENIZER_JSON}, which transformers reads; copy its file to the folder"
+        return ExportedTokenizer(ids=end, notes=(note,))
+    if not isinstance(tokenizer, JsonTokenizer):
+        note = f"{SENTENCEPIECE} was copied: transformers makes a tokenizer of it; compare its ids with those of the corpus"
+        return ExportedTokenizer(files, end, (note,))
+    named: Mapping[str, str | None] = {
+        role: special_token(folder, f"{role}_token") if folder else None for role in (*ROLES, "unk")
+    }
+    notes = []
+    if not (is_import and CONFIG in files):
+        wanted = _wanted(named, tokenizer, parse_json(files[TOKENIZER_JSON])["model"].get("unk_token"))
+        changed = {f"{role}_token": token for role, token in wanted.items() if token and token != named[role]}
+        if named["eos"] not in (None, wanted["eos"]):
+            notes.append(
+                f"eos_token is {wanted['eos']}, which ended documents in training, and no longer {named['eos']}"
+            )
+        if added := tokenizer.tokens_of_no_text():
+            notes.append(
+                f"transformers adds {' '.join(added)} to a text; training did not: give add_special_tokens=False"
+            )
+        files, named = _completed(files, changed, max_length), wanted
+    ids = {f"{role}_token_id": tokenizer.id_of(own) for role in ROLES if (own := named[role])}
+    return ExportedTokenizer(files, {key: each for key, each in ids.items() if each is not None}, tuple(notes))
+
+
+def _wanted(named: Mapping[str, str | None], tokenizer: JsonTokenizer, unknown: str | None) -> dict[str, str | None]:
+    """Return the token of each role: the folder's own, but for the end of a text, which is that of a document in training."""
+    end = tokenizer.token_of(tokenizer.eod_id)
+    # Batches of texts need some token to fill up with, and a model that stops at the end has nothing to read behind it.
+    return {**named, "eos": end, "pad": named["pad"] or end, "unk": named["unk"] or unknown}
+
+
+def _completed(files: Mapping[str, bytes], tokens: Mapping[str, str], max_length: int) -> dict[str, bytes]:
+    """Return the files with these tokens in their roles, and with a class and a length in tokenizer_config.json."""
+    # Without a class transformers would rebuild the tokenizer by the family's own rules instead of reading the file.
+    default = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
+    there = {name: parse_json(files[name]) for name in (CONFIG, SPECIAL_TOKENS) if name in files}
+    wanted = {name: {**keys, **tokens} for name, keys in there.items()}
+    wanted[CONFIG] = {**default, **wanted.get(CONFIG, tokens)}
+    return {**files, **{name: _to_bytes(keys) for name, keys in wanted.items() if keys != there.get(name)}}
+
+
+def _to_bytes(keys: Mapping[str, Any]) -> bytes:
+    return (json.dumps(keys, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def bytes_tokenizer_json() -> str:

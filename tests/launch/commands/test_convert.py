@@ -1,6 +1,5 @@
 """`triaxis convert hf-import` and `hf-export`, as a person types them."""
 
-import base64
 import json
 import shlex
 from pathlib import Path
@@ -12,10 +11,8 @@ import torch
 from engine.checkpoint.directory import find
 from engine.checkpoint.format.manifest import Ancestor, TrainingState
 from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
-from engine.checkpoint.inspect.recorded import recorded_tokenizer
 from engine.config.load import load_config
 from engine.config.model import ModelConfig
-from engine.config.optimizer_kinds import OPTIMIZERS
 from engine.data.corpus.tokenizers import load_tokenizer
 from engine.layout.shard_spec import localize
 from engine.tensor_parallel.initial_weights import initial_box
@@ -103,7 +100,7 @@ def test_out_in_and_out_again(tmp_path: Path, tokenizer: Path, capsys: pytest.Ca
     config = load_config(back / "train.yaml", ["data.train=[[1.0, corpus]]"])
     original = ModelConfig.model_validate(MODEL)
     assert config.model == original.model_copy(update={"head_dim": 6})
-    assert config.data.tokenizer == str(back / "tokenizer.json")
+    assert config.data.tokenizer == str(back), "the folder, whose tokenizer_config.json names the end of a text"
     assert again.manifest.config["model"] == config.model.model_dump(mode="json"), "a run would say that it has changed"
     assert (config.checkpoint.load, config.checkpoint.load_what) == (str(back), "weights")
     assert main(["config", "check", str(back / "train.yaml"), "data.train=[[1.0, corpus]]"]) == 0
@@ -118,12 +115,20 @@ def test_out_in_and_out_again(tmp_path: Path, tokenizer: Path, capsys: pytest.Ca
 def test_a_run_starts_from_imported_weights(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One step at a learning rate that moves nothing, on two pipeline ranks: the run saves the weights that were imported."""
+    """One step at a learning rate that moves nothing, on two pipeline ranks: the run saves the weights that were imported.
+
+    Its tokenizer is that of the corpus, since none is named; documents end with the token that the corpus was prepared with.
+    """
     source = checkpoint(tmp_path / "ours", MODEL, str(tokenizer))
     said(capsys, "convert", "hf-export", source, tmp_path / "theirs")
     said(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
+    (tmp_path / "text.txt").write_text(TEXT * 9)
+    words = ("prepare", "--input", tmp_path / "text.txt", "--output", tmp_path / "corpus", "--workers", 1)
+    said(capsys, *words, "--tokenizer", tokenizer, "--eod-token", "!")
     overrides = (
-        "data.synthetic=true",
+        f"data.train=[[1.0,{tmp_path / 'corpus'}]]",
+        "data.split=[1,0,0]",
+        "data.tokenizer=null",
         "train.steps=1",
         "train.global_batch_size=2",
         "parallel.pp=2",
@@ -135,6 +140,26 @@ def test_a_run_starts_from_imported_weights(
     saved = find(tmp_path / "runs" / "train").manifest
     assert saved.state.step == 1
     assert saved.fingerprint["master"] == find(source).manifest.fingerprint["master"]
+    own = load_tokenizer(str(tokenizer))
+    assert saved.config["data"]["tokenizer"] == str(tokenizer)
+    assert f"tokenizer: {tokenizer}" in (tmp_path / "runs" / "train" / "config.yaml").read_text()
+    [end] = own.encode("!")
+    assert (saved.state.data["tokenizer"], saved.state.data["end of documents"]) == (own.identity, str(end))
+    said(capsys, "convert", "hf-export", tmp_path / "runs" / "train", tmp_path / "trained")
+    assert json.loads((tmp_path / "trained" / "tokenizer_config.json").read_text())["eos_token"] == "!"
+    assert json.loads((tmp_path / "trained" / "config.json").read_text())["eos_token_id"] == end
+    assert json.loads((tmp_path / "trained" / "generation_config.json").read_text())["eos_token_id"] == end
+    card = (tmp_path / "trained" / "README.md").read_text()
+    loss = json.loads((tmp_path / "runs" / "train" / "metrics.jsonl").read_text())["loss"]
+    for fact in (
+        "`corpus` 100.0%",
+        f"{loss:.4f} nats per token at step 1",
+        "32 tokens",
+        "tp 1, pp 2, dp 1, cp 1, ep 1 (ranks: 2)",
+        "`back`",
+    ):
+        assert fact in card, fact
+    assert str(tmp_path) not in card
 
 
 def test_transformers_loads_the_folder_with_its_tokenizer(
@@ -152,6 +177,18 @@ def test_transformers_loads_the_folder_with_its_tokenizer(
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs(TEXT)["input_ids"] == load_tokenizer(str(tokenizer)).encode(TEXT)
     assert theirs.decode(theirs(TEXT)["input_ids"]) == TEXT
+    # Generation stops at the end of a document, and texts of several lengths make a batch.
+    assert (theirs.eos_token_id, theirs.pad_token_id, theirs.model_max_length) == (299, 299, 16)
+    batch = theirs([TEXT[:9], "the"], return_tensors="pt", padding=True)
+    assert batch["attention_mask"].sum(1).tolist() == [len(theirs(text)["input_ids"]) for text in (TEXT[:9], "the")]
+    assert (model.generation_config.eos_token_id, model.generation_config.pad_token_id) == (299, 299)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[299] = 1e3 * model.model.norm(model.model.embed_tokens.weight[[5]])[0]
+    assert model.generate(torch.tensor([[5]]), do_sample=False, max_new_tokens=4).tolist() in (
+        [[5, 299]],
+        [[5, 0, 0, 0, 0]],
+    )
 
 
 def test_a_model_of_bytes_reads_text_in_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,6 +199,8 @@ def test_a_model_of_bytes_reads_text_in_transformers(tmp_path: Path, capsys: pyt
     assert f"tokenizer  {tmp_path / 'out' / 'tokenizer.json'}" in text
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("a  é\n")["input_ids"] == list("a  é\n".encode())
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (256, 256)
+    assert theirs(["a", "bc"], padding=True)["input_ids"] == [[97, 256], [98, 99]]
     said(capsys, "convert", "hf-import", tmp_path / "out", tmp_path / "back")
     assert (tmp_path / "back" / "tokenizer.json").is_file()
 
@@ -293,7 +332,7 @@ def test_a_tokenizer_that_is_none_or_does_not_fit_is_refused(
     for content, words in (
         (random.Random(1).randbytes(1000), "is no tokenizer of the Hugging Face"),
         (b"[" * 10_000, "is no tokenizer of the Hugging Face"),
-        (tokenizer.read_bytes(), "has ids up to 299, and the model 43 tokens"),
+        (tokenizer.read_bytes(), "has ids up to 298, and the model 43 tokens"),
     ):
         beside.write_bytes(content)
         assert words in refused(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
@@ -329,7 +368,10 @@ def test_special_ids_and_the_generation_config_come_out_as_they_went_in(
     said(capsys, "convert", "hf-export", "moved", "bytes", "--tokenizer", "bytes")
     written = json.loads((there / "bytes" / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (None, 256)
-    assert not (there / "bytes" / "generation_config.json").exists()
+    assert json.loads((there / "bytes" / "generation_config.json").read_text()) == {
+        "eos_token_id": 256,
+        "pad_token_id": 256,
+    }
 
 
 def test_a_run_from_an_import_exports_its_special_ids(
@@ -351,51 +393,3 @@ def test_a_run_from_an_import_exports_its_special_ids(
     )
     said(capsys, "convert", "hf-export", tmp_path / "run", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["bos_token_id"] == 5
-
-
-def test_the_tokenizer_of_a_run_is_found_above_it_or_asked_for(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The path was typed in the folder where the run was started; a file of the same name and other content is not taken."""
-    start, elsewhere = tmp_path / "start", tmp_path / "elsewhere"
-    for folder in (start / "tok", elsewhere):
-        folder.mkdir(parents=True)
-    (start / "tok" / "t.json").write_bytes(tokenizer.read_bytes())
-    model = ModelConfig.model_validate(MODEL)
-    state = TrainingState.at_start().model_copy(update={"data": {"tokenizer": load_tokenizer(str(tokenizer)).identity}})
-    shards = (
-        whole(spec.name, torch.ones(spec.shape), kind)
-        for spec in model_specs(model)
-        for kind in OPTIMIZERS["adamw"].state_kinds
-    )
-    config = {"model": model.model_dump(mode="json"), "data": {"tokenizer": "tok/t.json"}}
-    write_checkpoint(start / "runs/a/checkpoints", shards, state, config=config, source="a", has_moments=True)
-    monkeypatch.chdir(elsewhere)
-    said(capsys, "convert", "hf-export", start / "runs/a/checkpoints", "out")
-    assert Path("out/tokenizer.json").read_bytes() == tokenizer.read_bytes()
-    (start / "tok" / "t.json").write_bytes(tokenizer.read_bytes() + b" ")
-    error = refused(capsys, "convert", "hf-export", start / "runs/a/checkpoints", "more")
-    assert "names the tokenizer tok/t.json, which is not there" in error and not Path("more").exists()
-    text = said(capsys, "convert", "hf-export", start / "runs/a/checkpoints", "more", "--tokenizer", "none")
-    assert "none was written" in text and "no tokenizer was asked for" in text
-
-
-def test_a_folder_and_ranks_are_tokenizers_of_a_checkpoint(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A folder's tokenizer.json is copied; ranks have none, and are still found by the path that was typed."""
-    start = tmp_path / "start"
-    (start / "tok").mkdir(parents=True)
-    (start / "tok" / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-    lines = [b"%s %d\n" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
-    (start / "tok" / "mine.tiktoken").write_bytes(b"".join(lines))
-    monkeypatch.chdir(start)
-    folder = checkpoint(start / "runs" / "folder", MODEL, "tok")
-    assert str(start / "tok" / "tokenizer.json") not in said(capsys, "convert", "hf-export", folder, "of_folder")
-    assert Path("of_folder/tokenizer.json").read_bytes() == tokenizer.read_bytes()
-    ranks = find(checkpoint(start / "runs" / "ranks", MODEL, r"tok/mine.tiktoken:\w+|\W+"))
-    assert recorded_tokenizer(ranks) == rf"{start}/tok/mine.tiktoken:\w+|\W+"
-    text = said(capsys, "convert", "hf-export", ranks.folder, "of_ranks")
-    assert "mine.tiktoken" in text and "is no tokenizer.json, which transformers reads" in text
-    assert json.loads(Path("of_ranks/config.json").read_text())["eos_token_id"] == 256
-    assert not Path("of_ranks/tokenizer.json").exists()

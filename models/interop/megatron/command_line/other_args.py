@@ -213,8 +213,8 @@ def _data(parsed: Parsed, notes: list[str]) -> Fields:
         data["tokenizer"] = args["tokenizer_model"]
     elif args["vocab_file"]:
         notes.append(
-            f"data.tokenizer is not set: {args['vocab_file']} is not read; make a tokenizer.json of it. Until then text "
-            "is shown as bytes"
+            f"data.tokenizer is not set: {args['vocab_file']} is not read; docs/megatron.md has the line that makes a "
+            "tokenizer.json of it. Until then text is shown as bytes"
         )
     if not args["mock_data"]:
         notes.append("the samples are those of the corpora, in our order")

@@ -13,7 +13,8 @@ from tests.models.interop.huggingface.published import GEMMA_LIKE, LLAMA_LIKE, P
 
 def as_theirs(model: dict[str, Any], family: str | None = None) -> dict[str, Any]:
     checked = ModelConfig.model_validate(model)
-    return to_hugging_face(checked, family_of(checked, family), dtype="bfloat16", end_of_document=42)[0]
+    ids = {"bos_token_id": None, "eos_token_id": 42, "pad_token_id": None}
+    return to_hugging_face(checked, family_of(checked, family), dtype="bfloat16", special_ids=ids)[0]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -1,0 +1,154 @@
+"""README.md of an exported folder: a model card made from what the checkpoint and its run record.
+
+A card names no license and no author, since no record does, and no path of a machine.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint.directory import Candidate
+from engine.config.model import ModelConfig
+from engine.run.entries import CHECKPOINTS, METRICS
+from engine.storage.redaction import without_secrets
+from engine.telemetry.record.jsonl import read_records
+
+README = "README.md"
+_HEAD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- triaxis
+- pretraining
+---
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Losses:
+    """The last losses of a run up to a checkpoint, in nats per token, each with its step; None where none is known."""
+
+    train: tuple[int, float] | None = None
+    valid: tuple[int, float] | None = None
+
+
+def read_losses(candidate: Candidate) -> Losses:
+    """Read the losses of a checkpoint's run from its metrics.jsonl, which is looked for in its run directory."""
+    manifest = candidate.manifest
+    runs_dir = manifest.config.get("runtime", {}).get("runs_dir", "runs")
+    places = (candidate.folder.parent.parent, Path(runs_dir) / manifest.run)
+    records = next((found for place in places if (found := read_records(place / METRICS).records)), ())
+    made = [record for record in records if record.get("step", 0) <= manifest.state.step]
+
+    def last(name: str) -> tuple[int, float] | None:
+        return next(((each["step"], each[name]) for each in reversed(made) if each.get(name) is not None), None)
+
+    return Losses(last("loss"), last("val_loss"))
+
+
+def model_card(
+    candidate: Candidate,
+    model: ModelConfig,
+    *,
+    name: str,
+    keys: Mapping[str, Any],
+    weights: str,
+    losses: Losses,
+    commit: str,
+    reads_text: bool,
+) -> str:
+    """Build the card.
+
+    Args:
+        candidate: the exported checkpoint.
+        model: its sizes.
+        name: of the folder.
+        keys: of its config.json.
+        weights: which were exported: `model` or `ema`.
+        losses: of the run.
+        commit: of the program that exports.
+        reads_text: the folder has a tokenizer.
+    """
+    rows = [*_model(candidate, model, keys, weights), *_training(candidate, losses), *_program(candidate, commit)]
+    table = "\n".join(f"| {row} | {value} |" for row, value in rows)
+    title = f"# {name}\n\nA language model, trained and exported with Triaxis."
+    return without_secrets(f"{_HEAD}\n{title}\n\n| | |\n|---|---|\n{table}\n\n{_loading(reads_text)}")
+
+
+def _model(
+    candidate: Candidate, model: ModelConfig, keys: Mapping[str, Any], weights: str
+) -> Iterator[tuple[str, str]]:
+    average = " (the moving average of the weights)" if weights == "ema" else ""
+    yield "architecture", f"{keys['architectures'][0]}, {candidate.manifest.num_parameters:,} parameters{average}"
+    yield (
+        "sizes",
+        f"{model.num_layers:,} layers, hidden size {model.hidden_size:,}, {model.num_attention_heads:,} heads, vocabulary "
+        f"{model.vocab_size:,}, samples of {model.seq_length:,} tokens",
+    )
+    yield "files", str(keys["torch_dtype"])
+
+
+def _training(candidate: Candidate, losses: Losses) -> Iterator[tuple[str, str]]:
+    manifest = candidate.manifest
+    config, state, layout = manifest.config, manifest.state, manifest.layout
+    for ancestor in manifest.lineage:
+        # imported/llama/step_00000000, or runs/web/checkpoints/step_00001000
+        folder = next(part for part in reversed(Path(ancestor.path).parts[:-1]) if part != CHECKPOINTS)
+        yield (
+            "started from",
+            f"`{folder}`, step {ancestor.step:,}{' (weights)' if ancestor.loaded == 'weights' else ''}",
+        )
+    if manifest.content == "weights":
+        what, colon, path = manifest.run.partition(": ")
+        yield "weights", f"{what}{colon}{Path(path).name}" if colon else what
+        return
+    yield "run", f"`{manifest.run}`, after step {state.step:,}: {state.consumed_tokens:,} tokens"
+    data = config.get("data", {})
+    corpora = [(weight, Path(prefix).name) for weight, prefix in data.get("train") or ()]
+    total = sum(weight for weight, _ in corpora)
+    named = ", ".join(f"`{corpus}` {weight / total:.1%}" for weight, corpus in corpora)
+    yield "corpora", "random tokens" if data.get("synthetic") else named or "not recorded"
+    for what, loss in (("loss", losses.train), ("validation loss", losses.valid)):
+        if loss is not None:
+            yield what, f"{loss[1]:.4f} nats per token at step {loss[0]:,}"
+    optimizer = config.get("optimizer", {})
+    if "lr" in optimizer:
+        batch = config["train"]["global_batch_size"]
+        yield "optimizer", f"{manifest.optimizer}, peak learning rate {optimizer['lr']:g}, {batch:,} samples per step"
+    if layout:
+        sizes = ", ".join(f"{axis} {layout[axis]}" for axis in ("tp", "pp", "dp", "cp", "ep") if axis in layout)
+        yield (
+            "layout",
+            f"{sizes} (ranks: {layout['world_size']:,}) on {layout['device']}, computed in {layout['dtype']}",
+        )
+
+
+def _program(candidate: Candidate, commit: str) -> Iterator[tuple[str, str]]:
+    versions = candidate.manifest.layout.get("versions", {})
+    if versions:
+        yield "trained with", ", ".join(f"{name} {version}" for name, version in versions.items())
+    yield "exported by", f"Triaxis, {commit}"
+
+
+def _loading(reads_text: bool) -> str:
+    """Return the section that says how the folder is loaded."""
+    load = "model = AutoModelForCausalLM.from_pretrained(folder)\n"
+    if not reads_text:
+        return f"""This folder has no tokenizer.
+
+```python
+from transformers import AutoModelForCausalLM
+
+folder = "."  # this folder
+{load}```
+"""
+    return f"""```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # this folder
+{load}tokenizer = AutoTokenizer.from_pretrained(folder)
+tokens = tokenizer("The", return_tensors="pt", add_special_tokens=False)
+print(tokenizer.decode(model.generate(**tokens, max_new_tokens=40)[0]))
+```
+"""
