@@ -150,13 +150,13 @@ def _edges(output: torch.Tensor) -> Iterator[tuple[str, Node]]:
         for below, _ in node.next_functions:
             if below is not None and below not in seen:
                 seen.add(below)
-                waiting.append((node.name(), below))
+                waiting.append((type(node).__name__, below))
 
 
 def _leaf(node: Node) -> torch.Tensor | None:
     """Return the tensor whose gradient autograd would store at this node; None: it stores none."""
     accumulates: Any = node
-    return accumulates.variable if node.name().endswith("AccumulateGrad") else None
+    return accumulates.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
 def _entry_of_leaf(sizes: Mapping[int, str], where: str, reader: str, leaf: torch.Tensor) -> str:
