@@ -254,6 +254,7 @@ def hf_export(args: argparse.Namespace) -> None:
         (args.out / path for path in (TOKENIZER_JSON, SENTENCEPIECE) if path in exported.files), "none was written"
     )
     console.print(f"tokenizer  {own}")
+    console.print(f"use        {args.out / README} has the lines that load it in transformers")
     for note in (*notes, *more):
         console.print(f"note       {note}")
 

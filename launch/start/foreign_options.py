@@ -21,13 +21,15 @@ from engine.config.stages import with_fields
 from engine.config.tree import Config, broken_rules
 from engine.config.yaml_text import read_yaml
 from engine.errors import ConfigError
+from engine.program import triaxis
 from models.interop.megatron.command_line.convert import from_command_line
 from models.interop.megatron.command_line.parse import is_argument
 
 SCRIPT = "TRIAXIS_SCRIPT"
 """The variable with the path of launch/pretrain_gpt.sh as it was typed, where that has started the command."""
 
-TRAIN = "triaxis train"
+TRAIN = "train"
+"""The command that the script starts."""
 
 Parse = Callable[[Sequence[str]], argparse.Namespace]
 
@@ -35,7 +37,7 @@ DESCRIBES_A_MODEL = frozenset({"num-layers", "hidden-size"})
 """Arguments of Megatron-LM that, without a config of ours, make a command line a whole one of its."""
 
 OF_A_SCRIPT = (
-    "A config is made of a whole command line of Megatron-LM, or of its script, by: triaxis config from-megatron --help"
+    "A config is made of a whole command line of Megatron-LM, or of its script: `triaxis config from-megatron --help`"
 )
 
 
@@ -149,7 +151,7 @@ def _with_command(prog: str, answer: _Answer, parse: Parse, read_without: Path |
     ]
     place = answer.arguments.index(answer.overrides[-1]) + 1 if added else 0
     words = [*answer.arguments[:place], *added, *answer.arguments[place:]]
-    line = " ".join([*variables, shlex.join([*_start(prog), *words])])
+    line = " ".join([*variables, _start(prog, words)])
     return "\n".join([f"{said}:", f"       {line}", *(f"     {note}" for note in (*answer.notes, *reasons))])
 
 
@@ -188,10 +190,14 @@ def _added(path: Path | None, given: Sequence[str], overrides: Sequence[str]) ->
     return [f"{key}={plain(value)}" for key, value in added.items()], reasons
 
 
-def _start(prog: str) -> list[str]:
-    """Return the words that start the command, as they were typed."""
-    script = os.environ.get(SCRIPT)
-    return ["bash", script] if script and prog == TRAIN else prog.split()
+def _start(prog: str, words: Sequence[str]) -> str:
+    """Return the line that starts the command with these words, by the script where that was typed."""
+    script, command = os.environ.get(SCRIPT), prog.split()[1:]
+    return (
+        shlex.join(["bash", script, *words])
+        if script and command == [TRAIN]
+        else triaxis(shlex.join([*command, *words]))
+    )
 
 
 def _of_a_whole_line(prog: str, arguments: Sequence[str], unknown: Collection[str]) -> list[str]:
@@ -203,8 +209,8 @@ def _of_a_whole_line(prog: str, arguments: Sequence[str], unknown: Collection[st
     theirs = shlex.join(word for word in arguments if word not in ours)
     said = (
         "this is a command line of Megatron-LM. Make a config of it, and use that (docs/megatron.md):\n"
-        f"       triaxis config from-megatron {shlex.quote(theirs)} > megatron.yaml\n"
-        f"       {shlex.join([*_start(prog), 'megatron.yaml', *ours])}"
+        "       " + triaxis(f"config from-megatron {shlex.quote(theirs)} > megatron.yaml") + "\n"
+        f"       {_start(prog, ['megatron.yaml', *ours])}"
     )
     try:
         from_command_line([theirs])

@@ -35,6 +35,7 @@ from engine.data.corpus.tokenizers import BYTES
 from engine.device.gpus import BACKEND_VARIABLE, CPU, DEVICE_VARIABLE, NCCL, find_gpus
 from engine.errors import ExitCode, TopologyError
 from engine.layout.rank_grid import ParallelSizes
+from engine.program import triaxis
 from engine.run.directory import run_name
 from engine.telemetry.outlets.format import wrapped
 from launch.start.gpu_memory import read_devices
@@ -162,11 +163,8 @@ def _launch(request: Request, variables: Mapping[str, str]) -> int:
     sys.stdout.flush()  # before the ranks write to the same place
     exit_code = _run_stages(plan, arguments, environment)
     if exit_code == 0 and request.config_path is None and plan.config_path == GPU_CONFIG:
-        _row(
-            console,
-            "next",
-            f"triaxis try {_near(GPU_CONFIG)}   measures speed, MFU and memory of a layout, beside the prediction",
-        )
+        measured = "measures speed, MFU and memory of a layout, beside the prediction"
+        _row(console, "next", triaxis(f"try {shlex.quote(_near(GPU_CONFIG))}") + f"   {measured}")
     return exit_code
 
 

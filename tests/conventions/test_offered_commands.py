@@ -37,14 +37,19 @@ NEEDS_A_NETWORK = (
     "pip needs a network; test_an_extra_exists looks into pyproject.toml, tests/engine/test_program.py at the line"
 )
 
+SAVED = "saved/checkpoints/step_00000000"
 TRAINS = "data.train=[[1.0,data/web]] data.tokenizer=bytes model.vocab_size=257"
+
+MEGATRON = """--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 --bf16
+--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 100 --mock-data"""
 
 OFFERED: dict[str, Offer | str] = {
     "triaxis checkpoint inspect {shlex.quote(str(folder))} --tensors": Offer(
-        {"{shlex.quote(str(folder))}": "saved/checkpoints/step_00000000"}, prints="layers.1.mlp"
+        {"{shlex.quote(str(folder))}": SAVED}, prints="layers.1.mlp"
     ),
-    "triaxis prepare --input 'TEXT/*.txt' --tokenizer bytes --output {shlex.quote(self.prefix)}": Offer(
-        {"TEXT": "books", "{shlex.quote(self.prefix)}": "data/one"}, makes="data/one.bin"
+    "triaxis prepare --input 'TEXT/*.txt' --tokenizer {shlex.quote(tokenizer)} --output {shlex.quote(self.prefix)}": Offer(
+        {"TEXT": "books", "{shlex.quote(self.prefix)}": "data/one", "{shlex.quote(tokenizer)}": "bytes"},
+        makes="data/one.bin",
     ),
     "triaxis prepare --tokenizer {shlex.quote(tokenizer)} --input TEXT --output {shlex.quote(prefix)}-2": Offer(
         {"TEXT": "books", "{shlex.quote(prefix)}": "data/web", "{shlex.quote(tokenizer)}": "bytes"},
@@ -55,7 +60,7 @@ OFFERED: dict[str, Offer | str] = {
     ),
     "triaxis prepare --stdlib --output data/stdlib": Offer(makes="data/stdlib.bin"),
     "triaxis train {shlex.join(overrides)}": Offer(
-        {"{shlex.join(overrides)}": TRAINS}, prints=f"configs/gpt_tiny.yaml {TRAINS}"
+        {"{shlex.join(overrides)}": TRAINS}, prints="data.tokenizer=bytes model.vocab_size=257"
     ),
     "triaxis train {shlex.quote(str(args.out / TRAIN_CONFIG))} 'data.train=[[1.0, PREFIX]]'": Offer(
         {"{shlex.quote(str(args.out / TRAIN_CONFIG))}": "run.yaml", "PREFIX": "data/web"}, prints="[[1.0, data/web]]"
@@ -74,6 +79,20 @@ OFFERED: dict[str, Offer | str] = {
     ),
     "triaxis train {shlex.quote(str(args.out))}": Offer(
         {"{shlex.quote(str(args.out))}": "run.yaml"}, prints="run.yaml"
+    ),
+    "triaxis evaluate {run} --text FILE": Offer({"{run}": SAVED, "FILE": "books/0.txt"}, prints="per byte"),
+    "triaxis generate {run} --prompt 'Once upon a time'": Offer({"{run}": SAVED}, prints="Once upon a time"),
+    "triaxis convert hf-export {run} {exported}": Offer(
+        {"{run}": SAVED, "{exported}": "run-hf"}, makes="run-hf/README.md"
+    ),
+    "triaxis config from-megatron {shlex.quote(theirs)} > megatron.yaml": Offer(
+        {"{shlex.quote(theirs)}": f"'{MEGATRON} --vocab-size 300'", " > megatron.yaml": ""}, prints="num_layers: 4"
+    ),
+    "triaxis {shlex.join([*command, *words])}": Offer(
+        {"{shlex.join([*command, *words])}": "train run.yaml"}, prints="run.yaml"
+    ),
+    "triaxis try {shlex.quote(_near(GPU_CONFIG))}": Offer(
+        {"{shlex.quote(_near(GPU_CONFIG))}": "run.yaml"}, prints="8 on 1 node"
     ),
     "triaxis train run.yaml": Offer(prints="run.yaml"),
     "triaxis config check run.yaml": Offer(prints="run.yaml: ok"),
@@ -142,9 +161,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LLAMA = """{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 8192,
 "num_attention_heads": 4, "num_hidden_layers": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-05, "vocab_size": 300}"""
-
-MEGATRON = """--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 --bf16
---micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 100 --mock-data"""
 
 
 MOE = " --moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type aux_loss --num-experts 4 --disable-bias-linear"

@@ -6,6 +6,7 @@ Triaxis: gpt_tiny                               Finished: 300 steps in 3:12
   logs        where to look                       results   where to look
 """
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from engine.context_parallel.deal import windows_of
 from engine.context_parallel.imbalance import predicted_imbalance
 from engine.data.document_statistics import UNBROKEN, DocumentStatistics
 from engine.errors import attempt_name, counted
+from engine.program import triaxis
 from engine.run.directory import RunDirectory
 from engine.telemetry.outlets.console import Report
 from engine.telemetry.outlets.format import compact, duration
@@ -199,9 +201,20 @@ def show_end(report: Report, directory: RunDirectory, end: End) -> None:
         rows.append(("memory", end.memory))
     rows.append(("results", f"{directory.path}/ (metrics.jsonl: one object per step; events/, config.yaml, logs/)"))
     rows.append(("saved", NOTHING if end.saved is None else f"in {end.saved}"))
+    if end.saved is not None:
+        rows.append(
+            ("next", "\n".join(_uses(shlex.quote(str(directory.path)), shlex.quote(f"{directory.path.name}-hf"))))
+        )
     report.say()
     in_attempt = f" of training in {attempt_name(directory.attempt)}" if directory.attempt else " of training"
     report.block(f"Finished: {counted(end.steps, 'step')}, {duration(end.seconds)}{in_attempt}", rows)
+
+
+def _uses(run: str, exported: str) -> Iterator[str]:
+    """Yield the commands that read a run's newest checkpoint; both words are quoted for a shell."""
+    yield triaxis(f"evaluate {run} --text FILE")
+    yield triaxis(f"generate {run} --prompt 'Once upon a time'")
+    yield triaxis(f"convert hf-export {run} {exported}")
 
 
 def ladder(loss: float | None, val_loss: float | None, entropies: Mapping[str, float]) -> Sequence[str]:

@@ -114,9 +114,8 @@ def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: Resu
             f"resuming after step {state.step:,} ({state.consumed_tokens:,} tokens) from {beginning.source}", "green"
         )
     if beginning.differences:
-        telemetry.say(
-            "  differs from what was saved, so it is not equal to the bit: " + "; ".join(beginning.differences)
-        )
+        listed = "\n".join(f"    {difference}" for difference in beginning.differences)
+        telemetry.say(f"  differs from what was saved, so it is not equal to the bit:\n{listed}")
     telemetry.say()
 
 

@@ -1,6 +1,8 @@
 """Options of other engines: each is answered with our words and a command that works as it is printed."""
 
+import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,11 @@ MEGATRON = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 8 --seq-length 32 --max-position-embeddings 32 "
     "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 100 --mock-data --bf16 --vocab-size 300"
 )
+
+
+@pytest.fixture(autouse=True)
+def triaxis_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
 
 def answered(capsys: pytest.CaptureFixture[str], *words: str, command: str = "train") -> str:
@@ -81,7 +88,7 @@ def test_what_has_no_single_word_is_explained(capsys: pytest.CaptureFixture[str]
     assert "here it is parallel.vpp (a number of chunks, not of layers)." in err
     assert "there is no option --nosuch; an override reads" in err
     # Two of them are Megatron-LM's, so there may be a script.
-    assert err.rstrip().endswith("of its script, by: triaxis config from-megatron --help")
+    assert err.rstrip().endswith("or of its script: `triaxis config from-megatron --help`")
     assert "\n     triaxis" not in err and "bash" not in err, "nothing to paste works"
     assert "Write telemetry.wandb.project=NAME" in answered(capsys, "--wandb")
     assert "Nearest legal: parallel.tp = 2 or 4." in answered(capsys, "--tp", "3", TINY)

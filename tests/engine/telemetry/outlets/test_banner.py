@@ -137,7 +137,8 @@ def test_a_known_peak_comes_with_its_source_and_the_convention(
     make_config: Callable[..., Config], run: RunDirectory
 ) -> None:
     config = make_config()
-    start = Start(config, batch_plan(config, 2), "", "", "", "", num_parameters(config.model), config.recompute, "cuda")
+    counted, listed_here = num_parameters(config.model), listed(config)
+    start = Start(config, batch_plan(config, 2), "", "", "", "", counted, listed_here, config.recompute, "cuda")
     said = start_rows(config, run, replace(start, memory="47.1 GB"), device_name="NVIDIA H200")
     assert "989.4 TFLOP/s per device" in said["FLOPs"] and "data sheet" in said["FLOPs"]
     assert "6 x GEMM weights" in said["FLOPs"] and "MFU = model / peak" in said["FLOPs"]
@@ -165,8 +166,10 @@ def test_the_summary_has_the_losses_the_text_and_the_place(run: RunDirectory) ->
     assert text.index("uniform") < text.index("validation loss") < text.index("training loss")
     assert "f(x):\n" in text and "    return x\n" in text and str(run.path) in text
     assert rows(screen)["saved"] == f"in {saved}"
+    assert f"evaluate {run.path} --text FILE" in rows(screen)["next"]
     without = _end_without_text_and_checkpoint(run)
     assert "prompt" not in without and without["saved"].startswith("nothing (checkpoint.interval=never)")
+    assert "next" not in without
 
 
 def _end_without_text_and_checkpoint(run: RunDirectory) -> dict[str, str]:
