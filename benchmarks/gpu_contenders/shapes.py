@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.load import load_config, to_yaml
+from engine.config.load import load_config
 from engine.config.tree import Config
+from engine.config.write import to_yaml
 
 GPT: dict[str, Any] = {
     "norm": "layernorm",

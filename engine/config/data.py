@@ -29,8 +29,7 @@ class DataConfig(Section):
     )
     # A path. Its content is compared with the checkpoint separately (`engine/checkpoint/resume.py`).
     tokenizer: Annotated[str | None, LAYOUT] = Field(
-        None,
-        description="`bytes` or a path, as in docs/data.md; null: that which the corpora record, else bytes",
+        None, description="`bytes` or a path (docs/data.md); null: what the corpora record, else bytes"
     )
     synthetic: Annotated[bool, MEANT] = Field(
         False, description="random tokens instead of a corpus; each sample is a function of (seed, sample id)"

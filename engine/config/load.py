@@ -1,4 +1,4 @@
-"""Reading a configuration, and writing it back (no torch here).
+"""Reading a configuration; `write.py` writes it back (no torch here).
 
     YAML file  ->  nested mapping  <-  environment  <-  section.key=value      (the right one wins)
                         |
@@ -23,7 +23,6 @@ from engine.config.tree import FORMAT_VERSION, Config
 from engine.config.tree import problems as broken_rules
 from engine.config.yaml_text import read_yaml
 from engine.errors import ConfigError
-from engine.storage.redaction import without_secrets
 
 ENVIRONMENT = {
     "TP": "parallel.tp",
@@ -38,8 +37,6 @@ ENVIRONMENT = {
     "RUN_NAME": "runtime.name",
 }
 """Environment variables that set a field; an empty one counts as unset."""
-
-COMMENT_COLUMN = 36
 
 S = TypeVar("S", bound=Section)
 
@@ -446,61 +443,3 @@ def _adapter(kind: type[Section], name: str) -> TypeAdapter[Any]:
     # A section has its own settings (pydantic refuses others); a plain field has those of its section.
     settings = kind.model_config if kind.section_type(name) is None else None
     return TypeAdapter(Annotated[about.annotation, about], config=settings)  # type: ignore[arg-type]
-
-
-def to_yaml(config: Config, *, describe: bool = False) -> str:
-    """Return the resolved tree as YAML that `load_config` reads back to an equal one.
-
-    Args:
-        config: what to write.
-        describe: add the meaning of each field as a comment, and replace secrets of the environment by `[redacted]`.
-    """
-    text = "\n".join([f"format_version: {FORMAT_VERSION}", *_lines(config, "", describe)]) + "\n"
-    return without_secrets(text) if describe else text
-
-
-def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:
-    for name, about in type(section).model_fields.items():
-        value = getattr(section, name)
-        if name == "stages":
-            yield from _stage_lines(
-                section.model_dump(mode="json", include={name})[name], about.description if describe else None
-            )
-            continue
-        if isinstance(value, Section):
-            if describe and not indent and name != next(iter(type(section).model_fields)):
-                yield ""
-            yield f"{indent}{name}:"
-            yield from _lines(value, f"{indent}  ", describe)
-            continue
-        plain = section.model_dump(mode="json", include={name})[name]
-        yield from commented_lines(name, plain, about.description if describe else None, indent)
-
-
-def _stage_lines(stages: Sequence[Mapping[str, Any]], comment: str | None) -> Iterator[str]:
-    """Yield the lines of the stages, one for each."""
-    if not stages:
-        yield from commented_lines("stages", [], comment, "")
-        return
-    yield f"{'stages:':<{COMMENT_COLUMN}}  # {comment}" if comment else "stages:"
-    for stage in stages:
-        text = yaml.dump(
-            stage, Dumper=_ShortLists, default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False
-        )
-        yield f"  - {text.strip()}"
-
-
-def commented_lines(name: str, value: object, comment: str | None, indent: str) -> Iterator[str]:
-    """Yield the YAML lines of a field with plain data as its value; the comment follows the first one."""
-    text = yaml.dump({name: value}, Dumper=_ShortLists, allow_unicode=True, width=10_000)
-    first, *rest = text.splitlines()
-    first = f"{indent}{first}"
-    yield f"{first:<{COMMENT_COLUMN}}  # {comment}" if comment else first
-    yield from (f"{indent}{line}" for line in rest)
-
-
-class _ShortLists(yaml.SafeDumper):
-    """A dumper with lists on one line: `[1, 2, 3]`, `[[0.7, web], [0.3, code]]`."""
-
-    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
-        return super().represent_sequence(tag, sequence, flow_style=True)

@@ -32,10 +32,10 @@ from typing import Any
 from engine.checkpoint.directory import CHECKPOINTS, CONFIG, CheckpointDirectory
 from engine.checkpoint.lock import FolderLock
 from engine.checkpoint.resume_rules import lengthening
-from engine.config.load import to_yaml
 from engine.config.run import name_problems
 from engine.config.telemetry import ProfileConfig
 from engine.config.tree import Config
+from engine.config.write import to_yaml
 from engine.errors import TriaxisError
 from engine.run import entries as run_entries
 from engine.run.entries import FINISHED, LOGS, METRICS, SAVED, STARTING_OVER, next_name

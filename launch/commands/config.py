@@ -18,10 +18,11 @@ from typing import Any
 import yaml
 
 from engine.config.context_parallel import gathers_keys, method_line
-from engine.config.load import load_config, override, to_yaml
+from engine.config.load import load_config, override
 from engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
 from engine.config.stages import at_stage, run_stages, with_fields
 from engine.config.tree import Config
+from engine.config.write import to_yaml
 from engine.data.datasets import open_datasets
 from engine.data.document_statistics import measure_documents
 from engine.errors import ConfigError, counted

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from engine.config.counts import count
-from engine.config.load import load_config, to_yaml
+from engine.config.load import load_config
+from engine.config.write import to_yaml
 from engine.program import triaxis
 from engine.storage.files import write_atomically
 from engine.storage.redaction import unwritable

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from engine.comm.texts import gather_text
 from engine.comm.topology import Topology
-from engine.config.load import to_yaml
 from engine.config.tree import Config
+from engine.config.write import to_yaml
 from engine.device.gpus import GLOO, NCCL
 from engine.errors import ExitCode
 from engine.numerics.precision import DTYPES

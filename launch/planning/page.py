@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from engine.config.load import to_yaml
 from engine.config.plan import batch_plan, rank_grid
+from engine.config.write import to_yaml
 from engine.errors import counted
 from engine.pipeline.simulate import simulate
 from engine.storage.redaction import without_secrets

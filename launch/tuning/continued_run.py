@@ -8,13 +8,14 @@ Steps are tokens / (global batch x seq_length), rounded up: of the batch that th
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from engine.config.load import commented_lines
 from engine.config.model import ModelConfig
 from engine.config.plan import planned_steps
 from engine.config.section import Section
 from engine.config.tree import FORMAT_VERSION, Config, require_legal
+from engine.config.write import commented_lines
 from engine.data.corpus.indexed import IndexedTokens
 from engine.data.split import split_documents
 from engine.errors import DataError
@@ -186,7 +187,8 @@ def _chosen_sections(run: ContinuedRun) -> Mapping[str, tuple[Any, ...]]:
         "parallel": (
             _parallel(run),
             f"For {run.machine.name}: the smallest {sizes} with which each rank fits {1 - MARGIN:.0%} of its memory,",
-            f"{gigabytes(run.chosen.usable_bytes)}. {memory_line(run.chosen.prediction)}.",
+            f"{gigabytes(run.chosen.usable_bytes)}.",
+            *wrap(f"{memory_line(run.chosen.prediction)}.", 120),
             "`triaxis try` measures this and other layouts.",
         ),
         **({"kernels": (_dispatch(run),)} if has_kernels else {}),

@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from engine.config.load import to_yaml
 from engine.config.moe import BalanceConfig
 from engine.config.tree import Config
+from engine.config.write import to_yaml
 from engine.errors import ConfigError
 from engine.program import pip_install
 from launch.inference.request import JOB

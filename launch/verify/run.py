@@ -10,9 +10,10 @@ from itertools import count
 from pathlib import Path
 
 from engine.config.groups import update_rule
-from engine.config.load import ENVIRONMENT, to_yaml
+from engine.config.load import ENVIRONMENT
 from engine.config.plan import parallel_sizes, stages_of
 from engine.config.tree import Config
+from engine.config.write import to_yaml
 from engine.layout.shard_spec import localize
 from launch.inference.request import JOB
 from launch.start.launcher import Request, launch

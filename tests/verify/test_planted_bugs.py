@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.load import to_yaml
+from engine.config.write import to_yaml
 from launch.verify.run import Trial, trial
 from launch.verify.verdict.judge import Verdict
 from tests.documented import ROOT

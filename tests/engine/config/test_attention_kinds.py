@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.resume_rules import changes
 from engine.config.attention_kinds import BEYOND_PLAIN, PLAIN, AttentionPattern, attention_pattern, beyond_plain
-from engine.config.load import load_config, to_yaml
+from engine.config.load import load_config
+from engine.config.write import to_yaml
 from engine.errors import ConfigError
 from tests.documented import ROOT
 from tests.engine.config.bad_configs import LEGAL, config_with

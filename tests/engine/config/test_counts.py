@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.config.counts import LIMIT, SUFFIXES, Count, count
-from engine.config.load import load_config, to_yaml
+from engine.config.load import load_config
 from engine.config.section import Section
 from engine.config.tree import Config
+from engine.config.write import to_yaml
 from engine.errors import ConfigError
 from tests.launch.command_line import ROOT
 

@@ -7,8 +7,9 @@ import pytest
 from pydantic import ValidationError
 
 from engine.checkpoint.resume_rules import changes
-from engine.config.load import load_config, to_yaml
+from engine.config.load import load_config
 from engine.config.tree import Config, problems
+from engine.config.write import to_yaml
 from engine.errors import ConfigError, ScheduleError
 from engine.layout.rank_grid import ParallelSizes
 from engine.pipeline import schedules

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.load import load_config, to_yaml
+from engine.config.load import load_config
 from engine.config.plan import batch_plan, planned_steps, planned_tokens
 from engine.config.stages import as_a_run, at_stage, current_stage, data_segments, past_differs, run_stages, stage_at
 from engine.config.tree import Config, problems
+from engine.config.write import to_yaml
 from engine.errors import ConfigError
 from tests.engine.config.bad_configs import LEGAL
 

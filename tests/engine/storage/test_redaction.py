@@ -7,8 +7,8 @@ import traceback
 import pytest
 
 from engine.checkpoint.resume_rules import changes
-from engine.config.load import to_yaml
 from engine.config.tree import Config
+from engine.config.write import to_yaml
 from engine.errors import OutputError
 from engine.storage.redaction import LEAST_LENGTH, blotted, blotted_streams, tree_without_secrets, without_secrets
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.load import to_yaml
 from engine.config.tree import Config
+from engine.config.write import to_yaml
 from engine.run.entries import events_file
 from engine.telemetry.outlets.metrics_log import MetricsLog
 from engine.telemetry.record.events import EventLog

@@ -11,8 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config.load import commented_lines
 from engine.config.tree import Config, problems
+from engine.config.write import commented_lines
 from engine.errors import ConfigError, shown
 from models.interop.megatron.command_line.model_args import model_fields
 from models.interop.megatron.command_line.other_args import layout_fields, run_fields

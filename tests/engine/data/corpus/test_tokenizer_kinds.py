@@ -246,7 +246,7 @@ def test_ranks_without_a_pattern_are_refused(files: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize(("name", "package"), [("sp.model", "sentencepiece"), ("gpt2.tiktoken", "tiktoken")])
 def test_a_missing_package_is_named(files: Path, name: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, package, None)
-    with pytest.raises(DataError, match=rf"needs the package {package}.*triaxis\[text\]"):
+    with pytest.raises(DataError, match=rf"needs the package {package}.* -m pip install -e .*\[text\]"):
         load_tokenizer(str(files / name))
 
 

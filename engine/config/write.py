@@ -1,0 +1,70 @@
+"""A configuration as YAML that `load_config` reads back to an equal one (no torch here)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from engine.config.section import Section
+from engine.config.tree import FORMAT_VERSION, Config
+from engine.storage.redaction import without_secrets
+
+COMMENT_COLUMN = 36
+
+
+def to_yaml(config: Config, *, describe: bool = False) -> str:
+    """Return the resolved tree as YAML that `load_config` reads back to an equal one.
+
+    Args:
+        config: what to write.
+        describe: add the meaning of each field as a comment, and replace secrets of the environment by `[redacted]`.
+    """
+    text = "\n".join([f"format_version: {FORMAT_VERSION}", *_lines(config, "", describe)]) + "\n"
+    return without_secrets(text) if describe else text
+
+
+def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:
+    for name, about in type(section).model_fields.items():
+        value = getattr(section, name)
+        if name == "stages":
+            yield from _stage_lines(
+                section.model_dump(mode="json", include={name})[name], about.description if describe else None
+            )
+            continue
+        if isinstance(value, Section):
+            if describe and not indent and name != next(iter(type(section).model_fields)):
+                yield ""
+            yield f"{indent}{name}:"
+            yield from _lines(value, f"{indent}  ", describe)
+            continue
+        plain = section.model_dump(mode="json", include={name})[name]
+        yield from commented_lines(name, plain, about.description if describe else None, indent)
+
+
+def _stage_lines(stages: Sequence[Mapping[str, Any]], comment: str | None) -> Iterator[str]:
+    """Yield the lines of the stages, one for each."""
+    if not stages:
+        yield from commented_lines("stages", [], comment, "")
+        return
+    yield f"{'stages:':<{COMMENT_COLUMN}}  # {comment}" if comment else "stages:"
+    for stage in stages:
+        text = yaml.dump(
+            stage, Dumper=_ShortLists, default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False
+        )
+        yield f"  - {text.strip()}"
+
+
+def commented_lines(name: str, value: object, comment: str | None, indent: str) -> Iterator[str]:
+    """Yield the YAML lines of a field with plain data as its value; the comment follows the first one."""
+    text = yaml.dump({name: value}, Dumper=_ShortLists, allow_unicode=True, width=10_000)
+    first, *rest = text.splitlines()
+    first = f"{indent}{first}"
+    yield f"{first:<{COMMENT_COLUMN}}  # {comment}" if comment else first
+    yield from (f"{indent}{line}" for line in rest)
+
+
+class _ShortLists(yaml.SafeDumper):
+    """A dumper with lists on one line: `[1, 2, 3]`, `[[0.7, web], [0.3, code]]`."""
+
+    def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
+        return super().represent_sequence(tag, sequence, flow_style=True)
