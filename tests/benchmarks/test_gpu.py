@@ -380,6 +380,7 @@ def process_classes() -> tuple[str, ...]:
 # The whole of it.
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_ours_runs_through_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Command, process, ceiling, the real run with its trace, row and table; the second command finds the row."""

@@ -59,6 +59,7 @@ def test_the_loop_reads_losses_one_step_behind(tmp_path: Path) -> None:
     assert [line["loss"] for line in logged] == [None, 1.0, 2.0, 3.0, 4.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["gpt-1.3b", "llama-8b-4k-12l"])
 @pytest.mark.parametrize("model", ["plain", "transformers"])
 def test_a_contender_has_as_many_parameters_as_ours(model: str, shape: str) -> None:

@@ -115,6 +115,7 @@ def count_some(rank: int) -> dict[str, int]:
     return dict(counter.sent)
 
 
+@pytest.mark.slow
 def test_what_a_ring_sends_is_counted() -> None:
     first, second, *_ = run_ranks(count_some, 4)
     collectives = {"allreduce_": 6000, "_allgather_base_": 3000, "alltoall_base_": 3000, "broadcast_": 3000}
