@@ -194,7 +194,7 @@ def trace(mutants: Sequence[Mutant], out: Path, arguments: Sequence[str]) -> Non
         (clone / "tests/plugins/mutant_plugin.py").write_text(PLUGIN)
         probes = Path(folder, "probes")
         probes.mkdir()
-        _pytest(clone, ["-p", "mutant_plugin", *arguments], {"MUTANT_PROBES": str(probes)})
+        _pytest(clone, ["-p", "mutant_plugin", *arguments], {"MUTANT_PROBES": str(probes)}, limit_seconds=None)
         tests: dict[int, set[str]] = defaultdict(set)
         for file in probes.glob("hits.*"):
             for line in file.read_text().splitlines():
@@ -234,7 +234,7 @@ def _first_failure(mutant: Mutant, tests: Sequence[str]) -> str | None:
         near = mutant.file.removesuffix(".py").split("/")
         listed.write_text("\n".join(sorted(tests, key=lambda test: -_shared(near, test.split("/")[1:]))))
         try:
-            output = _pytest(clone, ["-x", "-q", "-rf", "--no-header", f"@{listed}"], {})
+            output = _pytest(clone, ["-x", "-q", "-rfE", "--no-header", f"@{listed}"], {}, LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             return f"hung for {LIMIT_SECONDS} s"
     failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -250,14 +250,14 @@ def _clone(to: Path) -> Path:
     return to
 
 
-def _pytest(clone: Path, arguments: Sequence[str], variables: dict[str, str]) -> str:
+def _pytest(clone: Path, arguments: Sequence[str], variables: dict[str, str], limit_seconds: float | None) -> str:
     command = ["bash", "tests/run.sh", "-p", "no:cacheprovider", *arguments]
     environment = os.environ | {"TRIAXIS_PYTHON": sys.executable} | variables
     with subprocess.Popen(
         command, cwd=clone, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
-            return process.communicate(timeout=LIMIT_SECONDS)[0]
+            return process.communicate(timeout=limit_seconds)[0]
         except subprocess.TimeoutExpired:
             process.terminate()
             raise
