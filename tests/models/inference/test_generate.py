@@ -1,7 +1,8 @@
 """Decoding with a cache is the full forward; generated tokens do not depend on the layout; draws follow the softmax."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import models.gpt.attention_core
+import models.inference.generate as generation
 from engine.checkpoint.directory import find
 from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.import_weights import whole, write_checkpoint
@@ -37,6 +39,14 @@ PROMPT = [3, 1, 4, 1, 5]
 WINDOW = [3, 1, 4, 1, 5, 9, 2, 6]
 """As many tokens as the models of the parity tests read."""
 
+QUICK = [
+    Case("qwen", pp=2, vpp=2, dp=2, num_layers=4),
+    Case("llama", tp=4, sequence_parallel=True, num_layers=2),
+    Case("deepseek", tp=2, pp=2, ep=2, sequence_parallel=True),
+    Case("deepseek", dp=2, ep=2, dispatch="all_to_all"),
+]
+"""Of experts all ranks have the same tokens in generation, and each computes the rows of its own."""
+
 LAYOUTS = [
     Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4),
     Case("qwen", tp=8, num_layers=2),
@@ -48,16 +58,10 @@ LAYOUTS = [
     Case("gpt", tp=2, pp=2, vpp=2, schedule="zbv", num_layers=4),
     Case("mla, queries from x", tp=4, pp=2, sequence_parallel=True),
     Case("mla, mscale", tp=2, dp=2),
-]
-
-OF_EXPERTS = [
-    Case("deepseek", tp=2, pp=2, ep=2, sequence_parallel=True),
-    Case("deepseek", dp=2, ep=2, dispatch="all_to_all"),
     Case("deepseek", tp=2, etp=2, dp=2, ep=2),
     Case("deepseek", pp=2, vpp=2, dp=2, ep=2, recompute=("full", "uniform", 1)),
     Case("moe gelu", dp=4, ep=4),
 ]
-"""In generation all ranks have the same tokens, and each computes the rows of its experts."""
 
 
 def engine_of(rank: int, case: Case) -> Model:
@@ -87,29 +91,22 @@ def full_logits(model: Model, tokens: list[int]) -> torch.Tensor | None:
     return columns.t()[:, : config.model.vocab_size]
 
 
-def with_slow(values: Sequence[Any], quick: slice) -> list[Any]:
-    """Parameters of a test of which all but `quick` are left to the slow tier."""
-    kept = values[quick]
-    return [pytest.param(value, id=str(value), marks=[] if value in kept else pytest.mark.slow) for value in values]
-
-
 # The cache --------------------------------------------------------------------------------------------------------------
 
 
-def decoded(rank: int, case: Case) -> torch.Tensor | None:
-    return Decoder(engine_of(rank, case), len(PROMPT)).logits(PROMPT)
+def decoded(rank: int, cases: Sequence[Case]) -> list[torch.Tensor | None]:
+    return [Decoder(engine_of(rank, case), len(PROMPT)).logits(PROMPT) for case in cases]
 
 
 def test_a_run_in_fp8_decodes_as_one_without() -> None:
     """A text that is written during training is the one that its checkpoint writes, which is read without FP8."""
     case = Case("llama", tp=2, num_layers=2)
-    plain, in_fp8 = (run_ranks(decoded, 2, each)[0] for each in (case, replace(case, fp8="tensorwise")))
+    plain, in_fp8 = run_ranks(decoded, 2, (case, replace(case, fp8="tensorwise")))[0]
     assert torch.equal(in_fp8, plain)
 
 
-def largest_differences(rank: int, case: Case, lengths: Sequence[int]) -> list[float]:
+def largest_differences(engine: Model, lengths: Sequence[int]) -> list[float]:
     """Largest difference of the logits after each position, for lengths of the prompt; empty off the last stage."""
-    engine = engine_of(rank, case)
     want = full_logits(engine, WINDOW)
     differences = []
     decoder = Decoder(engine, len(WINDOW))
@@ -122,16 +119,11 @@ def largest_differences(rank: int, case: Case, lengths: Sequence[int]) -> list[f
     return differences
 
 
-def assert_cache_changes_nothing(case: Case, lengths: Sequence[int]) -> None:
-    results = run_ranks(largest_differences, case.world_size, case, lengths)
-    compared = [differences for differences in results if differences]
-    assert len(compared) == case.tp * case.dp
-    for differences in compared:
-        assert len(differences) == sum(len(WINDOW) - length + 1 for length in lengths)
-        assert max(differences) <= 1e-12
+def assert_small(differences: list[float], lengths: Sequence[int]) -> None:
+    assert len(differences) == sum(len(WINDOW) - length + 1 for length in lengths)
+    assert max(differences) <= 1e-12
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     "model",
     [
@@ -141,13 +133,8 @@ def assert_cache_changes_nothing(case: Case, lengths: Sequence[int]) -> None:
 )
 def test_logits_with_a_cache_are_those_of_the_full_forward(model: str) -> None:
     """gpt_dropout computes attention by the explicit kernel."""
-    assert_cache_changes_nothing(Case(model, num_layers=2), range(1, len(WINDOW) + 1))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("case", with_slow(LAYOUTS, quick=slice(0, 2)) + with_slow(OF_EXPERTS, quick=slice(0, 1)))
-def test_logits_with_a_cache_are_those_of_the_full_forward_in_every_layout(case: Case) -> None:
-    assert_cache_changes_nothing(case, (1, 3, len(WINDOW)))
+    lengths = range(1, len(WINDOW) + 1)
+    assert_small(largest_differences(engine_of(0, Case(model, num_layers=2)), lengths), lengths)
 
 
 def test_a_cache_of_latent_attention_has_one_latent_and_one_key_per_token() -> None:
@@ -207,13 +194,54 @@ def test_on_the_cpu_the_decoding_kernel_has_the_bits_of_the_training_kernel(kern
 SAMPLINGS = [Sampling(0.0), Sampling(1.0, seed=3), Sampling(1.5, top_k=20, top_p=0.9, seed=4)]
 
 
-def continue_prompt(rank: int, case: Case, sampling: Sampling, num_tokens: int) -> list[int]:
-    return list(stream(engine_of(rank, case), PROMPT, num_tokens, sampling))
+def texts_of(model: Model, samplings: Sequence[Sampling]) -> list[list[int]]:
+    """12 tokens after a prompt of 5, in a window of 8: the window starts anew, too."""
+    return [list(stream(model, PROMPT, 12, sampling)) for sampling in samplings]
 
 
-def continue_without_cache(rank: int, case: Case, sampling: Sampling, num_tokens: int) -> list[int]:
+def continued(rank: int, case: Case, samplings: Sequence[Sampling]) -> list[list[int]]:
+    return texts_of(engine_of(rank, case), samplings)
+
+
+@cache
+def alone(model: str, num_layers: int | None, *samplings: Sampling) -> list[list[int]]:
+    """What one process writes."""
+    texts = continued(0, Case(model, num_layers=num_layers), samplings)
+    assert all(len(text) == 12 for text in texts)
+    assert all(0 <= token < 43 for text in texts for token in text), "a padded column was drawn"
+    return texts
+
+
+def decoded_and_continued(rank: int, case: Case, lengths: Sequence[int]) -> tuple[list[float], list[list[int]]]:
+    engine = engine_of(rank, case)
+    return largest_differences(engine, lengths), texts_of(engine, [SAMPLINGS[2]])
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(case, marks=pytest.mark.slow) for case in LAYOUTS)], ids=str)
+def test_every_layout_decodes_as_the_full_forward_and_writes_the_same_tokens(case: Case) -> None:
+    lengths = (1, 3, len(WINDOW))
+    found = run_ranks(decoded_and_continued, case.world_size, case, lengths)
+    compared = [differences for differences, _ in found if differences]
+    assert len(compared) == case.tp * case.dp
+    for differences in compared:
+        assert_small(differences, lengths)
+    (text,) = alone(case.model, case.num_layers, SAMPLINGS[2])
+    assert len(set(text)) > 4
+    assert [texts for _, texts in found] == [[text]] * case.world_size
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_every_layout_writes_the_same_tokens_however_they_are_drawn() -> None:
+    for case in LAYOUTS[:2]:
+        written = alone(case.model, case.num_layers, *SAMPLINGS[:2])
+        assert run_ranks(continued, 8, case, SAMPLINGS[:2]) == [written] * 8, str(case)
+
+
+def without_cache(engine: Model, sampling: Sampling, num_tokens: int) -> list[int]:
     """What `stream` does, by a full forward for each token (one process)."""
-    engine, text = engine_of(rank, case), list(PROMPT)
+    text = list(PROMPT)
     for _ in range(num_tokens):
         logits = full_logits(engine, text)
         assert logits is not None
@@ -221,36 +249,14 @@ def continue_without_cache(rank: int, case: Case, sampling: Sampling, num_tokens
     return text[len(PROMPT) :]
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("sampling", with_slow(SAMPLINGS, quick=slice(2, 3)))
-def test_every_layout_writes_the_same_tokens(sampling: Sampling) -> None:
-    """12 tokens after a prompt of 5, in a window of 8: the window starts anew, too."""
-    for case in LAYOUTS[:2]:
-        (alone,) = run_ranks(continue_prompt, 1, Case(case.model, num_layers=case.num_layers), sampling, 12)
-        assert len(alone) == 12
-        assert all(0 <= token < 43 for token in alone), "a padded column was drawn"
-        assert run_ranks(continue_prompt, 8, case, sampling, 12) == [alone] * 8, str(case)
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_a_cache_does_not_change_the_text(sampling: Sampling) -> None:
-    case = Case("gpt", num_layers=2)
-    (with_cache,) = run_ranks(continue_prompt, 1, case, sampling, 3)
-    (without,) = run_ranks(continue_without_cache, 1, case, sampling, 3)
-    assert with_cache == without
+    engine = engine_of(0, Case("gpt", num_layers=2))
+    assert list(stream(engine, PROMPT, 3, sampling)) == without_cache(engine, sampling, 3)
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("case", with_slow(OF_EXPERTS, quick=slice(0, 1)))
-def test_every_layout_of_experts_writes_the_same_tokens(case: Case) -> None:
-    (alone,) = run_ranks(continue_prompt, 1, Case(case.model, num_layers=case.num_layers), SAMPLINGS[2], 12)
-    assert len(set(alone)) > 4
-    assert run_ranks(continue_prompt, case.world_size, case, SAMPLINGS[2], 12) == [alone] * case.world_size
-
-
-def text_ends(rank: int, case: Case) -> None:
-    engine = engine_of(rank, case)
+def test_a_text_ends_at_its_stop_and_goes_on_past_its_window() -> None:
+    engine = engine_of(0, Case("qwen"))
     whole_text = generate(engine, PROMPT, 12, temperature=1.0, seed=3)
     assert whole_text == list(stream(engine, PROMPT, 12, Sampling(1.0, seed=3)))
     stop = whole_text[4]
@@ -269,14 +275,17 @@ def text_ends(rank: int, case: Case) -> None:
     )
 
 
-@pytest.mark.distributed
-def test_a_text_ends_at_its_stop_and_goes_on_past_its_window() -> None:
-    run_ranks(text_ends, 1, Case("qwen"))
-
-
 # Draws ------------------------------------------------------------------------------------------------------------------
 
 LOGITS = torch.tensor([2.0, -1.0, 1.0, 0.0, 1.5, -3.0], dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def same_noise() -> Iterator[None]:
+    """Noise is a function of seed and place, so that draws of other laws at the same places can share it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "_gumbel", cache(generation._gumbel))
+        yield
 
 
 def shares(sampling: Sampling, num_draws: int = 5_000) -> torch.Tensor:
@@ -286,6 +295,7 @@ def shares(sampling: Sampling, num_draws: int = 5_000) -> torch.Tensor:
     return counts / num_draws
 
 
+@pytest.mark.usefixtures("same_noise")
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 def test_draws_follow_the_softmax(temperature: float) -> None:
     want = (LOGITS / temperature).softmax(-1)
@@ -293,6 +303,7 @@ def test_draws_follow_the_softmax(temperature: float) -> None:
     assert (shares(Sampling(temperature, seed=1)) - want).abs().max() < 5 * 0.5 / 5_000**0.5
 
 
+@pytest.mark.usefixtures("same_noise")
 def test_top_k_and_top_p_leave_the_most_likely() -> None:
     probabilities = LOGITS.softmax(-1)
     by_rank = probabilities.argsort(descending=True).tolist()
@@ -342,7 +353,7 @@ def loaded(rank: int, case: Case, folder: Path) -> tuple[list[int], list[float]]
     )
     model = load_model(find(folder), config, topology)
     got = full_logits(model, WINDOW)
-    text = generate(model, PROMPT, 12, temperature=1.0, seed=3)
+    (text,) = texts_of(model, [SAMPLINGS[2]])
     want = full_logits(engine_of(rank, case), WINDOW)
     return text, [] if got is None or want is None else [float((got - want).abs().max())]
 
@@ -354,16 +365,15 @@ def loaded(rank: int, case: Case, folder: Path) -> tuple[list[int], list[float]]
         Case("qwen", num_layers=4),
         Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True, num_layers=4),
         pytest.param(Case("qwen", tp=8, num_layers=2), marks=pytest.mark.slow),
-        Case("gpt", pp=2, tp=2, num_layers=4),
+        Case("gpt", pp=2, num_layers=4),
         Case("gpt", pp=2, vpp=2, schedule="zbv", num_layers=4),
-        pytest.param(OF_EXPERTS[2], marks=pytest.mark.slow),
+        pytest.param(LAYOUTS[-3], marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_a_loaded_model_is_the_engine_s(case: Case, tmp_path: Path) -> None:
     results = run_ranks(loaded, case.world_size, case, checkpoint(tmp_path, case))
-    (alone,) = run_ranks(continue_prompt, 1, Case(case.model, num_layers=case.num_layers), SAMPLINGS[1], 12)
-    assert [text for text, _ in results] == [alone] * case.world_size
+    assert [[text] for text, _ in results] == [alone(case.model, case.num_layers, SAMPLINGS[2])] * case.world_size
     differences = [difference for _, some in results for difference in some]
     assert len(differences) == case.tp * case.dp
     assert max(differences) <= 1e-13
@@ -419,7 +429,7 @@ def refusal(rank: int, case: Case, folder: Path) -> str:
 @pytest.mark.distributed
 def test_another_model_is_refused_on_every_rank(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, Case("gpt"))
-    assert "no place for" in run_ranks(refusal, 1, Case("qwen"), folder)[0]
+    assert "no place for" in refusal(0, Case("qwen"), folder)
     # Only the last stage has the head.
     reasons = run_ranks(refusal, 2, Case("gpt_untied", pp=2), folder)
     assert reasons[0] == reasons[1]
