@@ -214,7 +214,7 @@ def test_a_checkpoint_cut_for_tp_exports_the_same_bytes(name: str, tmp_path: Pat
 
 def fingerprint_of(rank: int, folder: Path) -> int:
     candidate = find(folder)
-    engine = engine_of(candidate.manifest.config["model"], "fp32", ParallelSizes(tp=2, pp=2), rank)
+    engine = engine_of(candidate.manifest.config["model"], "fp32", ParallelSizes(tp=2), rank)
     restore(engine, candidate, "weights")
     return fingerprint(engine)["master"]
 
@@ -224,7 +224,7 @@ def test_an_import_loads_into_another_layout(tmp_path: Path) -> None:
     random_model("qwen3").save_pretrained(tmp_path / "source")
     candidate = imported(tmp_path / "source", tmp_path / "ours", torch.float32)
     expected = int(candidate.manifest.fingerprint["master"], 16)
-    assert run_ranks(fingerprint_of, 4, tmp_path / "ours") == [expected] * 4
+    assert run_ranks(fingerprint_of, 2, tmp_path / "ours") == [expected] * 2
 
 
 def test_dtypes_stay_or_change_as_asked(tmp_path: Path) -> None:
