@@ -35,6 +35,7 @@ def test_a_toy_run_writes_what_it_measured(tmp_path: Path, capsys: pytest.Captur
     assert f"llama bf16 │ {results[-1].wall_ratio}" in printed and f" {results[0].memory_ratio:.3f} │" in printed
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_one_side_alone() -> None:
     config = config_of(parse(TOY), "gpt", "fp32")
 
@@ -50,6 +51,7 @@ def test_the_peak_is_that_of_one_side_alone() -> None:
         assert 2 * num_bytes <= measure(num_bytes) < 2 * num_bytes + 4096
 
 
+@pytest.mark.slow
 def test_sides_that_compute_different_things_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(parse(TOY), "gpt", "fp32")
     monkeypatch.setattr(engine_overhead, "engine_step", lambda engine: lambda microbatches: 5.0)
@@ -57,6 +59,7 @@ def test_sides_that_compute_different_things_are_refused(monkeypatch: pytest.Mon
         compare(config, "gpt", num_pairs=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 5, 6, 15, 40])
 def test_the_interval_of_a_median_is_the_widest_that_is_needed(n: int) -> None:
     interval = median_interval([float(value) for value in reversed(range(1, n + 1))])

@@ -48,6 +48,7 @@ def test_every_contender_is_in_a_piece_and_layouts_fit_the_cards(tmp_path: Path)
     assert {name for name, piece in on_cpu.items() if piece.least_gpus} == {"gpu-tests", "parity", "matrix"}
 
 
+@pytest.mark.slow
 def test_a_piece_runs_once_and_what_needs_a_card_says_so(
     tmp_path: Path, on_a_cpu: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +78,7 @@ def test_the_doctor_is_the_head_of_the_block(tmp_path: Path, on_a_cpu: None, cap
     assert "tokens/s, micro batch 2, r " in said
 
 
+@pytest.mark.slow
 def test_a_piece_that_fails_or_takes_too_long_is_a_record(
     tmp_path: Path, on_a_cpu: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +101,7 @@ def test_a_piece_that_fails_or_takes_too_long_is_a_record(
     assert "the pieces here are fails, hangs, lacks" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_card_is_told_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

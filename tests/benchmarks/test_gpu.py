@@ -53,6 +53,7 @@ def a_run(*step_seconds: float, recompute: RecomputeConfig | None = None) -> Run
 # Formulas.
 
 
+@pytest.mark.slow
 def test_rates_of_the_tiny_shape_counted_by_hand() -> None:
     # 2 layers of h = 64: 4 h^2 for attention, 8 h^2 for the MLP; a head of 300 rows; 2 FLOPs forward and 4 backward per weight.
     weights = 2 * 12 * 64**2 + 300 * 64
@@ -72,6 +73,7 @@ def test_rates_of_the_tiny_shape_counted_by_hand() -> None:
     assert again["hardware_tflops"] == pytest.approx(causal + 192 * (padding + attention / 6) / 1e12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "causal", "non_causal"),
     [
@@ -91,6 +93,7 @@ def test_gflops_per_token_of_the_shapes(shape: str, causal: float, non_causal: f
     assert numbers["model_tflops_non_causal"] * 1e3 == pytest.approx(non_causal, rel=5e-4)
 
 
+@pytest.mark.slow
 def test_the_ceiling_counts_its_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock on which every block of ten products takes a second."""
     ticks = iter(range(1000))
@@ -103,6 +106,7 @@ def test_the_ceiling_counts_its_products(monkeypatch: pytest.MonkeyPatch) -> Non
 # Settings.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", OPTIMISATIONS, ids=lambda one: one.name)
 def test_an_optimisation_is_fields_of_the_configuration(one: Any, tmp_path: Path) -> None:
     known = set(Config.dotted_names())
@@ -118,10 +122,12 @@ def test_an_optimisation_is_fields_of_the_configuration(one: Any, tmp_path: Path
     assert with_it != without
 
 
+@pytest.mark.slow
 def test_optimisations_have_names_of_their_own() -> None:
     assert len({one.name for one in OPTIMISATIONS}) == len(OPTIMISATIONS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_is_a_configuration(name: str, tmp_path: Path) -> None:
     shape = SHAPES[name]
@@ -141,10 +147,12 @@ def test_every_shape_is_a_configuration(name: str, tmp_path: Path) -> None:
         assert config.train.global_batch_size * config.model.seq_length == shape.tokens_per_step
 
 
+@pytest.mark.slow
 def test_a_later_setting_takes_the_place_of_an_earlier() -> None:
     assert overridden(["a.b=1", "c.d=2"], ["a.b=3"]) == ("a.b=3", "c.d=2")
 
 
+@pytest.mark.slow
 def test_options() -> None:
     options = gpu.parse(
         ["--micro-batches", "2,8,4", "ours=16", "--shapes", "gpt-1.3b", "--optimisations", "--set", "a.b=1"]
@@ -166,6 +174,7 @@ def test_options() -> None:
     assert "ours_fp8" not in gpu.parse(["--dtype", "fp32"]).contenders
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -215,6 +224,7 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return planned
 
 
+@pytest.mark.slow
 def test_the_largest_micro_batch_that_fits_is_measured(plan: dict[str, Any], tmp_path: Path) -> None:
     plan.update({"8": DID_NOT_FIT, "4": DID_NOT_FIT, "2": "row", "1": "crash"})
     results = tmp_path / "results.jsonl"
@@ -222,6 +232,7 @@ def test_the_largest_micro_batch_that_fits_is_measured(plan: dict[str, Any], tmp
     assert [(row["micro_batch_size"], row["tried"]) for row in read(results)] == [(2, [8, 4])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "seconds", "reason"),
     [
@@ -242,6 +253,7 @@ def test_a_process_that_leaves_no_row_becomes_one(
     assert f"| tiny  | ours         | {reason}" in tables([row])
 
 
+@pytest.mark.slow
 def test_what_the_commands_end_cuts_off_leaves_no_row(plan: dict[str, Any], tmp_path: Path) -> None:
     plan["2"] = "hang"
     results = tmp_path / "results.jsonl"
@@ -253,6 +265,7 @@ def test_what_the_commands_end_cuts_off_leaves_no_row(plan: dict[str, Any], tmp_
         gpu.measure(TOY, results, tmp_path / "logs", gpu.Session(60.0, time.monotonic()))
 
 
+@pytest.mark.slow
 def test_without_a_gpu_nothing_is_written(
     plan: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,6 +275,7 @@ def test_without_a_gpu_nothing_is_written(
     assert "torch finds no GPU" in capsys.readouterr().err and not (tmp_path / "r").exists()
 
 
+@pytest.mark.slow
 def test_a_contender_that_is_not_installed_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.gpu_contenders.contenders.find_spec", lambda name: None)
     job = replace(TOY, contender="megatron_te", device="cuda")
@@ -318,6 +332,7 @@ def test_the_file_is_resumed(
 # Tables.
 
 
+@pytest.mark.slow
 def test_tables() -> None:
     off = OPTIMISATIONS[-1]
     words = off.on
@@ -346,6 +361,7 @@ def test_tables() -> None:
     assert one_line("x" * 300).endswith("x ...")
 
 
+@pytest.mark.slow
 def test_the_table_of_fp8() -> None:
     """Each contender beside itself in bf16, ours beside the best of the others in FP8; the first table has them all."""
 

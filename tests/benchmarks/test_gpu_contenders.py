@@ -39,6 +39,7 @@ TOY = Job(
 )
 
 
+@pytest.mark.slow
 def test_the_loop_reads_losses_one_step_behind(tmp_path: Path) -> None:
     class Counting:
         def __init__(self) -> None:
@@ -69,7 +70,7 @@ def test_a_contender_has_as_many_parameters_as_ours(model: str, shape: str) -> N
     assert sum(parameter.numel() for parameter in module.parameters()) == sum(spec.numel for spec in model_specs(whole))
 
 
-@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("masters", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_plain_contender_learns(masters: bool, tmp_path: Path) -> None:
     """In bf16: with masters the gradients of both microbatches go to fp32; under autocast the weights are fp32."""
     job = replace(TOY, shape="tiny-llama", dtype="bf16", steps=2)
@@ -80,6 +81,7 @@ def test_a_plain_contender_learns(masters: bool, tmp_path: Path) -> None:
     assert run.first_loss == pytest.approx(5.95, abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_trainer_with_masters_takes_the_step_of_one_without(tmp_path: Path) -> None:
     path = write_config(
         tmp_path, TOY.sizes, corpus=tmp_path / "none", micro_batch_size=1, num_steps=9, dtype="bf16", device="cpu"
@@ -99,6 +101,7 @@ def test_a_trainer_with_masters_takes_the_step_of_one_without(tmp_path: Path) ->
     assert float((weights[0] - torch.arange(16.0).view(4, 4)).abs().min()) > 0
 
 
+@pytest.mark.slow
 def test_what_says_out_of_memory_is_told_from_other_ends(tmp_path: Path) -> None:
     path = write_config(
         tmp_path, TOY.sizes, corpus=tmp_path / "none", micro_batch_size=2, num_steps=5, dtype="fp32", device="cpu"
@@ -120,6 +123,7 @@ def test_what_says_out_of_memory_is_told_from_other_ends(tmp_path: Path) -> None
     assert ours.last_error(log).splitlines()[0] == "line 10"
 
 
+@pytest.mark.slow
 def test_settings_that_are_none_are_an_error_with_all_its_words(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"kernels\.attention"):
         ours.run(replace(TOY, words=("kernels.attention=fastest",)), tmp_path)

@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.gpu_contenders.kernel_classes import CLASSES, breakdown, classify
 
+pytestmark = pytest.mark.slow
+
 ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<c10::BFloat16>, std::array<char*, 3> >"
 NAMES = {
     "GEMM": [

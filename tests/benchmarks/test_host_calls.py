@@ -33,6 +33,7 @@ def test_a_view_more_in_a_layer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     assert after.num_operators > before.num_operators and after.num_python > before.num_python
 
 
+@pytest.mark.slow
 def test_the_table_names_each_call() -> None:
     console = Console(record=True, width=100)
     show("gpt", HostCalls({"aten::mm": 12.0}, {"aten::view": 3.0}, {"len": 1.0}), console, by_name=True)

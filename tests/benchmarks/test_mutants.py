@@ -1,6 +1,8 @@
 """What `benchmarks.mutants` draws, and what it leaves alone."""
 
-from benchmarks.mutants import ROOT, draw, mutants_of
+from pathlib import Path
+
+from benchmarks.mutants import PLACES, ROOT, draw, mutants_of
 
 SOURCE = '''
 """A docstring: 1 + 1."""
@@ -35,8 +37,14 @@ def test_a_mutant_changes_one_expression_and_no_annotation_message_or_docstring(
     assert sorting.source(text, b"None") == text.replace(b"values.sort()", b"None")
 
 
-def test_a_seed_draws_the_same_lines_again() -> None:
-    drawn = draw(ROOT, seed=3, count=20)
-    assert drawn == draw(ROOT, seed=3, count=20)
-    assert drawn != draw(ROOT, seed=4, count=20)
+def test_a_seed_draws_the_same_lines_again(tmp_path: Path) -> None:
+    for place in PLACES:
+        some = sorted((ROOT / place).glob("*.py"))[:5]
+        (tmp_path / place).mkdir(parents=True)
+        for path in some:
+            (tmp_path / place / path.name).write_bytes(path.read_bytes())
+    drawn = draw(tmp_path, seed=3, count=20)
+    assert drawn == draw(tmp_path, seed=3, count=20)
+    assert drawn != draw(tmp_path, seed=4, count=20)
     assert len({(one.file, one.line) for one in drawn}) == 20
+    assert {Path(one.file).parent for one in drawn} == {Path(place) for place in PLACES}

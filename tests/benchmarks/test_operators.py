@@ -6,7 +6,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.engine_overhead import MODELS, config_of, parse
+from benchmarks.engine_overhead import config_of, parse
 from benchmarks.operators import PLACES, compare, show
 from engine.config.tree import Config
 from models.gpt.block import Block
@@ -19,8 +19,15 @@ def config(model: str, dtype: str, layers: int = 2) -> Config:
     return config_of(parse(words), model, dtype)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize(
+    ("model", "dtype"),
+    [
+        ("gpt", "fp32"),
+        ("llama", "bf16"),
+        pytest.param("gpt", "bf16", marks=pytest.mark.slow),
+        pytest.param("llama", "fp32", marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_dispatch_no_extra_kernel(model: str, dtype: str) -> None:
     ours, plain = compare(config(model, dtype))
     blocks = ours["blocks"].num_kernels
@@ -52,6 +59,7 @@ def test_an_extra_kernel_in_a_block_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     assert {place for place in PLACES if before[place].kernels != after[place].kernels} == {"blocks"}
 
 
+@pytest.mark.slow
 def test_the_table_names_what_differs() -> None:
     ours, plain = compare(config("llama", "bf16"))
     console = Console(record=True, width=100)

@@ -25,6 +25,7 @@ def test_the_page_has_what_the_command_prints(capsys: pytest.CaptureFixture[str]
     assert all(part in page for part in capsys.readouterr().out.split("\n\n"))
 
 
+@pytest.mark.slow
 def test_a_card_has_the_largest_micro_batch_that_fits(rows: list[Roofline]) -> None:
     sizes = {(row.model, row.device): row.micro_batch_size for row in rows}
     assert sizes["llama-8b-4k-12l", "H200-SXM-141GB"] == 2
@@ -33,6 +34,7 @@ def test_a_card_has_the_largest_micro_batch_that_fits(rows: list[Roofline]) -> N
     assert {row.device for row in rows} == set(DEVICES)
 
 
+@pytest.mark.slow
 def test_it_is_near_the_planners_time(rows: list[Roofline]) -> None:
     """Both time products and attention alike; bytes of the rest are counted there by formula, here from code and operators."""
     for row in rows:
@@ -43,6 +45,7 @@ def test_it_is_near_the_planners_time(rows: list[Roofline]) -> None:
         assert sum(row.seconds.values()) == pytest.approx(planned, rel=0.05), row
 
 
+@pytest.mark.slow
 def test_shares_follow_from_the_seconds(rows: list[Roofline]) -> None:
     for row in rows:
         assert tuple(sorted(row.seconds)) == tuple(sorted(PARTS)) and min(row.seconds.values()) > 0
@@ -51,6 +54,7 @@ def test_shares_follow_from_the_seconds(rows: list[Roofline]) -> None:
         assert row.rate / row.peak == pytest.approx(least)
 
 
+@pytest.mark.slow
 def test_fp8_is_of_the_products_alone() -> None:
     """Compare equal micro batches: attention is the same, products take between half and all, and rounding is elementwise."""
     found = [(plain, row) for plain, row in pairs(GOLDEN) if plain.micro_batch_size == row.micro_batch_size]

@@ -24,6 +24,7 @@ def test_one_rank_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> None
     assert str(result.control_cpu_ratio) in printed
 
 
+@pytest.mark.slow
 def test_no_round_begins_when_the_time_is_up_but_an_interval_needs_some() -> None:
     overrides = [*ONE_RANK, "parallel.sequence_parallel=false", *TOY]
     result = telemetry_overhead.run(["configs/gpt_tiny.yaml", *overrides, "--rounds", "1000", "--seconds", "0"])
