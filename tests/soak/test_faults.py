@@ -9,6 +9,7 @@ from tests.soak.faults import EARLIEST, LATEST, WORDS, Kind, draw
 from tests.soak.scene import GRID, LAYERS_PER_STAGE, RANKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_three_faults_per_kind_are_three_of_each(seed: int) -> None:
     num_faults = 3 * len(Kind)

@@ -1,7 +1,8 @@
-"""The judge says no whenever something is not as it must be, and no sooner."""
+"""The judge says no whenever something is not as it must be, and no sooner. The CI tier asks it about one kind of fault."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,11 @@ from tests.soak.judge import Expected, Seen, expected_of, names_as_awaited, name
 from tests.soak.scene import LEAVING_SECONDS, SAMPLES_PER_STEP, SAVE_INTERVAL, Settings
 
 SETTINGS = Settings(hang_seconds=5.0)
+
+
+def with_slow(kinds: Iterable[Kind]) -> list[Any]:
+    """Parameters of a test of which all but one are left to the slow tier."""
+    return [pytest.param(kind, marks=[] if kind is Kind.KILL_RANK else pytest.mark.slow) for kind in kinds]
 
 
 def fault_of(kind: Kind) -> Fault:
@@ -32,7 +38,7 @@ def flawless(expected: Expected) -> Seen:
     )
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", with_slow(Kind))
 @pytest.mark.parametrize("in_background", [False, True])
 def test_what_is_as_it_must_be_is_right(kind: Kind, in_background: bool) -> None:
     expected = expected_of(fault_of(kind), SETTINGS, in_background=in_background)
@@ -83,7 +89,7 @@ def another_step(seen: Seen, expected: Expected) -> None:
     seen.wrong.append("step 7 named, not 8")
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", with_slow(Kind))
 @pytest.mark.parametrize(
     ("spoil", "word"),
     [
@@ -113,7 +119,7 @@ def test_one_thing_that_is_not_is_wrong_and_told(
 ENDING = [kind for kind in Kind if expected_of(fault_of(kind), SETTINGS, in_background=False).exit_codes is not None]
 
 
-@pytest.mark.parametrize("kind", ENDING)
+@pytest.mark.parametrize("kind", with_slow(ENDING))
 def test_an_end_that_comes_late_or_never_is_wrong(kind: Kind) -> None:
     expected = expected_of(fault_of(kind), SETTINGS, in_background=False)
     seen = flawless(expected)
@@ -123,6 +129,7 @@ def test_an_end_that_comes_late_or_never_is_wrong(kind: Kind) -> None:
     assert [text.split()[0] for text in problems(expected, seen)] == ["exit", "it"]
 
 
+@pytest.mark.slow
 def test_a_preemption_loses_nothing_and_a_fault_at_most_an_interval() -> None:
     def lost(kind: Kind, *, in_background: bool) -> int:
         return expected_of(fault_of(kind), SETTINGS, in_background=in_background).most_lost
@@ -132,6 +139,7 @@ def test_a_preemption_loses_nothing_and_a_fault_at_most_an_interval() -> None:
     assert lost(Kind.KILL_RANK, in_background=False) == SAVE_INTERVAL < lost(Kind.KILL_RANK, in_background=True)
 
 
+@pytest.mark.slow
 def test_kinds_that_end_a_run_are_the_documented_ones() -> None:
     assert set(Kind) - set(ENDING) == {
         Kind.NAN,
@@ -142,12 +150,14 @@ def test_kinds_that_end_a_run_are_the_documented_ones() -> None:
     }
 
 
+@pytest.mark.slow
 def test_codes_belong_to_hosts() -> None:
     expected = expected_of(fault_of(Kind.KILL_RANK), SETTINGS, in_background=False)
     assert expected.exit_codes == (1, 137), "rank 3 is on host 1"
     assert expected_of(replace(fault_of(Kind.KILL_RANK), rank=0), SETTINGS, in_background=False).exit_codes == (137, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "is_named"),
     [
@@ -163,6 +173,7 @@ def test_a_report_of_a_cut_link_names_both_sides(line: str, is_named: bool) -> N
     assert names_the_link(f"the run hangs in step 7: nothing has moved for 5 seconds.\n  {line}") is is_named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "is_named"),
     [
@@ -178,12 +189,14 @@ def test_a_stopped_rank_is_awaited_by_another(line: str, is_named: bool) -> None
     assert names_as_awaited(3, report) is is_named
 
 
+@pytest.mark.slow
 def test_the_step_of_a_sample_does_not_count_those_that_are_left_out() -> None:
     skipped = SkippedRanges.of([(8, 16), (48, 56)])
     for position in range(80):
         assert step_of(skipped.id_at(position), skipped) == position // SAMPLES_PER_STEP + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Kind.KILL_RANK, Kind.KILL_NODE, Kind.STOP_RANK, Kind.CUT_LINK])
 def test_the_bound_of_a_hang_follows_the_watch_of_the_ranks(kind: Kind) -> None:
     limits, limit = SETTINGS.limits, StillLimit(SETTINGS.limits)
@@ -194,6 +207,7 @@ def test_the_bound_of_a_hang_follows_the_watch_of_the_ranks(kind: Kind) -> None:
         assert expected.bound.most == pytest.approx(end_seconds + LEAVING_SECONDS)
 
 
+@pytest.mark.slow
 def test_bounds_follow_from_the_configuration() -> None:
     def bound(kind: Kind, hang_seconds: float) -> float:
         return expected_of(fault_of(kind), Settings(hang_seconds), in_background=False).bound.most
