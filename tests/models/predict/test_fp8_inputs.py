@@ -8,9 +8,9 @@ from engine.config.plan import parallel_sizes, stages_of
 from engine.config.tree import Config
 from launch.footprint.run import Footprints
 from models.gpt.chunk import build_chunks
-from models.predict.activation_memory import kept_bytes, moved_bytes
+from models.predict.activation_memory import kept_bytes
 from models.predict.rank_memory import predicted_memory
-from tests.models.predict.test_activation_memory import CHEAP, GPT, KEPT, LLAMA, config_of, parts
+from tests.models.predict.test_activation_memory import CHEAP, GPT, KEPT, LLAMA, config_of, formula, kept_of_all, parts
 from tests.models.predict.test_latent_memory import BY_BLOCK, FROM_X, latent
 from tests.models.predict.test_rank_memory import most_kept
 
@@ -76,11 +76,7 @@ IN_CI = ("whole", "gathered inputs kept")
     "name", [name if name in IN_CI else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_autograd_keeps_what_the_formula_says(name: str) -> None:
-    config = CASES[name]
-    sizes = parallel_sizes(config)
-    for stage, found in zip(stages_of(config), Footprints(config, build_chunks).of_stages(), strict=True):
-        expected = kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage)
-        assert sum(one.num_bytes for one in found.saved) == expected, f"stage {found.stages}"
+    assert kept_of_all(0, {name: CASES[name]}) == {name: formula(CASES[name])}
 
 
 @pytest.mark.slow

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 
-from engine.config.plan import parallel_sizes, stages_of
+from engine.config.plan import parallel_sizes
 from engine.config.tree import Config
 from launch.footprint.run import Footprints
 from models.gpt.chunk import build_chunks
-from models.predict.activation_memory import kept_bytes, moved_bytes
 from models.predict.rank_memory import predicted_memory
-from tests.models.predict.test_activation_memory import CHEAP, KEPT, LLAMA, config_of, parts
+from tests.models.predict.test_activation_memory import CHEAP, KEPT, LLAMA, config_of, formula, kept_of_all, parts
 from tests.models.predict.test_rank_memory import deeper, most_kept
 
 SIZES = {"q_lora_rank": 96, "kv_lora_rank": 72, "qk_nope_head_dim": 40, "qk_rope_head_dim": 16, "v_head_dim": 24}
@@ -61,11 +60,7 @@ IN_CI = ("queries from x, gathered inputs kept", "parts again, cp, on the host")
     "name", [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in CASES]
 )
 def test_autograd_keeps_what_the_formula_says(name: str) -> None:
-    config = CASES[name]
-    sizes = parallel_sizes(config)
-    for stage, footprint in zip(stages_of(config), Footprints(config, build_chunks).of_stages(), strict=True):
-        measured = sum(one.num_bytes for one in footprint.saved)
-        assert measured == kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage)
+    assert kept_of_all(0, {name: CASES[name]}) == {name: formula(CASES[name])}
 
 
 PEAKS = {
