@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +18,12 @@ import torch.distributed as dist
 
 from engine.comm.runtime import Runtime
 from engine.config.load import ENVIRONMENT
+from launch.cli import main
 from launch.start.launcher import Request, make_plan
 from launch.start.process.ending import exit_code
 from tests.harness import run_ranks
+from tests.launch.command_line import OTHER_LAUNCHERS, Ended
+from tests.offered import require_readable
 
 
 def fork_ranks_of(monkeypatch: pytest.MonkeyPatch, module: str, change: Callable[[], None] | None = None) -> None:
@@ -37,6 +42,22 @@ def fork_ranks_of(monkeypatch: pytest.MonkeyPatch, module: str, change: Callable
         return max(code for code, *_ in ended)
 
     monkeypatch.setattr(f"{module}.launch", launch)
+
+
+def train_in(folder: Path, *words: str) -> Ended:
+    """`triaxis train` with these words in `folder`, on the CPU: what it said, with the log of rank 0 in place of its output."""
+    with pytest.MonkeyPatch.context() as here, redirect_stdout(io.StringIO()) as out:
+        for name in list(os.environ):
+            if name.startswith(OTHER_LAUNCHERS) or name in ENVIRONMENT:
+                here.delenv(name)
+        here.setenv("CUDA_VISIBLE_DEVICES", "")
+        fork_ranks_of(here, "launch.commands.train", partial(os.chdir, folder))
+        with redirect_stderr(io.StringIO()) as err:
+            code = main(["train", *words])
+    logs = sorted(folder.glob("runs/*/logs/attempt_*/rank_00000.log"), key=lambda path: path.stat().st_mtime_ns)
+    said = Ended(code, out.getvalue() + "".join(log.read_text() for log in logs[-1:]), err.getvalue())
+    require_readable(said.out + said.err)
+    return said
 
 
 def work(rank: int, module: str, words: list[str], change: Callable[[], None] | None = None) -> tuple[int, str, str]:

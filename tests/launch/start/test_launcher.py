@@ -55,7 +55,9 @@ def start(folder: Path, words: list[str], environment: dict[str, str]) -> None:
 
     if "TOY_OTHERS_END_SECONDS" in environment:
         launcher.OTHERS_END_SECONDS = int(environment["TOY_OTHERS_END_SECONDS"])
-    sys.exit(launch(Request(Path(words[0]), tuple(words[1:]), worker="toy_worker"), os.environ))
+    explained_codes = (2,) if "TOY_EXPLAINS" in environment else ()
+    request = Request(Path(words[0]), tuple(words[1:]), worker="toy_worker", explained_codes=explained_codes)
+    sys.exit(launch(request, os.environ))
 
 
 class Job:
@@ -157,6 +159,13 @@ def test_a_dead_rank_ends_the_job_and_is_named(tmp_path, toy, exit_code, how):
         assert f"toy/logs/attempt_00/rank_{culprit:05d}.log" in err
         assert "  | the last words of this rank" in err
         assert "Traceback" not in err
+        assert all_end(started.ranks(), within_seconds=5)
+
+
+def test_a_rank_that_has_explained_its_code_is_not_blamed(tmp_path):
+    with job(tmp_path, "raise 2", TOY_EXPLAINS="1") as started:
+        ended_with, _, err = started.finish()
+        assert (ended_with, err) == (2, "")
         assert all_end(started.ranks(), within_seconds=5)
 
 
