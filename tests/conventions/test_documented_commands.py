@@ -1,8 +1,9 @@
 """Every fenced bash command of the README, CONTRIBUTING.md and docs/ runs, as it stands there.
 
-A command that would start training, tests or a cluster job runs in its dry form. What no rule below knows fails: a command
-that nobody runs is one that nobody notices when it breaks. Relative outputs land in a temporary folder. Scripts run in bash, and
-`triaxis` in this process.
+A command that would start training, tests or a cluster job runs in its dry form; each form runs once. What no rule below knows
+fails: a command that nobody runs is one that nobody notices when it breaks. Relative outputs land in a temporary folder. Scripts
+run in bash, and `triaxis` in this process: also in place of `launch/pretrain_gpt.sh`, which hands its words on to it, as
+`tests/launch/runs/test_pretrain_script.py` shows.
 """
 
 import os
@@ -28,7 +29,8 @@ EXAMPLES = {"engine/telemetry/outlets/mlflow.py"}
 VARIABLES = r"(?:[A-Z_]+=\S+ )*"
 DRY_FORMS = [
     # starts ranks, tests or jobs: the same words with --dry-run
-    (re.compile(rf"({VARIABLES}bash (?:launch/pretrain_gpt\.sh|tests/run\.sh)\b.*)"), r"\1 --dry-run"),
+    (re.compile(rf"({VARIABLES})bash launch/pretrain_gpt\.sh\b(.*)"), r"\1triaxis train\2 --dry-run"),
+    (re.compile(r"(bash tests/run\.sh\b.*)"), r"\1 --dry-run"),
     (re.compile(rf"({VARIABLES}triaxis (?:train|try|traffic|verify|doctor)\b.*)"), r"\1 --dry-run"),
     (re.compile(r"(?:sbatch|bash) (launch/slurm/\S+\.sbatch.*)"), r"bash \1 --dry-run"),
     (re.compile(r"make (\w+)"), r"make --dry-run \1"),
@@ -62,10 +64,10 @@ SLOW = {
 }
 """Commands that compute for ten seconds and more; shorter ones of the same kind run in CI."""
 
+ONCE = {dry_form(line): (page, line) for page, text in texts() for line in commands(text)}
 ALL = [
-    pytest.param(page, line, id=f"{page.name}: {line}", marks=[pytest.mark.slow] if line in SLOW else [])
-    for page, text in texts()
-    for line in commands(text)
+    pytest.param(line, form, id=f"{page.name}: {line}", marks=[pytest.mark.slow] if line in SLOW else [])
+    for form, (page, line) in ONCE.items()
 ]
 
 
@@ -76,17 +78,20 @@ def workplace(tmp_path_factory):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("page", "command"), ALL)
-def test_a_documented_command_runs(page, command, workplace, capfd, monkeypatch):
+@pytest.mark.parametrize(("command", "form"), ALL)
+def test_a_documented_command_runs(command, form, workplace, capfd, monkeypatch):
     folder, environment = workplace
-    form = dry_form(command)
-    if form.startswith("triaxis "):
+    words = shlex.split(form)
+    start = words.index("triaxis") if "triaxis" in words else None
+    if start is not None:
         for name in list(os.environ):
             if name.startswith(OTHER_LAUNCHERS) or name in OTHER_RUNS:
                 monkeypatch.delenv(name)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        for word in words[:start]:
+            monkeypatch.setenv(*word.split("=", 1))
         monkeypatch.chdir(folder)
-        exit_code = run_here(shlex.split(form)[1:])
+        exit_code = run_here(words[start + 1 :])
     else:
         exit_code = subprocess.run(["bash", "-c", form], cwd=folder, env=environment, timeout=120).returncode
     out, err = capfd.readouterr()
