@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,13 @@ FORBIDDEN = {
 }  # fmt: skip
 
 
-def project_files() -> Iterator[Path]:
+@cache
+def project_files() -> list[Path]:
     """Every text file of the project; caches and what a run leaves behind are not part of it."""
+    return list(_project_files())
+
+
+def _project_files() -> Iterator[Path]:
     for path in sorted(ROOT.rglob("*")):
         parts = path.relative_to(ROOT).parts
         hidden = [part for part in parts if part.startswith(".") and part not in (".ci", ".gitignore", ".github")]
@@ -42,7 +48,7 @@ def findings(text: str) -> list[str]:
 
 
 def test_nothing_forbidden_is_in_the_project():
-    files = list(project_files())
+    files = project_files()
     assert ROOT / "README.md" in files
     assert ROOT / ".ci" / "run" in files
     found = [f"{path.relative_to(ROOT)}:{row}" for path in files for row in findings(path.read_text())]

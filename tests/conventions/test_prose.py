@@ -7,6 +7,7 @@ not in it.
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tests.documented import ROOT
@@ -50,6 +51,7 @@ class Opening:
     is_class: bool
 
 
+@cache
 def openings() -> list[Opening]:
     """Return the first word of every docstring of a function or class of the product."""
     return [
