@@ -1,6 +1,6 @@
 """Thousands of ranks on paper: what a rank does at its start and in a step does not grow with their number.
 
-Worlds of 64, 256 and 2,048 ranks with the same tp and pp differ in dp alone, and each replica has as many microbatches. Numbers
+Worlds of 64 and 2,048 ranks with the same tp and pp differ in dp alone, and each replica has as many microbatches. Numbers
 that are written here are exact.
 """
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 
 TP, PP = 8, 4
 MICROBATCHES = 4
-WORLDS = (64, 256, 2048)
+WORLDS = (64, 2048)
 CONFIG = """
 model: {num_layers: 4, hidden_size: 64, num_attention_heads: 8, ffn_hidden_size: 128, seq_length: 16, vocab_size: 257}
 telemetry: {log_interval: 2}
@@ -97,8 +97,8 @@ def test_a_rank_opens_the_same_files_in_every_world(runs: Runs, is_first: bool) 
     seen = [runs.of(0 if is_first else world_size // 2 + 1, world_size) for world_size in WORLDS]
     opened = [[Path(path).name for path in each.files] for each in seen]
     own = [[name for name in names if not name.startswith("rank_") and not name.isdigit()] for names in opened]
-    assert own[0] == own[1] == own[2]
-    assert [len(names) for names in opened] == [len(opened[0])] * 3
+    assert own[0] == own[1]
+    assert [len(names) for names in opened] == [len(opened[0])] * 2
     assert len({len(each.listings) for each in seen}) == 1
     own_files = [path for path in seen[0].files if path.startswith((str(runs.folder), "/dev/shm"))]
     assert len(own_files) == (21 if is_first else 10), "\n".join(own_files)
@@ -144,7 +144,7 @@ def test_rank_0_alone_receives_more_where_there_are_more_ranks(runs: Runs) -> No
 def test_a_rank_makes_as_many_calls_in_every_world(runs: Runs) -> None:
     for rank_of in (lambda world_size: 0, lambda world_size: world_size // 2 + 1):
         calls = [[(call.op, call.axis, call.purpose) for call in runs.of(rank_of(w), w).calls] for w in WORLDS]
-        assert calls[0] == calls[1] == calls[2]
+        assert calls[0] == calls[1]
 
 
 def test_comparing_clocks_for_a_timeline_brings_no_more_to_a_rank(runs: Runs) -> None:
