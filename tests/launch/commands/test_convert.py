@@ -20,7 +20,7 @@ from launch.cli import main
 from models.interop.huggingface.files import WeightFiles
 from models.specs import model_specs
 from tests.lacking import need_package
-from tests.launch.command_line import TRIAXIS, run
+from tests.launch.forked_ranks import train_in
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -135,7 +135,7 @@ def test_a_run_starts_from_imported_weights(
         "runtime.device=cpu",
     )
     moving_nothing = ("optimizer.lr=1e-30", "optimizer.warmup_steps=0", "precision.dtype=fp32", "checkpoint.interval=1")
-    ended = run(tmp_path, *TRIAXIS, "train", "back/train.yaml", *overrides, *moving_nothing)
+    ended = train_in(tmp_path, str(tmp_path / "back" / "train.yaml"), *overrides, *moving_nothing)
     assert ended.exit_code == 0, ended.err + ended.out
     saved = find(tmp_path / "runs" / "train").manifest
     assert saved.state.step == 1

@@ -13,13 +13,12 @@ from engine.layout.rank_grid import ParallelSizes, RankGrid
 from launch.rank.memory_snapshot import HISTORY_ENTRIES, MemorySnapshot, remember_allocations
 from launch.rank.out_of_memory import explaining_memory
 from tests.harness import run_ranks
-from tests.launch.command_line import PRETRAIN, ROOT, events, run
+from tests.launch.command_line import events
+from tests.launch.forked_ranks import train_in
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 
 pytestmark = pytest.mark.distributed
-
-CONFIG = str(ROOT / "configs" / "gpt_tiny.yaml")
 
 
 def test_a_run_that_needs_too_much_ends_with_a_table(tmp_path: Path) -> None:
@@ -27,7 +26,8 @@ def test_a_run_that_needs_too_much_ends_with_a_table(tmp_path: Path) -> None:
     overrides = ("data.synthetic=true", "model.seq_length=131072", "kernels.attention=explicit", "train.steps=20")
     batch = ("train.global_batch_size=4", "train.micro_batch_size=2")
     silent = ("train.eval_interval=null", "telemetry.sample_tokens=0", "checkpoint.interval=never")
-    said = run(tmp_path, *PRETRAIN, CONFIG, *overrides, *batch, *silent, TP="1", PP="2", VPP="1", DP="1")
+    one_rank = ("model.num_layers=2", "parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=1")
+    said = train_in(tmp_path, *overrides, *batch, *silent, *one_rank)
     assert said.exit_code == 2
     everything = said.out + said.err
     assert "Traceback" not in everything
