@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
+import engine.run.garbage
 from engine.checkpoint.format.manifest import TrainingState
 from engine.checkpoint.saving import CheckpointSaver
 from engine.comm.agreement import SaveFlags, StepFlags, StopFlags
@@ -185,6 +187,12 @@ class Loop:
             self.saved.append((step - 1, validation_is_due))
 
     def finish(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection of all that a run of tests holds takes longer than a test; `test_garbage.py` has the loop's."""
+    monkeypatch.setattr(engine.run.garbage, "gc", Mock())
 
 
 def config(**train_section: Any) -> Config:
