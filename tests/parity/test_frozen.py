@@ -1,4 +1,4 @@
-"""Frozen parameters: weights after five steps equal the oracle's, in covering layouts, and what is frozen keeps its bits."""
+"""Frozen parameters: weights after three steps equal the oracle's, in covering layouts, and what is frozen keeps its bits."""
 
 import pytest
 

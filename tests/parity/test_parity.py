@@ -1,7 +1,7 @@
-"""A layout is only a matter of speed: loss, every gradient and the weights after five steps equal the oracle's.
+"""A layout is only a matter of speed: loss, every gradient and the weights after three steps equal the oracle's.
 
-The CI tier has a covering set of small cases: every axis alone and all of them together on eight ranks, every schedule, uneven
-stages, sequence parallelism, replicated kv heads, tied and untied embeddings, dropout, every kind of recomputation,
+The CI tier has a covering set of small cases: every axis alone, pairs of them, and all together on eight ranks; every schedule,
+uneven stages, sequence parallelism, replicated kv heads, tied and untied embeddings, dropout, every kind of recomputation,
 heads in pieces, gathered inputs that are kept, offload, transfers through other memory, explicit attention whose head_dim is not
 hidden_size / heads; loss masks are in all of them. The slow tier adds the product of the axes at the models' full depth, more
 cases of eight ranks, and compiled kernels.
@@ -20,7 +20,8 @@ from tests.harness import compiler, run_ranks
 from tests.parity.cases import Case, OracleResult, RankResult, assemble, is_trained, run_case, run_oracle, weights_of
 from tests.stand_in import with_stand_in
 
-NUM_STEPS = 5
+NUM_STEPS = 3
+"""The third update is the first that follows from two others; the lr falls from the first to it."""
 
 SMALL: dict[str, Any] = {"num_layers": 2, "global_batch_size": 4}
 SMALL_STAGES: dict[str, Any] = {"num_layers": 4, "global_batch_size": 4}
@@ -44,30 +45,29 @@ COVERING = [
     Case("gpt", vpp=2, schedule="interleaved", num_layers=4, global_batch_size=4),
     Case("gpt", pp=4, schedule="gpipe", num_layers=4, global_batch_size=6),
     Case("llama", pp=8),
-    Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True, **SMALL),
     Case("mqa_rope_bias", tp=2, dp=2, micro_batch_size=2, num_layers=2),
-    Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4),
-    Case("qwen", tp=8, sequence_parallel=True, num_layers=2, global_batch_size=2),
-    Case("gpt", pp=2, vpp=4, dp=2, global_batch_size=6),
+    Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, **SMALL_STAGES),
+    Case("qwen", tp=8, sequence_parallel=True, num_layers=1, global_batch_size=2),
+    Case("gpt", pp=2, vpp=4, global_batch_size=3),
     Case("llama", pp=3, num_layers=2, layers_per_stage=(1, 0, 1), global_batch_size=3),
     Case("gpt_untied", pp=4, layers_per_stage=(1, 3, 2, 2), global_batch_size=6),
-    Case("gpt_large_head", tp=2, pp=2, vpp=2, layers_per_stage="auto", num_layers=6, global_batch_size=4),
-    Case("llama", pp=2, vpp=2, tp=2, layers_per_stage=(2, 1, 3, 2), recompute=FULL_BY_TWO, global_batch_size=4),
-    Case("gpt", tp=2, pp=2, dp=2, recompute=SELECTIVE, bucket_bytes=1, num_layers=4),
-    Case("gpt_dropout", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "uniform", 1), num_layers=4),
+    Case("gpt_large_head", pp=2, vpp=2, layers_per_stage="auto", num_layers=6, global_batch_size=4),
+    Case("llama", pp=2, vpp=2, layers_per_stage=(2, 1, 3, 2), recompute=FULL_BY_TWO, global_batch_size=4),
+    Case("gpt", tp=2, dp=2, recompute=SELECTIVE, bucket_bytes=1, **SMALL),
+    Case("gpt_dropout", tp=2, pp=2, sequence_parallel=True, recompute=("full", "uniform", 1), **SMALL_STAGES),
     Case("gpt_dropout", dp=2, micro_batch_size=2, num_layers=2),
     Case("qwen", attention="explicit", **SMALL),
-    Case("qwen", tp=2, pp=2, vpp=2, recompute=SELECTIVE, modules=ALL_PARTS, offload=1, global_batch_size=4),
+    Case("qwen", tp=2, pp=2, vpp=2, recompute=SELECTIVE, modules=ALL_PARTS, offload=1, **SMALL_STAGES),
     Case(
         "gpt_dropout", tp=2, pp=2, sequence_parallel=True, recompute=SELECTIVE, modules=CHEAP, offload=2, **SMALL_STAGES
     ),
     Case("llama", pp=2, recompute=("full", "block", 2), modules=CHEAP_WITH_ROPE, offload=3, global_batch_size=4),
-    Case("gpt", tp=2, pp=2, dp=2, optimizer="sgd", num_layers=4),
+    Case("gpt", tp=2, dp=2, optimizer="sgd", **SMALL),
     Case("llama", tp=2, sequence_parallel=True, staged=True, **SMALL),
     Case("gpt", tp=2, pp=2, staged=True, **SMALL_STAGES),
-    Case("gpt", pp=2, dp=2, vpp=2, staged=True, num_layers=4),
+    Case("gpt", pp=2, dp=2, vpp=2, staged=True, **SMALL_STAGES),
     Case("gpt", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=4, global_batch_size=5),
-    Case("llama", pp=4, dp=2, schedule="zb_h1", micro_batch_size=2, bucket_bytes=1, num_layers=4, global_batch_size=24),
+    Case("llama", pp=2, dp=2, schedule="zb_h1", micro_batch_size=2, bucket_bytes=1, num_layers=4, global_batch_size=12),
     Case("gpt", tp=2, pp=2, vpp=2, sequence_parallel=True, schedule="zbv", num_layers=4, global_batch_size=5),
     Case("gpt", pp=4, vpp=2, schedule="zbv", global_batch_size=9),
     Case(
@@ -77,15 +77,14 @@ COVERING = [
         "gpt",
         tp=2,
         pp=2,
-        dp=2,
         sequence_parallel=True,
         schedule="mixed_schedule.txt",
         num_layers=4,
-        global_batch_size=10,
+        global_batch_size=5,
     ),
     Case("llama", head_tokens=5, **SMALL),
     Case("gpt", tp=2, dp=2, micro_batch_size=2, head_tokens=7, num_layers=2),
-    Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True, head_tokens=1, **SMALL),
+    Case("mqa_rope_bias", tp=2, pp=2, sequence_parallel=True, head_tokens=1, **SMALL),
     Case("qwen", tp=2, sequence_parallel=True, gathered_inputs="keep", **SMALL),
     Case("mqa_rope_bias", tp=4, sequence_parallel=True, head_tokens=3, gathered_inputs="keep", **SMALL),
     Case(
@@ -101,6 +100,15 @@ COVERING = [
 """As deep and with as many microbatches as there is something to go wrong in."""
 
 COVERING_TOO = [
+    Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True, head_tokens=1, **SMALL),
+    Case("mqa_rope_bias", tp=4, pp=2, sequence_parallel=True, **SMALL),
+    Case("gpt_large_head", tp=2, pp=2, vpp=2, layers_per_stage="auto", num_layers=6, global_batch_size=4),
+    Case("llama", pp=2, vpp=2, tp=2, layers_per_stage=(2, 1, 3, 2), recompute=FULL_BY_TWO, global_batch_size=4),
+    Case("gpt", tp=2, pp=2, dp=2, recompute=SELECTIVE, bucket_bytes=1, num_layers=4),
+    Case("gpt_dropout", tp=2, pp=2, dp=2, sequence_parallel=True, recompute=("full", "uniform", 1), num_layers=4),
+    Case("gpt", pp=2, vpp=4, dp=2, global_batch_size=6),
+    Case("gpt", tp=2, pp=2, dp=2, optimizer="sgd", num_layers=4),
+    Case("llama", pp=4, dp=2, schedule="zb_h1", micro_batch_size=2, bucket_bytes=1, num_layers=4, global_batch_size=24),
     Case("gpt", pp=4, schedule="zb_h1", staged=True),
     Case("qwen", tp=2, pp=2, cp=2, schedule="zb_h1", recompute=SELECTIVE, modules=CHEAP, documents=True),
     Case("kinds_dropout", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", gathered_inputs="keep", offload=2),
