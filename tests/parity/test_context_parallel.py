@@ -10,23 +10,34 @@ from engine.context_parallel.cut import ContextCut
 from engine.data.loader import Batches, MicroBatch
 from engine.layout.rank_grid import ParallelSizes
 from tests.parity.cases import Case, dataset
-from tests.parity.test_parity import compare
+from tests.parity.test_parity import SELECTIVE, SMALL, SMALL_STAGES, compare
 
 FULL = ("full", "uniform", 1)
-SELECTIVE = ("selective", "uniform", 1)
 
 COVERING = (
-    Case("llama", cp=2),
-    Case("gpt_dropout", cp=2, dp=2, documents=True),
-    Case("llama", cp=2, tp=2, sequence_parallel=True, documents=True),
-    Case("kinds", cp=2, pp=2, vpp=2, documents=True, recompute=FULL),
-    Case("kinds_dropout", cp=2, tp=2, sequence_parallel=True, recompute=SELECTIVE, modules=("attention", "norm")),
-    Case("gpt_dropout", cp=4, dp=2, cp_method="ulysses", documents=True),
-    Case("qwen", cp=2, tp=2, sequence_parallel=True, cp_method="ulysses", documents=True, micro_batch_size=2),
+    Case("llama", cp=2, **SMALL),
+    Case("gpt_dropout", cp=2, dp=2, documents=True, **SMALL),
+    Case("llama", cp=2, tp=2, sequence_parallel=True, documents=True, **SMALL),
+    Case("kinds", cp=2, pp=2, vpp=2, documents=True, recompute=FULL, **SMALL_STAGES),
+    Case(
+        "kinds_dropout",
+        cp=2,
+        tp=2,
+        sequence_parallel=True,
+        recompute=SELECTIVE,
+        modules=("attention", "norm"),
+        num_layers=4,
+        global_batch_size=2,
+    ),
+    Case("gpt_dropout", cp=4, cp_method="ulysses", documents=True, **SMALL),
+    Case("qwen", cp=2, tp=2, sequence_parallel=True, cp_method="ulysses", documents=True, micro_batch_size=2, **SMALL),
 )
 """Pairs of cp with each other axis and feature: each is in some case, most with documents that end inside of a part."""
 
 MORE = (
+    Case("llama", cp=2, tp=2, sequence_parallel=True, documents=True),
+    Case("kinds_dropout", cp=2, tp=2, sequence_parallel=True, recompute=SELECTIVE, modules=("attention", "norm")),
+    Case("gpt_dropout", cp=4, dp=2, cp_method="ulysses", documents=True),
     Case("kinds_capped", cp=4, tp=2, documents=True),
     Case("gpt", cp=4, micro_batch_size=2),
     Case("mqa_rope_bias", cp=2, tp=4, micro_batch_size=2, documents=True),
