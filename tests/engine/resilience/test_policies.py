@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,14 @@ from tests.parity.cases import Case
 
 pytestmark = pytest.mark.distributed
 
-SPLIT = Case("gpt_dropout", tp=2, pp=2)
-REPLICATED = Case("llama", dp=2)
+SPLIT = Case("gpt_dropout", tp=2, pp=2, num_layers=4, global_batch_size=4)
+ALONE = Case("llama", num_layers=2, global_batch_size=4)
+REPLICATED = replace(ALONE, dp=2)
 BATCH, NUM_STEPS = SPLIT.global_batch_size, 6
 
 BAD_STEP = 3
-BAD = Plant(rank=2, module="blocks.1.mlp", sample_ids=(BAD_STEP * BATCH + 5,))
-"""Rank 2 is tp rank 0 of the second stage of SPLIT, whose chunk begins with layer 4."""
+BAD = Plant(rank=2, module="blocks.1.mlp", sample_ids=(BAD_STEP * BATCH + 2,))
+"""Rank 2 is tp rank 0 of the second stage of SPLIT, whose chunk begins with layer 2."""
 
 
 def steps(num_steps: int = NUM_STEPS, micro_batch_size: int = 1) -> dict[str, int]:
@@ -30,7 +32,7 @@ def steps(num_steps: int = NUM_STEPS, micro_batch_size: int = 1) -> dict[str, in
 
 def few(num_steps: int = NUM_STEPS) -> dict[str, int]:
     """Steps of few microbatches, where it does not matter which of them is bad."""
-    return steps(num_steps, micro_batch_size=4)
+    return steps(num_steps, micro_batch_size=2)
 
 
 # Skip --------------------------------------------------------------------------------------------------------------------
@@ -64,13 +66,13 @@ def test_a_skipped_update_is_as_if_it_had_been_left_out(tmp_path: Path) -> None:
         assert (kind, step) == ("non_finite", BAD_STEP) and "Its update is left out" in message
         assert details["samples"] == [BAD_STEP * BATCH, (BAD_STEP + 1) * BATCH]
         assert (details["first_rank"], details["first_samples"]) == (2, list(BAD.sample_ids))
-        assert details["first"] == "the output of layers.5.mlp (stage 1) in the forward of microbatch 5"
+        assert details["first"] == "the output of layers.3.mlp (stage 1) in the forward of microbatch 2"
 
 
 def test_a_run_that_only_skips_comes_to_an_end(tmp_path: Path) -> None:
     everything = Plant(rank=0, module="", sample_ids=tuple(range(BATCH, 100 * BATCH)))
     sections = {"train": few(), "resilience": {"on_nonfinite": "skip", "max_skips_in_a_row": 2}}
-    (trace,) = run_ranks(run, 1, Case("llama"), str(tmp_path), sections, everything)
+    (trace,) = run_ranks(run, 1, ALONE, str(tmp_path), sections, everything)
     assert "2 updates in a row were left out" in trace.error and trace.exit_code == 6
     assert [step for _, step, _, _ in trace.events] == [1, 2, 3] and trace.num_updates == 1
 
@@ -79,11 +81,11 @@ def test_a_run_that_only_skips_comes_to_an_end(tmp_path: Path) -> None:
 
 
 def test_a_stop_names_the_first_rank_and_module(tmp_path: Path) -> None:
-    plant = Plant(1, "blocks.2.attention", (BAD_STEP * BATCH + 6,), in_backward=True)
-    words = "the gradient of the output of layers.2.attention (stage 0) in the backward of microbatch 6 (samples 30)"
+    plant = Plant(1, "blocks.1.attention", (BAD_STEP * BATCH + 3,), in_backward=True)
+    words = "the gradient of the output of layers.1.attention (stage 0) in the backward of microbatch 3 (samples 15)"
     traces: list[Trace] = run_ranks(run, 4, SPLIT, str(tmp_path), {"train": steps()}, plant)
     for trace in traces:
-        assert "step 4 on samples 24 to 31: loss sum" in trace.error and trace.exit_code == 6
+        assert "step 4 on samples 12 to 15: loss sum" in trace.error and trace.exit_code == 6
         assert f"First on rank 1: {words}." in trace.error
         assert [(kind, step) for kind, step, _, _ in trace.events] == [("non_finite", BAD_STEP)]
         assert trace.num_updates == BAD_STEP, "the step that was posted after it has updated nothing"
@@ -93,7 +95,7 @@ def test_a_stop_names_the_first_rank_and_module(tmp_path: Path) -> None:
 
 SAVING = {"interval": 2, "keep_last": None}
 ROLLBACK = {"on_nonfinite": "rollback", "max_rollbacks": 1}
-OF_REPLICATED = Plant(rank=1, module="blocks.1.mlp", sample_ids=(BAD_STEP * BATCH + 5,))
+OF_REPLICATED = Plant(rank=1, module="blocks.1.mlp", sample_ids=(BAD_STEP * BATCH + 3,))
 
 
 def test_after_a_rollback_the_run_is_the_one_that_never_had_the_samples(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_after_a_rollback_the_run_is_the_one_that_never_had_the_samples(tmp_path
 def test_too_many_rollbacks_stop_the_run(tmp_path: Path) -> None:
     twice = Plant(rank=0, module="blocks.0", sample_ids=(BAD_STEP * BATCH, (BAD_STEP + 2) * BATCH))
     sections = {"train": few(), "checkpoint": SAVING, "resilience": ROLLBACK}
-    (trace,) = run_ranks(run, 1, Case("llama"), str(tmp_path), sections, twice)
+    (trace,) = run_ranks(run, 1, ALONE, str(tmp_path), sections, twice)
     assert "has gone back 1 times already (resilience.max_rollbacks = 1)" in trace.error and trace.exit_code == 6
     assert [kind for kind, *_ in trace.events] == ["non_finite", "rolled_back", "non_finite"]
     # The second time on other samples, by their ids.
@@ -144,14 +146,14 @@ def test_too_many_rollbacks_stop_the_run(tmp_path: Path) -> None:
 def test_before_the_first_checkpoint_there_is_nowhere_to_go(tmp_path: Path) -> None:
     early = Plant(rank=0, module="blocks.0", sample_ids=(BATCH,))
     sections = {"train": few(), "checkpoint": SAVING, "resilience": ROLLBACK}
-    (trace,) = run_ranks(run, 1, Case("llama"), str(tmp_path), sections, early)
+    (trace,) = run_ranks(run, 1, ALONE, str(tmp_path), sections, early)
     assert "holds no checkpoint of this run from before step 2" in trace.error
 
 
 def test_what_was_trained_on_cannot_be_left_out_any_more(tmp_path: Path) -> None:
-    case, saving = Case("llama"), {"interval": 2}
+    case, saving = ALONE, {"interval": 2}
     run_ranks(run, 1, case, str(tmp_path), {"train": few(2), "optimizer": {"decay_steps": 50}, "checkpoint": saving})
-    for skipped, refusal in (((2 * BATCH - 1, 2 * BATCH), "from 16 on"), ((2 * BATCH, 3 * BATCH), "")):
+    for skipped, refusal in (((2 * BATCH - 1, 2 * BATCH), "from 8 on"), ((2 * BATCH, 3 * BATCH), "")):
         sections = {
             "train": few(3),
             "optimizer": {"decay_steps": 50},
@@ -176,7 +178,7 @@ def test_a_loss_above_its_limit_is_left_out_whenever_the_run_saves(tmp_path: Pat
     for number, interval in enumerate((None, 3)):
         saving = {"interval": interval, "async": False}
         sections = {"train": few(14), "resilience": {"on_nonfinite": "skip", "loss_spike": 1.5}, "checkpoint": saving}
-        (trace,) = run_ranks(run, 1, Case("llama"), str(tmp_path / str(number)), sections, spike)
+        (trace,) = run_ranks(run, 1, ALONE, str(tmp_path / str(number)), sections, spike)
         [(kind, step, message, _)] = trace.events
         assert (kind, step) == ("loss_spike", 11) and "is above the limit of" in message
         assert trace.num_updates == 13
@@ -187,5 +189,5 @@ def test_a_loss_above_its_limit_is_left_out_whenever_the_run_saves(tmp_path: Pat
     shutil.rmtree(tmp_path / "1" / "step_00000014")
     shutil.rmtree(tmp_path / "1" / "step_00000012")
     (tmp_path / "1" / "latest").write_text("step_00000009\n")
-    (again,) = run_ranks(run, 1, Case("llama"), str(tmp_path / "1"), sections, spike, 1)
+    (again,) = run_ranks(run, 1, ALONE, str(tmp_path / "1"), sections, spike, 1)
     assert [(again.events[0][2], again.fingerprint, again.history.losses)] == ends[:1]
