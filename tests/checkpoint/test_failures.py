@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from tests.parity.cases import Case, dataset
 
 pytestmark = pytest.mark.distributed
 
-CASE = Case("gpt", global_batch_size=2)
-TWO = Case("gpt", dp=2, global_batch_size=2)
+CASE = Case("gpt", num_layers=2, global_batch_size=2)
+TWO = replace(CASE, dp=2)
 
 
 def train(
@@ -86,7 +87,7 @@ def fill_for_step_2(rank: int, step: int, folder: Path) -> None:
     filler = folder.parent / "filler"
     if step == 2:
         free = shutil.disk_usage(folder.parent).free
-        filler.write_bytes(bytes(max(0, free - 100_000)))
+        filler.write_bytes(bytes(max(0, free - 20_000)))
     if step == 3:
         filler.unlink()
 
@@ -160,10 +161,17 @@ def no_trouble(rank: int, step: int, folder: Path) -> None:
     pass
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 1 and 2; `two_checkpoints` is a test's own copy."""
+    folder = tmp_path_factory.mktemp("trained")
+    run_ranks(train, 1, CASE, str(folder), 2, no_trouble, {})
+    return folder
+
+
 @pytest.fixture
-def two_checkpoints(tmp_path: Path) -> Path:
-    run_ranks(train, 1, CASE, str(tmp_path / "run"), 2, no_trouble, {})
-    return tmp_path / "run"
+def two_checkpoints(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "run")
 
 
 def flip_a_bit(checkpoint: Path) -> None:
@@ -229,20 +237,18 @@ def test_told_to_load_and_nothing_there(
 
 def test_what_is_of_another_model_or_another_run_is_refused_by_name(two_checkpoints: Path, tmp_path: Path) -> None:
     load = {"load": str(two_checkpoints)}
-    (text,) = run_ranks(begin_alone, 1, Case("qwen", global_batch_size=2), str(tmp_path / "own"), load)
+    (text,) = run_ranks(begin_alone, 1, replace(CASE, model="qwen"), str(tmp_path / "own"), load)
     assert (
         "may not change" in text
         and "model.num_kv_heads" in text
         and "model.norm: layernorm there, rmsnorm here" in text
     )
-    (text,) = run_ranks(begin_alone, 1, Case("gpt", global_batch_size=4), str(tmp_path / "own"), load)
+    (text,) = run_ranks(begin_alone, 1, replace(CASE, global_batch_size=4), str(tmp_path / "own"), load)
     assert "train.global_batch_size: 2 there, 4 here" in text
-    (text,) = run_ranks(begin_alone, 1, Case("gpt", global_batch_size=2, dtype="fp32"), str(tmp_path / "own"), load)
+    (text,) = run_ranks(begin_alone, 1, replace(CASE, dtype="fp32"), str(tmp_path / "own"), load)
     assert "precision.dtype: float64 there, fp32 here" in text and "checkpoint.accept=[precision.dtype]" in text
     meant = load | {"accept": ["precision.dtype"]}
-    (beginning,) = run_ranks(
-        begin_alone, 1, Case("gpt", global_batch_size=2, dtype="fp32"), str(tmp_path / "own"), meant
-    )
+    (beginning,) = run_ranks(begin_alone, 1, replace(CASE, dtype="fp32"), str(tmp_path / "own"), meant)
     assert isinstance(beginning, ResumePoint) and beginning.state.step == 2
     (text,) = run_ranks(begin_other_data, 1, str(tmp_path / "own"), load)
     assert "the fingerprint of samples differs" in text and "checkpoint.accept=[data]" in text
