@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.checkpoint.resume_rules import changes
@@ -99,6 +99,7 @@ kinds_of_layers = st.dictionaries(
 )
 
 
+@settings(max_examples=40)
 @given(kinds_of_layers, st.booleans())
 def test_any_kinds_survive_a_file(kinds: dict[str, Any], describe: bool) -> None:
     layers = [f"{name}*2" for name in kinds]

@@ -140,9 +140,10 @@ def _every_rank_holds_the_same(engine: Engine) -> None:
 
 @pytest.mark.distributed
 def test_layouts_agree_with_narrow_state_as_they_do_without() -> None:
+    case = Case("llama_wide", dtype="bf16", bucket_bytes=2**24, num_layers=2, global_batch_size=4)
     for narrow in (False, True):
-        whole = run_ranks(masters, 1, Case("llama_wide", dtype="bf16", narrow=narrow, bucket_bytes=2**24))[0]
-        parts = run_ranks(masters, 2, Case("llama_wide", dp=2, dtype="bf16", narrow=narrow, bucket_bytes=2**24))
+        whole = run_ranks(masters, 1, replace(case, narrow=narrow))[0]
+        parts = run_ranks(masters, 2, replace(case, narrow=narrow, dp=2))
         for index, flat in enumerate(whole):
             joined = torch.cat([rank[index] for rank in parts])[: len(flat)]
             assert float((joined - flat[: len(joined)]).norm() / flat.norm()) < 1e-3, narrow
@@ -170,7 +171,7 @@ def reduced_gradients(rank: int, case: Case) -> list[torch.Tensor]:
 
 @pytest.mark.distributed
 def test_gradients_in_bf16_are_those_of_fp32_rounded_at_each_sum() -> None:
-    case = Case("llama_wide", dtype="bf16", bucket_bytes=2**24, micro_batch_size=2)
+    case = Case("llama_wide", dtype="bf16", bucket_bytes=2**24, micro_batch_size=2, num_layers=2)
     exact = run_ranks(reduced_gradients, 1, case)[0]
     whole = run_ranks(reduced_gradients, 1, replace(case, bf16_gradients=True))[0]
     parts = run_ranks(reduced_gradients, 2, replace(case, bf16_gradients=True, dp=2))

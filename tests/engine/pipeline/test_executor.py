@@ -47,11 +47,15 @@ def gradients(rank: int, case: Case, split: bool) -> tuple[list[Piece], list[str
 
 @pytest.mark.parametrize(
     "case",
-    [Case("gpt", pp=2), Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True), Case("llama", pp=2, dp=2)],
+    [
+        Case("gpt", pp=2, num_layers=4, global_batch_size=6),
+        Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True, num_layers=4, global_batch_size=4),
+        Case("llama", pp=2, dp=2, num_layers=2),
+    ],
     ids=str,
 )
 def test_deferred_weight_gradients_are_the_same_gradients(case: Case) -> None:
-    shapes = {name: tuple(weight.shape) for name, weight in weights_of(case.model).items()}
+    shapes = {name: tuple(weight.shape) for name, weight in weights_of(case.model, case.num_layers).items()}
     whole, split = (run_ranks(gradients, case.world_size, case, which) for which in (False, True))
     expected = assemble(shapes, [piece for pieces, _ in whole for piece in pieces], tolerance=1e-12)
     got = assemble(shapes, [piece for pieces, _ in split for piece in pieces], tolerance=1e-12)
@@ -86,7 +90,7 @@ def steps_with_a_retry(rank: int, case: Case) -> list[tuple[int, str]]:
 
 
 def test_the_first_step_and_those_after_a_retry_receive_late_on_all_ranks() -> None:
-    for found in run_ranks(steps_with_a_retry, 2, Case("gpt", pp=2, global_batch_size=4)):
+    for found in run_ranks(steps_with_a_retry, 2, Case("gpt", pp=2, num_layers=2, global_batch_size=4)):
         assert found == [(0, "late"), (1, "early"), (0, "late"), (0, "late")]
 
 
@@ -102,4 +106,4 @@ def left_on_meta(rank: int, case: Case) -> list[str]:
 
 @pytest.mark.parametrize("model", ["gpt", "qwen"])
 def test_nothing_is_left_on_the_meta_device(model: str) -> None:
-    assert run_ranks(left_on_meta, 2, Case(model, tp=2, vpp=2)) == [[], []]
+    assert run_ranks(left_on_meta, 2, Case(model, tp=2, vpp=2, num_layers=2)) == [[], []]

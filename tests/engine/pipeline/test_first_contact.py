@@ -17,7 +17,7 @@ from engine.pipeline.validate import check, ring_connections
 from tests.engine.pipeline.test_executor import split_backwards
 
 SIZES = [(pp, vpp) for pp in (2, 3, 4, 6, 8, 16) for vpp in (1, 2, 3, 4)]
-LARGE_PP = 8
+LARGE_PP = 6
 """From here on the programs of 3 pp microbatches and more take most of the time: they are in the slow tier."""
 
 

@@ -48,7 +48,7 @@ def test_1f1b_is_the_figure_of_the_papers() -> None:
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(sizes)
 def test_every_schedule_builds_lowers_and_checks(size: tuple[int, int, int]) -> None:
     """The checker runs the lowered program under NCCL's rules; the bounds are those of formulas and docstrings."""
@@ -85,7 +85,7 @@ def test_zb_h1_keeps_no_more_microbatches_than_the_first_rank_of_1f1b(pp: int, n
         assert now == 0 and peak == min(pp, num_microbatches)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 40))
 def test_zbv_keeps_two_half_stages_per_rank_and_waits_for_half_a_pipeline(pp: int, num_microbatches: int) -> None:
     """Its docstring's bounds, over the program that runs: in flight and held, idle where F, I and W take equally long."""
@@ -103,7 +103,7 @@ def test_zbv_keeps_two_half_stages_per_rank_and_waits_for_half_a_pipeline(pp: in
         assert idle == pp - 1 if num_microbatches >= 2 * pp - 1 else idle <= 4 * (pp - 1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 40))
 def test_forwards_in_a_v_wait_only_at_their_ends(pp: int, num_microbatches: int) -> None:
     schedule = forward_only(Placement(pp, 2, is_v=True), num_microbatches)

@@ -81,7 +81,8 @@ def test_a_call_of_gloo_ends_when_its_result_is_there(tmp_path: Path) -> None:
 def followed_step(rank: int) -> tuple[list[tuple[float, float]], list[tuple[float, float]], int, int]:
     """A step of a GPT: when its calls of cp were under way, when this rank waited for one, such calls, and all calls."""
     marks = TimeMarks(HostClock())
-    engine, batches = build_rank(rank, Case("qwen", tp=2, cp=2, documents=True), [marks])
+    case = Case("qwen", tp=2, cp=2, documents=True, num_layers=2, global_batch_size=2)
+    engine, batches = build_rank(rank, case, [marks])
     marks.begin(1, is_marked=True)
     microbatches = batches.next_step()
     marks.phase(Phase.FORWARD_BACKWARD)

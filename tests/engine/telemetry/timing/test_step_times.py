@@ -181,7 +181,7 @@ def test_a_rank_that_sleeps_longer_is_named() -> None:
 
 # A GPT -------------------------------------------------------------------------------------------------------------------
 
-GPT = Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True)
+GPT = Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4)
 TRACED = range(3, 5)
 
 
