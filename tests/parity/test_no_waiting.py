@@ -23,6 +23,7 @@ from engine.telemetry.timing.marks import TimeMarks
 from engine.telemetry.timing.time_split import span_of
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank
+from tests.parity.test_parity import SMALL
 
 pytestmark = pytest.mark.distributed
 
@@ -102,10 +103,17 @@ def waits_and_marks(rank: int, case: Case, plant: bool) -> tuple[list[str], int]
 @pytest.mark.parametrize(
     "case",
     [
-        Case("gpt_dropout", pp=2, dp=2, recompute=("selective", "uniform", 1)),
-        Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True, dtype="bf16"),
-        Case("llama", recompute=("full", "block", 2), modules=("norm", "rope", "activation"), offload=4),
-        Case("deepseek", dp=2, ep=2, dtype="bf16", dispatch="all_gather", experts="grouped"),
+        Case("gpt_dropout", pp=2, dp=2, recompute=("selective", "uniform", 1), **SMALL),
+        Case("qwen", tp=2, pp=2, vpp=2, sequence_parallel=True, dtype="bf16", num_layers=4, global_batch_size=2),
+        Case(
+            "llama",
+            recompute=("full", "block", 2),
+            modules=("norm", "rope", "activation"),
+            offload=4,
+            num_layers=4,
+            global_batch_size=2,
+        ),
+        Case("deepseek", dp=2, ep=2, dtype="bf16", dispatch="all_gather", experts="grouped", global_batch_size=4),
         Case("llama", num_layers=2, micro_batch_size=8, dtype="fp16", compiled=True, groups=True),
     ],
     ids=str,
@@ -119,7 +127,7 @@ def test_a_planted_wait_is_seen() -> None:
     assert names == ["_local_scalar_dense", "tolist", "new_tensor", "tensor"]
 
 
-MOE_LAYERS, MICROBATCHES = 3, 4
+MOE_LAYERS, MICROBATCHES = 3, 2
 
 
 @pytest.mark.parametrize(
@@ -203,7 +211,7 @@ def diverge(rank: int, case: Case, where: str) -> tuple[list[str], bool, int]:
 
 
 @pytest.mark.parametrize("where", ["gradient", "loss"])
-@pytest.mark.parametrize("case", [Case("gpt"), Case("llama", tp=2, pp=2, dtype="bf16")], ids=str)
+@pytest.mark.parametrize("case", [Case("gpt", **SMALL), Case("llama", tp=2, pp=2, dtype="bf16", **SMALL)], ids=str)
 def test_what_is_not_finite_changes_nothing_on_any_rank(case: Case, where: str) -> None:
     for errors, is_same, num_updates in run_ranks(diverge, case.world_size, case, where):
         assert is_same and num_updates == 1
