@@ -26,6 +26,8 @@ import pytest
 from tests.lacking import skip_where
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's compiler believes the CPU's flags. To try them, each process that compiles starts others that import torch.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.preload"])

@@ -109,7 +109,7 @@ def compiled_equals_torch(dtype: torch.dtype, device: str) -> None:
 
 
 @compiler()
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_compiled_passes_equal_torch(dtype: torch.dtype) -> None:
     compiled_equals_torch(dtype, "cpu")
 
