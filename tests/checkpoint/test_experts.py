@@ -21,6 +21,7 @@ from models.specs import model_specs
 from tests.checkpoint.runs import Trace, engine_of, run
 from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
+from tests.planting import run_planted
 
 NUM_BEFORE, NUM_STEPS = 2, 4
 SAVING = {"interval": NUM_BEFORE, "keep_last": None}
@@ -135,16 +136,12 @@ def only_the_first_rank_saves_experts() -> None:
     engine.checkpoint.writer.saved_buckets = of_first
 
 
-def planted_run(rank: int, case: Case, folder: str, until: int, attempt: int, section: dict[str, int]) -> Trace:
-    only_the_first_rank_saves_experts()
-    return run(rank, case, folder, until, attempt, section)
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_a_checkpoint_without_the_experts_of_a_rank_is_named_and_not_loaded(tmp_path: Path) -> None:
     case = LAYOUTS["dp2 ep2"]
-    run_ranks(planted_run, 2, case, str(tmp_path), NUM_BEFORE, 0, {"interval": NUM_BEFORE})
+    section = {"interval": NUM_BEFORE}
+    run_planted(only_the_first_rank_saves_experts, run, 2, case, str(tmp_path), NUM_BEFORE, 0, section)
     name = "layers.1.mlp.experts.down.weight"
     assert (
         f"master:{name}: 512 elements saved of 1,024"

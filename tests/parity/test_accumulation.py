@@ -4,7 +4,6 @@ A main grad that is rounded to bf16 at each addition is near the truth, and a lo
 gradient is taken alone, as the engine itself computes it, and all of them are added in float64. What is left is fp32's rounding.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from engine.optimizer.grad_buffer import GradBuffers
 from engine.tensor_parallel.parameter import ShardedParameter
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank, load_weights, owned_pieces, weights_of
+from tests.planting import Plant, run_planted
 
 pytestmark = pytest.mark.distributed
 
@@ -26,8 +26,6 @@ TOLERANCE = 1e-6
 
 CLEAN = Case("qwen", tp=2, dp=2, sequence_parallel=True, dtype="bf16", num_layers=2, global_batch_size=2 * NUM_STEPS)
 PLANTED = Case("gpt", dp=2, dtype="bf16", num_layers=2, global_batch_size=2 * NUM_STEPS)
-
-Plant = Callable[[], None]
 
 
 def main_grads_are_rounded_to_bf16() -> None:
@@ -53,10 +51,8 @@ def gradients_are_reduced_in_bf16() -> None:
     Axis.reduce_scatter = narrow  # type: ignore[method-assign]
 
 
-def errors(rank: int, case: Case, plant: Plant | None) -> dict[str, float]:
+def errors(rank: int, case: Case) -> dict[str, float]:
     """Run one step of all microbatches, then a step of each; return the relative error of every owned gradient by name."""
-    if plant is not None:
-        plant()
     together = owned_gradients(rank, case, num_steps=1)
     alone = owned_gradients(rank, replace(case, global_batch_size=case.dp * case.micro_batch_size), num_steps=NUM_STEPS)
     found: dict[str, float] = {}
@@ -81,7 +77,7 @@ def owned_gradients(rank: int, case: Case, num_steps: int) -> list[list[tuple[st
 
 
 def test_bf16_gradients_are_added_in_fp32() -> None:
-    for found in run_ranks(errors, CLEAN.world_size, CLEAN, None):
+    for found in run_ranks(errors, CLEAN.world_size, CLEAN):
         assert max(found.values()) <= TOLERANCE, max(found.items(), key=lambda item: item[1])
 
 
@@ -91,5 +87,5 @@ def test_bf16_gradients_are_added_in_fp32() -> None:
     ids=lambda plant: plant.__name__,
 )
 def test_one_rounding_to_bf16_is_seen_in_every_tensor(plant: Plant) -> None:
-    for found in run_ranks(errors, PLANTED.world_size, PLANTED, plant):
+    for found in run_planted(plant, errors, PLANTED.world_size, PLANTED):
         assert min(found.values()) > 10 * TOLERANCE, min(found.items(), key=lambda item: item[1])

@@ -1,6 +1,6 @@
 """The validation loss of a layout is the oracle's: without dropout, over every sample of every data-parallel rank, per token."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from models.gpt.chunk import GPTChunk
 from tests.harness import run_ranks
 from tests.oracle import oracle_loss_sum
 from tests.parity.cases import Case, build_rank, dataset, load_weights, weights_of
+from tests.planting import Plant, run_planted
 
 pytestmark = pytest.mark.distributed
 
@@ -29,8 +30,6 @@ LAYOUTS = [
     Case("moe losses", dp=2, ep=2, dispatch="all_to_all", num_layers=2),
     Case("moe losses", tp=2, ep=2, micro_batch_size=2, num_layers=2),
 ]
-
-Plant = Callable[[], None]
 
 
 def dropout_stays_on() -> None:
@@ -59,10 +58,8 @@ def ranks_average_their_own_means() -> None:
     Engine._count = mean  # type: ignore[method-assign]
 
 
-def validation_loss(rank: int, case: Case, plant: Plant | None) -> float:
+def validation_loss(rank: int, case: Case) -> float:
     """Train on one global batch without an update, then validate on the next ones."""
-    if plant is not None:
-        plant()
     engine, batches = build_rank(rank, case)
     load_weights(engine, {name: weight.detach() for name, weight in weights_of(case.model, case.num_layers).items()})
     for _ in range(NUM_TRAINED):
@@ -95,9 +92,7 @@ def oracle_validation_loss(model: str, num_layers: int | None) -> float:
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
 def test_validation_loss_equals_the_oracle(case: Case) -> None:
     expected = oracle_validation_loss(case.model, case.num_layers)
-    assert run_ranks(validation_loss, case.world_size, case, None) == pytest.approx(
-        [expected] * case.world_size, rel=1e-12
-    )
+    assert run_ranks(validation_loss, case.world_size, case) == pytest.approx([expected] * case.world_size, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -107,5 +102,5 @@ def test_validation_loss_equals_the_oracle(case: Case) -> None:
 )
 def test_a_planted_bug_moves_the_validation_loss(plant: Plant) -> None:
     case = LAYOUTS[1]
-    for loss in run_ranks(validation_loss, case.world_size, case, plant):
+    for loss in run_planted(plant, validation_loss, case.world_size, case):
         assert loss != pytest.approx(oracle_validation_loss(case.model, case.num_layers), rel=1e-4)

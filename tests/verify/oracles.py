@@ -12,9 +12,8 @@ from engine.config.tree import Config
 from launch.verify.oracle import SITES, OracleTrial, oracle_trial, verdict_against
 from launch.verify.oracles.corpus import with_corpus, write_corpus
 from launch.verify.verdict.judge import Verdict
-from tests.harness import run_ranks
+from tests.planting import Plant, run_planted
 from tests.verify import trials
-from tests.verify.trials import Plant
 
 BASE: dict[str, Any] = {
     "num_layers": 5,
@@ -57,7 +56,7 @@ COMPARED = [
 
 
 def asked(oracle: str, name: str, *, layout: Sequence[str] | None = None, dtype: str = "float64") -> OracleTrial:
-    """Five steps of one of `MODELS`; `layout` as words of a configuration, None: the command's own layouts."""
+    """Three steps of one of `MODELS`; `layout` as words of a configuration, None: the command's own layouts."""
     tree = {
         "model": MODELS[name],
         "data": {"synthetic": True},
@@ -67,15 +66,13 @@ def asked(oracle: str, name: str, *, layout: Sequence[str] | None = None, dtype:
     with tempfile.TemporaryDirectory(prefix="triaxis-test-") as folder:
         path = Path(folder) / "model.yaml"
         path.write_text(yaml.safe_dump(tree))
-        return oracle_trial(path, (), oracle=oracle, layout=layout, small=False, num_steps=5, dtype=dtype)
+        return oracle_trial(path, (), oracle=oracle, layout=layout, small=False, num_steps=3, dtype=dtype)
 
 
-def run_oracle(rank: int, name: str, config: Config, folder: str, plant: Plant | None) -> None:
-    """Run the process of an oracle, with a bug in it."""
+def run_oracle(rank: int, name: str, config: Config, folder: str) -> None:
+    """Run the process of an oracle."""
     from launch.verify.oracles import rank as process
 
-    if plant is not None:
-        plant()
     process.run(name, config, Path(folder))
 
 
@@ -94,7 +91,7 @@ def verdicts(
 
     def refer(where: str) -> None:
         write_corpus(reference, Path(where))
-        run_ranks(run_oracle, 1, one.oracle, with_corpus(reference, Path(where)), where, plant)
+        run_planted(plant, run_oracle, 1, one.oracle, with_corpus(reference, Path(where)), where)
 
     found = {}
     with tempfile.TemporaryDirectory(prefix="triaxis-test-") as name:
@@ -107,7 +104,7 @@ def verdicts(
             sizes = parallel_sizes(trial.config)
             bug = our_plant or (layout_plant if found else None)
             config = with_corpus(trial.config, folder)
-            run_ranks(trials.observe, sizes.world_size, config, name, False, bug, SITES)
+            run_planted(bug, trials.observe, sizes.world_size, config, name, False, SITES)
             found[str(sizes)] = verdict_against(one, trial, folder)
             for report in folder.glob("rank_*.json"):
                 report.unlink()

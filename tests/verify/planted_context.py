@@ -188,7 +188,7 @@ def every_rank_has_the_dropout_of_the_first_heads() -> None:
 
 assert DropoutKeys is models.gpt.chunk.DropoutKeys
 
-ROPE = Case("llama", cp=2, dp=2, global_batch_size=8)
+ROPE = Case("llama", cp=2, dp=2, num_layers=2)
 HEADS = Case("gpt_untied", cp=2, dp=2, num_layers=2, cp_method="ulysses")
 KINDS = Case("kinds", cp=2, tp=2, documents=True, num_layers=4)
 

@@ -1,4 +1,4 @@
-"""Our layouts against Megatron-Core's and Hugging Face's models: loss, every gradient, five updates; and differences are seen.
+"""Our layouts against Megatron-Core's and Hugging Face's models: loss, every gradient, three updates; and differences are seen.
 
 Bugs of our one process are planted in the oracle: a difference is the same from both sides. Bugs of layouts are those of
 `planted.py`.

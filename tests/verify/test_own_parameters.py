@@ -15,7 +15,7 @@ from launch.verify.verdict.judge import judge
 from models.gpt.context import BuildContext
 from models.gpt.mlp import MLP
 from tests.documented import ROOT
-from tests.harness import run_ranks
+from tests.planting import run_planted
 from tests.verify.trials import observe
 
 
@@ -50,8 +50,8 @@ def test_a_listed_parameter_is_equal_and_one_that_drifts_is_named(
     layout = [f"parallel.{size}=1" for size in ("pp", "vpp", "dp")]
     words = ("parallel.tp=2", "parallel.sequence_parallel=true", *layout, "model.num_layers=2")
     asked = trial(ROOT / "configs" / "gpt_tiny.yaml", words, small=True, num_steps=1, dtype="float64")
-    run_ranks(observe, 1, asked.reference, str(tmp_path), True, add_parameters)
-    run_ranks(observe, 2, asked.config, str(tmp_path), False, add_parameters)
+    run_planted(add_parameters, observe, 1, asked.reference, str(tmp_path), True)
+    run_planted(add_parameters, observe, 2, asked.config, str(tmp_path), False)
     add_parameters(monkeypatch.setattr)
     found = evidence(asked.config, tmp_path)
     scales, sums = ({f"layers.{layer}.mlp.{name}" for layer in range(2)} for name in ("scale", "sum"))

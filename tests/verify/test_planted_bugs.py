@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 
 from engine.config.write import to_yaml
+from engine.step import Engine
 from launch.verify.run import Trial, trial
 from launch.verify.verdict.judge import Verdict
 from tests.documented import ROOT
 from tests.parity.cases import Case
+from tests.planting import Plant, run_planted
 from tests.verify import planted_axes, planted_fp8
 from tests.verify.bug import Bug
 from tests.verify.planted import BUGS, DOWN
-from tests.verify.trials import Plant, run
+from tests.verify.trials import run
 
 pytestmark = pytest.mark.distributed
 NUM_STEPS = 2
@@ -164,6 +166,16 @@ def test_ci_has_a_bug_of_each_kind() -> None:
 def test_without_the_bug_nothing_differs(case: Case, dtype: str, references: Path) -> None:
     verdict = run(trial_of(case, dtype), references)
     assert verdict.equal, verdict.differences[:3]
+
+
+def nothing_calls_this() -> None:
+    """Plant a function under a name that the engine does not have."""
+    Engine.renamed_since = lambda self: None  # type: ignore[attr-defined]
+
+
+def test_a_bug_whose_code_never_runs_is_an_error() -> None:
+    with pytest.raises(AssertionError, match=r"the bug nothing_calls_this was never there: no rank called .*<lambda>"):
+        run_planted(nothing_calls_this, str, 1)
 
 
 def test_the_readme_counts_them() -> None:

@@ -17,8 +17,7 @@ from launch.verify.sweep import attributed
 from launch.verify.verdict.evidence import Evidence
 from launch.verify.verdict.judge import Verdict, judge
 from tests.harness import RankFailedError, run_ranks
-
-Plant = Callable[[], None]
+from tests.planting import Plant, run_planted
 
 
 def observe(
@@ -26,15 +25,12 @@ def observe(
     config: Config,
     folder: str,
     is_reference: bool,
-    plant: Plant | None,
     sites: Sequence[str] | None = None,
     noise_of: str | None = None,
 ) -> None:
-    """Run a rank of `triaxis verify`, with a bug in it."""
+    """Run a rank of `triaxis verify`."""
     from launch.verify import rank as verify_rank
 
-    if plant is not None:
-        plant()
     topology = Topology(
         RankGrid(parallel_sizes(config)),
         rank,
@@ -61,23 +57,24 @@ def run(asked: Trial, references: Path, plant: Plant | None = None, *, sub_layou
     Args:
         asked: what is verified.
         references: a folder for what one process writes.
-        plant: the bug.
+        plant: the bug; its code has to run in the layout, and need not in a part of it.
         sub_layouts: run them where something differs, to name the axis.
     """
     with tempfile.TemporaryDirectory(prefix="triaxis-test-") as name:
         folder = Path(name)
 
         def refer(where: str) -> None:
-            run_ranks(observe, 1, asked.reference, where, True, None)
+            run_ranks(observe, 1, asked.reference, where, True)
             if asked.noise is not None:
-                run_ranks(observe, 1, asked.noise, where, False, None, None, asked.reference.precision.dtype)
+                run_ranks(observe, 1, asked.noise, where, False, None, asked.reference.precision.dtype)
 
         written_once(references, asked.reference.model_dump_json(), refer, folder)
 
-        def seen(config: Config) -> Evidence:
+        def seen(config: Config, *, must_run: bool = False) -> Evidence:
             for report in folder.glob("rank_*.json"):
                 report.unlink()
-            run_ranks(observe, parallel_sizes(config).world_size, config, name, False, plant, timeout_seconds=30.0)
+            world_size = parallel_sizes(config).world_size
+            run_planted(plant, observe, world_size, config, name, False, must_run=must_run, timeout_seconds=30.0)
             return evidence(config, folder)
 
         def is_equal(config: Config) -> bool | None:
@@ -86,6 +83,6 @@ def run(asked: Trial, references: Path, plant: Plant | None = None, *, sub_layou
             except RankFailedError:
                 return None
 
-        found = seen(asked.config)
+        found = seen(asked.config, must_run=True)
         verdict = judge(found, asked.tolerance)
         return attributed(asked.config, found, verdict, is_equal) if sub_layouts else verdict

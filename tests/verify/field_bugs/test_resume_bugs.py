@@ -1,6 +1,5 @@
 """The checks of a resume name bugs of the field: samples that are read again, moments that are not restored."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from engine.optimizer.distributed import DistributedOptimizer
 from tests.checkpoint.runs import Trace, run
 from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
+from tests.planting import Plant, run_planted
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -45,20 +45,18 @@ def moments_are_not_restored() -> None:
     DistributedOptimizer.restored = masters_alone  # type: ignore[method-assign]
 
 
-def planted_run(rank: int, plant: Callable[[], None] | None, folder: str, attempt: int, until: int) -> Trace:
-    if plant is not None:
-        plant()
+def trained(rank: int, folder: str, attempt: int, until: int) -> Trace:
     return run(rank, CASE, folder, until, attempt, SAVING, (NUM_BEFORE, NUM_STEPS))
 
 
 @pytest.mark.parametrize(
     "plant", [None, data_begins_anew_on_resume], ids=lambda plant: getattr(plant, "__name__", None)
 )
-def test_samples_that_are_read_again_are_named(plant: Callable[[], None] | None, tmp_path: Path) -> None:
+def test_samples_that_are_read_again_are_named(plant: Plant | None, tmp_path: Path) -> None:
     cut = str(tmp_path / "cut")
-    straight = run_ranks(planted_run, 2, None, str(tmp_path / "straight"), 0, NUM_STEPS)
-    before = run_ranks(planted_run, 2, None, cut, 0, NUM_BEFORE)
-    after = run_ranks(planted_run, 2, plant, cut, 1, NUM_STEPS)
+    straight = run_ranks(trained, 2, str(tmp_path / "straight"), 0, NUM_STEPS)
+    before = run_ranks(trained, 2, cut, 0, NUM_BEFORE)
+    after = run_planted(plant, trained, 2, cut, 1, NUM_STEPS)
     for whole, first, second in zip(straight, before, after, strict=True):
         assert second.fingerprints[NUM_BEFORE] == first.fingerprints[NUM_BEFORE]
         is_right = [*first.sample_ids, *second.sample_ids] == whole.sample_ids
@@ -67,6 +65,6 @@ def test_samples_that_are_read_again_are_named(plant: Callable[[], None] | None,
 
 
 def test_a_resume_with_other_moments_is_refused_by_name(tmp_path: Path) -> None:
-    run_ranks(planted_run, 2, None, str(tmp_path), 0, NUM_BEFORE)
+    run_ranks(trained, 2, str(tmp_path), 0, NUM_BEFORE)
     with pytest.raises(RankFailedError, match="fingerprint of exp_avg, exp_avg_sq is not the one that was saved"):
-        run_ranks(planted_run, 2, moments_are_not_restored, str(tmp_path), 1, NUM_STEPS)
+        run_planted(moments_are_not_restored, trained, 2, str(tmp_path), 1, NUM_STEPS)
