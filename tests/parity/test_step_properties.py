@@ -20,6 +20,7 @@ from models.predict.traffic import Flow, Volume, expected_traffic, measured_traf
 from tests.engine.comm.test_collectives import CountCalls
 from tests.harness import run_ranks
 from tests.parity.cases import Case, assemble, build_rank, owned_pieces, run_case, weights_of
+from tests.parity.test_parity import CHEAP_WITH_ROPE, FULL_BY_TWO, SELECTIVE
 
 pytestmark = pytest.mark.distributed
 
@@ -37,113 +38,76 @@ C10D_NAMES = {
 
 # Traffic ---------------------------------------------------------------------------------------------------------------
 
+PIPE: dict[str, Any] = {"pp": 2, "num_layers": 6, "global_batch_size": 3}
+THREE: dict[str, Any] = {"num_layers": 3, "global_batch_size": 3}
+SP: dict[str, Any] = {"sequence_parallel": True}
+BY_BLOCK = ("full", "block", 1)
+ALL_AXES = Case("llama", tp=2, pp=2, vpp=2, dp=2, dtype="bf16", num_layers=4, global_batch_size=6, **SP)
 TRAFFIC = [
-    Case("gpt", tp=2, pp=2, dp=2, num_layers=6, global_batch_size=6),
-    Case("llama", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, dtype="bf16", num_layers=4, global_batch_size=6),
-    Case(
-        "qwen",
-        tp=8,
-        sequence_parallel=True,
-        recompute=("full", "uniform", 2),
-        dtype="fp32",
-        num_layers=3,
-        global_batch_size=2,
-    ),
-    Case("gpt_untied", tp=2, pp=4, recompute=("full", "block", 1), layers_per_stage=(1, 3, 2, 2), global_batch_size=3),
+    ALL_AXES,
+    Case("gpt", tp=2, **PIPE),
+    Case("llama", tp=4, recompute=FULL_BY_TWO, dtype="fp32", num_layers=3, global_batch_size=2, **SP),
+    Case("gpt_untied", tp=2, pp=3, recompute=BY_BLOCK, layers_per_stage=(1, 3, 2), num_layers=6, global_batch_size=2),
     Case("mqa_rope_bias", tp=4, dp=2, bucket_bytes=1, micro_batch_size=2, num_layers=3),
     Case("gpt", pp=2, vpp=2, dp=4, num_layers=4),
-    Case(
-        "qwen",
-        tp=2,
-        pp=2,
-        dp=2,
-        sequence_parallel=True,
-        recompute=("selective", "uniform", 1),
-        modules=("norm", "rope", "activation", "attention"),
-        num_layers=6,
-        offload=2,
-        global_batch_size=6,
-    ),
-    Case(
-        "llama",
-        tp=4,
-        sequence_parallel=True,
-        recompute=("full", "block", 1),
-        num_layers=3,
-        gathered_inputs="keep",
-        global_batch_size=3,
-    ),
-    Case("olmo2", tp=4, recompute=("full", "block", 1), num_layers=3, global_batch_size=3),
-    Case("gpt", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=6, global_batch_size=3),
-    Case("gpt", tp=2, pp=2, sequence_parallel=True, schedule="mixed_schedule.txt", num_layers=2, global_batch_size=5),
-    pytest.param(
-        Case("qwen", tp=2, pp=2, schedule="zb_h1", gathered_inputs="keep", sequence_parallel=True, num_layers=2),
-        marks=pytest.mark.slow,
-    ),
-    Case("gpt", tp=2, pp=2, vpp=2, sequence_parallel=True, schedule="zbv", num_layers=6, global_batch_size=3),
-    pytest.param(Case("gpt", pp=3, vpp=2, schedule="zbv", num_layers=6, global_batch_size=5), marks=pytest.mark.slow),
+    Case("qwen", tp=2, recompute=SELECTIVE, modules=(*CHEAP_WITH_ROPE, "attention"), offload=2, **PIPE, **SP),
+    Case("llama", tp=4, recompute=BY_BLOCK, gathered_inputs="keep", **THREE, **SP),
+    Case("olmo2", tp=4, recompute=BY_BLOCK, **THREE),
+    Case("gpt", tp=2, schedule="zb_h1", **PIPE, **SP),
+    Case("gpt", tp=2, pp=2, schedule="mixed_schedule.txt", num_layers=2, global_batch_size=5, **SP),
+    Case("gpt", tp=2, vpp=2, schedule="zbv", **PIPE, **SP),
     Case(
         "llama",
         cp=2,
-        tp=2,
         dp=2,
-        sequence_parallel=True,
         num_layers=3,
         dtype="bf16",
         documents=True,
         global_batch_size=6,
         cp_gradients="accumulation",
     ),
-    pytest.param(
-        Case("kinds_dropout", cp=4, pp=2, recompute=("full", "block", 1), num_layers=6, global_batch_size=3),
-        marks=pytest.mark.slow,
-    ),
-    Case("mqa_rope_bias", cp=2, tp=4, recompute=("full", "uniform", 2), num_layers=3, global_batch_size=3),
-    Case("olmo2", cp=2, tp=2, num_layers=3, micro_batch_size=2, gathered_kv="keep"),
-    Case("qwen", cp=2, tp=2, num_layers=3, cp_method="ulysses", recompute=("full", "block", 1), global_batch_size=3),
-    Case("mla", tp=2, pp=2, sequence_parallel=True, schedule="zb_h1", num_layers=6, global_batch_size=3),
+    Case("mqa_rope_bias", cp=2, tp=2, recompute=FULL_BY_TWO, **THREE),
+    Case("olmo2", cp=2, tp=2, num_layers=3, micro_batch_size=2, gathered_kv="keep", global_batch_size=6),
+    Case("qwen", cp=2, tp=2, cp_method="ulysses", recompute=BY_BLOCK, **THREE),
+    Case("mla", tp=2, schedule="zb_h1", **PIPE, **SP),
     Case(
         "mla, queries from x",
         tp=2,
         cp=2,
-        sequence_parallel=True,
-        recompute=("full", "block", 1),
+        recompute=BY_BLOCK,
         dtype="bf16",
         gathered_inputs="keep",
         cp_gradients="accumulation",
-        num_layers=3,
-        global_batch_size=3,
+        **THREE,
+        **SP,
     ),
-    pytest.param(Case("mla", tp=2, num_layers=3, global_batch_size=3), marks=pytest.mark.slow),
     Case("deepseek", tp=2, dp=2, ep=2, micro_batch_size=2, recompute=("full", "block", 2), global_batch_size=12),
     Case(
         "deepseek", tp=2, etp=2, dp=2, ep=2, dispatch="all_to_all", recompute=("full", "block", 3), global_batch_size=6
     ),
-    Case(
-        "moe losses",
-        tp=2,
-        cp=2,
-        pp=2,
-        ep=4,
-        num_layers=6,
-        dispatch="all_to_all",
-        sequence_parallel=True,
-        schedule="zb_h1",
-        dtype="bf16",
-        global_batch_size=3,
-    ),
-    pytest.param(
-        Case("moe one of many", tp=2, dp=4, ep=2, etp=2, num_layers=3, sequence_parallel=True, bucket_bytes=1),
-        marks=pytest.mark.slow,
-    ),
+    Case("moe losses", tp=2, cp=2, ep=4, dispatch="all_to_all", schedule="zb_h1", dtype="bf16", **PIPE, **SP),
 ]
 """Few layers and microbatches, but in most cases numbers of their own: a formula with one size for another is seen."""
 
+TRAFFIC_TOO = [
+    Case("qwen", tp=8, recompute=FULL_BY_TWO, dtype="fp32", num_layers=3, global_batch_size=2, **SP),
+    Case("qwen", tp=2, pp=2, schedule="zb_h1", gathered_inputs="keep", num_layers=2, **SP),
+    Case("gpt", pp=3, vpp=2, schedule="zbv", num_layers=6, global_batch_size=5),
+    Case("kinds_dropout", cp=4, pp=2, recompute=BY_BLOCK, num_layers=6, global_batch_size=3),
+    Case("mqa_rope_bias", cp=2, tp=4, recompute=FULL_BY_TWO, **THREE),
+    Case("mla", tp=2, **THREE),
+    Case("moe one of many", tp=2, dp=4, ep=2, etp=2, num_layers=3, bucket_bytes=1, **SP),
+]
+"""In the slow tier."""
 
-def traffic_of_a_step(rank: int, case: Case, plant: bool) -> tuple[dict[Flow, Volume], dict[Flow, Volume], int, int]:
+
+def traffic_of_a_step(
+    rank: int, case: Case, plant: bool, num_before: int = 0
+) -> tuple[dict[Flow, Volume], dict[Flow, Volume], int, int]:
     """(measured, expected, calls in the ledger, c10d calls that differ from the ledger's) of one training step."""
     engine, batches = build_rank(rank, case)
-    engine.train_step(batches.next_step(), 1e-3)
+    for _ in range(num_before):
+        engine.train_step(batches.next_step(), 1e-3)
     with CountCalls() as calls:
         sums = engine.forward_backward(batches.next_step())
         chosen = None if engine.load is None else engine.load.counts.clone()
@@ -160,18 +124,23 @@ def traffic_of_a_step(rank: int, case: Case, plant: bool) -> tuple[dict[Flow, Vo
     return measured_traffic(posted), expected, len(posted), differing
 
 
-@pytest.mark.parametrize("case", TRAFFIC, ids=str)
+@pytest.mark.parametrize(
+    "case", [*TRAFFIC, *(pytest.param(case, marks=pytest.mark.slow) for case in TRAFFIC_TOO)], ids=str
+)
 def test_bytes_and_calls_equal_the_formulas_and_the_calls_of_torch(case: Case) -> None:
-    for rank, (measured, expected, num_calls, differing) in enumerate(
-        run_ranks(traffic_of_a_step, case.world_size, case, False)
-    ):
+    """Of the first step, and with every axis of the second."""
+    found = run_ranks(traffic_of_a_step, case.world_size, case, False, int(case == ALL_AXES))
+    for rank, (measured, expected, num_calls, differing) in enumerate(found):
         assert measured == expected, f"rank {rank}"
         assert num_calls > 0
         assert differing == 0, f"rank {rank}: torch saw other calls than the ledger"
 
 
+PLANTED = Case("gpt", tp=2, num_layers=1, global_batch_size=1)
+
+
 def test_a_planted_all_reduce_is_seen() -> None:
-    assert all(differing == 1 for *_, differing in run_ranks(traffic_of_a_step, 8, TRAFFIC[0], True))
+    assert all(differing == 1 for *_, differing in run_ranks(traffic_of_a_step, 2, PLANTED, True))
 
 
 def test_one_process_communicates_nothing() -> None:
@@ -289,14 +258,6 @@ def test_a_buckets_reduction_is_posted_under_the_backward_of_the_layers_below() 
             posted = sum(index < last_gemm[layer - 1] for index in reductions)
             assert posted >= 4 * (8 - layer), f"layer {layer}"
         assert find(events, "wait", "gradients")[0] > last_gemm[0]
-
-
-def second_forward_events(rank: int, case: Case) -> list[Event]:
-    engine, batches = build_rank(rank, case)
-    engine.train_step(batches.next_step(), 1e-3)
-    engine.train_step(batches.next_step(), 1e-3)
-    batches.close()
-    return engine.topology.ledger.events
 
 
 def gathers_waited_before(rank: int, case: Case) -> tuple[int, int]:
@@ -450,13 +411,15 @@ def initial_state(rank: int, case: Case) -> tuple[list[Any], list[list[int]]]:
 
 
 def test_every_layout_starts_from_the_same_weights_and_reads_the_same_samples() -> None:
-    shapes = {name: tuple(weight.shape) for name, weight in weights_of("llama").items()}
+    alone = Case("llama", num_layers=4)
+    shapes = {name: tuple(weight.shape) for name, weight in weights_of("llama", 4).items()}
     reference = None
     for case in (
-        Case("llama"),
-        Case("llama", tp=4, dp=2, sequence_parallel=True),
-        Case("llama", pp=4, dp=2),
-        Case("llama", tp=2, pp=2, vpp=2, dp=2),
+        alone,
+        replace(alone, tp=4, sequence_parallel=True),
+        replace(alone, pp=4),
+        replace(alone, pp=2, vpp=2, dp=2),
+        replace(alone, tp=2, dp=2),
     ):
         results = run_ranks(initial_state, case.world_size, case)
         weights = assemble(shapes, [piece for pieces, _ in results for piece in pieces], tolerance=0.0)
@@ -474,14 +437,18 @@ def test_every_layout_starts_from_the_same_weights_and_reads_the_same_samples() 
     [
         pytest.param(Case("gpt_wide", tp=2, pp=2, dp=2, dtype="bf16"), marks=pytest.mark.slow),
         pytest.param(Case("llama_wide", tp=4, dp=2, sequence_parallel=True, dtype="bf16"), marks=pytest.mark.slow),
-        Case("qwen_wide", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, dtype="bf16"),
+        pytest.param(
+            Case("qwen_wide", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, dtype="bf16"), marks=pytest.mark.slow
+        ),
+        Case("qwen_wide", tp=2, dp=2, sequence_parallel=True, dtype="bf16", num_layers=2),
     ],
     ids=str,
 )
 def test_bf16_gradients_are_as_good_as_those_of_one_process(case: Case) -> None:
     """Per tensor, the error against float64 is at most twice that of our own single-process bf16 run."""
     # Weights that bf16 holds exactly, so that only arithmetic differs.
-    weights = {name: weight.detach().bfloat16().double() for name, weight in weights_of(case.model).items()}
+    drawn = weights_of(case.model, case.num_layers)
+    weights = {name: weight.detach().bfloat16().double() for name, weight in drawn.items()}
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 
     def gradients(which: Case) -> dict[str, torch.Tensor]:
@@ -489,8 +456,8 @@ def test_bf16_gradients_are_as_good_as_those_of_one_process(case: Case) -> None:
         grads = assemble(shapes, [piece for result in results for piece in result.grads], tolerance=1e-2)
         return {name: grad.double() for name, grad in grads.items()}
 
-    exact = gradients(Case(case.model))
-    alone = gradients(Case(case.model, dtype="bf16"))
+    exact = gradients(Case(case.model, num_layers=case.num_layers))
+    alone = gradients(Case(case.model, num_layers=case.num_layers, dtype="bf16"))
     cut = gradients(case)
     for name, want in exact.items():
         error, allowed = float((cut[name] - want).norm()), 2 * float((alone[name] - want).norm())
