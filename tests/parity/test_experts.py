@@ -6,7 +6,8 @@ from tests.parity.cases import Case, run_case, run_oracle, weights_of
 from tests.parity.moe_models import EXPERTS
 from tests.parity.test_parity import ALL_PARTS, SELECTIVE, check, compare
 
-STEPS = 3
+STEPS, STEPS_OF_LAYOUTS = 3, 2
+"""The second step chooses by a bias that the first has moved."""
 FULL = ("full", "uniform", 1)
 
 
@@ -33,9 +34,9 @@ COVERING = [
     Case("deepseek", dp=2, ep=2, dispatch="all_to_all", micro_batch_size=2, global_batch_size=4),
     Case("deepseek", tp=2, ep=2, sequence_parallel=True, global_batch_size=2),
     Case("deepseek", tp=2, ep=2, global_batch_size=2),
-    Case("deepseek", tp=2, dp=2, ep=4, dispatch="all_to_all", global_batch_size=4),
-    Case("deepseek", tp=2, etp=2, dp=2, ep=2, sequence_parallel=True, global_batch_size=4),
-    Case("deepseek", tp=2, etp=2, dp=2, ep=2, dispatch="all_to_all", recompute=FULL, global_batch_size=4),
+    Case("deepseek", tp=2, dp=2, ep=4, dispatch="all_to_all", global_batch_size=2),
+    Case("deepseek", tp=2, etp=2, dp=2, ep=2, sequence_parallel=True, global_batch_size=2),
+    Case("deepseek", tp=2, etp=2, dp=2, ep=2, dispatch="all_to_all", recompute=FULL, global_batch_size=2),
     Case("deepseek", tp=2, cp=2, ep=4, sequence_parallel=True, dispatch="all_to_all", global_batch_size=2),
     Case("deepseek", pp=2, dp=2, ep=2, recompute=FULL, bucket_bytes=1, global_batch_size=4),
     Case("deepseek", pp=2, vpp=2, dp=2, tp=2, ep=2, sequence_parallel=True, dispatch="all_to_all", global_batch_size=4),
@@ -50,4 +51,4 @@ COVERING = [
 @pytest.mark.distributed
 @pytest.mark.parametrize("case", COVERING, ids=str)
 def test_covering_layouts_equal_the_oracle(case: Case) -> None:
-    compare(case, STEPS)
+    compare(case, STEPS_OF_LAYOUTS)
