@@ -43,8 +43,8 @@ NUM_BEFORE, NUM_AFTER = 2, 2
 TOLERANCE = 1e-9
 
 PAIRS = [(one, other) for one in range(len(LAYOUTS)) for other in range(len(LAYOUTS)) if one != other]
-IN_CI = {(one, (one + 3) % len(LAYOUTS)) for one in range(0, len(LAYOUTS), 2)}
-"""Every second layout saves once, and as many others load it; both models are among them."""
+IN_CI = {(0, 3), (2, 7), (4, 10), (9, 12), (10, 0)}
+"""Each axis saves or loads in one of them, in numbers that differ; both models are among them."""
 
 
 def case_of(layout: int, model: str) -> Case:
