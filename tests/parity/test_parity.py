@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -142,23 +143,16 @@ COVERING_TOO = [
 
 
 def full_product() -> list[Case]:
-    """Every legal layout with at most 8 ranks, for three models."""
-    cases = []
+    """Every legal layout with at most 8 ranks; three models take turns."""
     powers = (1, 2, 4, 8)
-    for model in ("gpt", "llama", "qwen"):
-        for tp in powers:
-            for pp in powers:
-                for dp in powers:
-                    for vpp in (1, 2, 4):
-                        for sequence_parallel in (False, True):
-                            if tp * pp * dp > 8 or pp * vpp > 8:
-                                continue
-                            schedules = ("interleaved",) if vpp > 1 else ("1f1b", "gpipe")
-                            for schedule in schedules:
-                                recompute = (
-                                    ("full", "uniform", 1) if (tp + pp + dp + vpp) % 2 else ("none", "uniform", 1)
-                                )
-                                cases.append(Case(model, tp, pp, vpp, dp, sequence_parallel, schedule, 8, 1, recompute))
+    models = cycle(("gpt", "llama", "qwen"))
+    cases = []
+    for tp, pp, dp, vpp, sequence_parallel in product(powers, powers, powers, (1, 2, 4), (False, True)):
+        if tp * pp * dp > 8 or pp * vpp > 8:
+            continue
+        recompute = ("full", "uniform", 1) if (tp + pp + dp + vpp) % 2 else ("none", "uniform", 1)
+        for schedule in ("interleaved",) if vpp > 1 else ("1f1b", "gpipe"):
+            cases.append(Case(next(models), tp, pp, vpp, dp, sequence_parallel, schedule, 8, 1, recompute))
     return cases
 
 
