@@ -31,22 +31,22 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.records import machine
-from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.format.manifest import Kind, read_manifest
-from engine.checkpoint.format.store import load
-from engine.checkpoint.resume import resume_or_start
-from engine.checkpoint.saving import CheckpointSaver, RunFacts
-from engine.checkpoint.shards import saved_buckets, shards
-from engine.comm.runtime import RankEnvironment
-from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.config.tree import Config
-from engine.errors import counted
-from engine.step import Engine
-from engine.train import build
-from launch.rank.join import Rank, join
-from launch.start.process.ending import run_rank
-from models.gpt.chunk import build_chunks
-from models.specs import model_specs
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
+from triaxis.engine.checkpoint.format.manifest import Kind, read_manifest
+from triaxis.engine.checkpoint.format.store import load
+from triaxis.engine.checkpoint.resume import resume_or_start
+from triaxis.engine.checkpoint.saving import CheckpointSaver, RunFacts
+from triaxis.engine.checkpoint.shards import saved_buckets, shards
+from triaxis.engine.comm.runtime import RankEnvironment
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import counted
+from triaxis.engine.step import Engine
+from triaxis.engine.train import build
+from triaxis.launch.rank.join import Rank, join
+from triaxis.launch.start.process.ending import run_rank
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.specs import model_specs
 
 HIDDEN = 1024
 BYTES_PER_PARAMETER = 12

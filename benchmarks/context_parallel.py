@@ -20,13 +20,13 @@ from rich.console import Console
 
 from benchmarks.peers import LEARNING_RATE, Contest, Step, add_sizes, append, config_of, make_ours, show, whole_weights
 from benchmarks.plain_context_parallel import PlainContextParallel
-from engine.comm.runtime import RankEnvironment
-from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes, rank_grid
-from engine.config.section import with_value
-from engine.config.tree import Config
-from launch.rank.join import Rank, join
-from launch.start.process.ending import run_rank
+from triaxis.engine.comm.runtime import RankEnvironment
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config
+from triaxis.launch.rank.join import Rank, join
+from triaxis.launch.start.process.ending import run_rank
 
 
 def make_plain(config: Config, rank: Rank) -> Step:

@@ -13,10 +13,10 @@ from torch import nn
 
 from benchmarks.plain_gpt import rotation
 from benchmarks.torch_peer import Block, Stage, load
-from engine.config.model import ModelConfig
-from engine.config.tree import Config
-from engine.data.loader import MicroBatch
-from engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.layout.rank_grid import ParallelSizes
 
 
 class RotatedBlock(nn.Module):

@@ -35,15 +35,15 @@ from rich.table import Table
 
 from benchmarks.plain_gpt import PlainLoop
 from benchmarks.records import append_record
-from engine.comm.topology import Topology
-from engine.config.tree import Config
-from engine.data.loader import Batches, MicroBatch
-from engine.data.synthetic import SyntheticDataset
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.step import Engine
-from engine.train import build
-from launch.start.process.ending import end
-from models.gpt.chunk import build_chunks
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import Batches, MicroBatch
+from triaxis.engine.data.synthetic import SyntheticDataset
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.step import Engine
+from triaxis.engine.train import build
+from triaxis.launch.start.process.ending import end
+from triaxis.models.gpt.chunk import build_chunks
 
 LEARNING_RATE = 1e-3
 WARM_UP_STEPS = 2

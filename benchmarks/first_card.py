@@ -25,8 +25,8 @@ from benchmarks.gpu import ROOT, commit, end, environment, interrupted
 from benchmarks.gpu_contenders.contenders import CONTENDERS, OURS
 from benchmarks.gpu_contenders.records import append, newest, read
 from benchmarks.gpu_contenders.tables import best, one_line
-from engine.device.gpus import CPU, CUDA, DEVICE_VARIABLE, find_gpus
-from engine.telemetry.record.flops import known_peak
+from triaxis.engine.device.gpus import CPU, CUDA, DEVICE_VARIABLE, find_gpus
+from triaxis.engine.telemetry.record.flops import known_peak
 
 COMMAND = "bash benchmarks/first_card.sh"
 RECORDS, ROWS, NODE = "records.jsonl", "gpu.jsonl", "node.json"
@@ -67,7 +67,7 @@ def pieces(num_gpus: int, folder: Path) -> Iterator[Piece]:
         num_gpus: that torch can use; 0: a CPU, whose speeds are those of a toy.
         folder: of the records.
     """
-    triaxis = (sys.executable, "-m", "launch.cli")
+    triaxis = (sys.executable, "-m", "triaxis.launch.cli")
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow")
     yield Piece("doctor", "card, driver, versions", 5, (*triaxis, "doctor", "--json", str(folder / NODE)))
     yield Piece("gpu-tests", "kernels, memory, streams", 40, (*pytest, "tests", "--ignore=tests/parity"), 1)

@@ -22,9 +22,9 @@ from rich.table import Table
 
 from benchmarks.moe_learns import CONFIGS, ONE_RANK, learn
 from benchmarks.records import append_record
-from engine.comm.runtime import RankEnvironment
-from engine.config.load import load_config
-from launch.rank.join import join
+from triaxis.engine.comm.runtime import RankEnvironment
+from triaxis.engine.config.load import load_config
+from triaxis.launch.rank.join import join
 
 PLAIN = "plain"
 RECIPES: Mapping[str, tuple[str, ...]] = {

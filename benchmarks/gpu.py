@@ -42,7 +42,7 @@ from benchmarks.gpu_contenders.records import (
 )
 from benchmarks.gpu_contenders.shapes import OPTIMISATIONS, SHAPES, base_words, overridden
 from benchmarks.gpu_contenders.tables import one_line, tables
-from engine.config.load import ENVIRONMENT
+from triaxis.engine.config.load import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_SHAPES = ("gpt-1.3b", "gpt-2.7b", "llama-8b-4k-12l", "llama-8b-8k-12l")

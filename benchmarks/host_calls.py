@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.engine_overhead import LEARNING_RATE, add_model_options, batches_of, build_engine, config_of
 from benchmarks.operators import is_view
-from engine.config.tree import Config
+from triaxis.engine.config.tree import Config
 
 
 @dataclass(frozen=True, slots=True)

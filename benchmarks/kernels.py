@@ -23,25 +23,25 @@ from rich.table import Table
 
 from benchmarks.engine_overhead import Interval, median_interval
 from benchmarks.records import append_record, machine
-from engine.comm.collectives import Axis
-from engine.comm.ledger import Ledger
-from engine.config.attention_kinds import Rotary
-from engine.config.training import OptimizerConfig, PrecisionConfig
-from engine.kernels.elementwise import activation, keyed_dropout, layer_norm, rms_norm
-from engine.kernels.fusion import Fusion
-from engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies
-from engine.kernels.weight_grad import add_matmul
-from engine.layout.param_layout import layout_parameters
-from engine.layout.shard_spec import Init, ParamSpec, localize
-from engine.numerics.precision import DTYPES, accumulation_dtype, main_grad_dtype
-from engine.optimizer.distributed import DistributedOptimizer
-from engine.optimizer.grad_buffer import GradBuffers
-from engine.tensor_parallel.chunked_head import chunked_head_losses
-from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from engine.tensor_parallel.layers import ColumnParallelLinear
-from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import ShardedParameter
-from engine.tensor_parallel.weight_grads import WeightGradQueue
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.config.attention_kinds import Rotary
+from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig
+from triaxis.engine.kernels.elementwise import activation, keyed_dropout, layer_norm, rms_norm
+from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies
+from triaxis.engine.kernels.weight_grad import add_matmul
+from triaxis.engine.layout.param_layout import layout_parameters
+from triaxis.engine.layout.shard_spec import Init, ParamSpec, localize
+from triaxis.engine.numerics.precision import DTYPES, accumulation_dtype, main_grad_dtype
+from triaxis.engine.optimizer.distributed import DistributedOptimizer
+from triaxis.engine.optimizer.grad_buffer import GradBuffers
+from triaxis.engine.tensor_parallel.chunked_head import chunked_head_losses
+from triaxis.engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 
 Call = Callable[[], Any]
 

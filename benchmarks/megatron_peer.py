@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.config.tree import Config
-from engine.data.loader import MicroBatch
-from engine.layout.rank_grid import ParallelSizes
-from engine.numerics.precision import DTYPES
-from launch.verify.oracles.megatron_core import constant_schedule, distributed_optimizer, gpt_model
-from launch.verify.oracles.megatron_cpu import on_cpu
-from models.interop.megatron.weights import parameters
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.launch.verify.oracles.megatron_core import constant_schedule, distributed_optimizer, gpt_model
+from triaxis.launch.verify.oracles.megatron_cpu import on_cpu
+from triaxis.models.interop.megatron.weights import parameters
 
 _LAYERS = "decoder.layers."
 

@@ -25,22 +25,22 @@ from rich.console import Console
 from benchmarks.engine_overhead import Interval, median_interval
 from benchmarks.megatron_peer import make_on_cpu
 from benchmarks.records import append_record
-from engine.comm.runtime import RankEnvironment
-from engine.comm.topology import Topology
-from engine.config.plan import stages_of
-from engine.config.section import with_value
-from engine.config.tree import Config
-from engine.kernels.registry import open_kernels
-from engine.layout.param_layout import layout_parameters
-from engine.layout.shard_spec import REDUCE_AXES
-from engine.numerics.precision import DTYPES
-from engine.optimizer.grad_buffer import GradBuffers
-from engine.tensor_parallel.dropout import DropoutKeys
-from engine.tensor_parallel.initial_weights import initialize
-from launch.rank.join import join
-from launch.verify.oracles.megatron_cpu import on_cpu
-from models.gpt.chunk import build_chunks
-from models.gpt.moe import MoE
+from triaxis.engine.comm.runtime import RankEnvironment
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config
+from triaxis.engine.kernels.registry import open_kernels
+from triaxis.engine.layout.param_layout import layout_parameters
+from triaxis.engine.layout.shard_spec import REDUCE_AXES
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.engine.optimizer.grad_buffer import GradBuffers
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.engine.tensor_parallel.initial_weights import initialize
+from triaxis.launch.rank.join import join
+from triaxis.launch.verify.oracles.megatron_cpu import on_cpu
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.gpt.moe import MoE
 
 LAYER = "layers.0.mlp."
 LARGEST_DIFFERENCE = 1e-6

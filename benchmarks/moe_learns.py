@@ -20,19 +20,19 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.records import append_record
-from engine.comm.runtime import RankEnvironment
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.data.datasets import open_datasets
-from engine.data.loader import MicroBatch
-from engine.data.samples import SampleSource
-from engine.optimizer.lr import learning_rate
-from engine.telemetry.record.expert_load import max_over_mean
-from engine.train import build
-from launch.rank.batches import open_batches
-from launch.rank.join import Rank, join
-from models.gpt.chunk import build_chunks
-from models.specs import model_specs
+from triaxis.engine.comm.runtime import RankEnvironment
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.datasets import open_datasets
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.data.samples import SampleSource
+from triaxis.engine.optimizer.lr import learning_rate
+from triaxis.engine.telemetry.record.expert_load import max_over_mean
+from triaxis.engine.train import build
+from triaxis.launch.rank.batches import open_batches
+from triaxis.launch.rank.join import Rank, join
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.specs import model_specs
 
 ONE_RANK = (
     *(f"parallel.{axis}=1" for axis in ("tp", "pp", "vpp", "dp")),

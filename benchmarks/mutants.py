@@ -188,7 +188,7 @@ def trace(mutants: Sequence[Mutant], out: Path, arguments: Sequence[str]) -> Non
         for number, mutant in enumerate(mutants):
             path = clone / mutant.file
             text = path.read_bytes()
-            probe = f"(__import__('engine.mutant_probe', fromlist=['hit']).hit({number}) or "
+            probe = f"(__import__('triaxis.engine.mutant_probe', fromlist=['hit']).hit({number}) or "
             path.write_bytes(mutant.source(text, probe.encode() + mutant.old(text) + b")"))
         (clone / "engine/mutant_probe.py").write_text(PROBE)
         (clone / "tests/plugins/mutant_plugin.py").write_text(PLUGIN)

@@ -26,10 +26,10 @@ from torch.utils._pytree import tree_iter
 
 from benchmarks.engine_overhead import LEARNING_RATE, add_model_options, batches_of, build_engine, config_of
 from benchmarks.plain_gpt import PlainLoop
-from engine.config.tree import Config
-from engine.data.loader import Batches, MicroBatch
-from engine.step import Engine
-from models.gpt.chunk import GPTChunk
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import Batches, MicroBatch
+from triaxis.engine.step import Engine
+from triaxis.models.gpt.chunk import GPTChunk
 
 Place = Literal["embedding", "blocks", "head and loss", "optimizer"]
 PLACES: tuple[Place, ...] = ("embedding", "blocks", "head and loss", "optimizer")

@@ -37,18 +37,18 @@ from benchmarks.engine_overhead import LEARNING_RATE, Interval, median_interval,
 from benchmarks.megatron_peer import MegatronPeer
 from benchmarks.records import append_record
 from benchmarks.torch_peer import TorchPeer
-from engine.comm.runtime import RankEnvironment
-from engine.config.tree import Config
-from engine.context_parallel.cut import ContextCut
-from engine.data.loader import Batches, MicroBatch
-from engine.data.synthetic import SyntheticDataset
-from engine.layout.shard_spec import localize
-from engine.tensor_parallel.initial_weights import initial_box
-from engine.train import build
-from launch.rank.join import Rank, join
-from launch.start.process.ending import run_rank
-from models.gpt.chunk import build_chunks
-from models.specs import model_specs
+from triaxis.engine.comm.runtime import RankEnvironment
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.cut import ContextCut
+from triaxis.engine.data.loader import Batches, MicroBatch
+from triaxis.engine.data.synthetic import SyntheticDataset
+from triaxis.engine.layout.shard_spec import localize
+from triaxis.engine.tensor_parallel.initial_weights import initial_box
+from triaxis.engine.train import build
+from triaxis.launch.rank.join import Rank, join
+from triaxis.launch.start.process.ending import run_rank
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.specs import model_specs
 
 WARM_UP_STEPS = 2
 LOSS_TOLERANCE = 1e-4

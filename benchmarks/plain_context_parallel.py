@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from benchmarks.plain_gpt import PlainLoop
-from engine.config.tree import Config
+from triaxis.engine.config.tree import Config
 
 
 class Gather(torch.autograd.Function):

@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.config.model import ModelConfig
-from engine.config.tree import Config
-from engine.numerics.precision import DTYPES, accumulation_dtype
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.numerics.precision import DTYPES, accumulation_dtype
 
 POINTWISE: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "silu": F.silu,
 }
-"""By the function of an activation (`engine.config.layer_kinds.Activation.pointwise`)."""
+"""By the function of an activation (`triaxis.engine.config.layer_kinds.Activation.pointwise`)."""
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of q [b, heads, s, d] to k, v [b, kv_heads, s, d]."""
@@ -149,7 +149,7 @@ class PlainLoop:
         )
 
     def step(self, microbatches: Sequence[Any], lr: float) -> tuple[float, float]:
-        """One optimizer step over microbatches (`engine.data.loader.MicroBatch`) in which every token counts."""
+        """One optimizer step over microbatches (`triaxis.engine.data.loader.MicroBatch`) in which every token counts."""
         loss = self.forward_backward(microbatches)
         return loss, self.update(lr)
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.config.load import load_config
-from launch.planning.search import search
-from models.predict.step_time.cluster import cluster_at
+from triaxis.engine.config.load import load_config
+from triaxis.launch.planning.search import search
+from triaxis.models.predict.step_time.cluster import cluster_at
 
 RUNS = ("configs/llama3_8b.yaml:64xH100", "configs/llama3_405b.yaml:1024xH100", "configs/gpt_1t.yaml:3072xA100")
 

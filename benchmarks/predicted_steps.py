@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 import yaml
 
-from engine.config.load import load_config
-from engine.config.plan import parallel_sizes
-from launch.tuning.calibrate import measure_device
-from launch.tuning.layouts import Measured, try_layout, write_config
-from models.predict.step_time.cluster import Cluster
-from models.predict.step_time.estimate import Estimator
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.launch.tuning.calibrate import measure_device
+from triaxis.launch.tuning.layouts import Measured, try_layout, write_config
+from triaxis.models.predict.step_time.cluster import Cluster
+from triaxis.models.predict.step_time.estimate import Estimator
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "gpt_tiny.yaml"
 ONE = {"tp": "1", "pp": "1", "vpp": "1", "dp": "1", "sequence_parallel": "false"}

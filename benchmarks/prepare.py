@@ -37,9 +37,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.records import append_record
-from engine.data.corpus.indexed import IndexedTokens, bin_path, idx_path
-from engine.data.corpus.record import CorpusRecord, read_record
-from engine.data.corpus.stdlib import stdlib_files
+from triaxis.engine.data.corpus.indexed import IndexedTokens, bin_path, idx_path
+from triaxis.engine.data.corpus.record import CorpusRecord, read_record
+from triaxis.engine.data.corpus.stdlib import stdlib_files
 
 SIDES = ("batches", "ours", "megatron")
 BATCH = 1024
@@ -135,7 +135,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
     def ours(output: str, tokenizer: str) -> CorpusRecord:
         words = ["--input", path, "--tokenizer", tokenizer, "--output", folder / output, "--workers", options.workers]
-        command = [sys.executable, "-m", "launch.cli", "prepare", "--force", *map(str, words)]
+        command = [sys.executable, "-m", "triaxis.launch.cli", "prepare", "--force", *map(str, words)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         record = read_record(str(folder / output))
         assert record is not None

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.comm.runtime import RankEnvironment
-from engine.data.loader import Batches, MicroBatch
-from engine.data.synthetic import SyntheticDataset
-from engine.step import Engine
-from engine.train import build
-from launch.rank.batches import open_batches
-from launch.rank.join import Rank, join, read_config
-from models.gpt.chunk import build_chunks
+from triaxis.engine.comm.runtime import RankEnvironment
+from triaxis.engine.data.loader import Batches, MicroBatch
+from triaxis.engine.data.synthetic import SyntheticDataset
+from triaxis.engine.step import Engine
+from triaxis.engine.train import build
+from triaxis.launch.rank.batches import open_batches
+from triaxis.launch.rank.join import Rank, join, read_config
+from triaxis.models.gpt.chunk import build_chunks
 
 LEARNING_RATE = 1e-3
 

@@ -22,17 +22,17 @@ from benchmarks.gpu_code.cards import CARDS
 from benchmarks.gpu_code.cases import IN_FP8, MODELS, run_of
 from benchmarks.gpu_code.golden import Golden, Work, committed, step_key
 from benchmarks.gpu_contenders.shapes import SHAPES
-from engine.config.plan import batch_plan, parallel_sizes, rank_grid
-from engine.config.tree import Config
-from engine.telemetry.record.flops import model_flops_per_token
-from launch.tuning.choose_layout import MARGIN
-from models.predict.rank_memory import predict
-from models.predict.step_time.cluster import cluster_of
-from models.predict.step_time.device import Device
-from models.predict.step_time.facts import Gemm, head_gemm, layer_gemms, layer_work
-from models.predict.step_time.implementation import OURS
-from models.predict.step_time.layer import LayerTimer
-from models.predict.step_time.links import Links
+from triaxis.engine.config.plan import batch_plan, parallel_sizes, rank_grid
+from triaxis.engine.config.tree import Config
+from triaxis.engine.telemetry.record.flops import model_flops_per_token
+from triaxis.launch.tuning.choose_layout import MARGIN
+from triaxis.models.predict.rank_memory import predict
+from triaxis.models.predict.step_time.cluster import cluster_of
+from triaxis.models.predict.step_time.device import Device
+from triaxis.models.predict.step_time.facts import Gemm, head_gemm, layer_gemms, layer_work
+from triaxis.models.predict.step_time.implementation import OURS
+from triaxis.models.predict.step_time.layer import LayerTimer
+from triaxis.models.predict.step_time.links import Links
 
 DEVICES: Mapping[str, str] = {"H100-SXM-80GB": "sm_90", "H200-SXM-141GB": "sm_90", "A100-SXM-80GB": "sm_80"}
 """Cards, and the code that runs on each."""

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from engine.pipeline import schedules
-from engine.pipeline.lowering import lower
-from engine.pipeline.simulate import Costs
-from engine.pipeline.simulate_program import simulate_program
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.lowering import lower
+from triaxis.engine.pipeline.simulate import Costs
+from triaxis.engine.pipeline.simulate_program import simulate_program
 
 Result = TypeVar("Result")
 

@@ -33,12 +33,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rank_steps import LEARNING_RATE, parser_of, ready, timed
-from engine.comm.collectives import Pending
-from engine.comm.ledger import Ledger
-from engine.data.loader import MicroBatch
-from engine.step import Engine
-from launch.rank.join import Rank
-from launch.start.process.ending import run_rank
+from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.step import Engine
+from triaxis.launch.rank.join import Rank
+from triaxis.launch.start.process.ending import run_rank
 
 WARM_UP_STEPS = 3
 

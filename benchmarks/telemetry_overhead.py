@@ -31,18 +31,18 @@ from rich.table import Table
 
 from benchmarks.engine_overhead import Interval, median_interval
 from benchmarks.rank_steps import LEARNING_RATE, Stepping, parser_of, ready, timed
-from engine.comm.ledger import Ledger
-from engine.config.telemetry import TelemetryConfig
-from engine.layout.rank_grid import RankGrid
-from engine.pipeline.actions import Action, Kind, Schedule
-from engine.run.garbage import GarbageCollection
-from engine.run.phases import Phase
-from engine.telemetry.timing.bubble import Attribution, num_actions
-from engine.telemetry.timing.clocks import HostClock
-from engine.telemetry.timing.marks import TimeMarks
-from engine.telemetry.timing.step_times import StepTimes
-from engine.telemetry.timing.time_split import STEP_NUMBERS, USUAL, StepTally
-from launch.start.process.ending import run_rank
+from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.config.telemetry import TelemetryConfig
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.pipeline.actions import Action, Kind, Schedule
+from triaxis.engine.run.garbage import GarbageCollection
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.timing.bubble import Attribution, num_actions
+from triaxis.engine.telemetry.timing.clocks import HostClock
+from triaxis.engine.telemetry.timing.marks import TimeMarks
+from triaxis.engine.telemetry.timing.step_times import StepTimes
+from triaxis.engine.telemetry.timing.time_split import STEP_NUMBERS, USUAL, StepTally
+from triaxis.launch.start.process.ending import run_rank
 
 WARM_UP_ROUNDS = 2
 MIN_ROUNDS = 6

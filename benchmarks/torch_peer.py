@@ -29,9 +29,9 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.plain_gpt import rotate, rotation
-from engine.config.model import ModelConfig
-from engine.config.tree import Config
-from engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes
 
 
 class Attention(nn.Module):

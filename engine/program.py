@@ -2,7 +2,7 @@
 
     triaxis("train run.yaml")  ->  triaxis train run.yaml                                  the command is on the path
                                    .venv/bin/triaxis train run.yaml                        it is beside this Python
-                                   PYTHONPATH=checkout python -m launch.cli train run.yaml  it is not installed
+                                   PYTHONPATH=checkout python -m triaxis.launch.cli train run.yaml  it is not installed
     install("text")            ->  python -m pip install -e 'checkout[text]'
     pip_install("triton")      ->  python -m pip install triton
 
@@ -36,7 +36,7 @@ def triaxis(words: str) -> str:
     elif beside.is_file():
         program = shlex.quote(_short(beside))
     else:
-        program = f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m launch.cli"
+        program = f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m triaxis.launch.cli"
     return f"{program} {words}"
 
 

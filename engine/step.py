@@ -26,30 +26,30 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from engine.activations.saved_tensors import SavedTensors
-from engine.comm.agreement import NO_FLAGS, NUM_NUMBERS, NUM_SUMS, StepFlags, StopFlags
-from engine.comm.topology import Topology
-from engine.config.activations import RecomputeConfig
-from engine.config.plan import BatchPlan
-from engine.config.tree import Config
-from engine.device.host_copy import ToHost, to_device
-from engine.errors import DivergenceError
-from engine.expert_parallel.balance import ExpertLoad
-from engine.kernels.registry import Kernels
-from engine.layout.partition import StageLayers
-from engine.numerics.precision import AGREEMENT_DTYPE
-from engine.optimizer.clip import clip_factor
-from engine.optimizer.distributed import DistributedOptimizer
-from engine.optimizer.grad_buffer import GradBuffers
-from engine.optimizer.loss_scale import LossScale
-from engine.pipeline.actions import Schedule
-from engine.pipeline.executor import Executor, InstructionObserver
-from engine.pipeline.programs import Programs
-from engine.step_limits import NO_LIMITS, StepLimits
-from engine.step_result import PendingResult, StepResult, losses_ahead, without_room
-from engine.tensor_parallel.fp8_shares import Fp8Counts
-from engine.tensor_parallel.parameter import ShardedParameter
-from engine.tensor_parallel.weight_grads import WeightGradQueue
+from triaxis.engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.comm.agreement import NO_FLAGS, NUM_NUMBERS, NUM_SUMS, StepFlags, StopFlags
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.plan import BatchPlan
+from triaxis.engine.config.tree import Config
+from triaxis.engine.device.host_copy import ToHost, to_device
+from triaxis.engine.errors import DivergenceError
+from triaxis.engine.expert_parallel.balance import ExpertLoad
+from triaxis.engine.kernels.registry import Kernels
+from triaxis.engine.layout.partition import StageLayers
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
+from triaxis.engine.optimizer.clip import clip_factor
+from triaxis.engine.optimizer.distributed import DistributedOptimizer
+from triaxis.engine.optimizer.grad_buffer import GradBuffers
+from triaxis.engine.optimizer.loss_scale import LossScale
+from triaxis.engine.pipeline.actions import Schedule
+from triaxis.engine.pipeline.executor import Executor, InstructionObserver
+from triaxis.engine.pipeline.programs import Programs
+from triaxis.engine.step_limits import NO_LIMITS, StepLimits
+from triaxis.engine.step_result import PendingResult, StepResult, losses_ahead, without_room
+from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 
 
 class Chunk(Protocol):
@@ -76,7 +76,7 @@ class Chunk(Protocol):
 
 @dataclass
 class Engine:
-    """One rank's assembled engine (see `engine.train.build`).
+    """One rank's assembled engine (see `triaxis.engine.train.build`).
 
     Attributes:
         stages: what each pipeline stage of the model holds, in stage order.
@@ -139,8 +139,8 @@ class Engine:
         """Compute and reduce the gradients of one global batch.
 
         Args:
-            observers: of the instructions of this step alone (`engine.pipeline.executor.Executor`).
-            on_grad: called with each parameter whose gradient was added (`engine.optimizer.grad_buffer.GradBuffers.start`).
+            observers: of the instructions of this step alone (`triaxis.engine.pipeline.executor.Executor`).
+            on_grad: called with each parameter whose gradient was added (`triaxis.engine.optimizer.grad_buffer.GradBuffers.start`).
 
         Returns:
             This rank's [loss sum, tokens]; zeros off the last stage. With multi-token prediction the weighted loss sums of tokens
@@ -180,8 +180,8 @@ class Engine:
 
         A loss above `limits.divergence` is treated as one that is not finite: nothing is updated. A finite loss or gradient norm
         above the other limits leaves this update out, and the loss scale as it is.
-        `flags` of a save and of a stop are summed over the ranks in the same small all-reduce (`engine.comm.agreement`), and so is
-        whether this rank's allocator has retried.
+        `flags` of a save and of a stop are summed over the ranks in the same small all-reduce
+        (`triaxis.engine.comm.agreement`), and so is whether this rank's allocator has retried.
         """
         before, self._retries = self._retries, self.count_retries()
         raised = flags._replace(retried=float(self._retries > before)).values()

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.comm.agreement import NO_FLAGS, NUM_FLAGS, StepFlags
-from engine.comm.stop import StopRequest
-from engine.config.mtp import MTPConfig
-from engine.device.host_copy import HostCopy, ToHost
-from engine.errors import DivergenceError
-from engine.step_limits import NO_LIMITS, StepLimits
+from triaxis.engine.comm.agreement import NO_FLAGS, NUM_FLAGS, StepFlags
+from triaxis.engine.comm.stop import StopRequest
+from triaxis.engine.config.mtp import MTPConfig
+from triaxis.engine.device.host_copy import HostCopy, ToHost
+from triaxis.engine.errors import DivergenceError
+from triaxis.engine.step_limits import NO_LIMITS, StepLimits
 
 
 @dataclass(frozen=True, slots=True)

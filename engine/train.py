@@ -14,34 +14,34 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.checkpoint.format.manifest import TrainingState
-from engine.checkpoint.saving import CheckpointSaver
-from engine.comm.agreement import StepFlags
-from engine.comm.runtime import allocator_retries
-from engine.comm.stop import Stop, StopRequest
-from engine.comm.topology import Topology
-from engine.config.plan import batch_plan, local_seq_length, stages_of
-from engine.config.tree import Config
-from engine.kernels.registry import Kernels, open_kernels
-from engine.layout.param_layout import layout_parameters
-from engine.layout.partition import StageLayers
-from engine.layout.shard_spec import REDUCE_AXES
-from engine.numerics.precision import DTYPES, main_grad_dtype
-from engine.optimizer.distributed import DistributedOptimizer
-from engine.optimizer.grad_buffer import GradBuffers
-from engine.optimizer.lr import learning_rate
-from engine.pipeline import schedules
-from engine.pipeline.executor import Executor, InstructionObserver
-from engine.pipeline.forwards import of_forward
-from engine.pipeline.programs import Programs
-from engine.run.garbage import GarbageCollection
-from engine.run.phases import Phase
-from engine.run.validation import StepSource, Validation, ValidationObserver
-from engine.step import Chunk, Engine
-from engine.step_limits import StepLimits
-from engine.step_result import FinishedStep, RollbackRequested, StepResult, StepsInFlight
-from engine.tensor_parallel.initial_weights import initialize
-from engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.checkpoint.format.manifest import TrainingState
+from triaxis.engine.checkpoint.saving import CheckpointSaver
+from triaxis.engine.comm.agreement import StepFlags
+from triaxis.engine.comm.runtime import allocator_retries
+from triaxis.engine.comm.stop import Stop, StopRequest
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import batch_plan, local_seq_length, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.kernels.registry import Kernels, open_kernels
+from triaxis.engine.layout.param_layout import layout_parameters
+from triaxis.engine.layout.partition import StageLayers
+from triaxis.engine.layout.shard_spec import REDUCE_AXES
+from triaxis.engine.numerics.precision import DTYPES, main_grad_dtype
+from triaxis.engine.optimizer.distributed import DistributedOptimizer
+from triaxis.engine.optimizer.grad_buffer import GradBuffers
+from triaxis.engine.optimizer.lr import learning_rate
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.executor import Executor, InstructionObserver
+from triaxis.engine.pipeline.forwards import of_forward
+from triaxis.engine.pipeline.programs import Programs
+from triaxis.engine.run.garbage import GarbageCollection
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.validation import StepSource, Validation, ValidationObserver
+from triaxis.engine.step import Chunk, Engine
+from triaxis.engine.step_limits import StepLimits
+from triaxis.engine.step_result import FinishedStep, RollbackRequested, StepResult, StepsInFlight
+from triaxis.engine.tensor_parallel.initial_weights import initialize
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 TensorObserver = Callable[[torch.Tensor], None]
 
@@ -49,11 +49,11 @@ ModelBuilder = Callable[
     [Config, Topology, Kernels, Sequence[StageLayers], TensorObserver],
     tuple[Sequence[Chunk], dict[str, ShardedParameter]],
 ]
-"""A builder of this rank's chunks (on the meta device) and its parameters by name; `models.gpt.chunk.build_chunks`."""
+"""A builder of this rank's chunks (on the meta device) and its parameters by name; `triaxis.models.gpt.chunk.build_chunks`."""
 
 
 class Observer(ValidationObserver, Protocol):
-    """A follower of the loop (`engine.telemetry`), called on every rank; steps count from 0.
+    """A follower of the loop (`triaxis.engine.telemetry`), called on every rank; steps count from 0.
 
     `begin` has the number of steps that are made: when the run begins, and again after each rollback. `on_batch` has a step's
     microbatches, before its forward. `end_step` closes the time of a step. `on_step` has its numbers, later where they were still
@@ -68,7 +68,7 @@ class Observer(ValidationObserver, Protocol):
 
 
 class StepGuard(Protocol):
-    """The judge of a step's numbers (`engine.resilience.guard`), on every rank alike."""
+    """The judge of a step's numbers (`triaxis.engine.resilience.guard`), on every rank alike."""
 
     def limits(self, step: int) -> StepLimits: ...
     def before_update(self, step: int) -> None: ...

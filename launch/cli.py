@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 if TYPE_CHECKING:  # `triaxis --help` imports nothing of ours
-    from launch.start.command_line import CommandParser
+    from triaxis.launch.start.command_line import CommandParser
 
 GROUPS = {
     "train": {
@@ -74,12 +74,12 @@ class Command(Protocol):
 
 def command_module(name: str) -> Command:
     """Import the module of one subcommand."""
-    return cast(Command, importlib.import_module(f"launch.commands.{name.replace('-', '_')}"))
+    return cast(Command, importlib.import_module(f"triaxis.launch.commands.{name.replace('-', '_')}"))
 
 
 def command_parser(command: Command) -> "CommandParser":
     """Build the parser of one subcommand."""
-    from launch.start.command_line import CommandParser
+    from triaxis.launch.start.command_line import CommandParser
 
     name = command.__name__.rpartition(".")[2].replace("_", "-")
     summary = COMMANDS[name]
@@ -94,8 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name = _chosen_and_flushed(arguments)
         # Imported here, so that Ctrl-C during an import is answered like any other.
-        from launch.start.import_path import import_variables
-        from launch.start.process.front import check_words, standard_streams
+        from triaxis.launch.start.import_path import import_variables
+        from triaxis.launch.start.process.front import check_words, standard_streams
 
         if argv is None:
             # This process is the command, so all that it starts is ours: torchrun's ranks, workers that encode text, compilers.
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             except Exception as error:
                 return _report(error)
     except KeyboardInterrupt:
-        from engine.errors import ExitCode
+        from triaxis.engine.errors import ExitCode
 
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _without_output(code: int) -> int:
-    from launch.start.process.front import drop_output
+    from triaxis.launch.start.process.front import drop_output
 
     drop_output()
     return code
@@ -141,7 +141,7 @@ def _chosen_and_flushed(arguments: Sequence[str]) -> str:
         except BrokenPipeError:
             raise
         except OSError as error:
-            from engine.storage.redaction import unwritable
+            from triaxis.engine.storage.redaction import unwritable
 
             raise unwritable("standard output", error) from None
 
@@ -182,7 +182,7 @@ def _show_versions() -> None:
     import platform
     from importlib import metadata
 
-    from engine.program import ROOT, version
+    from triaxis.engine.program import ROOT, version
 
     print(f"triaxis {version()} in {ROOT}, torch {metadata.version('torch')}, Python {platform.python_version()}")
 
@@ -192,7 +192,7 @@ def _report(error: Exception) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from engine.errors import TriaxisError
+    from triaxis.engine.errors import TriaxisError
 
     if not isinstance(error, TriaxisError):
         raise error

@@ -1,6 +1,6 @@
 """One rank of a training run: puts a GPT, its data and its telemetry together and trains.
 
-    PYTHONSAFEPATH=1 torchrun --nproc-per-node 8 --module launch.pretrain_gpt configs/gpt_tiny.yaml train.steps=20
+    PYTHONSAFEPATH=1 torchrun --nproc-per-node 8 --module triaxis.launch.pretrain_gpt configs/gpt_tiny.yaml train.steps=20
 
 `launch/pretrain_gpt.sh` starts it; so does srun with one task per GPU. The only place with engine, models and
 telemetry at once:
@@ -21,62 +21,62 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from engine.checkpoint.environment import describe_layout
-from engine.checkpoint.inspect.recorded import END_OF_DOCUMENTS
-from engine.checkpoint.resume import TOKENIZER, ResumePoint, resume_or_start
-from engine.checkpoint.saving import CheckpointSaver, RunFacts
-from engine.comm.runtime import RankEnvironment
-from engine.comm.stop import Stop, StopRequest
-from engine.config.data import reads_documents
-from engine.config.tree import Config
-from engine.data.corpus.tokenizers import load_tokenizer
-from engine.data.datasets import Datasets, open_run_datasets, unbroken_corpora
-from engine.data.document_statistics import DocumentStatistics
-from engine.data.loader import Batches
-from engine.data.run_tokenizer import recorded_end
-from engine.errors import CheckpointError, DataError
-from engine.resilience.guard import Guard
-from engine.resilience.rollback import Rollback
-from engine.run.directory import RunDirectory
-from engine.step import Engine
-from engine.telemetry.observer import TrainingObserver, peak_memory_bytes, peak_memory_of_ranks
-from engine.telemetry.outlets.banner import End, Start, show_end, show_start
-from engine.telemetry.outlets.hub import Telemetry, open_telemetry
-from engine.telemetry.outlets.notices import CheckpointNotices, TroubleNotices, say_beginning, say_stopped
-from engine.telemetry.outlets.rank_log import RankStreams, rank_log
-from engine.telemetry.record.expert_load import LoadMeter
-from engine.telemetry.record.metrics import Meter
-from engine.train import TrainingRun, build, train
-from launch.rank.banner import corpus_entropies, count_parameters, describe, measured_memory, predicted_memory
-from launch.rank.batches import open_batches, run_documents
-from launch.rank.directory import begin_attempt, open_directory
-from launch.rank.hang_watch import open_hang_watch
-from launch.rank.join import Rank, join_run
-from launch.rank.memory_snapshot import open_memory_snapshot
-from launch.rank.out_of_memory import explaining_memory
-from launch.rank.sample_text import write_sample
-from launch.rank.stage import config_of_stage
-from launch.rank.step_times import (
+from triaxis.engine.checkpoint.environment import describe_layout
+from triaxis.engine.checkpoint.inspect.recorded import END_OF_DOCUMENTS
+from triaxis.engine.checkpoint.resume import TOKENIZER, ResumePoint, resume_or_start
+from triaxis.engine.checkpoint.saving import CheckpointSaver, RunFacts
+from triaxis.engine.comm.runtime import RankEnvironment
+from triaxis.engine.comm.stop import Stop, StopRequest
+from triaxis.engine.config.data import reads_documents
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
+from triaxis.engine.data.datasets import Datasets, open_run_datasets, unbroken_corpora
+from triaxis.engine.data.document_statistics import DocumentStatistics
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.data.run_tokenizer import recorded_end
+from triaxis.engine.errors import CheckpointError, DataError
+from triaxis.engine.resilience.guard import Guard
+from triaxis.engine.resilience.rollback import Rollback
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.step import Engine
+from triaxis.engine.telemetry.observer import TrainingObserver, peak_memory_bytes, peak_memory_of_ranks
+from triaxis.engine.telemetry.outlets.banner import End, Start, show_end, show_start
+from triaxis.engine.telemetry.outlets.hub import Telemetry, open_telemetry
+from triaxis.engine.telemetry.outlets.notices import CheckpointNotices, TroubleNotices, say_beginning, say_stopped
+from triaxis.engine.telemetry.outlets.rank_log import RankStreams, rank_log
+from triaxis.engine.telemetry.record.expert_load import LoadMeter
+from triaxis.engine.telemetry.record.metrics import Meter
+from triaxis.engine.train import TrainingRun, build, train
+from triaxis.launch.rank.banner import corpus_entropies, count_parameters, describe, measured_memory, predicted_memory
+from triaxis.launch.rank.batches import open_batches, run_documents
+from triaxis.launch.rank.directory import begin_attempt, open_directory
+from triaxis.launch.rank.hang_watch import open_hang_watch
+from triaxis.launch.rank.join import Rank, join_run
+from triaxis.launch.rank.memory_snapshot import open_memory_snapshot
+from triaxis.launch.rank.out_of_memory import explaining_memory
+from triaxis.launch.rank.sample_text import write_sample
+from triaxis.launch.rank.stage import config_of_stage
+from triaxis.launch.rank.step_times import (
     finish_step_times,
     open_fp8_shares,
     open_group_norms,
     open_memory_check,
     open_slow_ranks,
 )
-from launch.rank.watchers import Watchers
-from launch.start.launcher import FROM_SCRATCH
-from launch.start.preflight import refuse_without_gpu
-from launch.start.process.ending import WayOut, print_error, run_rank
-from launch.start.process.failure import AFTER, ExplainedError, code_of
-from models.gpt.chunk import build_chunks
-from models.predict.frozen_flops import unneeded_flops
-from models.specs import model_specs
+from triaxis.launch.rank.watchers import Watchers
+from triaxis.launch.start.launcher import FROM_SCRATCH
+from triaxis.launch.start.preflight import refuse_without_gpu
+from triaxis.launch.start.process.ending import WayOut, print_error, run_rank
+from triaxis.launch.start.process.failure import AFTER, ExplainedError, code_of
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.frozen_flops import unneeded_flops
+from triaxis.models.specs import model_specs
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one rank of `[config.yaml, section.key=value ..., --from-scratch]`.
 
-    `engine.errors.ExitCode` explains the exit codes.
+    `triaxis.engine.errors.ExitCode` explains the exit codes.
     """
     words = [word for word in argv if word != FROM_SCRATCH]
     stem, from_scratch = Path(words[0]).stem, FROM_SCRATCH in argv

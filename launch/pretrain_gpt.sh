@@ -36,4 +36,4 @@ export PYTHONPATH="$triaxis_root${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONSAFEPATH=1
 # What is typed again after a mistake begins with this file (launch/start/foreign_options.py).
 export TRIAXIS_SCRIPT="$0"
-exec "$python" -m launch.cli train "$@"
+exec "$python" -m triaxis.launch.cli train "$@"

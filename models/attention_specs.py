@@ -13,9 +13,9 @@ The output projection then reads heads of dv: proj.weight [h, heads, dv].
 
 from collections.abc import Iterator
 
-from engine.config.mla import MLAConfig
-from engine.config.model import ModelConfig
-from engine.layout.shard_spec import Init, ParamSpec
+from triaxis.engine.config.mla import MLAConfig
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.layout.shard_spec import Init, ParamSpec
 
 
 def heads_specs(model: ModelConfig, layer: int, attention: str) -> Iterator[ParamSpec]:

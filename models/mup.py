@@ -22,11 +22,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.config.groups import GroupFields, group_of
-from engine.config.tree import Config
-from engine.errors import ConfigError
-from engine.layout.shard_spec import ParamSpec
-from models.specs import model_specs
+from triaxis.engine.config.groups import GroupFields, group_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.shard_spec import ParamSpec
+from triaxis.models.specs import model_specs
 
 ENDS = ("embedding.word.weight", "head.weight")
 """The matrices of which one side is the vocabulary."""

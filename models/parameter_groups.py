@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.config.groups import UpdateRule, group_of, is_frozen, update_rule
-from engine.config.section import Problem, Subject
-from engine.config.training import OptimizerConfig
-from engine.config.tree import Config
-from engine.layout.shard_spec import ParamSpec
-from models.specs import model_specs
+from triaxis.engine.config.groups import UpdateRule, group_of, is_frozen, update_rule
+from triaxis.engine.config.section import Problem, Subject
+from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.shard_spec import ParamSpec
+from triaxis.models.specs import model_specs
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def _grouped(spec: ParamSpec, optimizer: OptimizerConfig) -> Grouped:
 def groups_have_parameters(subject: Subject) -> Iterator[Problem]:
     """Yield a problem for each group of `optimizer.groups` that no parameter is in, and where all parameters are frozen.
 
-    It is a rule for those who start a run or check one: no rule of `engine.config` can read the names.
+    It is a rule for those who start a run or check one: no rule of `triaxis.engine.config` can read the names.
     """
     config = subject.config
     if not config.optimizer.groups:

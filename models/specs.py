@@ -44,15 +44,15 @@ import math
 from collections.abc import Iterator
 from typing import Protocol
 
-from engine.config.model import ModelConfig
-from engine.config.moe import MoEConfig
-from engine.layout.partition import StageLayers
-from engine.layout.shard_spec import Init, ParamSpec
-from models.attention_specs import heads_specs, initial_gain
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.layout.partition import StageLayers
+from triaxis.engine.layout.shard_spec import Init, ParamSpec
+from triaxis.models.attention_specs import heads_specs, initial_gain
 
 
 class StageContents(Protocol):
-    """Contents of a pipeline stage (`engine.layout.partition.StageLayers`)."""
+    """Contents of a pipeline stage (`triaxis.engine.layout.partition.StageLayers`)."""
 
     @property
     def layers(self) -> range: ...

@@ -11,15 +11,15 @@ frozen within the part has no gradient, and those of other parameters pass by it
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.config.groups import is_frozen
-from engine.config.model import ModelConfig
-from engine.config.plan import batch_plan, stages_of
-from engine.config.tree import Config
-from engine.layout.partition import StageLayers
-from engine.layout.rank_grid import ParallelSizes
-from engine.pipeline import schedules
-from engine.pipeline.actions import Schedule
-from models.specs import StageContents, embedding_specs, layer_specs, up_name
+from triaxis.engine.config.groups import is_frozen
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.plan import batch_plan, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.partition import StageLayers
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Schedule
+from triaxis.models.specs import StageContents, embedding_specs, layer_specs, up_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class TrainedPart:
 
 
 def frozen_products(config: Config, layer: int) -> frozenset[str]:
-    """Return the products of a layer whose weights are all frozen, by their modules in `models.predict`.
+    """Return the products of a layer whose weights are all frozen, by their modules in `triaxis.models.predict`.
 
     They have no weight gradient, so their inputs are not kept for one.
     """
@@ -120,7 +120,7 @@ def trained_from(config: Config) -> int:
 
 
 def schedule_of_step(config: Config, sizes: ParallelSizes) -> Schedule:
-    """Build the schedule of a training step, as `engine.pipeline.schedules.of_step` does."""
+    """Build the schedule of a training step, as `triaxis.engine.pipeline.schedules.of_step` does."""
     return schedule_of(config, sizes, batch_plan(config, sizes.dp).num_microbatches)
 
 

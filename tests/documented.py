@@ -31,7 +31,7 @@ def make_workplace(folder: Path) -> dict[str, str]:
         (folder / name).symlink_to(ROOT / name)
     triaxis = folder / "bin" / "triaxis"
     triaxis.parent.mkdir()
-    triaxis.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m launch.cli "$@"\n')
+    triaxis.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m triaxis.launch.cli "$@"\n')
     triaxis.chmod(0o755)
     return os.environ | {
         "PATH": f"{triaxis.parent}:{os.environ['PATH']}",

@@ -14,18 +14,18 @@ from unittest.mock import patch
 import torch
 import torch._dynamo  # an operator that imports it at its first call would find itself replaced
 
-from engine.config.fp8 import Fp8Config
-from engine.config.layer_kinds import NORMS
-from engine.context_parallel.deal import runs_of_ranks
-from engine.data.documents import Documents
-from engine.data.sequence_part import SequencePart
-from engine.kernels.elementwise import activation
-from engine.kernels.flash_attention import Varlen, VarlenParts
-from engine.kernels.fp8.products import open_fp8
-from engine.kernels.fusion import Fusion
-from engine.kernels.masked_attention import CpuFlash, Kernel, Mask
-from engine.kernels.residual_norm import norm_functions
-from engine.kernels.weight_grad import weight_grad_failure
+from triaxis.engine.config.fp8 import Fp8Config
+from triaxis.engine.config.layer_kinds import NORMS
+from triaxis.engine.context_parallel.deal import runs_of_ranks
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.kernels.elementwise import activation
+from triaxis.engine.kernels.flash_attention import Varlen, VarlenParts
+from triaxis.engine.kernels.fp8.products import open_fp8
+from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.kernels.masked_attention import CpuFlash, Kernel, Mask
+from triaxis.engine.kernels.residual_norm import norm_functions
+from triaxis.engine.kernels.weight_grad import weight_grad_failure
 
 ATEN = "torch.ops.aten."
 META, CPU = torch.device("meta"), torch.device("cpu")

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.config.model import ModelConfig
-from engine.config.training import OptimizerConfig
-from launch.verify.oracles.megatron_core import constant_schedule, distributed_optimizer, gpt_model
-from launch.verify.oracles.megatron_cpu import on_cpu
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.training import OptimizerConfig
+from triaxis.launch.verify.oracles.megatron_core import constant_schedule, distributed_optimizer, gpt_model
+from triaxis.launch.verify.oracles.megatron_cpu import on_cpu
 
 ITERATION, SAMPLES, BATCH = 3, 24, 8
 ROWS_MULTIPLE = 44

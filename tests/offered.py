@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from engine.errors import TriaxisError
-from launch import cli
-from launch.start.command_line import CommandParser
 from tests.documented import ROOT
+from triaxis.engine.errors import TriaxisError
+from triaxis.launch import cli
+from triaxis.launch.start.command_line import CommandParser
 
 HELPERS = ("triaxis", "install", "pip_install")
 """Functions of `engine/program.py` that build the lines of messages."""

@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers the fake backend
 
-from engine.checkpoint import resume
-from engine.comm.backends import Message
-from engine.comm.collectives import Axis
-from engine.comm.ledger import Event, Ledger
-from engine.comm.runtime import RankEnvironment, Runtime
-from engine.config.run import RuntimeConfig
-from launch import pretrain_gpt
-from launch.rank import join
 from tests.counting_store import CountingStore
+from triaxis.engine.checkpoint import resume
+from triaxis.engine.comm.backends import Message
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import Event, Ledger
+from triaxis.engine.comm.runtime import RankEnvironment, Runtime
+from triaxis.engine.config.run import RuntimeConfig
+from triaxis.launch import pretrain_gpt
+from triaxis.launch.rank import join
 
 RANKS_PER_NODE = 8
 CODE = (".py", ".pyc", ".so", ".zip")

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.config.attention_kinds import RopeScaling
-from engine.config.model import ModelConfig
-from engine.config.moe import MoEConfig
-from engine.tensor_parallel.dropout import DropoutKeys, dropout
+from triaxis.engine.config.attention_kinds import RopeScaling
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys, dropout
 
 Weights = Mapping[str, torch.Tensor]
 

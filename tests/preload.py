@@ -10,13 +10,13 @@ import torch.distributed
 import torch.optim.adamw
 import torch.testing  # noqa: F401
 
-import engine.train  # noqa: F401
-import launch.verify.oracle
-import launch.verify.rank  # noqa: F401
-import models.gpt.chunk  # noqa: F401
 import tests.checkpoint.runs
 import tests.harness
 import tests.parity.cases  # noqa: F401
+import triaxis.engine.train
+import triaxis.launch.verify.oracle
+import triaxis.launch.verify.rank
+import triaxis.models.gpt.chunk  # noqa: F401
 
 # The ranks' collections leave alone what is here, so its pages stay shared.
 gc.freeze()

@@ -28,8 +28,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from launch.start.bootstrap import TESTED_CUDA, TORCH_OF_CUDA
 from tests.kernel_calls import ATEN, Call, kernel_calls, misfit
+from triaxis.launch.start.bootstrap import TESTED_CUDA, TORCH_OF_CUDA
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import torch
 
-from engine.kernels.fp8.products import FIRST_CAPABILITY
-from models.predict.step_time.device import load_device
+from triaxis.engine.kernels.fp8.products import FIRST_CAPABILITY
+from triaxis.models.predict.step_time.device import load_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.gpu_contenders.shapes import SHAPES, base_words, overridden, resolve, write_config
-from engine.config.tree import Config
+from triaxis.engine.config.tree import Config
 
 MODELS: Mapping[str, tuple[int, ...]] = {
     "gpt-1.3b": (8,),

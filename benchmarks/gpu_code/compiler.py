@@ -37,7 +37,7 @@ from benchmarks.gpu_code.cards import Card, pretended
 from benchmarks.gpu_code.eager import is_work, moved_bytes, tensor_bytes
 from benchmarks.gpu_code.golden import GpuCode
 from benchmarks.gpu_code.step import FusedCall, TensorSpec
-from engine.kernels.fusion import compiled
+from triaxis.engine.kernels.fusion import compiled
 
 CUDA = torch.device("cuda", 0)
 

@@ -21,21 +21,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from benchmarks.gpu_code.eager import Product, is_attention, is_work, moved_bytes, product_of
-from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes, rank_grid
-from engine.config.section import with_value
-from engine.config.tree import Config
-from engine.kernels.fp8.products import Fp8
-from engine.kernels.fp8.recipes import recipe_of
-from engine.kernels.fusion import Fusion, Lengths
-from engine.kernels.registry import DeviceFacts, Kernels, resolve
-from engine.numerics.precision import FP8_E4M3, FP8_E5M2
-from engine.optimizer import distributed
-from engine.tensor_parallel import cross_entropy, logits
-from engine.train import build
-from launch.footprint.routing import counts_in_turn, know_rows, known_rows
-from launch.footprint.run import assumed_rows, fake_world, microbatches
-from models.gpt.chunk import build_chunks
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config
+from triaxis.engine.kernels.fp8.products import Fp8
+from triaxis.engine.kernels.fp8.recipes import recipe_of
+from triaxis.engine.kernels.fusion import Fusion, Lengths
+from triaxis.engine.kernels.registry import DeviceFacts, Kernels, resolve
+from triaxis.engine.numerics.precision import FP8_E4M3, FP8_E5M2
+from triaxis.engine.optimizer import distributed
+from triaxis.engine.tensor_parallel import cross_entropy, logits
+from triaxis.engine.train import build
+from triaxis.launch.footprint.routing import counts_in_turn, know_rows, known_rows
+from triaxis.launch.footprint.run import assumed_rows, fake_world, microbatches
+from triaxis.models.gpt.chunk import build_chunks
 
 AS_ON_A_GPU = {
     "kernels.attention": "auto",
@@ -127,7 +127,7 @@ class FusedCall:
     def part(self) -> Part:
         """Return the part of a step that it belongs to."""
         module = self.function.__module__
-        if module.startswith("engine.optimizer."):
+        if module.startswith("triaxis.engine.optimizer."):
             return "optimizer"
         return "cross-entropy" if module in LOSS_MODULES else "elementwise"
 

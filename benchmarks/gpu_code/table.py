@@ -35,7 +35,7 @@ def table(golden: Golden) -> str:
 
 
 def function_name(key: str) -> str:
-    """Return the function's name without its module, of `engine.kernels.elementwise._rope(...)`: `_rope`."""
+    """Return the function's name without its module, of `triaxis.engine.kernels.elementwise._rope(...)`: `_rope`."""
     found = re.match(r"[\w.]*\.(\w+)\(", key)
     assert found is not None, key
     return found[1]

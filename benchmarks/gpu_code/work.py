@@ -11,7 +11,7 @@ from benchmarks.gpu_code.cases import IN_FP8, MODELS, run_of
 from benchmarks.gpu_code.golden import Work, step_key
 from benchmarks.gpu_code.step import PARTS, StepRecord, record_step
 from benchmarks.gpu_contenders.shapes import SHAPES
-from engine.config.tree import Config
+from triaxis.engine.config.tree import Config
 
 FEWEST = 2
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from engine.kernels.fp8.products import scaled_product
-from engine.kernels.fp8.recipes import E4M3, quantise
+from triaxis.engine.kernels.fp8.products import scaled_product
+from triaxis.engine.kernels.fp8.recipes import E4M3, quantise
 
 BLOCK = 10
 """Products between two readings of the clock."""

@@ -67,7 +67,7 @@ class Contender:
 
 
 CONTENDERS: Mapping[str, Contender] = {
-    OURS: Contender("this engine, as `launch.pretrain_gpt` runs it", OURS, {}),
+    OURS: Contender("this engine, as `triaxis.launch.pretrain_gpt` runs it", OURS, {}),
     "ours_fp8": Contender(
         "the same with FP8 linear layers, one scale per tensor, torch's scaled GEMM",
         OURS,

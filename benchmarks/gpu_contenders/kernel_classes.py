@@ -54,7 +54,7 @@ BY_LAUNCHER = (
 """Names of operators and of autograd functions, on the thread that launched the kernel."""
 
 OPTIMIZER_PHASE = re.compile(r"^optimizer$")
-"""The phase of the training loop (`engine.train`)."""
+"""The phase of the training loop (`triaxis.engine.train`)."""
 
 BY_NAME = (
     _rule("optimizer", r"(?i)multi_tensor_apply|fused_?adam|adam_?w?_"),

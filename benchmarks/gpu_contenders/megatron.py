@@ -21,12 +21,12 @@ from benchmarks.gpu_contenders.records import Job, Run
 from benchmarks.gpu_contenders.shapes import resolve, write_config
 from benchmarks.gpu_contenders.timed_loop import peak_memory_bytes, train, write_corpus
 from benchmarks.megatron_peer import make_on_cpu
-from engine.config.activations import RecomputeConfig
-from engine.config.tree import Config
-from engine.data.loader import MicroBatch
-from engine.numerics.precision import DTYPES
-from launch.verify.oracles.megatron_core import constant_schedule
-from launch.verify.oracles.megatron_cpu import on_cpu
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.launch.verify.oracles.megatron_core import constant_schedule
+from triaxis.launch.verify.oracles.megatron_cpu import on_cpu
 
 
 def run(job: Job, folder: Path, *, transformer_engine: bool, selective: bool, fp8: bool = False) -> Run:

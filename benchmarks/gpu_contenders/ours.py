@@ -1,4 +1,4 @@
-"""Ours: `launch.pretrain_gpt` itself, from a config.yaml to metrics.jsonl, and one trace of it.
+"""Ours: `triaxis.launch.pretrain_gpt` itself, from a config.yaml to metrics.jsonl, and one trace of it.
 
 A step's time is the one that the run writes down: from one reading of a loss to the next, one step behind the posting.
 """
@@ -12,11 +12,11 @@ from benchmarks.gpu_contenders.kernel_classes import breakdown
 from benchmarks.gpu_contenders.records import Job, Run
 from benchmarks.gpu_contenders.shapes import resolve, write_config
 from benchmarks.gpu_contenders.timed_loop import read_lines, write_corpus
-from launch import pretrain_gpt
-from launch.start.process.ending import exit_code
+from triaxis.launch import pretrain_gpt
+from triaxis.launch.start.process.ending import exit_code
 
 OUT_OF_MEMORY = "is out of memory"
-"""What a rank says that a smaller microbatch would help (`launch.rank.out_of_memory`)."""
+"""What a rank says that a smaller microbatch would help (`triaxis.launch.rank.out_of_memory`)."""
 
 
 class OursFailedError(Exception):

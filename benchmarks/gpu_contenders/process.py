@@ -36,10 +36,10 @@ from benchmarks.gpu_contenders.records import (
     measured,
 )
 from benchmarks.records import now, processor_name
-from engine.numerics.precision import DTYPES
-from launch.rank.memory_errors import exhausted
-from launch.start.process.ending import run_rank
-from launch.start.process.parent_death import end_with_parent
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.launch.rank.memory_errors import exhausted
+from triaxis.launch.start.process.ending import run_rank
+from triaxis.launch.start.process.parent_death import end_with_parent
 
 PACKAGES = (
     "triton",

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_contenders.shapes import SHAPES, Shape
-from engine.config.activations import RecomputeConfig
-from engine.config.model import ModelConfig
-from engine.telemetry.record.flops import hardware_flops_per_token, model_flops_per_token
-from engine.telemetry.record.jsonl import heal
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.telemetry.record.flops import hardware_flops_per_token, model_flops_per_token
+from triaxis.engine.telemetry.record.jsonl import heal
 
 FORMAT = 1
 
@@ -115,8 +115,8 @@ class Run:
 def rates(job: Job, run: Run, ceiling_tflops: float) -> dict[str, Any]:
     """Compute tokens and FLOPs per second of a run, over the whole of its timed steps.
 
-    FLOPs are those of `engine.telemetry.record.flops`: model FLOPs of the logical vocabulary, causal and not; hardware FLOPs with
-    its padding and with what is computed twice. r = causal model TFLOP/s / `ceiling_tflops`.
+    FLOPs are those of `triaxis.engine.telemetry.record.flops`: model FLOPs of the logical vocabulary, causal and not;
+    hardware FLOPs with its padding and with what is computed twice. r = causal model TFLOP/s / `ceiling_tflops`.
     """
     model, seconds = job.model, sum(run.step_seconds)
     tokens_per_second = job.sizes.samples_per_step * model.seq_length * len(run.step_seconds) / seconds

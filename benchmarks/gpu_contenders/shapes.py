@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.config.write import to_yaml
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.config.write import to_yaml
 
 GPT: dict[str, Any] = {
     "norm": "layernorm",
@@ -151,7 +151,7 @@ def overridden(words: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
 def write_config(
     folder: Path, shape: Shape, *, corpus: Path, micro_batch_size: int, num_steps: int, dtype: str, device: str
 ) -> Path:
-    """Write a config.yaml for `launch.pretrain_gpt`: the whole of a run of ours but for the words of `base_words`."""
+    """Write a config.yaml for `triaxis.launch.pretrain_gpt`: the whole of a run of ours but for the words of `base_words`."""
     tree = {
         "model": dict(shape.model),
         "data": {"train": [[1.0, str(corpus)]], "split": [1.0, 0.0, 0.0]},

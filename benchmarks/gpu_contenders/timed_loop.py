@@ -16,12 +16,12 @@ import torch
 
 from benchmarks.gpu_contenders.ceiling import synchronize
 from benchmarks.gpu_contenders.records import Job
-from engine.config.tree import Config
-from engine.data.corpus.indexed import IndexedWriter, smallest_dtype
-from engine.data.datasets import open_datasets
-from engine.data.loader import Batches, MicroBatch
-from engine.device.host_copy import HostCopy
-from engine.telemetry.record.jsonl import JsonLines
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.indexed import IndexedWriter, smallest_dtype
+from triaxis.engine.data.datasets import open_datasets
+from triaxis.engine.data.loader import Batches, MicroBatch
+from triaxis.engine.device.host_copy import HostCopy
+from triaxis.engine.telemetry.record.jsonl import JsonLines
 
 DOCUMENT_TOKENS = 2**16
 

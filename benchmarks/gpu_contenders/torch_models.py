@@ -22,11 +22,11 @@ from benchmarks.gpu_contenders.records import Job, Run
 from benchmarks.gpu_contenders.shapes import resolve, write_config
 from benchmarks.gpu_contenders.timed_loop import peak_memory_bytes, train, write_corpus
 from benchmarks.plain_gpt import PlainGPT, adds_to
-from engine.config.activations import RecomputeConfig
-from engine.config.model import ModelConfig
-from engine.config.tree import Config
-from engine.data.loader import MicroBatch
-from engine.numerics.precision import DTYPES, accumulation_dtype
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.numerics.precision import DTYPES, accumulation_dtype
 
 HEADS = ("head", "output")
 """Names of the models' last linear layers, which stay in bf16, as ours does."""

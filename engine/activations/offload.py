@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.device.pinned_memory import PageLock, PinnedPool, Purpose, page_lock_of
+from triaxis.engine.device.pinned_memory import PageLock, PinnedPool, Purpose, page_lock_of
 
 PURPOSE = Purpose("offloaded activations", "offload fewer layers (offload.num_layers)")
 
@@ -40,7 +40,7 @@ class SideStream:
     """A side stream of a GPU.
 
     Args:
-        cuda: makes streams and events; the race check passes its own (`launch.footprint.races.streams`).
+        cuda: makes streams and events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from engine.activations.backward import run_backward
+from triaxis.engine.activations.backward import run_backward
 
 
 def recompute(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:

@@ -24,8 +24,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from engine.activations.offload import HostMemory, Mark, OffloadedStorage
-from engine.activations.recompute import recompute
+from triaxis.engine.activations.offload import HostMemory, Mark, OffloadedStorage
+from triaxis.engine.activations.recompute import recompute
 
 Function = Callable[..., torch.Tensor]
 

@@ -24,12 +24,12 @@ from pathlib import Path
 
 import yaml
 
-from engine.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
-from engine.checkpoint.history import SKIPPED
-from engine.config.yaml_text import read_yaml
-from engine.errors import CheckpointError
-from engine.storage.files import sync_folder, write_atomically
-from engine.storage.state_files import read_regular
+from triaxis.engine.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest
+from triaxis.engine.checkpoint.history import SKIPPED
+from triaxis.engine.config.yaml_text import read_yaml
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.storage.files import sync_folder, write_atomically
+from triaxis.engine.storage.state_files import read_regular
 
 CONFIG = "config.yaml"
 """The resolved configuration in a run directory."""

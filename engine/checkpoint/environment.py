@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.checkpoint.resume_rules import flat
-from engine.program import version
-from engine.step import Engine
+from triaxis.engine.checkpoint.resume_rules import flat
+from triaxis.engine.program import version
+from triaxis.engine.step import Engine
 
 
 def describe_layout(engine: Engine) -> dict[str, Any]:

@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.config.run import ResilienceConfig
-from engine.data.skipped import SkippedRanges
-from engine.errors import CheckpointError
-from engine.step_limits import StepLimits
-from engine.storage.files import write_atomically
-from engine.storage.state_files import read_object
+from triaxis.engine.config.run import ResilienceConfig
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.step_limits import StepLimits
+from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.storage.state_files import read_object
 
 SKIPPED = "skipped.json"
 """A file in the folder of a run's checkpoints."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.directory import Candidate, CheckpointDirectory
-from engine.checkpoint.format.manifest import (
+from triaxis.engine.checkpoint.directory import Candidate, CheckpointDirectory
+from triaxis.engine.checkpoint.format.manifest import (
     FORMAT_VERSION,
     Ancestor,
     DataFile,
@@ -24,12 +24,12 @@ from engine.checkpoint.format.manifest import (
     read_manifest,
     write_manifest,
 )
-from engine.checkpoint.format.store import TORCH_DTYPES, Shard, fingerprints, load, write_file
-from engine.checkpoint.inspect.weights import WhichWeights, kind_of
-from engine.checkpoint.lock import holding
-from engine.errors import CheckpointError
-from engine.layout.shard_spec import Box
-from engine.program import triaxis
+from triaxis.engine.checkpoint.format.store import TORCH_DTYPES, Shard, fingerprints, load, write_file
+from triaxis.engine.checkpoint.inspect.weights import WhichWeights, kind_of
+from triaxis.engine.checkpoint.lock import holding
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.layout.shard_spec import Box
+from triaxis.engine.program import triaxis
 
 FILE_BYTES = 2**30
 """Size at which collected shards are written as one file."""

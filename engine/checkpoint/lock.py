@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.errors import TriaxisError
-from engine.storage.state_files import kind_of
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.storage.state_files import kind_of
 
 LOCK = "lock"
 

@@ -14,23 +14,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from engine.checkpoint.directory import Candidate, CheckpointDirectory, find
-from engine.checkpoint.environment import describe_layout, layout_differences
-from engine.checkpoint.format.fingerprint import to_text
-from engine.checkpoint.format.manifest import Ancestor, Manifest, TrainingState, parse_manifest
-from engine.checkpoint.format.store import fingerprints
-from engine.checkpoint.history import RunHistory, read_history
-from engine.checkpoint.resume_rules import ABSENT, accepting, changes, refuse, refuse_other_past
-from engine.checkpoint.schedule_change import schedule_change
-from engine.checkpoint.shards import LoadWhat, fingerprint, loaded_kinds, restore, saved_numel
-from engine.comm.texts import announce, gather_text
-from engine.config.groups import is_frozen_by
-from engine.config.optimizer_kinds import EMA, MASTER
-from engine.config.stages import stage_at
-from engine.data.corpus.tokenizers import BytesTokenizer
-from engine.data.skipped import SkippedRanges
-from engine.errors import CheckpointError
-from engine.step import Engine
+from triaxis.engine.checkpoint.directory import Candidate, CheckpointDirectory, find
+from triaxis.engine.checkpoint.environment import describe_layout, layout_differences
+from triaxis.engine.checkpoint.format.fingerprint import to_text
+from triaxis.engine.checkpoint.format.manifest import Ancestor, Manifest, TrainingState, parse_manifest
+from triaxis.engine.checkpoint.format.store import fingerprints
+from triaxis.engine.checkpoint.history import RunHistory, read_history
+from triaxis.engine.checkpoint.resume_rules import ABSENT, accepting, changes, refuse, refuse_other_past
+from triaxis.engine.checkpoint.schedule_change import schedule_change
+from triaxis.engine.checkpoint.shards import LoadWhat, fingerprint, loaded_kinds, restore, saved_numel
+from triaxis.engine.comm.texts import announce, gather_text
+from triaxis.engine.config.groups import is_frozen_by
+from triaxis.engine.config.optimizer_kinds import EMA, MASTER
+from triaxis.engine.config.stages import stage_at
+from triaxis.engine.data.corpus.tokenizers import BytesTokenizer
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.step import Engine
 
 TOKENIZER = "tokenizer"
 """The fingerprint of the data that may never change under a run."""

@@ -5,7 +5,7 @@
     never     shape of the model, samples per step                        the weights or the place in the data would be meaningless
 
 Silent changes of settings make losses jump, so every difference is one of the three, as the sections of the configuration declare
-(`engine.config.section.OnResume`).
+(`triaxis.engine.config.section.OnResume`).
 """
 
 import shlex
@@ -16,12 +16,12 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
-from engine.config.plan import planned_steps, planned_tokens
-from engine.config.section import Section, Verdict
-from engine.config.stages import STAGE_FIELDS, fields_of, past_differs
-from engine.config.tree import Config, resume_verdict
-from engine.errors import CheckpointError
-from engine.storage.redaction import tree_without_secrets
+from triaxis.engine.config.plan import planned_steps, planned_tokens
+from triaxis.engine.config.section import Section, Verdict
+from triaxis.engine.config.stages import STAGE_FIELDS, fields_of, past_differs
+from triaxis.engine.config.tree import Config, resume_verdict
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.storage.redaction import tree_without_secrets
 
 _OPTIMIZER = "optimizer.name"
 

@@ -22,10 +22,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.environment import describe_layout
-from engine.checkpoint.format.fingerprint import to_text
-from engine.checkpoint.format.manifest import (
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
+from triaxis.engine.checkpoint.environment import describe_layout
+from triaxis.engine.checkpoint.format.fingerprint import to_text
+from triaxis.engine.checkpoint.format.manifest import (
     FORMAT_VERSION,
     Ancestor,
     DataFile,
@@ -36,17 +36,17 @@ from engine.checkpoint.format.manifest import (
     TrainingState,
     write_manifest,
 )
-from engine.checkpoint.format.store import fingerprints
-from engine.checkpoint.history import RunHistory
-from engine.checkpoint.shards import fingerprint
-from engine.checkpoint.writer import RankWriter, Written
-from engine.comm.agreement import SaveFlags
-from engine.comm.texts import gather_text
-from engine.config.groups import is_frozen
-from engine.config.tree import Config
-from engine.errors import CheckpointError, SaveError
-from engine.layout.shard_spec import ParamSpec
-from engine.step import Engine
+from triaxis.engine.checkpoint.format.store import fingerprints
+from triaxis.engine.checkpoint.history import RunHistory
+from triaxis.engine.checkpoint.shards import fingerprint
+from triaxis.engine.checkpoint.writer import RankWriter, Written
+from triaxis.engine.comm.agreement import SaveFlags
+from triaxis.engine.comm.texts import gather_text
+from triaxis.engine.config.groups import is_frozen
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import CheckpointError, SaveError
+from triaxis.engine.layout.shard_spec import ParamSpec
+from triaxis.engine.step import Engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config.plan import planned_tokens
-from engine.config.tree import Config
-from engine.optimizer.lr import Fall, fall_of, learning_rate
+from triaxis.engine.config.plan import planned_tokens
+from triaxis.engine.config.tree import Config
+from triaxis.engine.optimizer.lr import Fall, fall_of, learning_rate
 
 
 def schedule_change(there: Mapping[str, Any], config: Config, consumed_tokens: int) -> Iterator[str]:

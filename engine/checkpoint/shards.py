@@ -11,16 +11,16 @@ from typing import Literal, TypeVar
 
 import torch
 
-from engine.checkpoint.directory import Candidate
-from engine.checkpoint.format.fingerprint import range_fingerprint
-from engine.checkpoint.format.manifest import Kind, Manifest, TrainingState
-from engine.checkpoint.format.store import Shard, Values, load
-from engine.config.optimizer_kinds import EMA, MASTER
-from engine.errors import CheckpointError
-from engine.numerics.hashing import signed
-from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
-from engine.optimizer.loss_scale import ScaleState
-from engine.step import Engine
+from triaxis.engine.checkpoint.directory import Candidate
+from triaxis.engine.checkpoint.format.fingerprint import range_fingerprint
+from triaxis.engine.checkpoint.format.manifest import Kind, Manifest, TrainingState
+from triaxis.engine.checkpoint.format.store import Shard, Values, load
+from triaxis.engine.config.optimizer_kinds import EMA, MASTER
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.numerics.hashing import signed
+from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
+from triaxis.engine.optimizer.loss_scale import ScaleState
+from triaxis.engine.step import Engine
 
 LoadWhat = Literal["all", "weights"]
 

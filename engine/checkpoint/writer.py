@@ -18,14 +18,14 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.format.manifest import DataFile, Kind
-from engine.checkpoint.format.store import Shard, write_file
-from engine.checkpoint.shards import saved_buckets, shards
-from engine.device.host_copy import FromCpu, FromCuda, ToHost
-from engine.device.pinned_memory import PageLock, PinnedBuffer, Purpose, page_lock_of
-from engine.optimizer.distributed import DistributedOptimizer
-from engine.optimizer.state import StoredState
-from engine.storage.files import write_atomically
+from triaxis.engine.checkpoint.format.manifest import DataFile, Kind
+from triaxis.engine.checkpoint.format.store import Shard, write_file
+from triaxis.engine.checkpoint.shards import saved_buckets, shards
+from triaxis.engine.device.host_copy import FromCpu, FromCuda, ToHost
+from triaxis.engine.device.pinned_memory import PageLock, PinnedBuffer, Purpose, page_lock_of
+from triaxis.engine.optimizer.distributed import DistributedOptimizer
+from triaxis.engine.optimizer.state import StoredState
+from triaxis.engine.storage.files import write_atomically
 
 PURPOSE = Purpose(
     "a checkpoint's copy of the state",

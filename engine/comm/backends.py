@@ -8,7 +8,7 @@
   call; so `connect_ring` exchanges one element with both ring neighbours, each way.
 - gloo's sends have no query for completion, so a thread of the axis waits for them; NCCL's have one.
 - The fake backend (a footprint's) has no peer to send to, and its handles are under way for ever.
-- gloo reads host memory alone: tensors of a GPU are carried there and back (`engine.comm.staging`).
+- gloo reads host memory alone: tensors of a GPU are carried there and back (`triaxis.engine.comm.staging`).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from engine.comm.staging import CPU, Carrier, Seen, TensorUse, Work
-from engine.numerics.precision import accumulate
+from triaxis.engine.comm.staging import CPU, Carrier, Seen, TensorUse, Work
+from triaxis.engine.numerics.precision import accumulate
 
 ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -65,7 +65,7 @@ class Backend:
     Args:
         group: of more than one rank.
         ranks: global ranks of the members, in order.
-        carrier: makes the calls of the group in place of the axis (`engine.comm.staging`); None: the axis makes them.
+        carrier: makes the calls of the group in place of the axis (`triaxis.engine.comm.staging`); None: the axis makes them.
     """
 
     def __init__(

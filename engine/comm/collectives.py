@@ -3,7 +3,7 @@
 An `Axis` is one group of ranks as one member sees it. Its verbs return a `Pending`, whose `wait()` gives the result; what
 lies between posting and waiting is overlapped. A one-rank axis is the identity and issues no op: this file is the only
 place that knows it. Each call is labelled with its purpose and written to the `Ledger`; what backends do differently is in
-`engine.comm.backends`.
+`triaxis.engine.comm.backends`.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,10 +13,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from engine.comm.backends import ALL_GATHER, Backend, Message
-from engine.comm.ledger import Event, Ledger
-from engine.comm.staging import Carrier, TensorUse, Work
-from engine.numerics.precision import AGREEMENT_DTYPE
+from triaxis.engine.comm.backends import ALL_GATHER, Backend, Message
+from triaxis.engine.comm.ledger import Event, Ledger
+from triaxis.engine.comm.staging import Carrier, TensorUse, Work
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 
 ReduceOp = Literal["sum", "max"]
 
@@ -77,7 +77,7 @@ class Axis:
 
     Args:
         group: of the ranks; None for a group of one.
-        carrier: makes the calls of the group (`engine.comm.staging`); None: the axis does.
+        carrier: makes the calls of the group (`triaxis.engine.comm.staging`); None: the axis does.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import torch
 
-from engine.comm.topology import Topology
+from triaxis.engine.comm.topology import Topology
 
 ORDER = ("tp", "pp", "dp")
 """Axes in the order in which rows travel along them."""

@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "broadcast", "send", "recv"]
 
 REPLICA_GRADIENTS = "replica gradients"
-"""Purpose of the sum of a gradient over the ranks that hold its parameter and each saw a part (`engine.layout.shard_spec`)."""
+"""Purpose of the sum of a gradient over the ranks that hold its parameter and each saw a part
+(`triaxis.engine.layout.shard_spec`)."""
 
 CROSS_ENTROPY, QK_NORM, FP8_SCALES = "cross-entropy", "qk-norm", "fp8 scale"
 """First words of the purposes of the cross-entropy's reductions, and of those of QK-norm over all heads."""
@@ -62,7 +63,7 @@ class Event(NamedTuple):
 class WaitObserver(Protocol):
     """A follower of a rank's calls, of its waits for them, and of reads by its host.
 
-    `handles` are the backend's (`engine.comm.staging.Work`), and `mark` is the read's line of the ledger.
+    `handles` are the backend's (`triaxis.engine.comm.staging.Work`), and `mark` is the read's line of the ledger.
     """
 
     def under_way(self, posted: Event, handles: Sequence[Any]) -> None: ...

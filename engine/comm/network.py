@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from engine.errors import PortTakenError, TopologyError
+from triaxis.engine.errors import PortTakenError, TopologyError
 
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"

@@ -1,7 +1,7 @@
 """Device and backend of one rank, and the check that the places of all ranks fit together.
 
-`place` follows the launcher's decision (`engine.device.gpus`) or raises. `judge_places` runs on rank 0 before any group is made:
-one rank without its GPU ends all ranks.
+`place` follows the launcher's decision (`triaxis.engine.device.gpus`) or raises. `judge_places` runs on rank 0 before any
+group is made: one rank without its GPU ends all ranks.
 """
 
 import socket
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.comm.store_agreement import Facts, grouped, name_ranks
-from engine.config.run import RuntimeConfig
-from engine.device.gpus import (
+from triaxis.engine.comm.store_agreement import Facts, grouped, name_ranks
+from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.device.gpus import (
     BACKEND_VARIABLE,
     CPU,
     CUDA,
@@ -24,7 +24,7 @@ from engine.device.gpus import (
     device_type,
     find_gpus,
 )
-from engine.errors import TopologyError
+from triaxis.engine.errors import TopologyError
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,8 @@ def facts_of(where: Place) -> Facts:
 
 
 def judge_places(every: Sequence[Facts]) -> str | None:
-    """Find what is wrong with the places of all ranks, given in rank order; see `engine.comm.store_agreement.compare_facts`.
+    """Find what is wrong with the places of all ranks, given in rank order; see
+    `triaxis.engine.comm.store_agreement.compare_facts`.
 
     A rank's facts are those of `facts_of`, or `host` and `problem` where it has no place.
     """

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 
-from engine.comm.network import Interface, cluster_interface, interface_variables, listening_socket
-from engine.comm.placement import Place, facts_of, judge_places, place
-from engine.comm.store_agreement import compare_facts
-from engine.config.run import RuntimeConfig
-from engine.device.gpus import NCCL
-from engine.errors import TopologyError
+from triaxis.engine.comm.network import Interface, cluster_interface, interface_variables, listening_socket
+from triaxis.engine.comm.placement import Place, facts_of, judge_places, place
+from triaxis.engine.comm.store_agreement import compare_facts
+from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.device.gpus import NCCL
+from triaxis.engine.errors import TopologyError
 
 FLIGHT_RECORDER_VARIABLES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
 """How many calls NCCL's flight recorder keeps: the name up to torch 2.9, and the one after it."""
@@ -178,11 +178,12 @@ def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict
 
 
 def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
-    """Take the device and join the default process group, with the backend that the launcher or `engine.device.gpus` decided.
+    """Take the device and join the default process group, with the backend that the launcher or `triaxis.engine.device.gpus`
+    decided.
 
     The store's keys carry the restart count, so that a restarted group never reads a dead one's addresses. Rank 0's store, and
-    the sockets of gloo and NCCL, listen on the interface that leads to MASTER_ADDR (`engine.comm.network`); the store of a torchrun
-    that was started by hand is torch's and listens on all of them.
+    the sockets of gloo and NCCL, listen on the interface that leads to MASTER_ADDR (`triaxis.engine.comm.network`); the store
+    of a torchrun that was started by hand is torch's and listens on all of them.
 
     Raises:
         TopologyError: on every rank, where one of them cannot have its device or the places of all do not fit together.

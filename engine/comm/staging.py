@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
-from engine.device.pinned_memory import PageLock, PinnedPool, Purpose, page_lock_of
+from triaxis.engine.device.pinned_memory import PageLock, PinnedPool, Purpose, page_lock_of
 
 CPU = torch.device("cpu")
 

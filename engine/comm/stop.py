@@ -21,7 +21,7 @@ from contextlib import suppress
 from enum import Enum
 from types import FrameType
 
-from engine.comm.agreement import StopFlags
+from triaxis.engine.comm.agreement import StopFlags
 
 
 class Stop(Enum):

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from engine.errors import TopologyError
+from triaxis.engine.errors import TopologyError
 
 Facts = dict[str, object]
 """Facts about one rank, in JSON's types."""

@@ -2,8 +2,8 @@
 
 import torch
 
-from engine.comm.collectives import Axis
-from engine.numerics.precision import AGREEMENT_DTYPE
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 
 TEXT_BYTES = 4096
 """The most that `gather_text` carries per member unless told, and `announce` in all: a path, or some lines of an error."""

@@ -17,7 +17,7 @@ topologies can live in one process. Axes by name:
     world         all ranks
 
 Groups with the same ranks share one process group, except the two pipeline directions. Where gloo serves a GPU, each process
-group has its staging (`engine.comm.staging`).
+group has its staging (`triaxis.engine.comm.staging`).
 
 All connections that a step uses are opened here, so that no call of a step holds the host while it connects.
 """
@@ -30,13 +30,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from engine.comm.collectives import Axis
-from engine.comm.ledger import Ledger, WaitObserver
-from engine.comm.staging import Carrier, Staging
-from engine.comm.store_agreement import compare_group_counts
-from engine.errors import TopologyError
-from engine.layout.axis_groups import AXIS_NAMES, CONNECTED_LATER, OF_EXPERTS, StreamUse, axis_groups, stream_use
-from engine.layout.rank_grid import RankGrid
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import Ledger, WaitObserver
+from triaxis.engine.comm.staging import Carrier, Staging
+from triaxis.engine.comm.store_agreement import compare_group_counts
+from triaxis.engine.errors import TopologyError
+from triaxis.engine.layout.axis_groups import (
+    AXIS_NAMES,
+    CONNECTED_LATER,
+    OF_EXPERTS,
+    StreamUse,
+    axis_groups,
+    stream_use,
+)
+from triaxis.engine.layout.rank_grid import RankGrid
 
 
 def group_options(axes: Sequence[str], timeout: timedelta | None) -> Any:

@@ -5,11 +5,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from engine.config.context_parallel import gathers_keys
-from engine.config.counts import Count
-from engine.config.model import MOST_LAYERS
-from engine.config.plan import stages_of
-from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
+from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.counts import Count
+from triaxis.engine.config.model import MOST_LAYERS
+from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
 
 
 class RecomputeConfig(Section):

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, Strict
 from typing_extensions import TypedDict
 
-from engine.config.context_parallel import gathers_keys
-from engine.config.section import Problem, Rule, Section, Subject, no_bool
+from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.section import Problem, Rule, Section, Subject, no_bool
 
 if TYPE_CHECKING:
-    from engine.config.model import ModelConfig
-    from engine.config.tree import Config
+    from triaxis.engine.config.model import ModelConfig
+    from triaxis.engine.config.tree import Config
 
 WITH_EXPERTS: Mapping[str, "KindFields"] = MappingProxyType({"dense": {}, "moe": {"mlp": "moe"}})
 """The kinds of layers that a model with `model.moe` has without listing them."""

@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from engine.config.tree import Config
+    from triaxis.engine.config.tree import Config
 
 Method = Literal["all_gather", "ulysses"]
 

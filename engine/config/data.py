@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from engine.config.counts import Count
-from engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject
+from triaxis.engine.config.counts import Count
+from triaxis.engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject
 
 AttentionScope = Literal["across", "within"]
 PositionOrigin = Literal["sample", "document"]
@@ -53,7 +53,7 @@ class DataConfig(Section):
 
     @property
     def tokenizer_name(self) -> str:
-        """Return the tokenizer of a run whose configuration was resolved (`engine.data.run_tokenizer`)."""
+        """Return the tokenizer of a run whose configuration was resolved (`triaxis.engine.data.run_tokenizer`)."""
         assert self.tokenizer is not None, "it is named before the first text"
         return self.tokenizer
 

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from engine.config.section import MEANT, OnResume, Section
+from triaxis.engine.config.section import MEANT, OnResume, Section
 
 
 class EmaConfig(Section):

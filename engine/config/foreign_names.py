@@ -12,8 +12,8 @@ An unknown key is refused with the name that was probably meant:
 import difflib
 from collections.abc import Mapping, Sequence
 
-from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.config.tree import Config
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.tree import Config
 
 FOREIGN_NAMES = {
     # Megatron-LM: layout

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from engine.config.counts import Count
-from engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
+from triaxis.engine.config.counts import Count
+from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
 
 if TYPE_CHECKING:  # the tree imports every section
-    from engine.config.tree import Config
+    from triaxis.engine.config.tree import Config
 
 Fp8RecipeName = Literal["tensorwise", "blockwise", "mxfp8"]
 Fp8Backend = Literal["te", "torch", "emulated"]

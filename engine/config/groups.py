@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Required
 from pydantic import BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from engine.config.section import Problem, Rule, Subject, no_bool
+from triaxis.engine.config.section import Problem, Rule, Subject, no_bool
 
 if TYPE_CHECKING:
-    from engine.config.training import OptimizerConfig
+    from triaxis.engine.config.training import OptimizerConfig
 
 
 class GroupFields(TypedDict, total=False):

@@ -8,13 +8,23 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from engine.config.context_parallel import local_kv_heads
-from engine.config.model import MOST_LAYERS
-from engine.config.plan import partial_batch, product_of_sizes, unfilled_world
-from engine.config.schedule_file import ScheduleFile
-from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, divisors, multiples, numbers
-from engine.layout.partition import partition
-from engine.layout.rank_rules import MOST_RANKS, partial_node, too_many_ranks, tp_across_nodes
+from triaxis.engine.config.context_parallel import local_kv_heads
+from triaxis.engine.config.model import MOST_LAYERS
+from triaxis.engine.config.plan import partial_batch, product_of_sizes, unfilled_world
+from triaxis.engine.config.schedule_file import ScheduleFile
+from triaxis.engine.config.section import (
+    LAYOUT,
+    OnResume,
+    Problem,
+    Rule,
+    Section,
+    Subject,
+    divisors,
+    multiples,
+    numbers,
+)
+from triaxis.engine.layout.partition import partition
+from triaxis.engine.layout.rank_rules import MOST_RANKS, partial_node, too_many_ranks, tp_across_nodes
 
 
 class ParallelConfig(Section):
@@ -74,10 +84,10 @@ IS_INTERLEAVED: Mapping[str, bool] = MappingProxyType(
 """The training schedules; True: of several model chunks per rank, False: of one."""
 
 DEFERS_WEIGHT_GRADIENTS = frozenset({"zb_h1", "zbv"})
-"""The schedules with weight gradients apart from the backward (`W` of `engine.pipeline.actions`)."""
+"""The schedules with weight gradients apart from the backward (`W` of `triaxis.engine.pipeline.actions`)."""
 
 RUNS_IN_A_V = frozenset({"zbv"})
-"""The schedules whose two model chunks per rank are placed in a V (`engine.pipeline.actions.Placement`)."""
+"""The schedules whose two model chunks per rank are placed in a V (`triaxis.engine.pipeline.actions.Placement`)."""
 
 
 class ScheduleConfig(Section):

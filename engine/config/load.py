@@ -16,13 +16,13 @@ from typing import Annotated, Any, TypeVar, get_args
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from engine.config.foreign_names import AND_FIELD, has_our_name, our_value, unknown_key
-from engine.config.section import Rule, Section
-from engine.config.stages import StageFields, fields_of, get_field, put_fields, refused_field
-from engine.config.tree import FORMAT_VERSION, Config
-from engine.config.tree import problems as broken_rules
-from engine.config.yaml_text import read_yaml
-from engine.errors import ConfigError
+from triaxis.engine.config.foreign_names import AND_FIELD, has_our_name, our_value, unknown_key
+from triaxis.engine.config.section import Rule, Section
+from triaxis.engine.config.stages import StageFields, fields_of, get_field, put_fields, refused_field
+from triaxis.engine.config.tree import FORMAT_VERSION, Config
+from triaxis.engine.config.tree import problems as broken_rules
+from triaxis.engine.config.yaml_text import read_yaml
+from triaxis.engine.errors import ConfigError
 
 ENVIRONMENT = {
     "TP": "parallel.tp",
@@ -80,7 +80,7 @@ def load_config(
         overrides: `section.key=value`, the value in YAML.
         environment: `os.environ` for the names in `ENVIRONMENT`; None: not read.
         world_size, ranks_per_node: the cluster, where it is known, for the rules that depend on it.
-        more_rules: rules that need more than the configuration, such as `models.predict.fit.memory_rule`.
+        more_rules: rules that need more than the configuration, such as `triaxis.models.predict.fit.memory_rule`.
 
     Raises:
         ConfigError: every problem at once: the file, unknown keys, types, and every rule that can be evaluated.

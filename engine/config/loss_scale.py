@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from engine.config.counts import Count
-from engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject
+from triaxis.engine.config.counts import Count
+from triaxis.engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject
 
 
 class LossScaleConfig(Section):

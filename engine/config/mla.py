@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from engine.config.section import Problem, Rule, Section, Subject, multiples, numbers
+from triaxis.engine.config.section import Problem, Rule, Section, Subject, multiples, numbers
 
 if TYPE_CHECKING:
-    from engine.config.attention_kinds import LayerKind
-    from engine.config.model import ModelConfig
+    from triaxis.engine.config.attention_kinds import LayerKind
+    from triaxis.engine.config.model import ModelConfig
 
 LARGEST_RANK = 2**24
 """Elements of a latent or of a part of a head."""

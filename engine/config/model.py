@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from engine.config import attention_kinds, layer_kinds
-from engine.config.attention_kinds import (
+from triaxis.engine.config import attention_kinds, layer_kinds
+from triaxis.engine.config.attention_kinds import (
     ATTENTION_KIND_RULES,
     KindFields,
     LayerKind,
@@ -15,11 +15,11 @@ from engine.config.attention_kinds import (
     Share,
     Window,
 )
-from engine.config.layer_kinds import Activation, Norm, Position
-from engine.config.mla import MLA_RULES, MLAConfig
-from engine.config.moe import MOE_RULES, MoEConfig
-from engine.config.mtp import MTP_RULES, MTPConfig
-from engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject, divisors, multiples
+from triaxis.engine.config.layer_kinds import Activation, Norm, Position
+from triaxis.engine.config.mla import MLA_RULES, MLAConfig
+from triaxis.engine.config.moe import MOE_RULES, MoEConfig
+from triaxis.engine.config.mtp import MTP_RULES, MTPConfig
+from triaxis.engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject, divisors, multiples
 
 MOST_LAYERS = 10_000
 """Transformer layers."""

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
-from engine.layout.rank_rules import uneven_experts
+from triaxis.engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
+from triaxis.engine.layout.rank_rules import uneven_experts
 
 if TYPE_CHECKING:
-    from engine.config.model import ModelConfig
-    from engine.config.tree import Config
+    from triaxis.engine.config.model import ModelConfig
+    from triaxis.engine.config.tree import Config
 
 MOST_EXPERTS = 2**16
 """Experts of a layer."""

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from engine.config.section import MEANT, Problem, Rule, Section, Subject
+from triaxis.engine.config.section import MEANT, Problem, Rule, Section, Subject
 
 MOST_AHEAD = 16
 """Layers of multi-token prediction."""

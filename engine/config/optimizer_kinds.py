@@ -1,7 +1,7 @@
 """The optimizers: the state of each, and the config fields that only it reads (no torch here).
 
-An optimizer is a record here, its arithmetic in `updates.py`, and its own fields in `engine.config.training.OptimizerConfig`
-(docs/extending.md, "An optimizer").
+An optimizer is a record here, its arithmetic in `updates.py`, and its own fields in
+`triaxis.engine.config.training.OptimizerConfig` (docs/extending.md, "An optimizer").
 """
 
 from collections.abc import Mapping

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine.config.stage_work import head_work, layer_work
-from engine.config.stages import RunStage, current_stage, run_stages
-from engine.errors import ConfigError, counted
-from engine.layout.balance import balance, even_counts, largest_work
-from engine.layout.partition import StageLayers, partition
-from engine.layout.placement import Placement
-from engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.config.stage_work import head_work, layer_work
+from triaxis.engine.config.stages import RunStage, current_stage, run_stages
+from triaxis.engine.errors import ConfigError, counted
+from triaxis.engine.layout.balance import balance, even_counts, largest_work
+from triaxis.engine.layout.partition import StageLayers, partition
+from triaxis.engine.layout.placement import Placement
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 
 if TYPE_CHECKING:  # the sections import this module
-    from engine.config.layout import ParallelConfig
-    from engine.config.training import TrainConfig
-    from engine.config.tree import Config
+    from triaxis.engine.config.layout import ParallelConfig
+    from triaxis.engine.config.training import TrainConfig
+    from triaxis.engine.config.tree import Config
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, create_model, field_validator
 
-from engine.config.counts import Count, count
-from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, multiples
-from engine.layout.rank_rules import MOST_RANKS
+from triaxis.engine.config.counts import Count, count
+from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, multiples
+from triaxis.engine.layout.rank_rules import MOST_RANKS
 
 SHORTEST_TIMEOUT = 1.0
 """Seconds. Starting a process alone takes longer than any shorter time."""

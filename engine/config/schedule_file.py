@@ -14,13 +14,13 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from engine.errors import ScheduleError
+from triaxis.engine.errors import ScheduleError
 
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 """Chunk, kind and microbatch of an action."""
 
 PLACEMENTS = ("loop", "v")
-"""Which rank holds which stage (`engine.layout.placement`)."""
+"""Which rank holds which stage (`triaxis.engine.layout.placement`)."""
 
 _HEADER = re.compile(
     r"schedule=(\S+) pp=(\d{1,7}) vpp=(\d{1,7}) microbatches=(\d{1,9}) forward_only=(yes|no)(?: placement=(\S+))?"
@@ -65,7 +65,8 @@ def parse_schedule(text: str) -> ScheduleText:
     """Read the form above; empty lines and lines that begin with `#` are skipped.
 
     Raises:
-        ScheduleError: all lines that cannot be read. (`engine.pipeline.validate.check` decides whether the schedule makes sense.)
+        ScheduleError: all lines that cannot be read. (`triaxis.engine.pipeline.validate.check` decides whether the schedule
+            makes sense.)
     """
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     header = _HEADER.fullmatch(lines[0]) if lines else None

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
-from engine.config.plan import data_parallel_size
+from triaxis.engine.config.plan import data_parallel_size
 
 if TYPE_CHECKING:  # the tree imports every section
-    from engine.config.tree import Config
+    from triaxis.engine.config.tree import Config
 
 MOST_DIVIDED = 10_000
 """Largest small divisor that is searched for; its counterpart is found with it."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from engine.config.section import Problem, Rule, Subject
-from engine.config.stages import run_stages
+from triaxis.engine.config.section import Problem, Rule, Subject
+from triaxis.engine.config.stages import run_stages
 
 
 def stages_follow_each_other(subject: Subject) -> Iterator[Problem]:

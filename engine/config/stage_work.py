@@ -12,8 +12,8 @@ adds up the same terms for a step.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the sections import the plan, which imports this module
-    from engine.config.attention_kinds import LayerKind
-    from engine.config.model import ModelConfig
+    from triaxis.engine.config.attention_kinds import LayerKind
+    from triaxis.engine.config.model import ModelConfig
 
 
 def keys_of(length: int, window: int | None) -> float:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Required
 from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
-from engine.config.counts import Count
+from triaxis.engine.config.counts import Count
 
 if TYPE_CHECKING:
-    from engine.config.tree import Config
+    from triaxis.engine.config.tree import Config
 
 STAGE_FIELDS = (
     *("data.train", "data.attention", "data.positions", "data.count_document_starts"),

@@ -7,18 +7,18 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from engine.config.counts import Count
-from engine.config.plan import planned_steps
-from engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
+from triaxis.engine.config.counts import Count
+from triaxis.engine.config.plan import planned_steps
+from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject
 
 SINKS: Mapping[str, str] = MappingProxyType(
     {
-        "wandb": "engine.telemetry.outlets.wandb:WandbSink",
-        "tensorboard": "engine.telemetry.outlets.tensorboard:TensorBoardSink",
+        "wandb": "triaxis.engine.telemetry.outlets.wandb:WandbSink",
+        "tensorboard": "triaxis.engine.telemetry.outlets.tensorboard:TensorBoardSink",
     }
 )
-"""Sinks (`engine.telemetry.outlets.sink`) by the field of `telemetry` that opens them, in order. They are imported when chosen:
-this room is below theirs, and a run loads only what it uses."""
+"""Sinks (`triaxis.engine.telemetry.outlets.sink`) by the field of `telemetry` that opens them, in order. They are imported
+when chosen: this room is below theirs, and a run loads only what it uses."""
 
 
 class WandbConfig(Section):

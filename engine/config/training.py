@@ -6,14 +6,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from engine.config.counts import Count
-from engine.config.ema import EmaConfig
-from engine.config.fp8 import FP8_RULES, Fp8Config
-from engine.config.groups import GROUP_RULES, GroupFields
-from engine.config.loss_scale import LOSS_SCALE_RULES, LossScaleConfig
-from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName, StateKind, state_kinds
-from engine.config.plan import partial_batch, planned_steps, planned_tokens
-from engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
+from triaxis.engine.config.counts import Count
+from triaxis.engine.config.ema import EmaConfig
+from triaxis.engine.config.fp8 import FP8_RULES, Fp8Config
+from triaxis.engine.config.groups import GROUP_RULES, GroupFields
+from triaxis.engine.config.loss_scale import LOSS_SCALE_RULES, LossScaleConfig
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName, StateKind, state_kinds
+from triaxis.engine.config.plan import partial_batch, planned_steps, planned_tokens
+from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
 
 MOST_STEPS = 2**40
 """Optimizer steps of a run; at one step per millisecond they would take 35 years."""

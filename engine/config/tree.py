@@ -23,17 +23,17 @@ from typing import Annotated
 
 from pydantic import Field
 
-from engine.config.activations import ACTIVATION_RULES, KernelsConfig, OffloadConfig, RecomputeConfig
-from engine.config.data import DATA_RULES, DataConfig
-from engine.config.layout import LAYOUT_RULES, ParallelConfig, ScheduleConfig
-from engine.config.model import MODEL_RULES, ModelConfig
-from engine.config.run import RUN_RULES, CheckpointConfig, ResilienceConfig, RuntimeConfig
-from engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject, Verdict, with_value
-from engine.config.stage_rules import STAGE_RULES
-from engine.config.stages import StageFields, at_stage
-from engine.config.telemetry import TELEMETRY_RULES, TelemetryConfig
-from engine.config.training import TRAINING_RULES, OptimizerConfig, PrecisionConfig, TrainConfig
-from engine.errors import ConfigError
+from triaxis.engine.config.activations import ACTIVATION_RULES, KernelsConfig, OffloadConfig, RecomputeConfig
+from triaxis.engine.config.data import DATA_RULES, DataConfig
+from triaxis.engine.config.layout import LAYOUT_RULES, ParallelConfig, ScheduleConfig
+from triaxis.engine.config.model import MODEL_RULES, ModelConfig
+from triaxis.engine.config.run import RUN_RULES, CheckpointConfig, ResilienceConfig, RuntimeConfig
+from triaxis.engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject, Verdict, with_value
+from triaxis.engine.config.stage_rules import STAGE_RULES
+from triaxis.engine.config.stages import StageFields, at_stage
+from triaxis.engine.config.telemetry import TELEMETRY_RULES, TelemetryConfig
+from triaxis.engine.config.training import TRAINING_RULES, OptimizerConfig, PrecisionConfig, TrainConfig
+from triaxis.engine.errors import ConfigError
 
 FORMAT_VERSION = 1
 """Version of the configuration file, raised when a key changes its meaning. `RENAMED` lists keys that changed only their name."""

@@ -5,9 +5,9 @@ from typing import Any
 
 import yaml
 
-from engine.config.section import Section
-from engine.config.tree import FORMAT_VERSION, Config
-from engine.storage.redaction import without_secrets
+from triaxis.engine.config.section import Section
+from triaxis.engine.config.tree import FORMAT_VERSION, Config
+from triaxis.engine.storage.redaction import without_secrets
 
 COMMENT_COLUMN = 36
 

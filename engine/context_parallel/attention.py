@@ -20,14 +20,14 @@ from typing import Any
 
 import torch
 
-from engine.comm.collectives import Axis, Pending
-from engine.comm.ledger import ATTENTION, KEYS_AND_VALUES
-from engine.config.activations import RecomputeConfig
-from engine.config.context_parallel import heads_of_pieces
-from engine.config.layout import ParallelConfig
-from engine.data.sequence_part import SequencePart
-from engine.kernels.masked_attention import Kernel, attend, grad_of_sinks
-from engine.numerics.precision import accumulation_dtype
+from triaxis.engine.comm.collectives import Axis, Pending
+from triaxis.engine.comm.ledger import ATTENTION, KEYS_AND_VALUES
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.context_parallel import heads_of_pieces
+from triaxis.engine.config.layout import ParallelConfig
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.kernels.masked_attention import Kernel, attend, grad_of_sinks
+from triaxis.engine.numerics.precision import accumulation_dtype
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -8,13 +8,13 @@ Documents stay whole: masks come from positions in the row. Every cp rank of a r
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from engine.config.context_parallel import gathers_keys
-from engine.config.tree import Config
-from engine.context_parallel.deal import Windows, even_runs, runs_of_ranks, windows_of
-from engine.context_parallel.imbalance import work_of_ranks
-from engine.data.loader import MicroBatch
-from engine.data.sequence_part import SequencePart
-from engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.deal import Windows, even_runs, runs_of_ranks, windows_of
+from triaxis.engine.context_parallel.imbalance import work_of_ranks
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.layout.rank_grid import ParallelSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
-from engine.config.model import ModelConfig
+from triaxis.engine.config.model import ModelConfig
 
 BLOCKS_OF_ONE = 2
 """Blocks of a rank where a row is one document."""

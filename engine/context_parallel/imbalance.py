@@ -4,14 +4,14 @@ Each gather waits for the rank that comes last, so a microbatch takes as long as
 
     imbalance    keys of each microbatch's fullest rank / keys of its mean rank, both summed over the microbatches; at least 1
 
-Keys are those that a rank's queries see, over all layers together (`engine.context_parallel.deal.rank_work`). Rows of one document
-are dealt by head and tail, and are exactly balanced.
+Keys are those that a rank's queries see, over all layers together (`triaxis.engine.context_parallel.deal.rank_work`). Rows of
+one document are dealt by head and tail, and are exactly balanced.
 """
 
 from collections.abc import Sequence
 
-from engine.context_parallel.deal import Windows, rank_work
-from engine.data.document_statistics import DocumentStatistics
+from triaxis.engine.context_parallel.deal import Windows, rank_work
+from triaxis.engine.data.document_statistics import DocumentStatistics
 
 
 def work_of_ranks(rows: Sequence[Sequence[int]], size: int, windows: Windows) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from engine.comm.collectives import Axis
-from engine.comm.ledger import HEADS
-from engine.layout.shard_spec import cut
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import HEADS
+from triaxis.engine.layout.shard_spec import cut
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from math import gcd, lcm
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.samples import Sample, SampleSource
-from engine.errors import DataError
+from triaxis.engine.data.samples import Sample, SampleSource
+from triaxis.engine.errors import DataError
 
 MAX_PERIOD = 100_000
 """Longest period. Weights that need a longer one are rounded to parts of it: to one in a hundred thousand."""

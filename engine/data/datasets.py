@@ -13,20 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config.data import DataConfig
-from engine.config.stages import DataSegment, data_segments
-from engine.config.tree import Config
-from engine.data.blend import Blend, counts_of
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.record import read_record
-from engine.data.corpus.tokenizers import BYTES
-from engine.data.document_statistics import UNBROKEN
-from engine.data.remainder import ContinuedStream
-from engine.data.samples import SampleSource, SampleStream
-from engine.data.skipped import SkippedRanges
-from engine.data.split import PARTS, split_documents
-from engine.data.synthetic import SyntheticDataset
-from engine.errors import DataError
+from triaxis.engine.config.data import DataConfig
+from triaxis.engine.config.stages import DataSegment, data_segments
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.blend import Blend, counts_of
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.record import read_record
+from triaxis.engine.data.corpus.tokenizers import BYTES
+from triaxis.engine.data.document_statistics import UNBROKEN
+from triaxis.engine.data.remainder import ContinuedStream
+from triaxis.engine.data.samples import SampleSource, SampleStream
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.engine.data.split import PARTS, split_documents
+from triaxis.engine.data.synthetic import SyntheticDataset
+from triaxis.engine.errors import DataError
 
 WeightedCorpora = Sequence[tuple[float, str]]
 

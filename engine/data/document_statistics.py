@@ -10,9 +10,9 @@ of it. The first steps stand for the run: lengths come from the index, and no to
 from dataclasses import dataclass
 from statistics import fmean
 
-from engine.config.stage_work import keys_of
-from engine.data.sampler import step_sample_ids
-from engine.data.samples import SampleSource, input_lengths
+from triaxis.engine.config.stage_work import keys_of
+from triaxis.engine.data.sampler import step_sample_ids
+from triaxis.engine.data.samples import SampleSource, input_lengths
 
 MOST_SAMPLES = 1024
 """Samples that are looked at, or one step's where that has more."""

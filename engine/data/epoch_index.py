@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.index_cache import key_digest, open_numbers
-from engine.data.shuffle import permutation
+from triaxis.engine.data.index_cache import key_digest, open_numbers
+from triaxis.engine.data.shuffle import permutation
 
 
 @dataclass(frozen=True, slots=True)

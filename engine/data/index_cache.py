@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import DataError
-from engine.storage.files import HASH_BLOCK_BYTES, locked, write_atomically
+from triaxis.engine.errors import DataError
+from triaxis.engine.storage.files import HASH_BLOCK_BYTES, locked, write_atomically
 
 MAGIC = b"TRXEPOC1"
 DIGEST_BYTES = 32

@@ -9,11 +9,11 @@ was made on any number of ranks, with any number of restarts, has read what this
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.config.stages import RunStage
-from engine.data.blend import Blend
-from engine.data.remainder import ContinuedStream
-from engine.data.samples import DocumentPart, SampleSource, SampleStream
-from engine.data.skipped import SkippedRanges
+from triaxis.engine.config.stages import RunStage
+from triaxis.engine.data.blend import Blend
+from triaxis.engine.data.remainder import ContinuedStream
+from triaxis.engine.data.samples import DocumentPart, SampleSource, SampleStream
+from triaxis.engine.data.skipped import SkippedRanges
 
 
 @dataclass(frozen=True, slots=True)

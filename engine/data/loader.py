@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from engine.config.data import AttentionScope, PositionOrigin
-from engine.data.documents import Documents, document_positions
-from engine.data.sampler import NOTHING_SKIPPED, step_sample_ids
-from engine.data.samples import Sample, SampleSource, input_lengths, mask_ahead
-from engine.data.sequence_part import SequencePart
-from engine.data.skipped import SkippedRanges
-from engine.errors import DataError
+from triaxis.engine.config.data import AttentionScope, PositionOrigin
+from triaxis.engine.data.documents import Documents, document_positions
+from triaxis.engine.data.sampler import NOTHING_SKIPPED, step_sample_ids
+from triaxis.engine.data.samples import Sample, SampleSource, input_lengths, mask_ahead
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.engine.errors import DataError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +69,7 @@ class Batches:
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
         attention, positions: `data.attention` and `data.positions`.
         num_ahead: D, tokens beyond the next that each position predicts (`model.mtp.num_layers`).
-        cut: takes this rank's part of a microbatch (`engine.context_parallel.cut`); None: ranks hold whole rows.
+        cut: takes this rank's part of a microbatch (`triaxis.engine.context_parallel.cut`); None: ranks hold whole rows.
 
     Raises:
         DataError: prefetch_steps < 1.

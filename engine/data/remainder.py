@@ -18,9 +18,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.index_cache import key_digest, open_numbers
-from engine.data.samples import DocumentPart, Sample, SampleStream
-from engine.data.shuffle import permutation
+from triaxis.engine.data.index_cache import key_digest, open_numbers
+from triaxis.engine.data.samples import DocumentPart, Sample, SampleStream
+from triaxis.engine.data.shuffle import permutation
 
 
 class Cut(Protocol):

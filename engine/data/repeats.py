@@ -13,12 +13,12 @@ one sample wherever the epoch was cut.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.config.stages import RunStage, at_stage, run_stages
-from engine.config.tree import Config
-from engine.data.ledger import SampleRead, read_of, reads_of_step
-from engine.data.samples import SampleSource
-from engine.data.skipped import SkippedRanges
-from engine.errors import attempt_name
+from triaxis.engine.config.stages import RunStage, at_stage, run_stages
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.ledger import SampleRead, read_of, reads_of_step
+from triaxis.engine.data.samples import SampleSource
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.engine.errors import attempt_name
 
 Place = tuple[str, int, int]
 """A document in one epoch: (corpus, epoch, document)."""

@@ -9,14 +9,14 @@ name, which the run's config.yaml and its checkpoints record. A run on synthetic
 
 from collections.abc import Sequence
 
-from engine.config.model import BYTES_VOCABULARY
-from engine.config.stages import at_stage
-from engine.config.tree import Config
-from engine.data.corpus.indexed import idx_path
-from engine.data.corpus.matching import find_recorded, recorded_as
-from engine.data.corpus.record import read_record
-from engine.data.corpus.tokenizers import BYTES, Tokenizer
-from engine.errors import DataError
+from triaxis.engine.config.model import BYTES_VOCABULARY
+from triaxis.engine.config.stages import at_stage
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.indexed import idx_path
+from triaxis.engine.data.corpus.matching import find_recorded, recorded_as
+from triaxis.engine.data.corpus.record import read_record
+from triaxis.engine.data.corpus.tokenizers import BYTES, Tokenizer
+from triaxis.engine.errors import DataError
 
 
 def with_tokenizer(config: Config) -> tuple[Config, str | None]:

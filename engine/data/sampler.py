@@ -11,7 +11,7 @@ pipeline-parallel ranks of one dp rank read the same ids. The dp size, the micro
 step differently.
 """
 
-from engine.data.skipped import SkippedRanges
+from triaxis.engine.data.skipped import SkippedRanges
 
 NOTHING_SKIPPED = SkippedRanges()
 

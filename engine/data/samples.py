@@ -19,9 +19,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.epoch_index import EpochIndex, EpochKey, open_epoch
-from engine.errors import DataError
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.epoch_index import EpochIndex, EpochKey, open_epoch
+from triaxis.engine.errors import DataError
 
 EPOCHS_KEPT_OPEN = 2
 """Open epochs: at a boundary, samples of two alternate."""

@@ -13,7 +13,7 @@ steps do not change. A sample id is one visit to a sample; another epoch visits 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from engine.errors import DataError
+from triaxis.engine.errors import DataError
 
 Ranges = tuple[tuple[int, int], ...]
 

@@ -9,7 +9,7 @@ the same file holds back the same documents.
 
 from collections.abc import Sequence
 
-from engine.errors import DataError
+from triaxis.engine.errors import DataError
 
 PARTS = ("train", "valid", "test")
 

@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.samples import Sample
-from engine.data.shuffle import random_bits
-from engine.errors import DataError
+from triaxis.engine.data.samples import Sample
+from triaxis.engine.data.shuffle import random_bits
+from triaxis.engine.errors import DataError
 
 
 class SyntheticDataset:

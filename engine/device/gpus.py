@@ -1,7 +1,7 @@
 """The GPUs that torch can use on this node, and what follows: CPU or CUDA, gloo or NCCL (torch imported only with a GPU).
 
     launcher     find_gpus -> device_type -> backend_of     handed on to its ranks in TRIAXIS_DEVICE and TRIAXIS_BACKEND
-    a rank       takes these two (`engine.comm.placement`), or decides alike under srun and a torchrun started by hand
+    a rank       takes these two (`triaxis.engine.comm.placement`), or decides alike under srun and a torchrun started by hand
 
 A GPU that torch cannot use is an error unless the CPU was asked for: no run falls back to the CPU silently.
 """
@@ -12,10 +12,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.config.run import RuntimeConfig
-from engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
-from engine.errors import TopologyError, counted
-from engine.program import ROOT
+from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
+from triaxis.engine.errors import TopologyError, counted
+from triaxis.engine.program import ROOT
 
 CPU, CUDA = "cpu", "cuda"
 GLOO, NCCL = "gloo", "nccl"

@@ -37,7 +37,7 @@ class FromCuda:
     """Copies from a GPU into pinned memory on its current stream.
 
     Args:
-        cuda: makes events; the race check passes its own (`launch.footprint.races.streams`).
+        cuda: makes events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
     """
 
     def __init__(self, cuda: Any = torch.cuda) -> None:

@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from engine.errors import OutOfMemoryError
+from triaxis.engine.errors import OutOfMemoryError
 
 PAGE_BYTES = 4096
 """The smallest page of today's processors; with larger ones only the rounding differs."""

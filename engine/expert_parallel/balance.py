@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.comm.collectives import Axis, Pending
-from engine.comm.ledger import EXPERTS
-from engine.expert_parallel.routing import count_values
-from engine.numerics.precision import AGREEMENT_DTYPE
-from engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.comm.collectives import Axis, Pending
+from triaxis.engine.comm.ledger import EXPERTS
+from triaxis.engine.expert_parallel.routing import count_values
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 
 @dataclass(frozen=True, slots=True)

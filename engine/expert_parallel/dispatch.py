@@ -29,15 +29,15 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.comm.collectives import Axis, Pending
-from engine.comm.ledger import EXPERTS
-from engine.config.moe import MoEConfig, buffer_rows
-from engine.device.host_copy import to_device
-from engine.expert_parallel.routing import count_values
-from engine.kernels.fusion import EAGER, Fusion
-from engine.kernels.grouped_gemm import Ends
-from engine.layout.shard_spec import ExpertPlace
-from engine.numerics.precision import accumulate
+from triaxis.engine.comm.collectives import Axis, Pending
+from triaxis.engine.comm.ledger import EXPERTS
+from triaxis.engine.config.moe import MoEConfig, buffer_rows
+from triaxis.engine.device.host_copy import to_device
+from triaxis.engine.expert_parallel.routing import count_values
+from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.kernels.grouped_gemm import Ends
+from triaxis.engine.layout.shard_spec import ExpertPlace
+from triaxis.engine.numerics.precision import accumulate
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.comm.collectives import Pending
-from engine.kernels.fusion import Fusion
-from engine.kernels.grouped_gemm import Ends, ExpertKernel, add_grouped_products, grouped_product
-from engine.tensor_parallel.parameter import ShardedParameter
-from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
+from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.kernels.grouped_gemm import Ends, ExpertKernel, add_grouped_products, grouped_product
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
 
 
 @dataclass(frozen=True, slots=True)

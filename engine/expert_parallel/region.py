@@ -5,19 +5,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.comm.topology import Topology
-from engine.config.moe import dispatch_of
-from engine.config.tree import Config
-from engine.expert_parallel.balance import ExpertLoad
-from engine.expert_parallel.dispatch import (
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.moe import dispatch_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.expert_parallel.balance import ExpertLoad
+from triaxis.engine.expert_parallel.dispatch import (
     Dispatch,
     ExchangeDispatch,
     ExpertGroup,
     GatherDispatch,
     ReplicatedDispatch,
 )
-from engine.expert_parallel.routing import Router
-from engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.expert_parallel.routing import Router
+from triaxis.engine.kernels.fusion import EAGER, Fusion
 
 
 @dataclass(frozen=True, slots=True)

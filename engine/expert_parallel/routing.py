@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.comm.collectives import Axis
-from engine.config.moe import MoEConfig
-from engine.numerics.precision import accumulate
-from engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.numerics.precision import accumulate
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 SMALLEST_SUM = 1e-20
 """Added to the sum of a token's chosen scores, as in the families that normalise."""

@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch._subclasses import FakeTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from engine.config.attention_kinds import PLAIN, AttentionPattern
-from engine.data.documents import Documents
-from engine.data.sequence_part import SequencePart
-from engine.kernels.flash_attention import Varlen, VarlenParts
-from engine.kernels.masked_attention import WHOLE, Blocks, CpuFlash, Kernel, Mask, masked_attention
-from engine.kernels.te import how_to_install
-from engine.kernels.te_attention import TeAttention, te_attention_failure
+from triaxis.engine.config.attention_kinds import PLAIN, AttentionPattern
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.kernels.flash_attention import Varlen, VarlenParts
+from triaxis.engine.kernels.masked_attention import WHOLE, Blocks, CpuFlash, Kernel, Mask, masked_attention
+from triaxis.engine.kernels.te import how_to_install
+from triaxis.engine.kernels.te_attention import TeAttention, te_attention_failure
 
 BACKENDS: Mapping[str, SDPBackend] = MappingProxyType(
     {

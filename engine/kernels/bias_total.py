@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from engine.numerics.precision import accumulation_dtype
+from triaxis.engine.numerics.precision import accumulation_dtype
 
 AddTotal = Callable[[torch.Tensor], None] | None
 """Takes the sum of a gradient over its tokens, [n] in the accumulation dtype; None: nothing takes it."""

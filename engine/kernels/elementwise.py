@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.bias_total import AddTotal, total_of
-from engine.kernels.fusion import Fusion, Lengths
-from engine.numerics.hashing import GOLDEN, mix_words_, shift_right
-from engine.numerics.precision import accumulate, accumulation_dtype
+from triaxis.engine.kernels.bias_total import AddTotal, total_of
+from triaxis.engine.kernels.fusion import Fusion, Lengths
+from triaxis.engine.numerics.hashing import GOLDEN, mix_words_, shift_right
+from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from engine.kernels.masked_attention import Mask
-from engine.numerics.precision import accumulate
+from triaxis.engine.kernels.masked_attention import Mask
+from triaxis.engine.numerics.precision import accumulate
 
 
 def explicit_attention(
@@ -24,7 +24,7 @@ def explicit_attention(
     Args:
         q, k, v: operands; the queries are the last s of the s_k positions of keys and values, which may have fewer heads.
         mask: the keys that are seen.
-        scale, softcap, sinks: as of `engine.kernels.attention.attention`.
+        scale, softcap, sinks: as of `triaxis.engine.kernels.attention.attention`.
         drop: applied to the probabilities.
     """
     group = q.shape[1] // k.shape[1]

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from engine.data.sequence_part import Stretch
-from engine.kernels.masked_attention import Mask, Tensors3
-from engine.numerics.precision import accumulation_dtype
+from triaxis.engine.data.sequence_part import Stretch
+from triaxis.engine.kernels.masked_attention import Mask, Tensors3
+from triaxis.engine.numerics.precision import accumulation_dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from engine.program import pip_install
+from triaxis.engine.program import pip_install
 
 Form = Literal["eager", "compiled"]
 

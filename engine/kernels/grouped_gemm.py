@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.weight_grad import WeightGradKernel, add, add_matmul
+from triaxis.engine.kernels.weight_grad import WeightGradKernel, add, add_matmul
 
 ExpertKernel = Literal["loop", "grouped"]
 

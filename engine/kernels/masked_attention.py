@@ -23,9 +23,9 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.data.documents import Documents
-from engine.data.sequence_part import SequencePart
-from engine.numerics.precision import accumulate, accumulation_dtype
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

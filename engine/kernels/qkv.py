@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from engine.kernels.bias_total import AddTotal, total_of
-from engine.kernels.fusion import Fusion
-from engine.kernels.rotary import rope, rope_backward, rope_backward_
+from triaxis.engine.kernels.bias_total import AddTotal, total_of
+from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.kernels.rotary import rope, rope_backward, rope_backward_
 
 
 def split_qkv(

@@ -27,24 +27,30 @@ from typing import Literal
 
 import torch
 
-from engine.comm.texts import gather_text
-from engine.comm.topology import Topology
-from engine.config.activations import KernelsConfig
-from engine.config.attention_kinds import PLAIN, AttentionPattern, attention_pattern
-from engine.config.context_parallel import gathers_keys, local_kv_heads
-from engine.config.moe import Dispatch as DispatchForm
-from engine.config.moe import dispatch_of
-from engine.config.tree import Config
-from engine.errors import ConfigError
-from engine.kernels.apex import Apex, apex_failure, apex_refusal, open_apex
-from engine.kernels.attention import AttentionShape, attention_failure, attention_refusal, chosen, decoding_failure
-from engine.kernels.fp8.products import Fp8, open_fp8
-from engine.kernels.fusion import Form, Fusion, compiler_failure, compiler_refusal
-from engine.kernels.grouped_gemm import ExpertKernel, grouped_gemm_failure, grouped_gemm_refusal
-from engine.kernels.te import TransformerEngine, gemm_failure, gemm_refusal, open_te
-from engine.kernels.te_attention import TeAttention
-from engine.kernels.weight_grad import WeightGradKernel, weight_grad_failure, weight_grad_refusal
-from engine.numerics.precision import DTYPES, main_grad_dtype
+from triaxis.engine.comm.texts import gather_text
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.activations import KernelsConfig
+from triaxis.engine.config.attention_kinds import PLAIN, AttentionPattern, attention_pattern
+from triaxis.engine.config.context_parallel import gathers_keys, local_kv_heads
+from triaxis.engine.config.moe import Dispatch as DispatchForm
+from triaxis.engine.config.moe import dispatch_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.kernels.apex import Apex, apex_failure, apex_refusal, open_apex
+from triaxis.engine.kernels.attention import (
+    AttentionShape,
+    attention_failure,
+    attention_refusal,
+    chosen,
+    decoding_failure,
+)
+from triaxis.engine.kernels.fp8.products import Fp8, open_fp8
+from triaxis.engine.kernels.fusion import Form, Fusion, compiler_failure, compiler_refusal
+from triaxis.engine.kernels.grouped_gemm import ExpertKernel, grouped_gemm_failure, grouped_gemm_refusal
+from triaxis.engine.kernels.te import TransformerEngine, gemm_failure, gemm_refusal, open_te
+from triaxis.engine.kernels.te_attention import TeAttention
+from triaxis.engine.kernels.weight_grad import WeightGradKernel, weight_grad_failure, weight_grad_refusal
+from triaxis.engine.numerics.precision import DTYPES, main_grad_dtype
 
 OptimizerKernel = Literal["torch", "compiled", "apex"]
 LinearKernel = Literal["torch", "te"]

@@ -13,14 +13,14 @@ from types import MappingProxyType
 
 import torch
 
-from engine.kernels.elementwise import (
+from triaxis.engine.kernels.elementwise import (
     layer_norm_backward,
     layer_norm_forward,
     rms_norm_backward,
     rms_norm_backward_in_place,
     rms_norm_forward,
 )
-from engine.kernels.fusion import Fusion
+from triaxis.engine.kernels.fusion import Fusion
 
 Tensors = tuple[torch.Tensor, ...]
 Mask = Sequence[bool]

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from engine.config.attention_kinds import RopeScaling, Rotary
-from engine.kernels.fusion import Fusion
-from engine.numerics.precision import accumulate, accumulation_dtype
+from triaxis.engine.config.attention_kinds import RopeScaling, Rotary
+from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 
 T = TypeVar("T")
 

@@ -24,9 +24,9 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.fp8.recipes import Quantised
-from engine.kernels.te_storage import Storages, open_storages
-from engine.program import install
+from triaxis.engine.kernels.fp8.recipes import Quantised
+from triaxis.engine.kernels.te_storage import Storages, open_storages
+from triaxis.engine.program import install
 
 FIRST_VERSION = "2.10"
 """The first release whose `general_gemm` takes these arguments; earlier ones want a workspace of the caller."""

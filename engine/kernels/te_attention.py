@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.te import TransformerEngine, te_failure
+from triaxis.engine.kernels.te import TransformerEngine, te_failure
 
 TRIED = (128, 1)
 """Tokens and samples of the trial."""

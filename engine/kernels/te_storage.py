@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from engine.kernels.fp8.block_product import padded_exponents, scales_of
-from engine.kernels.fp8.recipes import Quantised
-from engine.numerics.precision import FP8_E4M3, FP8_E5M2
+from triaxis.engine.kernels.fp8.block_product import padded_exponents, scales_of
+from triaxis.engine.kernels.fp8.recipes import Quantised
+from triaxis.engine.numerics.precision import FP8_E4M3, FP8_E5M2
 
 _FOLDER = "transformer_engine.pytorch.tensor.storage"
 

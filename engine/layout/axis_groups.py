@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from engine.layout.rank_grid import RankGrid
+from triaxis.engine.layout.rank_grid import RankGrid
 
 OF_EXPERTS = ("sample", "experts", "expert_dp")
 """The axes that only models with experts have."""

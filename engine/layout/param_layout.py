@@ -17,7 +17,7 @@ part is summed, counted and clipped as a whole, and all replicas cut it identica
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.layout.shard_spec import ParamRecord, ReduceAxis, ReplicaAxis
+from triaxis.engine.layout.shard_spec import ParamRecord, ReduceAxis, ReplicaAxis
 
 
 @dataclass(frozen=True, slots=True)

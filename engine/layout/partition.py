@@ -3,13 +3,13 @@
     10 layers, pp 2, vpp 2        stage 0        stage 1     stage 2     stage 3
                                   embedding 0 1  2 3 4       5 6 7       8 9 head
 
-Stages are numbered along the model; `engine.layout.placement.Placement` maps them to ranks.
+Stages are numbered along the model; `triaxis.engine.layout.placement.Placement` maps them to ranks.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.layout.balance import even_counts
+from triaxis.engine.layout.balance import even_counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from engine.errors import TopologyError
-from engine.layout.rank_rules import partial_node, too_many_ranks, tp_across_nodes, uneven_experts
-from engine.layout.shard_spec import ExpertPlace, ReduceAxis
+from triaxis.engine.errors import TopologyError
+from triaxis.engine.layout.rank_rules import partial_node, too_many_ranks, tp_across_nodes, uneven_experts
+from triaxis.engine.layout.shard_spec import ExpertPlace, ReduceAxis
 
 AXES = ("pp", "dp", "cp", "tp")
 """The mesh axes, slow to fast. No other place states this order."""

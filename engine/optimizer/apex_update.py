@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.config.groups import UpdateRule
-from engine.config.optimizer_kinds import MASTER
-from engine.config.training import OptimizerConfig
-from engine.kernels.apex import Apex
+from triaxis.engine.config.groups import UpdateRule
+from triaxis.engine.config.optimizer_kinds import MASTER
+from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.kernels.apex import Apex
 
 if TYPE_CHECKING:  # the optimizer imports this
-    from engine.optimizer.distributed import OwnedBucket
+    from triaxis.engine.optimizer.distributed import OwnedBucket
 
 
 def update_by_apex(

@@ -17,19 +17,19 @@ from types import MappingProxyType
 
 import torch
 
-from engine.config.groups import update_rule
-from engine.config.optimizer_kinds import MASTER
-from engine.config.training import OptimizerConfig, PrecisionConfig
-from engine.device.host_copy import to_device
-from engine.kernels.apex import Apex
-from engine.kernels.fusion import Fusion
-from engine.layout.param_layout import Segment
-from engine.numerics.precision import AGREEMENT_DTYPE, STEP_DTYPE, accumulation_dtype
-from engine.optimizer.apex_update import update_by_apex
-from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
-from engine.optimizer.state import OptimizerState, read_master, write_master
-from engine.optimizer.stretches import Run, Stretch, stretches
-from engine.optimizer.updates import UPDATES, Update
+from triaxis.engine.config.groups import update_rule
+from triaxis.engine.config.optimizer_kinds import MASTER
+from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig
+from triaxis.engine.device.host_copy import to_device
+from triaxis.engine.kernels.apex import Apex
+from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.layout.param_layout import Segment
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE, STEP_DTYPE, accumulation_dtype
+from triaxis.engine.optimizer.apex_update import update_by_apex
+from triaxis.engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
+from triaxis.engine.optimizer.state import OptimizerState, read_master, write_master
+from triaxis.engine.optimizer.stretches import Run, Stretch, stretches
+from triaxis.engine.optimizer.updates import UPDATES, Update
 
 DOT_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**16, "cuda": 2**30})
 """Most elements of one `torch.dot`, by device. A CPU's BLAS adds each lane one by one: in fp32 four times as many would be 2e-6

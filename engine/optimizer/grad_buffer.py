@@ -20,12 +20,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.comm.collectives import Axis, Pending
-from engine.comm.ledger import REPLICA_GRADIENTS
-from engine.layout.param_layout import BucketLayout, BufferLayout
-from engine.layout.shard_spec import ReduceAxis
-from engine.numerics.precision import accumulation_dtype
-from engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.comm.collectives import Axis, Pending
+from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
+from triaxis.engine.layout.param_layout import BucketLayout, BufferLayout
+from triaxis.engine.layout.shard_spec import ReduceAxis
+from triaxis.engine.numerics.precision import accumulation_dtype
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 
 @dataclass

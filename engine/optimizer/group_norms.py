@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from engine.comm.collectives import Axis
-from engine.config.groups import GroupFields, group_of
-from engine.config.optimizer_kinds import MASTER
-from engine.device.host_copy import HostCopy
-from engine.numerics.precision import AGREEMENT_DTYPE
-from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
-from engine.optimizer.norms import Norms
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.config.groups import GroupFields, group_of
+from triaxis.engine.config.optimizer_kinds import MASTER
+from triaxis.engine.device.host_copy import HostCopy
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
+from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
+from triaxis.engine.optimizer.norms import Norms
 
 PURPOSE = "norms"
 

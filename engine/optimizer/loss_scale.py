@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from engine.config.loss_scale import LossScaleConfig
-from engine.numerics.precision import AGREEMENT_DTYPE
+from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 
 FACTOR = 2.0
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from engine.config.training import DECAYS, OptimizerConfig
+from triaxis.engine.config.training import DECAYS, OptimizerConfig
 
 SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {

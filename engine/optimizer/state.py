@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.config.optimizer_kinds import EMA, MASTER, StateKind
-from engine.config.training import PrecisionConfig
-from engine.numerics.precision import accumulation_dtype
+from triaxis.engine.config.optimizer_kinds import EMA, MASTER, StateKind
+from triaxis.engine.config.training import PrecisionConfig
+from triaxis.engine.numerics.precision import accumulation_dtype
 
 _HALF_BITS = 16
 

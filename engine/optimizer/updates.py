@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from engine.config.optimizer_kinds import OptimizerName, StateKind
-from engine.config.training import OptimizerConfig
+from triaxis.engine.config.optimizer_kinds import OptimizerName, StateKind
+from triaxis.engine.config.training import OptimizerConfig
 
 Tensors = Sequence[Tensor]
 State = Mapping[StateKind, Tensors]

@@ -5,16 +5,16 @@
         rank 0: 0F0 0F1 0B0 0F2 0B1 0B2       0F1 = chunk 0, forward, microbatch 1
         rank 1: 0F0 0B0 0F1 0B1 0F2 0B2       chunk = this rank's number of a stage, 0 .. vpp - 1
 
-A schedule holds compute only. What is sent and received follows from it (`engine.pipeline.lowering`).
+A schedule holds compute only. What is sent and received follows from it (`triaxis.engine.pipeline.lowering`).
 """
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple
 
-from engine.config.schedule_file import ACTION, not_an_action
-from engine.errors import ScheduleError
-from engine.layout.placement import Placement
+from triaxis.engine.config.schedule_file import ACTION, not_an_action
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.layout.placement import Placement
 
 __all__ = ["Action", "Kind", "Output", "Placement", "Schedule"]
 

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from engine.activations.backward import run_backward
-from engine.comm.topology import Topology
-from engine.pipeline.actions import Action, Kind
-from engine.pipeline.lowering import Instruction, Post, Program
-from engine.pipeline.p2p import StageTensor, Transport
-from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue, add_deferred
+from triaxis.engine.activations.backward import run_backward
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.pipeline.actions import Action, Kind
+from triaxis.engine.pipeline.lowering import Instruction, Post, Program
+from triaxis.engine.pipeline.p2p import StageTensor, Transport
+from triaxis.engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue, add_deferred
 
 InstructionObserver = Callable[[Instruction | None], None]
 

@@ -6,8 +6,8 @@ pp 2, vpp 2, 4 microbatches       in a loop                            in a V
     rank 1                        0F0 0F1 1F0 1F1 0F2 0F3 1F2 1F3      0F0 1F0 0F1 1F1 0F2 1F2 0F3 1F3
 """
 
-from engine.layout.rank_grid import ParallelSizes
-from engine.pipeline.actions import Action, Kind, Placement, Schedule
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:

@@ -24,15 +24,15 @@ A group call is therefore split until the transfers of each pair are grouped ali
 
 **Why no deadlock.** A rank reaches the post of a transfer by `time` at the latest, since all actions before it end by then;
 all transfers before it in the order are done by `time`; and its consumer starts at `time` or later. So the timeline itself
-is an execution of the program under NCCL's rules. (`engine.pipeline.validate` does not rely on this: it runs the program.)
+is an execution of the program under NCCL's rules. (`triaxis.engine.pipeline.validate` does not rely on this: it runs the program.)
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from engine.pipeline.actions import Action, Kind, Schedule
-from engine.pipeline.simulate import Costs, Interval, simulate
+from triaxis.engine.pipeline.actions import Action, Kind, Schedule
+from triaxis.engine.pipeline.simulate import Costs, Interval, simulate
 
 Direction = Literal["forward", "backward"]
 """Names the process group: activations go forward, their gradients backward."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.comm.backends import Message
-from engine.comm.collectives import Axis, Pending
-from engine.pipeline.lowering import Direction, Post
+from triaxis.engine.comm.backends import Message
+from triaxis.engine.comm.collectives import Axis, Pending
+from triaxis.engine.pipeline.lowering import Direction, Post
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,17 +5,17 @@
 
 Kernels are loaded, and memory is taken, in the first run after a start. Both may make the host wait for all work of its GPU. A
 receive that was posted early spins there until its peer sends, and the peer may wait in the same way: both are stuck. The same
-holds where the allocator frees memory and tries again. Late receives cannot deadlock then (`engine.pipeline.validate`).
+holds where the allocator frees memory and tries again. Late receives cannot deadlock then (`triaxis.engine.pipeline.validate`).
 """
 
 from collections.abc import Iterator
 
-from engine.config.section import Problem, Subject
-from engine.errors import ScheduleError
-from engine.pipeline.actions import Schedule
-from engine.pipeline.lowering import Program, lower
-from engine.pipeline.schedules import from_rows
-from engine.pipeline.validate import check
+from triaxis.engine.config.section import Problem, Subject
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.pipeline.actions import Schedule
+from triaxis.engine.pipeline.lowering import Program, lower
+from triaxis.engine.pipeline.schedules import from_rows
+from triaxis.engine.pipeline.validate import check
 
 STEPS_AFTER_RETRY = 10
 """Runs with late receives after the allocator has retried: memory that is short once is short again soon."""
@@ -69,7 +69,7 @@ class Programs:
 def schedule_file_runs(subject: Subject) -> Iterator[Problem]:
     """Yield a problem where the schedule of `schedule.file` lacks an action, has one out of order, or deadlocks in either form.
 
-    It is a rule for those who start a run or check one: it reads what no rule of `engine.config` can.
+    It is a rule for those who start a run or check one: it reads what no rule of `triaxis.engine.config` can.
     """
     file = subject.config.schedule.file
     # Other rules report a file that is no training schedule, or has too few rows.

@@ -9,22 +9,22 @@
 
 A rank runs its forwards in one fixed order and its backwards in another; a schedule is those two orders and the number
 of forwards before the first backward (the warm-up). The schedules here are that one function with other numbers; those
-that part a backward in two are in `engine.pipeline.zero_bubble`.
+that part a backward in two are in `triaxis.engine.pipeline.zero_bubble`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from engine.config.layout import IS_INTERLEAVED, RUNS_IN_A_V
-from engine.config.plan import batch_plan
-from engine.config.schedule_file import ScheduleText
-from engine.config.tree import Config
-from engine.errors import ScheduleError
-from engine.layout.rank_grid import ParallelSizes
-from engine.pipeline.actions import Action, Kind, Placement, Schedule
-from engine.pipeline.forwards import forward_only
-from engine.pipeline.zero_bubble import zb_h1, zbv
+from triaxis.engine.config.layout import IS_INTERLEAVED, RUNS_IN_A_V
+from triaxis.engine.config.plan import batch_plan
+from triaxis.engine.config.schedule_file import ScheduleText
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule
+from triaxis.engine.pipeline.forwards import forward_only
+from triaxis.engine.pipeline.zero_bubble import zb_h1, zbv
 
 
 def gpipe(pp: int, num_microbatches: int) -> Schedule:
@@ -69,7 +69,7 @@ def of_step(config: Config, sizes: ParallelSizes, trained_from: int) -> Schedule
     """Build the schedule of a training step, or take that of `schedule.file`.
 
     Args:
-        trained_from: the first stage with a trained parameter (`models.trained_part`).
+        trained_from: the first stage with a trained parameter (`triaxis.models.trained_part`).
 
     Raises:
         ScheduleError: the file is of other sizes than the step.
@@ -81,7 +81,7 @@ def of_config(config: Config, pp: int, vpp: int, num_microbatches: int, trained_
     """Build the training schedule that a configuration names, or take that of its file, for other sizes than its own.
 
     Args:
-        trained_from: the first stage with a trained parameter (`models.trained_part`).
+        trained_from: the first stage with a trained parameter (`triaxis.models.trained_part`).
 
     Raises:
         ScheduleError: the file has other pp or vpp, or fewer microbatches. Of more, the first are taken.

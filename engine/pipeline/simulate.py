@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from engine.errors import ScheduleError
-from engine.pipeline.actions import Action, Kind, Output, Schedule
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.pipeline.actions import Action, Kind, Output, Schedule
 
 
 @dataclass(frozen=True, slots=True)

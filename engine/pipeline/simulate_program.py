@@ -11,8 +11,8 @@ other transfer uses the channel, which is the way from one rank to another. What
             so an action may wait for a message that is not its own. The groups `forward` and `backward` do not wait for each other.
     gloo    Each transfer is by itself.
 
-`engine.pipeline.simulate` has none of this. With messages that take no time both agree for the costs that `lower` placed the posts
-by. With other costs a tensor may wait for a post that comes after a later action, or for a call before its own.
+`triaxis.engine.pipeline.simulate` has none of this. With messages that take no time both agree for the costs that `lower`
+placed the posts by. With other costs a tensor may wait for a post that comes after a later action, or for a call before its own.
 """
 
 import heapq
@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from engine.errors import ScheduleError, counted
-from engine.pipeline.actions import Action, Kind, Output
-from engine.pipeline.lowering import Direction, Post, Program, Transfer, feeding_transfer
-from engine.pipeline.simulate import Costs, Interval, Timeline, check_costs
+from triaxis.engine.errors import ScheduleError, counted
+from triaxis.engine.pipeline.actions import Action, Kind, Output
+from triaxis.engine.pipeline.lowering import Direction, Post, Program, Transfer, feeding_transfer
+from triaxis.engine.pipeline.simulate import Costs, Interval, Timeline, check_costs
 
 Backend = Literal["nccl", "gloo"]
 """Whose rules the calls follow."""

@@ -15,11 +15,11 @@ from fractions import Fraction
 from rich.style import Style
 from rich.text import Text
 
-from engine.config.schedule_file import parse_schedule
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind, Schedule
-from engine.pipeline.lowering import Instruction, Post, Program
-from engine.pipeline.simulate import Interval, Timeline
+from triaxis.engine.config.schedule_file import parse_schedule
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action, Kind, Schedule
+from triaxis.engine.pipeline.lowering import Instruction, Post, Program
+from triaxis.engine.pipeline.simulate import Interval, Timeline
 
 _FILL = {Kind.F: " ", Kind.B: "=", Kind.I: "-", Kind.W: "~"}
 _COLOURS = {

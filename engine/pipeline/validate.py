@@ -4,7 +4,7 @@
 be ordered: run rank by rank, no action waits for ever for the one that feeds it.
 
 **A program** moreover sends what is needed, once, after it exists, and receives it, once, before it is needed. Both ends of a
-pair group its transfers alike. And it runs to its end under the rules of `engine.pipeline.rendezvous`, which are NCCL's and
+pair group its transfers alike. And it runs to its end under the rules of `triaxis.engine.pipeline.rendezvous`, which are NCCL's and
 not gloo's: with the connections between ring neighbours open, as `Topology` leaves them, and with one hardware queue. A
 program with late receives, which runs while kernels are loaded, also runs where every step waits for the whole device.
 """
@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from engine.errors import ScheduleError
-from engine.pipeline.actions import Action, Kind, Schedule
-from engine.pipeline.lowering import Direction, Post, Program, Receives, Transfer, feeding_transfer
-from engine.pipeline.rendezvous import Call, Conflict, Connection, Message, Place, Rules, Step, Stuck, execute
-from engine.pipeline.text import instruction_tokens, pointed_rows, post_token
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.pipeline.actions import Action, Kind, Schedule
+from triaxis.engine.pipeline.lowering import Direction, Post, Program, Receives, Transfer, feeding_transfer
+from triaxis.engine.pipeline.rendezvous import Call, Conflict, Connection, Message, Place, Rules, Step, Stuck, execute
+from triaxis.engine.pipeline.text import instruction_tokens, pointed_rows, post_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +335,7 @@ class _Checker:
                 self._fail_conflict(failure)
 
     def _row(self, rank: int) -> list[Call | Step]:
-        """Translate a rank's instructions for `engine.pipeline.rendezvous`."""
+        """Translate a rank's instructions for `triaxis.engine.pipeline.rendezvous`."""
         received_by: dict[Transfer, int] = {}
         row: list[Call | Step] = []
         for position, each in enumerate(self.rows[rank]):

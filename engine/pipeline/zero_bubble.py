@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine.pipeline.actions import Action, Kind, Placement, Schedule
+from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule
 
 
 def zb_h1(schedule: Schedule) -> Schedule:

@@ -16,14 +16,14 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, Protocol
 
-from engine.checkpoint.history import RunHistory
-from engine.errors import DivergenceError, ReplicaError
-from engine.resilience.nonfinite import Finding, locate
-from engine.resilience.replicas import ReplicaCheck
-from engine.step import Engine
-from engine.step_limits import StepLimits
-from engine.step_result import RollbackRequested, StepResult, explain
-from engine.telemetry.record.events import EventKind
+from triaxis.engine.checkpoint.history import RunHistory
+from triaxis.engine.errors import DivergenceError, ReplicaError
+from triaxis.engine.resilience.nonfinite import Finding, locate
+from triaxis.engine.resilience.replicas import ReplicaCheck
+from triaxis.engine.step import Engine
+from triaxis.engine.step_limits import StepLimits
+from triaxis.engine.step_result import RollbackRequested, StepResult, explain
+from triaxis.engine.telemetry.record.events import EventKind
 
 
 class Notices(Protocol):

@@ -21,10 +21,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from engine.comm.texts import gather_text
-from engine.pipeline.actions import Action, Kind
-from engine.step import Engine
-from engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.comm.texts import gather_text
+from triaxis.engine.pipeline.actions import Action, Kind
+from triaxis.engine.step import Engine
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 _BEFORE, _DURING = 0, 1
 _FORWARD, _BACKWARD = 0, 1

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.comm.collectives import Axis
-from engine.comm.texts import gather_text
-from engine.device.host_copy import HostCopy, to_device
-from engine.layout.shard_spec import REDUCE_AXES
-from engine.numerics.hashing import SAME_SIZE_INTEGERS
-from engine.step import Engine
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.texts import gather_text
+from triaxis.engine.device.host_copy import HostCopy, to_device
+from triaxis.engine.layout.shard_spec import REDUCE_AXES
+from triaxis.engine.numerics.hashing import SAME_SIZE_INTEGERS
+from triaxis.engine.step import Engine
 
 PURPOSE = "replicas"
 

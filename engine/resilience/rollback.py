@@ -1,4 +1,4 @@
-"""The automatic return of a run to a checkpoint (requested by `engine.train.train`).
+"""The automatic return of a run to a checkpoint (requested by `triaxis.engine.train.train`).
 
     .. | step 40, saved | 41 | 42 | 43 is not finite     ->     step 40 again | 41 | 42 | 43 on the next samples | ..
 
@@ -9,15 +9,15 @@ checkpoints before anything is loaded, and into every later checkpoint.
 
 from pathlib import Path
 
-from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.format.manifest import TrainingState
-from engine.checkpoint.history import RunHistory
-from engine.checkpoint.resume import go_back
-from engine.comm.texts import announce
-from engine.errors import CheckpointError, DivergenceError
-from engine.resilience.guard import Notices
-from engine.step import Engine
-from engine.step_result import RollbackRequested
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
+from triaxis.engine.checkpoint.format.manifest import TrainingState
+from triaxis.engine.checkpoint.history import RunHistory
+from triaxis.engine.checkpoint.resume import go_back
+from triaxis.engine.comm.texts import announce
+from triaxis.engine.errors import CheckpointError, DivergenceError
+from triaxis.engine.resilience.guard import Notices
+from triaxis.engine.step import Engine
+from triaxis.engine.step_result import RollbackRequested
 
 
 class Rollback:

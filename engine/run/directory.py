@@ -3,7 +3,7 @@
     runs/<name>/                  name: runtime.name, or the config's stem; <stem>-<jobid> under SLURM, kept over requeues
         config.yaml               resolved, with every default, from the last attempt that began
         metrics.jsonl             one object per step, appended over all attempts
-        events/node_00000.jsonl   starts, ends, validations, faults; a file per node (`engine.telemetry.record.events`)
+        events/node_00000.jsonl   starts, ends, validations, faults; a file per node (`triaxis.engine.telemetry.record.events`)
         logs/attempt_00/rank_00003.log
         profile/attempt_00/rank_00003.steps_10_to_12.json.gz     with telemetry.profile
         timeline.json  timeline/attempt_00/rank_00003.json       with telemetry.timeline: all ranks, and the row of one
@@ -29,18 +29,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.directory import CHECKPOINTS, CONFIG, CheckpointDirectory
-from engine.checkpoint.lock import FolderLock
-from engine.checkpoint.resume_rules import lengthening
-from engine.config.run import name_problems
-from engine.config.telemetry import ProfileConfig
-from engine.config.tree import Config
-from engine.config.write import to_yaml
-from engine.errors import TriaxisError
-from engine.run import entries as run_entries
-from engine.run.entries import FINISHED, LOGS, METRICS, SAVED, STARTING_OVER, next_name
-from engine.storage.files import write_atomically
-from engine.storage.state_files import explaining_storage, try_to_write
+from triaxis.engine.checkpoint.directory import CHECKPOINTS, CONFIG, CheckpointDirectory
+from triaxis.engine.checkpoint.lock import FolderLock
+from triaxis.engine.checkpoint.resume_rules import lengthening
+from triaxis.engine.config.run import name_problems
+from triaxis.engine.config.telemetry import ProfileConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.run import entries as run_entries
+from triaxis.engine.run.entries import FINISHED, LOGS, METRICS, SAVED, STARTING_OVER, next_name
+from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.storage.state_files import explaining_storage, try_to_write
 
 
 def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:

@@ -13,15 +13,15 @@ from typing import Any
 
 import yaml
 
-from engine.checkpoint.directory import CHECKPOINTS, CONFIG, LATEST
-from engine.checkpoint.history import SKIPPED
-from engine.checkpoint.lock import LOCK
-from engine.checkpoint.resume_rules import changes, refuse
-from engine.config.plan import planned_steps
-from engine.config.tree import Config
-from engine.config.yaml_text import read_yaml
-from engine.errors import CheckpointError, TriaxisError
-from engine.storage.state_files import kind_of, read_object, read_regular
+from triaxis.engine.checkpoint.directory import CHECKPOINTS, CONFIG, LATEST
+from triaxis.engine.checkpoint.history import SKIPPED
+from triaxis.engine.checkpoint.lock import LOCK
+from triaxis.engine.checkpoint.resume_rules import changes, refuse
+from triaxis.engine.config.plan import planned_steps
+from triaxis.engine.config.tree import Config
+from triaxis.engine.config.yaml_text import read_yaml
+from triaxis.engine.errors import CheckpointError, TriaxisError
+from triaxis.engine.storage.state_files import kind_of, read_object, read_regular
 
 METRICS = "metrics.jsonl"
 EVENTS = "events"

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from engine.pipeline.lowering import Instruction
+from triaxis.engine.pipeline.lowering import Instruction
 
 
 class Phase(StrEnum):

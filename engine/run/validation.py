@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any, Protocol
 
-from engine.comm.stop import StopRequest
-from engine.run.phases import Phase
-from engine.step import Engine
+from triaxis.engine.comm.stop import StopRequest
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.step import Engine
 
 
 class StepSource(Protocol):
-    """Global batches in order (`engine.data.loader.Batches`)."""
+    """Global batches in order (`triaxis.engine.data.loader.Batches`)."""
 
     consumed_samples: int
 

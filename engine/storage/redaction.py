@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, TextIO, cast
 from urllib.parse import quote
 
-from engine.errors import OutputError
+from triaxis.engine.errors import OutputError
 
 _NAMES = re.compile(r".*(API_?KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)", re.IGNORECASE)
 LEAST_LENGTH = 8

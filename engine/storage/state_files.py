@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engine.errors import StorageError
-from engine.storage.json_text import parse_json
+from triaxis.engine.errors import StorageError
+from triaxis.engine.storage.json_text import parse_json
 
 MOST_BYTES = 16 * 2**20
 """Largest state file; `finished` has some hundred bytes, and a job's history some hundred per attempt."""

@@ -15,24 +15,24 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from engine.comm.gather import Gathering
-from engine.comm.topology import Topology
-from engine.context_parallel.imbalance import imbalance
-from engine.data.loader import MicroBatch
-from engine.device.host_copy import to_device
-from engine.errors import counted
-from engine.numerics.precision import AGREEMENT_DTYPE
-from engine.optimizer.group_norms import GroupNorms
-from engine.run.phases import Phase, StepWatcher
-from engine.step_result import StepResult
-from engine.telemetry.outlets.hub import Telemetry
-from engine.telemetry.outlets.memory_check import MemoryCheck
-from engine.telemetry.record.expert_load import LoadMeter
-from engine.telemetry.record.metrics import Meter
-from engine.telemetry.timing.phases import Timers
-from engine.telemetry.timing.slow_ranks import SlowRanks
-from engine.telemetry.timing.step_times import StepTimes
-from engine.tensor_parallel.fp8_shares import Fp8Shares
+from triaxis.engine.comm.gather import Gathering
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.context_parallel.imbalance import imbalance
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.device.host_copy import to_device
+from triaxis.engine.errors import counted
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
+from triaxis.engine.optimizer.group_norms import GroupNorms
+from triaxis.engine.run.phases import Phase, StepWatcher
+from triaxis.engine.step_result import StepResult
+from triaxis.engine.telemetry.outlets.hub import Telemetry
+from triaxis.engine.telemetry.outlets.memory_check import MemoryCheck
+from triaxis.engine.telemetry.record.expert_load import LoadMeter
+from triaxis.engine.telemetry.record.metrics import Meter
+from triaxis.engine.telemetry.timing.phases import Timers
+from triaxis.engine.telemetry.timing.slow_ranks import SlowRanks
+from triaxis.engine.telemetry.timing.step_times import StepTimes
+from triaxis.engine.tensor_parallel.fp8_shares import Fp8Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _Ended:
 
 @dataclass(eq=False)
 class TrainingObserver:
-    """`engine.train.Observer` on every rank.
+    """`triaxis.engine.train.Observer` on every rank.
 
     Attributes:
         meter: what a step's time means for this model.

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.comm.collectives import Pending
-from engine.comm.ledger import CROSS_ENTROPY
-from engine.kernels.fusion import EAGER, Fusion
-from engine.tensor_parallel.cross_entropy import LocalTargets
-from engine.tensor_parallel.layers import ColumnParallelLinear
-from engine.tensor_parallel.logits import PLAIN, LogitOptions
+from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.comm.ledger import CROSS_ENTROPY
+from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.tensor_parallel.cross_entropy import LocalTargets
+from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
+from triaxis.engine.tensor_parallel.logits import PLAIN, LogitOptions
 
 
 def chunked_head_losses(

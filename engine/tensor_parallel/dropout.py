@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.device.host_copy import to_device
-from engine.kernels.elementwise import keyed_dropout
-from engine.kernels.fusion import EAGER, Fusion
-from engine.numerics.hashing import key64
+from triaxis.engine.device.host_copy import to_device
+from triaxis.engine.kernels.elementwise import keyed_dropout
+from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.numerics.hashing import key64
 
 
 @dataclass(frozen=True, slots=True)

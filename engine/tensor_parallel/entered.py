@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from engine.comm.collectives import Pending
-from engine.tensor_parallel.mappings import TensorParallelRegion
+from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 
 def entered(x: torch.Tensor, region: TensorParallelRegion, name: str) -> torch.Tensor:

@@ -18,20 +18,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.activations.saved_tensors import SavedTensors
-from engine.comm.collectives import Axis, Pending
-from engine.comm.ledger import FP8_SCALES
-from engine.comm.topology import Topology
-from engine.config.fp8 import fp8_linears
-from engine.config.tree import Config
-from engine.kernels.fp8.products import Fp8
-from engine.kernels.fp8.recipes import E4M3, Quantised, from_bytes, is_bytes
-from engine.kernels.fp8.shares import Operand
-from engine.tensor_parallel.fp8_shares import Fp8Counts
-from engine.tensor_parallel.fused_weights import FusedWeights
-from engine.tensor_parallel.gemms import Amax, Cut, Entered, Leaving, LinearForm, LinearGemms
-from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.weight_grads import WeightGradQueue
+from triaxis.engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.comm.collectives import Axis, Pending
+from triaxis.engine.comm.ledger import FP8_SCALES
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.fp8 import fp8_linears
+from triaxis.engine.config.tree import Config
+from triaxis.engine.kernels.fp8.products import Fp8
+from triaxis.engine.kernels.fp8.recipes import E4M3, Quantised, from_bytes, is_bytes
+from triaxis.engine.kernels.fp8.shares import Operand
+from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
+from triaxis.engine.tensor_parallel.fused_weights import FusedWeights
+from triaxis.engine.tensor_parallel.gemms import Amax, Cut, Entered, Leaving, LinearForm, LinearGemms
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
+from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 
 
 @dataclass(frozen=True, slots=True)

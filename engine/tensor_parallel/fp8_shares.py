@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engine.comm.collectives import Axis
-from engine.device.host_copy import HostCopy
-from engine.kernels.fp8.recipes import E4M3, E5M2, Quantised
-from engine.kernels.fp8.shares import OPERANDS, Lost, LostByLinear, Operand
-from engine.numerics.precision import AGREEMENT_DTYPE, accumulate
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.device.host_copy import HostCopy
+from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, Quantised
+from triaxis.engine.kernels.fp8.shares import OPERANDS, Lost, LostByLinear, Operand
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE, accumulate
 
 PURPOSE = "fp8 shares"
 

@@ -5,7 +5,7 @@ from itertools import groupby
 
 import torch
 
-from engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 
 class FusedWeights:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from engine.comm.collectives import Pending
-from engine.tensor_parallel.fused_weights import FusedWeights
-from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.weight_grads import WeightGradQueue
+from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.tensor_parallel.fused_weights import FusedWeights
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
+from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 
 Amax = torch.Tensor | None
 """The largest absolute value of a tensor that has one FP8 scale; None: it has none, or many."""

@@ -11,9 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from engine.layout.shard_spec import ParamRecord, box_runs
-from engine.numerics.precision import INIT_DTYPE
-from engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.layout.shard_spec import ParamRecord, box_runs
+from triaxis.engine.numerics.precision import INIT_DTYPE
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 BLOCK_NUMEL = 1 << 16
 """Elements per generator. Changing it changes every model's initial weights."""

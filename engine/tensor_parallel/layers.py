@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.kernels.bias_total import AddTotal, total_of
-from engine.kernels.weight_grad import add
-from engine.numerics.precision import accumulate, accumulation_dtype
-from engine.tensor_parallel.fused_weights import FusedWeights
-from engine.tensor_parallel.gemms import IN_RUN_DTYPE, Amax, Cut, GeluGemms, LinearForm, LinearGemms
-from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import ShardedParameter
-from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
+from triaxis.engine.kernels.bias_total import AddTotal, total_of
+from triaxis.engine.kernels.weight_grad import add
+from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
+from triaxis.engine.tensor_parallel.fused_weights import FusedWeights
+from triaxis.engine.tensor_parallel.gemms import IN_RUN_DTYPE, Amax, Cut, GeluGemms, LinearForm, LinearGemms
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
 
 
 class ColumnParallelLinear(nn.Module):

@@ -6,8 +6,8 @@ from types import MappingProxyType
 
 import torch
 
-from engine.kernels.fusion import Fusion
-from engine.numerics.precision import accumulate
+from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.numerics.precision import accumulate
 
 CHUNK_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**25})
 """Wide elements at a time, by device: on a CPU those that fit a core's cache, on a GPU enough for few kernels."""

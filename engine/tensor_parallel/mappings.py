@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.comm.collectives import Axis, Pending
+from triaxis.engine.comm.collectives import Axis, Pending
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from engine.kernels.weight_grad import add
-from engine.layout.shard_spec import ParamRecord
+from triaxis.engine.kernels.weight_grad import add
+from triaxis.engine.layout.shard_spec import ParamRecord
 
 
 class GradSink(Protocol):

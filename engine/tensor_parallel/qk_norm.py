@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from engine.comm.collectives import Axis
-from engine.comm.ledger import QK_NORM
-from engine.kernels.fusion import Fusion
-from engine.numerics.precision import accumulate
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import QK_NORM
+from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.numerics.precision import accumulate
 
 
 def squares(q: torch.Tensor, k: torch.Tensor, axis: Axis, replicas: int, fusion: Fusion) -> torch.Tensor:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from engine.kernels.fusion import Fusion
-from engine.kernels.residual_norm import add_and_norm, add_and_norm_backward, norm_functions
-from engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.kernels.residual_norm import add_and_norm, add_and_norm_backward, norm_functions
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 
 @dataclass(frozen=True, slots=True)

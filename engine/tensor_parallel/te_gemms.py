@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.kernels.te import TransformerEngine
-from engine.tensor_parallel.fused_weights import FusedWeights
-from engine.tensor_parallel.gemms import Amax, Cut, GeluGemms, LinearForm, LinearGemms
-from engine.tensor_parallel.weight_grads import WeightGradQueue
+from triaxis.engine.kernels.te import TransformerEngine
+from triaxis.engine.tensor_parallel.fused_weights import FusedWeights
+from triaxis.engine.tensor_parallel.gemms import Amax, Cut, GeluGemms, LinearForm, LinearGemms
+from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 
 
 @dataclass(frozen=True, slots=True)

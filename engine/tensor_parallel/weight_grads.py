@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from engine.comm.collectives import Pending
-from engine.kernels.weight_grad import WeightGradKernel, add_matmul
+from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.kernels.weight_grad import WeightGradKernel, add_matmul
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engine.device.gpus import find_gpus
-from engine.errors import ConfigError
-from engine.storage.files import write_atomically
-from engine.storage.redaction import unwritable
-from launch.start.command_line import CommandParser, check_counts
+from triaxis.engine.device.gpus import find_gpus
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.storage.redaction import unwritable
+from triaxis.launch.start.command_line import CommandParser, check_counts
 
 EXAMPLES = """examples:
   triaxis calibrate --out this_machine.yaml
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
     import yaml
 
-    from launch.tuning.calibrate import measure_device
+    from triaxis.launch.tuning.calibrate import measure_device
 
     if args.out.suffix != ".yaml":
         raise ConfigError([f"--out {args.out}: a device's file ends in .yaml, or no plan would find it. Rename it."])

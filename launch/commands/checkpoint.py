@@ -20,17 +20,17 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from engine.config.optimizer_kinds import EMA
-from engine.errors import CheckpointError, attempt_name, counted
-from engine.telemetry.outlets.format import compact, significant
-from engine.telemetry.record.parameters import MODULES, module_of
-from launch.start.command_line import CommandParser, add_checkpoint
+from triaxis.engine.config.optimizer_kinds import EMA
+from triaxis.engine.errors import CheckpointError, attempt_name, counted
+from triaxis.engine.telemetry.outlets.format import compact, significant
+from triaxis.engine.telemetry.record.parameters import MODULES, module_of
+from triaxis.launch.start.command_line import CommandParser, add_checkpoint
 
 if TYPE_CHECKING:  # they import torch, which takes a second: not for --help
-    from engine.checkpoint.directory import Candidate
-    from engine.checkpoint.format.manifest import Manifest
-    from engine.checkpoint.inspect.compare import Difference, Values
-    from engine.checkpoint.inspect.verify import Verified
+    from triaxis.engine.checkpoint.directory import Candidate
+    from triaxis.engine.checkpoint.format.manifest import Manifest
+    from triaxis.engine.checkpoint.inspect.compare import Difference, Values
+    from triaxis.engine.checkpoint.inspect.verify import Verified
 
 INSPECT_EXAMPLES = """examples:
   triaxis checkpoint inspect runs/gpt_tiny
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 def inspect(args: argparse.Namespace) -> int:
     """Print what a checkpoint holds."""
-    from engine.checkpoint.directory import find
+    from triaxis.engine.checkpoint.directory import find
 
     candidate = find(args.path)
     if args.json:
@@ -112,8 +112,8 @@ def inspect(args: argparse.Namespace) -> int:
 
 def diff(args: argparse.Namespace) -> int:
     """Print the differences of two checkpoints; 1 if any tensor differs."""
-    from engine.checkpoint.directory import find
-    from engine.checkpoint.inspect.compare import compare_values, differences
+    from triaxis.engine.checkpoint.directory import find
+    from triaxis.engine.checkpoint.inspect.compare import compare_values, differences
 
     a, b = find(args.one), find(args.other)
     certain: list[Difference] = []
@@ -138,8 +138,8 @@ def diff(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     """Read every byte of one checkpoint, or of all in a folder; 1 if anything is damaged."""
-    from engine.checkpoint.directory import folders_at
-    from engine.checkpoint.inspect import verify as engine_verify
+    from triaxis.engine.checkpoint.directory import folders_at
+    from triaxis.engine.checkpoint.inspect import verify as engine_verify
 
     folders = folders_at(args.path)
     console = _console()
@@ -156,8 +156,8 @@ def verify(args: argparse.Namespace) -> int:
 
 def fingerprint(args: argparse.Namespace) -> int:
     """Print the fingerprint of each kind; with --recompute compute it from the bytes, and return 1 where it differs."""
-    from engine.checkpoint.directory import find
-    from engine.checkpoint.inspect.verify import recompute
+    from triaxis.engine.checkpoint.directory import find
+    from triaxis.engine.checkpoint.inspect.verify import recompute
 
     candidate = find(args.path)
     stored = candidate.manifest.fingerprint
@@ -226,7 +226,7 @@ def _module_table(manifest: "Manifest") -> Table:
 
 
 def _tensor_table(manifest: "Manifest") -> Table:
-    from engine.checkpoint.inspect.compare import tensors_of
+    from triaxis.engine.checkpoint.inspect.compare import tensors_of
 
     dtypes: dict[str, dict[str, str]] = {}
     for (name, kind), tensor in tensors_of(manifest).items():
@@ -282,7 +282,7 @@ def _show_diff(
     values: "dict[tuple[str, str], Values]",
     recast: int,
 ) -> None:
-    from engine.checkpoint.inspect.compare import compared_kinds, other_fields, tensors_of
+    from triaxis.engine.checkpoint.inspect.compare import compared_kinds, other_fields, tensors_of
 
     console.print(f"A  {a.folder}", markup=False)
     console.print(f"B  {b.folder}", markup=False)
@@ -340,7 +340,7 @@ def _diff_as_json(
     values: "dict[tuple[str, str], Values]",
     recast: int,
 ) -> dict[str, Any]:
-    from engine.checkpoint.inspect.compare import compared_kinds, other_fields
+    from triaxis.engine.checkpoint.inspect.compare import compared_kinds, other_fields
 
     tensors = []
     for difference in found:
@@ -397,7 +397,7 @@ def _show_verified(console: Console, verified: "Verified") -> None:
 
 def _data_bytes(folder: Path) -> int:
     """Return the total of a progress bar; 0 where the manifest cannot be read (`verify` says why)."""
-    from engine.checkpoint.format.manifest import parse_manifest
+    from triaxis.engine.checkpoint.format.manifest import parse_manifest
 
     try:
         manifest = parse_manifest(folder)

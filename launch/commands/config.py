@@ -17,34 +17,42 @@ from typing import Any
 
 import yaml
 
-from engine.config.context_parallel import gathers_keys, method_line
-from engine.config.load import load_config, override
-from engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
-from engine.config.stages import at_stage, run_stages, with_fields
-from engine.config.tree import Config
-from engine.config.write import to_yaml
-from engine.data.datasets import open_datasets
-from engine.data.document_statistics import measure_documents
-from engine.errors import ConfigError, counted
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.pipeline import schedules
-from engine.pipeline.forwards import of_forward
-from engine.pipeline.programs import Programs
-from engine.storage.elsewhere import how_to_bring
-from engine.storage.json_text import parse_json
-from engine.telemetry.outlets.banner import cp_imbalance_line
-from engine.telemetry.record.parameters import num_active
-from launch.start.command_line import CONFIG, CommandParser, Subject, add_ignore, add_world_size, check_counts, refuse
-from models.interop.huggingface.config import from_hugging_face, passed_over_notes
-from models.interop.huggingface.families import FAMILIES
-from models.interop.megatron.command_line.convert import from_command_line
-from models.mup import mup_fields
-from models.parameter_groups import Grouped, grouped_parameters, groups_have_parameters
-from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
-from models.predict.rank_memory import GB, can_keep, predict, resolve_recompute
-from models.run_rules import RULES_OF_A_RUN
-from models.specs import num_parameters
-from models.trained_part import schedule_of_step
+from triaxis.engine.config.context_parallel import gathers_keys, method_line
+from triaxis.engine.config.load import load_config, override
+from triaxis.engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
+from triaxis.engine.config.stages import at_stage, run_stages, with_fields
+from triaxis.engine.config.tree import Config
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.data.datasets import open_datasets
+from triaxis.engine.data.document_statistics import measure_documents
+from triaxis.engine.errors import ConfigError, counted
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.forwards import of_forward
+from triaxis.engine.pipeline.programs import Programs
+from triaxis.engine.storage.elsewhere import how_to_bring
+from triaxis.engine.storage.json_text import parse_json
+from triaxis.engine.telemetry.outlets.banner import cp_imbalance_line
+from triaxis.engine.telemetry.record.parameters import num_active
+from triaxis.launch.start.command_line import (
+    CONFIG,
+    CommandParser,
+    Subject,
+    add_ignore,
+    add_world_size,
+    check_counts,
+    refuse,
+)
+from triaxis.models.interop.huggingface.config import from_hugging_face, passed_over_notes
+from triaxis.models.interop.huggingface.families import FAMILIES
+from triaxis.models.interop.megatron.command_line.convert import from_command_line
+from triaxis.models.mup import mup_fields
+from triaxis.models.parameter_groups import Grouped, grouped_parameters, groups_have_parameters
+from triaxis.models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
+from triaxis.models.predict.rank_memory import GB, can_keep, predict, resolve_recompute
+from triaxis.models.run_rules import RULES_OF_A_RUN
+from triaxis.models.specs import num_parameters
+from triaxis.models.trained_part import schedule_of_step
 
 PRINT_EXAMPLES = """examples:
   triaxis config print configs/gpt_tiny.yaml

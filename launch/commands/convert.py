@@ -20,24 +20,24 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.checkpoint.inspect.weights import check_weights
-from engine.config.model import ModelConfig
-from engine.data.corpus.tokenizers import SENTENCEPIECE, TOKENIZER_JSON, check_tokenizer
-from engine.errors import CheckpointError
-from engine.program import triaxis
-from launch.commands import convert_megatron
-from launch.start.command_line import CommandParser, add_checkpoint, add_ignore, add_weights
-from launch.tuning.report import git_commit
-from models.interop.huggingface.config import family_of, to_hugging_face
-from models.interop.huggingface.families import FAMILIES
-from models.interop.huggingface.model_card import README, model_card, read_losses
-from models.interop.huggingface.record import (
+from triaxis.engine.checkpoint.inspect.weights import check_weights
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.data.corpus.tokenizers import SENTENCEPIECE, TOKENIZER_JSON, check_tokenizer
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.program import triaxis
+from triaxis.launch.commands import convert_megatron
+from triaxis.launch.start.command_line import CommandParser, add_checkpoint, add_ignore, add_weights
+from triaxis.launch.tuning.report import git_commit
+from triaxis.models.interop.huggingface.config import family_of, to_hugging_face
+from triaxis.models.interop.huggingface.families import FAMILIES
+from triaxis.models.interop.huggingface.model_card import README, model_card, read_losses
+from triaxis.models.interop.huggingface.record import (
     GENERATION_CONFIG,
     RECORD,
     generation_config,
     record_of_checkpoint,
 )
-from models.interop.huggingface.tokenizer import (
+from triaxis.models.interop.huggingface.tokenizer import (
     ExportedTokenizer,
     export_tokenizer,
     name_in_folder,
@@ -45,10 +45,10 @@ from models.interop.huggingface.tokenizer import (
     tokenizer_files,
     tokenizer_of,
 )
-from models.specs import num_parameters
+from triaxis.models.specs import num_parameters
 
 if TYPE_CHECKING:
-    from models.interop.huggingface.weights import HuggingFaceModel
+    from triaxis.models.interop.huggingface.weights import HuggingFaceModel
 
 IMPORT_EXAMPLES = """examples:
   triaxis convert hf-import models/Qwen3-0.6B checkpoints/qwen3
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
 
 def hf_import(args: argparse.Namespace) -> None:
     """Write the weights of a Hugging Face folder as our checkpoint, with a config for training."""
-    from models.interop.huggingface.weights import open_folder
+    from triaxis.models.interop.huggingface.weights import open_folder
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     found = open_folder(args.source, args.seq_length, args.ignore)
@@ -148,9 +148,9 @@ def import_weights(found: "HuggingFaceModel", source: Path, out: Path, dtype: st
         CheckpointError: `out` exists or cannot be written, or a weight is not finite.
         DataError: the folder's tokenizer is unreadable or of another model.
     """
-    from engine.checkpoint.format.manifest import TrainingState
-    from engine.checkpoint.import_weights import write_checkpoint
-    from models.interop.huggingface.files import whole_folder, write_bytes, write_text
+    from triaxis.engine.checkpoint.format.manifest import TrainingState
+    from triaxis.engine.checkpoint.import_weights import write_checkpoint
+    from triaxis.models.interop.huggingface.files import whole_folder, write_bytes, write_text
 
     files = tokenizer_files(source)
     if TOKENIZER_JSON in files and (note := check_tokenizer(source / TOKENIZER_JSON, found.model.vocab_size)):
@@ -185,9 +185,9 @@ def import_source(family: str, source: Path) -> str:
 
 def hf_export(args: argparse.Namespace) -> None:
     """Write a checkpoint's weights as a folder that transformers loads."""
-    from engine.checkpoint.directory import find
-    from models.interop.huggingface.files import whole_folder, write_bytes, write_text, write_weights
-    from models.interop.huggingface.weights import plan_export
+    from triaxis.engine.checkpoint.directory import find
+    from triaxis.models.interop.huggingface.files import whole_folder, write_bytes, write_text, write_weights
+    from triaxis.models.interop.huggingface.weights import plan_export
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
     if not args.max_shard_gb > 0:
@@ -265,7 +265,7 @@ def _add_dtype(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 def _torch_dtype(name: str) -> Any:
     """Return torch's dtype, or None for `source`."""
-    from engine.numerics.precision import DTYPES as TORCH_DTYPES
+    from triaxis.engine.numerics.precision import DTYPES as TORCH_DTYPES
 
     return None if name == "source" else TORCH_DTYPES[name]
 

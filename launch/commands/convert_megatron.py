@@ -17,17 +17,17 @@ import yaml
 from pydantic import ValidationError
 from rich.console import Console
 
-from engine.config.load import load_config
-from engine.config.model import ModelConfig
-from engine.config.optimizer_kinds import EMA, MASTER
-from engine.config.section import Section
-from engine.config.training import OptimizerConfig, PrecisionConfig, TrainConfig
-from engine.config.tree import Config
-from engine.errors import CheckpointError, ConfigError, shown
-from engine.program import triaxis
-from launch.start.command_line import CommandParser, add_checkpoint, add_weights, refuse
-from models.interop.megatron.config import differences, megatron_args, model_section, training_sections
-from models.specs import num_parameters
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.optimizer_kinds import EMA, MASTER
+from triaxis.engine.config.section import Section
+from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig, TrainConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import CheckpointError, ConfigError, shown
+from triaxis.engine.program import triaxis
+from triaxis.launch.start.command_line import CommandParser, add_checkpoint, add_weights, refuse
+from triaxis.models.interop.megatron.config import differences, megatron_args, model_section, training_sections
+from triaxis.models.specs import num_parameters
 
 IMPORT_EXAMPLES = """examples:
   triaxis convert megatron-import megatron/checkpoints imported --vocab-size 50257
@@ -76,12 +76,12 @@ def add_verbs(parser: CommandParser) -> None:
 
 def megatron_import(args: argparse.Namespace) -> None:
     """Write Megatron's weights, and the optimizer's state where it can be read, as our checkpoint, with a config."""
-    from engine.checkpoint.format.manifest import TrainingState
-    from engine.checkpoint.import_weights import write_checkpoint
-    from models.interop.huggingface.files import whole_folder, write_text
-    from models.interop.megatron.files import open_checkpoint
-    from models.interop.megatron.state import training_state
-    from models.interop.megatron.weights import (
+    from triaxis.engine.checkpoint.format.manifest import TrainingState
+    from triaxis.engine.checkpoint.import_weights import write_checkpoint
+    from triaxis.models.interop.huggingface.files import whole_folder, write_text
+    from triaxis.models.interop.megatron.files import open_checkpoint
+    from triaxis.models.interop.megatron.state import training_state
+    from triaxis.models.interop.megatron.weights import (
         TRAINING,
         WEIGHTS,
         check,
@@ -140,13 +140,13 @@ def megatron_import(args: argparse.Namespace) -> None:
 
 def megatron_export(args: argparse.Namespace) -> None:
     """Write our checkpoint in Megatron's format, with the optimizer's state where there is one."""
-    from engine.checkpoint.directory import find
-    from engine.checkpoint.import_weights import read_tensor, read_weights
-    from engine.checkpoint.inspect.weights import check_weights
-    from engine.numerics.precision import DTYPES as TORCH_DTYPES
-    from models.interop.megatron.state import common_state, training_args, weights_state
-    from models.interop.megatron.weights import empty_objects, export_chunks
-    from models.interop.megatron.writer import write_checkpoint
+    from triaxis.engine.checkpoint.directory import find
+    from triaxis.engine.checkpoint.import_weights import read_tensor, read_weights
+    from triaxis.engine.checkpoint.inspect.weights import check_weights
+    from triaxis.engine.numerics.precision import DTYPES as TORCH_DTYPES
+    from triaxis.models.interop.megatron.state import common_state, training_args, weights_state
+    from triaxis.models.interop.megatron.weights import empty_objects, export_chunks
+    from triaxis.models.interop.megatron.writer import write_checkpoint
 
     candidate = find(args.source)
     check_weights(candidate, args.weights)

@@ -16,15 +16,15 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from engine.data.corpus.combine import bounds_of_shares, merge, split
-from engine.data.corpus.describe import describe
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.matching import find_recorded
-from engine.data.corpus.record import CorpusRecord, read_record
-from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
-from engine.errors import DataError
-from launch.report import data_repeats, data_which
-from launch.start.command_line import CommandParser, refuse
+from triaxis.engine.data.corpus.combine import bounds_of_shares, merge, split
+from triaxis.engine.data.corpus.describe import describe
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.matching import find_recorded
+from triaxis.engine.data.corpus.record import CorpusRecord, read_record
+from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from triaxis.engine.errors import DataError
+from triaxis.launch.report import data_repeats, data_which
+from triaxis.launch.start.command_line import CommandParser, refuse
 
 INSPECT_EXAMPLES = """examples:
   triaxis data inspect data/web

@@ -4,19 +4,19 @@ import argparse
 import importlib
 import os
 
-from engine.errors import ExitCode
-from launch.commands.train import request
-from launch.start.command_line import CONFIG, CommandParser, add_dry_run, add_json_file, refuse
-from launch.start.launcher import DEFAULT_CONFIG, Request, launch
-from launch.start.process.ending import run_rank
-from launch.start.srun_task import is_rank
+from triaxis.engine.errors import ExitCode
+from triaxis.launch.commands.train import request
+from triaxis.launch.start.command_line import CONFIG, CommandParser, add_dry_run, add_json_file, refuse
+from triaxis.launch.start.launcher import DEFAULT_CONFIG, Request, launch
+from triaxis.launch.start.process.ending import run_rank
+from triaxis.launch.start.srun_task import is_rank
 
-WORKER = "launch.doctor.rank"
+WORKER = "triaxis.launch.doctor.rank"
 EXAMPLES = f"""examples:
   triaxis doctor
   triaxis doctor configs/gpt_tiny.yaml --json doctor.json
   srun --ntasks-per-node=8 triaxis doctor configs/llama3_8b.yaml
-  torchrun --nnodes 2 --nproc-per-node 8 ... --module launch.cli doctor configs/llama3_8b.yaml
+  torchrun --nnodes 2 --nproc-per-node 8 ... --module triaxis.launch.cli doctor configs/llama3_8b.yaml
 
 Without a config: this node alone, in one process. With one: the ranks that training would start, on the nodes that it would
 take, under the same launchers and variables. Exit code 0: nothing is out of line (there may be warnings);

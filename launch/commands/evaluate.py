@@ -4,14 +4,14 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.matching import is_recorded
-from engine.data.corpus.record import read_record
-from engine.data.corpus.tokenizers import Tokenizer
-from engine.errors import DataError
-from launch.inference.request import Asked, ask, open_tokenizer, start
-from launch.inference.request import add_arguments as add_checkpoint_arguments
-from launch.start.command_line import CommandParser, refuse
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.matching import is_recorded
+from triaxis.engine.data.corpus.record import read_record
+from triaxis.engine.data.corpus.tokenizers import Tokenizer
+from triaxis.engine.errors import DataError
+from triaxis.launch.inference.request import Asked, ask, open_tokenizer, start
+from triaxis.launch.inference.request import add_arguments as add_checkpoint_arguments
+from triaxis.launch.start.command_line import CommandParser, refuse
 
 EXAMPLES = """examples:
   triaxis evaluate runs/gpt_tiny --text README.md
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         "stride": args.stride,
         "json": args.json,
     }
-    return start(asked, "launch.inference.evaluate", job)
+    return start(asked, "triaxis.launch.inference.evaluate", job)
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:

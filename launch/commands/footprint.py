@@ -15,12 +15,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from engine.config.load import load_config
-from engine.config.plan import parallel_sizes, stages_of
-from engine.config.section import with_value
-from engine.config.tree import Config
-from engine.telemetry.outlets.format import in_bytes
-from launch.start.command_line import (
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config
+from triaxis.engine.telemetry.outlets.format import in_bytes
+from triaxis.launch.start.command_line import (
     CONFIG,
     CommandParser,
     add_json_file,
@@ -29,12 +29,12 @@ from launch.start.command_line import (
     layout_overrides,
     refuse,
 )
-from launch.start.wide_console import wide_console
+from triaxis.launch.start.wide_console import wide_console
 
 if TYPE_CHECKING:
     import torch
 
-    from launch.footprint.run import Footprint, Footprints
+    from triaxis.launch.footprint.run import Footprint, Footprints
 
 EXAMPLES = """examples:
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,vpp=2,dp=2,sp=true --rank 5
@@ -97,9 +97,9 @@ def run(args: argparse.Namespace) -> int:
     if args.races:
         return _races(config, args)
     # torch is imported where it is needed: `--help` and mistakes are answered at once.
-    from launch.footprint.run import Footprints
-    from models.gpt.chunk import build_chunks
-    from models.predict.rank_memory import resolve_recompute
+    from triaxis.launch.footprint.run import Footprints
+    from triaxis.models.gpt.chunk import build_chunks
+    from triaxis.models.predict.rank_memory import resolve_recompute
 
     begin = time.monotonic()
     footprints = Footprints(config, build_chunks, full=args.full)
@@ -140,7 +140,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _races(config: Config, args: argparse.Namespace) -> int:
-    from launch.footprint.races.run import check_races, config_to_check
+    from triaxis.launch.footprint.races.run import check_races, config_to_check
 
     begin = time.monotonic()
     config = config_to_check(config, small=not args.full_size)
@@ -172,10 +172,10 @@ def read_config(args: argparse.Namespace) -> Config:
 
 def _real(console: Console, config: Config, rank: int, counted: "Footprint") -> dict[str, object]:
     """Run the rank's steps on a device, and add the measurement to the counts."""
-    from engine.comm.placement import place
-    from engine.comm.runtime import set_up_allocator
-    from launch.footprint.real import real_steps
-    from models.gpt.chunk import build_chunks
+    from triaxis.engine.comm.placement import place
+    from triaxis.engine.comm.runtime import set_up_allocator
+    from triaxis.launch.footprint.real import real_steps
+    from triaxis.models.gpt.chunk import build_chunks
 
     device = place(config.runtime, 0, os.environ).device
     if device.type == "cuda":
@@ -208,7 +208,7 @@ def _device_name(device: "torch.device") -> str:
 
 def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
     """Run and replay all ranks; a layout in which ranks would not meet ends in an error."""
-    from launch.footprint.replay import replay
+    from triaxis.launch.footprint.replay import replay
 
     world = footprints.sizes.world_size
     if world <= MOST_RANKS_OF_A_WHOLE_REPLAY:
@@ -271,10 +271,10 @@ def show_footprint(console: Console, config: Config, rank: int, found: "Footprin
 
 def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
     """Print the terms of a layer and their sum, with the measured bytes."""
-    from launch.footprint.run import assumed_documents
-    from models.predict.experts.memory import worst_load
-    from models.predict.layer_terms import block_terms, paper_per_token, per_token
-    from models.predict.recompute_choice import usual_layer
+    from triaxis.launch.footprint.run import assumed_documents
+    from triaxis.models.predict.experts.memory import worst_load
+    from triaxis.models.predict.layer_terms import block_terms, paper_per_token, per_token
+    from triaxis.models.predict.recompute_choice import usual_layer
 
     terms = block_terms(config, parallel_sizes(config), usual_layer(config))
     h = config.model.hidden_size
@@ -310,8 +310,8 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
 
 def _formula_bytes(config: Config, found: "Footprint") -> float:
     """Return the bytes that a microbatch saves on the rank's chunks by the formula, those moved to the host included."""
-    from models.predict.activation_memory import kept_bytes, moved_bytes
-    from models.trained_part import TrainedPart
+    from triaxis.models.predict.activation_memory import kept_bytes, moved_bytes
+    from triaxis.models.trained_part import TrainedPart
 
     sizes = parallel_sizes(config)
     stages = stages_of(config)
@@ -347,7 +347,7 @@ def _name(dtype: "torch.dtype") -> str:
 
 def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
     """Sum (calls, ring bytes) by axis, purpose and operation."""
-    from models.predict.traffic import measured_traffic
+    from triaxis.models.predict.traffic import measured_traffic
 
     volumes = measured_traffic(found.events)
     return {

@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from engine.config.model import ModelConfig
-from launch.inference.request import add_arguments as add_checkpoint_arguments
-from launch.inference.request import ask, open_tokenizer, start
-from launch.start.command_line import CommandParser, refuse
+from triaxis.engine.config.model import ModelConfig
+from triaxis.launch.inference.request import add_arguments as add_checkpoint_arguments
+from triaxis.launch.inference.request import ask, open_tokenizer, start
+from triaxis.launch.start.command_line import CommandParser, refuse
 
 EXAMPLES = """examples:
   triaxis generate runs/gpt_tiny --prompt 'def main('
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         "window": window,
         "json": args.json,
     }
-    return start(asked, "launch.inference.generate", job)
+    return start(asked, "triaxis.launch.inference.generate", job)
 
 
 def _sampling_problems(args: argparse.Namespace) -> Iterator[str]:

@@ -8,20 +8,20 @@ import shlex
 import sys
 from pathlib import Path
 
-from engine.config.counts import count
-from engine.config.load import load_config
-from engine.config.write import to_yaml
-from engine.program import triaxis
-from engine.storage.files import write_atomically
-from engine.storage.redaction import unwritable
-from launch.planning import standing
-from launch.planning.page import render
-from launch.planning.search import Found, search
-from launch.planning.text import plan_console, show
-from launch.planning.validate import lines, validate
-from launch.start.command_line import CONFIG, CommandParser, check_counts, refuse
-from models.predict.rank_memory import GB
-from models.predict.step_time.cluster import Cluster, cluster_at
+from triaxis.engine.config.counts import count
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.program import triaxis
+from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.storage.redaction import unwritable
+from triaxis.launch.planning import standing
+from triaxis.launch.planning.page import render
+from triaxis.launch.planning.search import Found, search
+from triaxis.launch.planning.text import plan_console, show
+from triaxis.launch.planning.validate import lines, validate
+from triaxis.launch.start.command_line import CONFIG, CommandParser, check_counts, refuse
+from triaxis.models.predict.rank_memory import GB
+from triaxis.models.predict.step_time.cluster import Cluster, cluster_at
 
 EXAMPLES = """examples:
   triaxis plan configs/llama3_8b.yaml --gpus 64xH100

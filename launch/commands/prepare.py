@@ -13,15 +13,15 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from engine.data.corpus.indexed import bin_path, idx_path
-from engine.data.corpus.inputs import Inputs, find_inputs
-from engine.data.corpus.parts import Done
-from engine.data.corpus.prepare import Prepared, PrepareRequest, prepare
-from engine.data.corpus.record import record_path
-from engine.data.corpus.stdlib import STDLIB_BYTES, stdlib_files
-from engine.data.corpus.train_bpe import TRAINING_BYTES, size_to_train
-from engine.errors import DataError, counted
-from engine.program import triaxis
+from triaxis.engine.data.corpus.indexed import bin_path, idx_path
+from triaxis.engine.data.corpus.inputs import Inputs, find_inputs
+from triaxis.engine.data.corpus.parts import Done
+from triaxis.engine.data.corpus.prepare import Prepared, PrepareRequest, prepare
+from triaxis.engine.data.corpus.record import record_path
+from triaxis.engine.data.corpus.stdlib import STDLIB_BYTES, stdlib_files
+from triaxis.engine.data.corpus.train_bpe import TRAINING_BYTES, size_to_train
+from triaxis.engine.errors import DataError, counted
+from triaxis.engine.program import triaxis
 
 EXAMPLES = """examples:
   triaxis prepare --stdlib --tokenizer bytes --output data/stdlib

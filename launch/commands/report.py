@@ -4,11 +4,11 @@ import argparse
 import time
 from pathlib import Path
 
-from engine.errors import TriaxisError
-from engine.storage.files import write_atomically
-from launch.report.page import render
-from launch.report.record import read_run
-from models.predict.step_time.cluster import cluster_at
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.storage.files import write_atomically
+from triaxis.launch.report.page import render
+from triaxis.launch.report.record import read_run
+from triaxis.models.predict.step_time.cluster import cluster_at
 
 EXAMPLES = """examples:
   triaxis report runs/gpt_tiny

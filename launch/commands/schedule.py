@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from engine.errors import ScheduleError, shown
-from engine.pipeline import schedules
-from engine.pipeline.actions import Schedule
-from engine.pipeline.forwards import forward_only
-from engine.pipeline.lowering import lower
-from engine.pipeline.programs import Programs, schedule_file_runs
-from engine.pipeline.simulate import Costs, Timeline, simulate
-from engine.pipeline.text import program_to_text, render_timeline, to_text
-from launch.pictures.schedule_picture import draw_schedule
-from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse
+from triaxis.engine.errors import ScheduleError, shown
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Schedule
+from triaxis.engine.pipeline.forwards import forward_only
+from triaxis.engine.pipeline.lowering import lower
+from triaxis.engine.pipeline.programs import Programs, schedule_file_runs
+from triaxis.engine.pipeline.simulate import Costs, Timeline, simulate
+from triaxis.engine.pipeline.text import program_to_text, render_timeline, to_text
+from triaxis.launch.pictures.schedule_picture import draw_schedule
+from triaxis.launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse
 
 if TYPE_CHECKING:
-    from engine.config.tree import Config
+    from triaxis.engine.config.tree import Config
 
 PRINT_EXAMPLES = """examples:
   triaxis schedule print configs/gpt_tiny.yaml --form timeline
@@ -99,7 +99,7 @@ def asked_for(args: argparse.Namespace) -> Schedule:
     Raises:
         ScheduleError: a size is missing, wrong or too large, or there is no such schedule.
     """
-    from engine.config.layout import schedule_problems
+    from triaxis.engine.config.layout import schedule_problems
 
     if useless := [*given_of(args, "dp", "world_size"), *args.overrides]:
         raise ScheduleError(
@@ -142,9 +142,9 @@ def given_of(args: argparse.Namespace, *names: str) -> list[str]:
 
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     """Build the schedules that a run of this configuration uses: of a training step and of a validation."""
-    from engine.config.load import load_config
-    from engine.config.plan import batch_plan, data_parallel_size
-    from models.trained_part import trained_from
+    from triaxis.engine.config.load import load_config
+    from triaxis.engine.config.plan import batch_plan, data_parallel_size
+    from triaxis.models.trained_part import trained_from
 
     if given := given_of(args, "pp", "vpp", "microbatches", "name"):
         raise ScheduleError(

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from engine.errors import ScheduleError, TriaxisError
-from engine.pipeline.actions import Schedule
-from engine.pipeline.lowering import Program, lower
-from engine.pipeline.simulate import Costs
-from engine.pipeline.simulate_program import Messages, ProgramTimeline, simulate_program
-from engine.pipeline.text import render_timeline
-from engine.telemetry.outlets.format import significant
-from launch.commands.schedule import add_sizes, asked_for, given_of, usual_dp
-from launch.simulate.measured import Measured, read_measured
-from launch.simulate.page import write_page
-from launch.simulate.words import path_lines, path_summary, rank_table
-from launch.start.command_line import CommandParser, above, check_counts, refuse
+from triaxis.engine.errors import ScheduleError, TriaxisError
+from triaxis.engine.pipeline.actions import Schedule
+from triaxis.engine.pipeline.lowering import Program, lower
+from triaxis.engine.pipeline.simulate import Costs
+from triaxis.engine.pipeline.simulate_program import Messages, ProgramTimeline, simulate_program
+from triaxis.engine.pipeline.text import render_timeline
+from triaxis.engine.telemetry.outlets.format import significant
+from triaxis.launch.commands.schedule import add_sizes, asked_for, given_of, usual_dp
+from triaxis.launch.simulate.measured import Measured, read_measured
+from triaxis.launch.simulate.page import write_page
+from triaxis.launch.simulate.words import path_lines, path_summary, rank_table
+from triaxis.launch.start.command_line import CommandParser, above, check_counts, refuse
 
 if TYPE_CHECKING:
-    from engine.config.tree import Config
-    from engine.layout.rank_grid import ParallelSizes
-    from launch.simulate.costs import DocumentDraws
+    from triaxis.engine.config.tree import Config
+    from triaxis.engine.layout.rank_grid import ParallelSizes
+    from triaxis.launch.simulate.costs import DocumentDraws
 
 EXAMPLES = """examples:
   triaxis simulate --pp 4 --microbatches 8 --name zb_h1 --transfer 0.1
@@ -161,9 +161,9 @@ def _of_config(args: argparse.Namespace) -> "tuple[Config, ParallelSizes, Schedu
     """Read the config, its sizes and the schedule of its training step."""
     from dataclasses import replace
 
-    from engine.config.load import load_config
-    from engine.config.plan import data_parallel_size, parallel_sizes
-    from models.trained_part import schedule_of_step
+    from triaxis.engine.config.load import load_config
+    from triaxis.engine.config.plan import data_parallel_size, parallel_sizes
+    from triaxis.models.trained_part import schedule_of_step
 
     if given := given_of(args, "pp", "vpp", "microbatches", "name", "forward", "input_grad", "weight_grad"):
         raise ScheduleError(
@@ -192,9 +192,9 @@ def _config_costs(
     """Return costs of the stages and their unit: measured seconds, or FLOPs."""
     from dataclasses import replace
 
-    from launch.simulate.costs import UNIT, flops_costs
-    from models.predict.step_time.cluster import cluster_at
-    from models.predict.step_time.estimate import Estimator
+    from triaxis.launch.simulate.costs import UNIT, flops_costs
+    from triaxis.models.predict.step_time.cluster import cluster_at
+    from triaxis.models.predict.step_time.estimate import Estimator
 
     if measured is not None:
         costs, unit = measured.costs(schedule), "seconds"
@@ -231,8 +231,8 @@ def _print(console: Console, timeline: ProgramTimeline, unit: str, measured: Mea
 
 def _draws(args: argparse.Namespace, config: "Config", sizes: "ParallelSizes", costs: Costs) -> "DocumentDraws":
     """Look at the documents of the run, whose corpus must be there."""
-    from engine.data.datasets import open_datasets
-    from launch.simulate.costs import DocumentDraws, document_statistics
+    from triaxis.engine.data.datasets import open_datasets
+    from triaxis.launch.simulate.costs import DocumentDraws, document_statistics
 
     if config.data.attention == "across":
         raise ScheduleError(

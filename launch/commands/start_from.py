@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from engine.config.counts import count
-from engine.config.plan import batch_plan
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.matching import Match, match_tokenizer
-from engine.data.corpus.tokenizers import BYTES, TOKENIZER_JSON
-from engine.errors import CheckpointError
-from engine.program import triaxis
-from launch.commands.convert import import_source, import_weights
-from launch.start.command_line import CommandParser, add_ignore, refuse
-from launch.tuning.continued_run import ContinuedRun, plan_run, to_commented_yaml
-from launch.tuning.machine import this_machine, written_machine
-from models.predict.fit import memory_line
-from models.specs import num_parameters
+from triaxis.engine.config.counts import count
+from triaxis.engine.config.plan import batch_plan
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.matching import Match, match_tokenizer
+from triaxis.engine.data.corpus.tokenizers import BYTES, TOKENIZER_JSON
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.program import triaxis
+from triaxis.launch.commands.convert import import_source, import_weights
+from triaxis.launch.start.command_line import CommandParser, add_ignore, refuse
+from triaxis.launch.tuning.continued_run import ContinuedRun, plan_run, to_commented_yaml
+from triaxis.launch.tuning.machine import this_machine, written_machine
+from triaxis.models.predict.fit import memory_line
+from triaxis.models.specs import num_parameters
 
 if TYPE_CHECKING:
-    from models.interop.huggingface.weights import HuggingFaceModel
+    from triaxis.models.interop.huggingface.weights import HuggingFaceModel
 
 EXAMPLES = """examples:
   triaxis start-from models/Qwen3-0.6B --data data/corpus/qwen --tokens 20B > run.yaml
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> "HuggingFaceModel":
     """Open the folder with samples of the asked length, or of the model's, at most DEFAULT_SEQ_LENGTH."""
-    from models.interop.huggingface.weights import open_folder  # torch, after the command line is right
+    from triaxis.models.interop.huggingface.weights import open_folder  # torch, after the command line is right
 
     found = open_folder(args.folder, args.seq_length, args.ignore)
     if args.seq_length is None and found.model.seq_length > DEFAULT_SEQ_LENGTH:
@@ -115,7 +115,7 @@ def _open(args: argparse.Namespace) -> "HuggingFaceModel":
 
 def tokenizers_of(folder: Path) -> list[str]:
     """Return the names of a Hugging Face folder's tokenizers for `load_tokenizer`, the preferred one first."""
-    from models.interop.huggingface.tokenizer import bytes_tokenizer_json
+    from triaxis.models.interop.huggingface.tokenizer import bytes_tokenizer_json
 
     names, json_file = [], folder / TOKENIZER_JSON
     if json_file.is_file():
@@ -130,8 +130,8 @@ def tokenizers_of(folder: Path) -> list[str]:
 
 def is_imported(found: "HuggingFaceModel", source: Path, out: Path) -> bool:
     """Return whether `out` holds an import of this very folder and sequence length, newer than all of its files."""
-    from engine.checkpoint.directory import find
-    from engine.checkpoint.format.manifest import MANIFEST
+    from triaxis.engine.checkpoint.directory import find
+    from triaxis.engine.checkpoint.format.manifest import MANIFEST
 
     if not out.is_dir():
         return False

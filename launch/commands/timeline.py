@@ -6,7 +6,7 @@ runs/<name>/timeline/attempt_00/rank_*.json   ->   runs/<name>/timeline.json
 import argparse
 from pathlib import Path
 
-from engine.telemetry.timing.timeline import merge
+from triaxis.engine.telemetry.timing.timeline import merge
 
 EXAMPLES = """examples:
   triaxis timeline runs/gpt_tiny

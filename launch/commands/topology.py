@@ -8,15 +8,15 @@ import argparse
 import os
 from pathlib import Path
 
-from engine.config.load import load_config
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config, require_legal
-from engine.errors import TopologyError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from launch.pictures.drawing import check_path
-from launch.pictures.topology_picture import draw_topology
-from launch.pictures.topology_text import describe_layout
-from launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config, require_legal
+from triaxis.engine.errors import TopologyError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.launch.pictures.drawing import check_path
+from triaxis.launch.pictures.topology_picture import draw_topology
+from triaxis.launch.pictures.topology_text import describe_layout
+from triaxis.launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse
 
 EXAMPLES = """examples:
   triaxis topology --tp 2 --pp 2 --dp 4 --ranks-per-node 8

@@ -4,9 +4,9 @@ import argparse
 import os
 from dataclasses import replace
 
-from launch.commands.train import request
-from launch.start.command_line import CONFIG, CommandParser, add_dry_run
-from launch.start.launcher import launch
+from triaxis.launch.commands.train import request
+from triaxis.launch.start.command_line import CONFIG, CommandParser, add_dry_run
+from triaxis.launch.start.launcher import launch
 
 EXAMPLES = """examples:
   triaxis traffic configs/gpt_tiny.yaml
@@ -25,5 +25,5 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the ranks; return their exit code."""
-    asked = replace(request(args), worker="launch.footprint.traffic", trains=True)
+    asked = replace(request(args), worker="triaxis.launch.footprint.traffic", trains=True)
     return launch(asked, os.environ)

@@ -5,11 +5,11 @@ import os
 from dataclasses import replace
 from functools import partial
 
-from engine.errors import ExitCode
-from launch.start import hostfile
-from launch.start.command_line import CONFIG, CommandParser, add_dry_run
-from launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH, Request, default_config, launch
-from launch.start.preflight import look_before_training
+from triaxis.engine.errors import ExitCode
+from triaxis.launch.start import hostfile
+from triaxis.launch.start.command_line import CONFIG, CommandParser, add_dry_run
+from triaxis.launch.start.launcher import DEFAULT_CONFIG, FROM_SCRATCH, Request, default_config, launch
+from triaxis.launch.start.preflight import look_before_training
 
 VERBOSE = "--verbose"
 

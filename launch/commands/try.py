@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.config.layout import ParallelConfig
-from engine.config.training import MOST_STEPS
-from engine.device.gpus import find_gpus
-from engine.errors import TriaxisError
-from launch.start import hostfile
-from launch.start.command_line import (
+from triaxis.engine.config.layout import ParallelConfig
+from triaxis.engine.config.training import MOST_STEPS
+from triaxis.engine.device.gpus import find_gpus
+from triaxis.engine.errors import TriaxisError
+from triaxis.launch.start import hostfile
+from triaxis.launch.start.command_line import (
     CONFIG,
     LAYOUT_WORDS,
     CommandParser,
@@ -28,10 +28,19 @@ from launch.start.command_line import (
     layout_overrides,
     refuse,
 )
-from launch.start.srun_task import is_rank
-from launch.start.world import TooFewGpusError
-from launch.tuning.layouts import LEAST_STEPS, STOPPED, Failed, Measured, refused, show_plan, try_layout, write_config
-from launch.tuning.report import Tried, look_at_machine, to_json, to_text
+from triaxis.launch.start.srun_task import is_rank
+from triaxis.launch.start.world import TooFewGpusError
+from triaxis.launch.tuning.layouts import (
+    LEAST_STEPS,
+    STOPPED,
+    Failed,
+    Measured,
+    refused,
+    show_plan,
+    try_layout,
+    write_config,
+)
+from triaxis.launch.tuning.report import Tried, look_at_machine, to_json, to_text
 
 EXAMPLES = """examples:
   triaxis try configs/gpt_tiny.yaml

@@ -11,12 +11,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from engine.config.plan import parallel_sizes
-from engine.config.training import MOST_STEPS
-from engine.config.tree import Config
-from engine.errors import counted
-from engine.layout.rank_rules import MOST_RANKS as LARGEST_WORLD
-from launch.start.command_line import (
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.training import MOST_STEPS
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import counted
+from triaxis.engine.layout.rank_rules import MOST_RANKS as LARGEST_WORLD
+from triaxis.launch.start.command_line import (
     CONFIG,
     LAYOUT_WORDS,
     CommandParser,
@@ -26,12 +26,12 @@ from launch.start.command_line import (
     layout_overrides,
     refuse,
 )
-from launch.verify.covering import Row
-from launch.verify.matrix import MOST_RANKS, matrix
-from launch.verify.oracle import NUM_STEPS, ORACLES, oracle_trial, show_oracle_plan, verify_against
-from launch.verify.run import Trial, VerificationError, show_plan, trial, verify_layout
-from launch.verify.verdict.bounds import noise_factor
-from launch.verify.verdict.judge import Difference, Verdict
+from triaxis.launch.verify.covering import Row
+from triaxis.launch.verify.matrix import MOST_RANKS, matrix
+from triaxis.launch.verify.oracle import NUM_STEPS, ORACLES, oracle_trial, show_oracle_plan, verify_against
+from triaxis.launch.verify.run import Trial, VerificationError, show_plan, trial, verify_layout
+from triaxis.launch.verify.verdict.bounds import noise_factor
+from triaxis.launch.verify.verdict.judge import Difference, Verdict
 
 EXAMPLES = """examples:
   triaxis verify configs/gpt_tiny.yaml --layout tp=4,pp=2,vpp=2,dp=1

@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from launch.doctor.records import CompilerFacts, Examination, Finding, Level
+from triaxis.launch.doctor.records import CompilerFacts, Examination, Finding, Level
 
 COMPILERS = ("gcc", "clang")
 """Those that triton looks for where CC is not set."""

@@ -13,12 +13,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from engine.comm.network import GLOO_VARIABLE
-from launch.doctor import gpu_map
-from launch.doctor.compiler import read_compiler
-from launch.doctor.limits import read_limits
-from launch.doctor.packages import read_packages
-from launch.doctor.records import NetworkFacts, RankFacts
+from triaxis.engine.comm.network import GLOO_VARIABLE
+from triaxis.launch.doctor import gpu_map
+from triaxis.launch.doctor.compiler import read_compiler
+from triaxis.launch.doctor.limits import read_limits
+from triaxis.launch.doctor.packages import read_packages
+from triaxis.launch.doctor.records import NetworkFacts, RankFacts
 
 PACKAGE = Path(__file__).resolve().parents[2]
 """The folder of engine/, models/ and launch/."""

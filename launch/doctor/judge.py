@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import combinations
 
-from engine.errors import counted
-from launch.doctor.compiler import judge_compiler
-from launch.doctor.limits import judge_limits
-from launch.doctor.rates import judge_groups, judge_paths
-from launch.doctor.records import Examination, Finding, Level, RankFacts
+from triaxis.engine.errors import counted
+from triaxis.launch.doctor.compiler import judge_compiler
+from triaxis.launch.doctor.limits import judge_limits
+from triaxis.launch.doctor.rates import judge_groups, judge_paths
+from triaxis.launch.doctor.records import Examination, Finding, Level, RankFacts
 
 CLOCK_WARN_SECONDS = 0.5
 """Logs and failures of several nodes are put in order by their clocks."""

@@ -13,8 +13,8 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
-from launch.doctor.records import Examination, Finding, Level, LimitFacts
-from launch.start.process.named_causes import LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE
+from triaxis.launch.doctor.records import Examination, Finding, Level, LimitFacts
+from triaxis.launch.start.process.named_causes import LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE
 
 SMALL_SHARED_BYTES = 64 * 2**20
 """Docker's default (`--shm-size`)."""

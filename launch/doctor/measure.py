@@ -22,12 +22,12 @@ from pathlib import Path
 
 import torch
 
-from engine.comm.backends import Message
-from engine.comm.collectives import Axis
-from engine.comm.texts import announce, gather_text
-from engine.comm.topology import Topology
-from engine.numerics.precision import AGREEMENT_DTYPE
-from launch.doctor.records import Clock, GroupRate, RootFacts, Size
+from triaxis.engine.comm.backends import Message
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.texts import announce, gather_text
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
+from triaxis.launch.doctor.records import Clock, GroupRate, RootFacts, Size
 
 ROUNDS = 5
 ROUND_SECONDS = 0.02

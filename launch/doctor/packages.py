@@ -11,10 +11,10 @@ from importlib.util import find_spec
 
 import torch
 
-from engine.kernels.apex import apex_failure
-from engine.kernels.te import gemm_failure
-from engine.numerics.precision import main_grad_dtype
-from launch.doctor.records import PackageFacts
+from triaxis.engine.kernels.apex import apex_failure
+from triaxis.engine.kernels.te import gemm_failure
+from triaxis.engine.numerics.precision import main_grad_dtype
+from triaxis.launch.doctor.records import PackageFacts
 
 USES = {
     "torch": "the engine: tensors, autograd, process groups",

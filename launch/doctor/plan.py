@@ -3,15 +3,15 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.config.plan import stages_of
-from engine.config.tree import Config
-from engine.data.corpus.indexed import bin_path, idx_path
-from engine.layout.rank_grid import Coordinates, ParallelSizes
-from launch.doctor.records import Needs, Size
-from models.predict.rank_memory import resolve_recompute
-from models.predict.terms import accumulation_bytes
-from models.predict.traffic import BYTES_PER_ELEMENT, expected_traffic
-from models.specs import num_parameters
+from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.indexed import bin_path, idx_path
+from triaxis.engine.layout.rank_grid import Coordinates, ParallelSizes
+from triaxis.launch.doctor.records import Needs, Size
+from triaxis.models.predict.rank_memory import resolve_recompute
+from triaxis.models.predict.terms import accumulation_bytes
+from triaxis.models.predict.traffic import BYTES_PER_ELEMENT, expected_traffic
+from triaxis.models.specs import num_parameters
 
 AXES = ("tp", "cp", "kv_replicas", "sample", "experts", "expert_dp", "dp", "ends", "pp_forward", "pp_backward")
 """Axes in the order of measuring; `world` carries a few bytes a step only."""
@@ -57,7 +57,7 @@ def _ranks(axis: str, config: Config, sizes: ParallelSizes) -> int:
 
 
 def _called_bytes(op: str, size: int, wire: int) -> int:
-    """Invert `models.predict.traffic.wire_bytes`."""
+    """Invert `triaxis.models.predict.traffic.wire_bytes`."""
     if op == "all_reduce":
         return wire * size // (2 * (size - 1))
     if op in ("reduce_scatter", "all_to_all", "all_to_all_rows"):

@@ -9,16 +9,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engine.comm.texts import gather_text
-from engine.comm.topology import Topology
-from engine.config.tree import Config
-from engine.config.write import to_yaml
-from engine.device.gpus import GLOO, NCCL
-from engine.errors import ExitCode
-from engine.numerics.precision import DTYPES
-from launch.doctor.facts import collect
-from launch.doctor.judge import judge, worst
-from launch.doctor.measure import (
+from triaxis.engine.comm.texts import gather_text
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.tree import Config
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.device.gpus import GLOO, NCCL
+from triaxis.engine.errors import ExitCode
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.launch.doctor.facts import collect
+from triaxis.launch.doctor.judge import judge, worst
+from triaxis.launch.doctor.measure import (
     PATIENCE_SECONDS,
     check_folders,
     gather_rates,
@@ -26,12 +26,12 @@ from launch.doctor.measure import (
     measure_clock,
     path_rates,
 )
-from launch.doctor.phases import node_paths
-from launch.doctor.plan import NODE_PATH_BYTES, data_files, folders, message_sizes, needs
-from launch.doctor.rates import all_equal, best
-from launch.doctor.records import Examination, Finding, Level, RankFacts, Size
-from launch.doctor.report import WIDTH, show, write_json
-from launch.rank.join import join_run
+from triaxis.launch.doctor.phases import node_paths
+from triaxis.launch.doctor.plan import NODE_PATH_BYTES, data_files, folders, message_sizes, needs
+from triaxis.launch.doctor.rates import all_equal, best
+from triaxis.launch.doctor.records import Examination, Finding, Level, RankFacts, Size
+from triaxis.launch.doctor.report import WIDTH, show, write_json
+from triaxis.launch.rank.join import join_run
 
 JSON_FLAG = "--json="
 

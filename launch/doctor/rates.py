@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from launch.doctor.records import Examination, Finding, GroupRate, Level, RankFacts
+from triaxis.launch.doctor.records import Examination, Finding, GroupRate, Level, RankFacts
 
 SLOW = 0.5
 """Below this part of the median of its equals, a group or path is out of line."""

@@ -9,11 +9,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from engine.layout.rank_grid import RankGrid
-from engine.telemetry.outlets.format import in_bytes, significant
-from launch.doctor.judge import worst
-from launch.doctor.rates import middle
-from launch.doctor.records import Examination, Finding, GroupRate, Level, RankFacts
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.telemetry.outlets.format import in_bytes, significant
+from triaxis.launch.doctor.judge import worst
+from triaxis.launch.doctor.rates import middle
+from triaxis.launch.doctor.records import Examination, Finding, GroupRate, Level, RankFacts
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 WIDTH = 132

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.activations.saved_tensors import SavedTensors
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "logits", "p2p", "temporaries"]
 

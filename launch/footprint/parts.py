@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from engine.comm.ledger import Event, Ledger
-from engine.errors import ScheduleError
-from engine.pipeline.actions import Schedule
-from engine.pipeline.lowering import Instruction, Post, Program, Transfer, feeding_transfer
-from launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, NewTensor, Peak
+from triaxis.engine.comm.ledger import Event, Ledger
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.pipeline.actions import Schedule
+from triaxis.engine.pipeline.lowering import Instruction, Post, Program, Transfer, feeding_transfer
+from triaxis.launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, NewTensor, Peak
 
 Likeness = tuple[Any, ...]
 """Facts about an instruction; instructions of one rank (or of equal stages) with equal facts do equal work."""

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.comm.ledger import Event
-from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes, rank_grid
-from engine.config.tree import Config
-from engine.kernels.registry import open_kernels
-from engine.layout.rank_grid import Coordinates
-from engine.tensor_parallel.parameter import ShardedParameter
-from engine.train import ModelBuilder, build
-from launch.footprint.routing import counts_in_turn, know_rows, known_rows
-from launch.footprint.run import assumed_rows, fake_world, microbatches, require_rank
+from triaxis.engine.comm.ledger import Event
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.tree import Config
+from triaxis.engine.kernels.registry import open_kernels
+from triaxis.engine.layout.rank_grid import Coordinates
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.train import ModelBuilder, build
+from triaxis.launch.footprint.routing import counts_in_turn, know_rows, known_rows
+from triaxis.launch.footprint.run import assumed_rows, fake_world, microbatches, require_rank
 
 WEIGHT_STD = 0.02
 

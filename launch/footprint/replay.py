@@ -1,6 +1,6 @@
 """The ledgers of many ranks, executed together under NCCL's rules to find calls that would not meet.
 
-The rules are those of `engine.pipeline.rendezvous`, for every call and not only for the pipeline's:
+The rules are those of `triaxis.engine.pipeline.rendezvous`, for every call and not only for the pipeline's:
 
     communicator   one per group of ranks (two for a pipeline, one per direction); axes with the same ranks share it
     call           a collective, or the sends and receives that were posted together; equal at all its ends: operation, dtype, numel
@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from engine.comm.ledger import Event
-from engine.errors import ScheduleError
-from engine.layout.axis_groups import axis_groups
-from engine.layout.rank_grid import RankGrid
-from engine.pipeline.rendezvous import Call, Conflict, Message, Place, Row, Step, Stuck, execute
+from triaxis.engine.comm.ledger import Event
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.layout.axis_groups import axis_groups
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.pipeline.rendezvous import Call, Conflict, Message, Place, Row, Step, Stuck, execute
 
 Communicator = tuple[tuple[int, ...], str]
 """Ranks, and the channel that parts the two directions of a pipeline."""

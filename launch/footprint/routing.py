@@ -8,14 +8,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
-from engine.config.moe import MoEConfig
-from engine.config.tree import Config
-from engine.context_parallel.cut import ContextCut
-from engine.expert_parallel.dispatch import ExchangeDispatch, GatherDispatch, KnownRows
-from engine.layout.rank_grid import RankGrid
-from engine.step import Engine
-from models.gpt.chunk import GPTChunk
-from models.predict.experts.traffic import Choices
+from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.cut import ContextCut
+from triaxis.engine.expert_parallel.dispatch import ExchangeDispatch, GatherDispatch, KnownRows
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.step import Engine
+from triaxis.models.gpt.chunk import GPTChunk
+from triaxis.models.predict.experts.traffic import Choices
 
 Counts = Sequence[Sequence[int]]
 """For each rank that shares the experts, how often its tokens of a microbatch chose each of the E."""

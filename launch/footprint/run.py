@@ -4,7 +4,7 @@ Tensors have shapes and no memory, collectives return at once, so a rank of thou
 of the ledger, live storages by kind, and operators dispatched.
 
 Of many microbatches only as many run as have every kind of instruction of the rank's program twice. The rest is added up over the
-program of the whole step (`launch.footprint.parts`). The tests prove it equal to the whole run.
+program of the whole step (`triaxis.launch.footprint.parts`). The tests prove it equal to the whole run.
 """
 
 from collections import Counter
@@ -19,23 +19,23 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from engine.comm.ledger import Event
-from engine.comm.topology import Topology
-from engine.config.plan import batch_plan, parallel_sizes, part_length, rank_grid, stages_of
-from engine.config.section import with_value
-from engine.config.tree import Config
-from engine.context_parallel.cut import ContextCut
-from engine.data.documents import Documents
-from engine.data.loader import MicroBatch
-from engine.errors import TopologyError
-from engine.layout.rank_grid import Coordinates, ParallelSizes
-from engine.pipeline.lowering import Program, lower
-from engine.step import Engine
-from engine.train import ModelBuilder, build
-from launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, NewTensor, Peak, SavedTensor
-from launch.footprint.parts import PartBook, Recorder, covers, likenesses
-from launch.footprint.routing import Counts, counts_in_turn, know_rows, known_rows
-from models.trained_part import schedule_of
+from triaxis.engine.comm.ledger import Event
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import batch_plan, parallel_sizes, part_length, rank_grid, stages_of
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.cut import ContextCut
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.errors import TopologyError
+from triaxis.engine.layout.rank_grid import Coordinates, ParallelSizes
+from triaxis.engine.pipeline.lowering import Program, lower
+from triaxis.engine.step import Engine
+from triaxis.engine.train import ModelBuilder, build
+from triaxis.launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, NewTensor, Peak, SavedTensor
+from triaxis.launch.footprint.parts import PartBook, Recorder, covers, likenesses
+from triaxis.launch.footprint.routing import Counts, counts_in_turn, know_rows, known_rows
+from triaxis.models.trained_part import schedule_of
 
 HEAD_MODULES = ("head", "losses")
 """Modules of the last chunk whose saved tensors are logits."""

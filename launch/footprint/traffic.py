@@ -8,15 +8,15 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from engine.data.synthetic import SyntheticDataset
-from engine.step import Engine
-from engine.train import build
-from launch.rank.batches import open_batches
-from launch.rank.join import Rank, join_run
-from launch.start.wide_console import wide_console
-from models.gpt.chunk import build_chunks
-from models.predict.experts.traffic import Choices
-from models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
+from triaxis.engine.data.synthetic import SyntheticDataset
+from triaxis.engine.step import Engine
+from triaxis.engine.train import build
+from triaxis.launch.rank.batches import open_batches
+from triaxis.launch.rank.join import Rank, join_run
+from triaxis.launch.start.wide_console import wide_console
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.experts.traffic import Choices
+from triaxis.models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
 
 Traffic = dict[Flow, Volume]
 

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
-from engine.data.loader import Batches, MicroBatch
-from launch.inference.rank import run
-from launch.rank.batches import open_batches
-from launch.rank.join import Rank
-from models.inference.evaluate import CorpusTokens, ListedTokens, Text, Windows, loss_of
-from models.inference.load import LoadedModel
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
+from triaxis.engine.data.loader import Batches, MicroBatch
+from triaxis.launch.inference.rank import run
+from triaxis.launch.rank.batches import open_batches
+from triaxis.launch.rank.join import Rank
+from triaxis.models.inference.evaluate import CorpusTokens, ListedTokens, Text, Windows, loss_of
+from triaxis.models.inference.load import LoadedModel
 
 BLOCK_TOKENS = 2**20
 """Tokens decoded at a time while bytes are counted."""

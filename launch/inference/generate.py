@@ -10,12 +10,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
-from launch.inference.rank import run
-from launch.inference.text_stream import UNKNOWN, TextStream
-from launch.rank.join import Rank
-from models.inference.generate import Sampling, stream
-from models.inference.load import LoadedModel
+from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from triaxis.launch.inference.rank import run
+from triaxis.launch.inference.text_stream import UNKNOWN, TextStream
+from triaxis.launch.rank.join import Rank
+from triaxis.models.inference.generate import Sampling, stream
+from triaxis.models.inference.load import LoadedModel
 
 
 def main(argv: Sequence[str]) -> int:

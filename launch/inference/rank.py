@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.directory import find
-from launch.inference.request import read_job
-from launch.rank.join import Rank, join_run
-from models.inference.load import LoadedModel, load_model
+from triaxis.engine.checkpoint.directory import find
+from triaxis.launch.inference.request import read_job
+from triaxis.launch.rank.join import Rank, join_run
+from triaxis.models.inference.load import LoadedModel, load_model
 
 
 def run(argv: Sequence[str], work: Callable[[Rank, LoadedModel, dict[str, Any]], None]) -> int:

@@ -24,16 +24,16 @@ from typing import Any
 
 import yaml
 
-from engine.checkpoint.directory import Candidate, find
-from engine.checkpoint.inspect.recorded import end_of_documents, recorded_tokenizer, trained_tokenizer
-from engine.checkpoint.inspect.weights import WhichWeights, check_weights
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.data.corpus.tokenizers import BYTES, Tokenizer, load_tokenizer
-from engine.errors import CheckpointError, ConfigError, DataError
-from launch.start.command_line import CHECKPOINT, CommandParser, add_weights
-from launch.start.launcher import Request, launch
-from launch.start.srun_task import is_rank
+from triaxis.engine.checkpoint.directory import Candidate, find
+from triaxis.engine.checkpoint.inspect.recorded import end_of_documents, recorded_tokenizer, trained_tokenizer
+from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weights
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.tokenizers import BYTES, Tokenizer, load_tokenizer
+from triaxis.engine.errors import CheckpointError, ConfigError, DataError
+from triaxis.launch.start.command_line import CHECKPOINT, CommandParser, add_weights
+from triaxis.launch.start.launcher import Request, launch
+from triaxis.launch.start.srun_task import is_rank
 
 JOB = "job.json"
 

@@ -6,7 +6,7 @@ text   H   -   -   €    !            nothing is shown before its character is 
 
 from collections.abc import Sequence
 
-from engine.data.corpus.tokenizers import Tokenizer
+from triaxis.engine.data.corpus.tokenizers import Tokenizer
 
 UNKNOWN = "�"
 """What a decoder writes for bytes that are no character: the beginning of one, or what a young model makes up."""

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from engine.telemetry.outlets.format import significant
-from launch.pictures.style import NUM_COLOURS
+from triaxis.engine.telemetry.outlets.format import significant
+from triaxis.launch.pictures.style import NUM_COLOURS
 
 Point = tuple[float, float]
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from html import escape
 
-from launch.pictures.style import CSS
+from triaxis.launch.pictures.style import CSS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """For the browser: it loads and runs nothing, for any text of a page."""

@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Literal
 
-from engine.errors import TriaxisError
+from triaxis.engine.errors import TriaxisError
 
 _FONT = {
     "font_family": "system-ui, 'Segoe UI', Helvetica, Arial, sans-serif",

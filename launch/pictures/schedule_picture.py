@@ -5,13 +5,13 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from engine.errors import ScheduleError
-from engine.pipeline.actions import Action, Kind
-from engine.pipeline.simulate import Timeline
-from engine.pipeline.simulate_program import ProgramTimeline
-from engine.pipeline.text import ink, shade
-from launch.pictures.charts import WIDTH, scrolling, tick, ticks
-from launch.pictures.drawing import element, text, write_picture
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.pipeline.actions import Action, Kind
+from triaxis.engine.pipeline.simulate import Timeline
+from triaxis.engine.pipeline.simulate_program import ProgramTimeline
+from triaxis.engine.pipeline.text import ink, shade
+from triaxis.launch.pictures.charts import WIDTH, scrolling, tick, ticks
+from triaxis.launch.pictures.drawing import element, text, write_picture
 
 ROW, LEFT, RIGHT, TOP = 30, 72, 24, 48
 """Height of a row, and margins of a file, in pixels."""

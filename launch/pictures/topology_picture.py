@@ -10,10 +10,10 @@ import math
 from itertools import groupby
 from pathlib import Path
 
-from engine.errors import TopologyError, counted
-from engine.layout.rank_grid import Coordinates, RankGrid
-from launch.pictures.charts import scrolling
-from launch.pictures.drawing import element, text, write_picture
+from triaxis.engine.errors import TopologyError, counted
+from triaxis.engine.layout.rank_grid import Coordinates, RankGrid
+from triaxis.launch.pictures.charts import scrolling
+from triaxis.launch.pictures.drawing import element, text, write_picture
 
 CELL = 40
 """Side of a rank's cell, in pixels; the sizes below are in cells."""

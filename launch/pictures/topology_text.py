@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
-from engine.config.model import ModelConfig
-from engine.errors import counted
-from engine.layout.rank_grid import Coordinates, RankGrid
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import counted
+from triaxis.engine.layout.rank_grid import Coordinates, RankGrid
 
 MEANINGS = {
     "tp": "one layer's matrices, cut",

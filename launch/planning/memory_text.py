@@ -6,9 +6,9 @@ pp 0  |ppppggggggggoooaaaaaaaaaaaaaaac.....|  67.6 GB
 from rich.style import Style
 from rich.text import Text
 
-from engine.telemetry.outlets.format import gigabytes
-from launch.pictures.style import COLOURS
-from models.predict.rank_memory import KINDS, Memory, Prediction
+from triaxis.engine.telemetry.outlets.format import gigabytes
+from triaxis.launch.pictures.style import COLOURS
+from triaxis.models.predict.rank_memory import KINDS, Memory, Prediction
 
 COLUMNS = 48
 """Width of a bar that stands for all usable memory of a device."""

@@ -3,21 +3,21 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from engine.config.plan import batch_plan, rank_grid
-from engine.config.write import to_yaml
-from engine.errors import counted
-from engine.pipeline.simulate import simulate
-from engine.storage.redaction import without_secrets
-from engine.telemetry.outlets.format import gigabytes, significant
-from engine.telemetry.record.flops import convention
-from launch.pictures.charts import Dot, scatter_chart, stacked_bar_chart
-from launch.pictures.document import html_document, tiles
-from launch.pictures.schedule_picture import schedule_chart
-from launch.pictures.topology_picture import MOST_RANKS, legend, topology_chart, words
-from launch.planning.search import WORDS, Found, Plan
-from models.predict.rank_memory import Memory, shown_kinds
-from models.predict.step_time.estimate import COMPONENTS, SIMULATED_ROUNDS, Estimator
-from models.trained_part import schedule_of
+from triaxis.engine.config.plan import batch_plan, rank_grid
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.errors import counted
+from triaxis.engine.pipeline.simulate import simulate
+from triaxis.engine.storage.redaction import without_secrets
+from triaxis.engine.telemetry.outlets.format import gigabytes, significant
+from triaxis.engine.telemetry.record.flops import convention
+from triaxis.launch.pictures.charts import Dot, scatter_chart, stacked_bar_chart
+from triaxis.launch.pictures.document import html_document, tiles
+from triaxis.launch.pictures.schedule_picture import schedule_chart
+from triaxis.launch.pictures.topology_picture import MOST_RANKS, legend, topology_chart, words
+from triaxis.launch.planning.search import WORDS, Found, Plan
+from triaxis.models.predict.rank_memory import Memory, shown_kinds
+from triaxis.models.predict.step_time.estimate import COMPONENTS, SIMULATED_ROUNDS, Estimator
+from triaxis.models.trained_part import schedule_of
 
 MOST_ROWS = 24
 """Rows of a chart with a bar per pipeline rank; of more, the page scrolls inside of it."""

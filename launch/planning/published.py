@@ -18,8 +18,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config.layout import layers_fill_stages, ranks_can_be_listed, sequence_over_cp
-from engine.config.model import (
+from triaxis.engine.config.layout import layers_fill_stages, ranks_can_be_listed, sequence_over_cp
+from triaxis.engine.config.model import (
     ffn_over_tp,
     heads_fill_hidden,
     heads_over_tp,
@@ -28,15 +28,15 @@ from engine.config.model import (
     sequence_over_tp,
     vocabulary_over_tp,
 )
-from engine.config.plan import parallel_sizes
-from engine.config.section import Rule, Subject
-from engine.config.training import batch_is_whole_microbatches, microbatches_can_be_listed
-from engine.config.tree import Config
-from engine.errors import ConfigError, shown
-from engine.layout.rank_grid import ParallelSizes
-from engine.storage.state_files import read_regular
-from models.predict.step_time.cluster import Cluster, cluster_of
-from models.predict.step_time.implementation import OURS, Implementation, implementation_of
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.section import Rule, Subject
+from triaxis.engine.config.training import batch_is_whole_microbatches, microbatches_can_be_listed
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError, shown
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.storage.state_files import read_regular
+from triaxis.models.predict.step_time.cluster import Cluster, cluster_of
+from triaxis.models.predict.step_time.implementation import OURS, Implementation, implementation_of
 
 COLUMNS = (
     *("source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "seq", "vocab", "gpus", "gpu_type"),

@@ -18,24 +18,30 @@ from itertools import count, product
 from math import floor
 from typing import Literal
 
-from engine.config.activations import RecomputeConfig
-from engine.config.layout import IS_INTERLEAVED, RUNS_IN_A_V, ParallelConfig, schedule_problems, sequence_over_cp
-from engine.config.plan import parallel_sizes, stages_of, work_of_cut
-from engine.config.section import Subject
-from engine.config.tree import RULES, Config, broken_keys
-from engine.errors import ConfigError
-from engine.layout.rank_grid import ParallelSizes
-from engine.telemetry.outlets.format import gigabytes
-from engine.telemetry.record.flops import model_flops_per_token
-from launch.tuning.choose_layout import MARGIN
-from models.predict.cut import Memo
-from models.predict.frozen_flops import unneeded_flops
-from models.predict.rank_memory import GB, Prediction, predict
-from models.predict.recompute_choice import candidates
-from models.predict.step_time.cluster import Cluster
-from models.predict.step_time.estimate import Estimator, StepTime
-from models.predict.step_time.implementation import OURS, Implementation
-from models.specs import num_parameters
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.layout import (
+    IS_INTERLEAVED,
+    RUNS_IN_A_V,
+    ParallelConfig,
+    schedule_problems,
+    sequence_over_cp,
+)
+from triaxis.engine.config.plan import parallel_sizes, stages_of, work_of_cut
+from triaxis.engine.config.section import Subject
+from triaxis.engine.config.tree import RULES, Config, broken_keys
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.telemetry.outlets.format import gigabytes
+from triaxis.engine.telemetry.record.flops import model_flops_per_token
+from triaxis.launch.tuning.choose_layout import MARGIN
+from triaxis.models.predict.cut import Memo
+from triaxis.models.predict.frozen_flops import unneeded_flops
+from triaxis.models.predict.rank_memory import GB, Prediction, predict
+from triaxis.models.predict.recompute_choice import candidates
+from triaxis.models.predict.step_time.cluster import Cluster
+from triaxis.models.predict.step_time.estimate import Estimator, StepTime
+from triaxis.models.predict.step_time.implementation import OURS, Implementation
+from triaxis.models.specs import num_parameters
 
 SIMULATED = 50
 """The fastest by the closed form whose schedules are simulated."""
@@ -78,7 +84,8 @@ class Found:
 
     @property
     def model_tflops(self) -> float:
-        """Return the TFLOP/s of a device that the model needs, without what is recomputed (`engine.telemetry.record.flops`)."""
+        """Return the TFLOP/s of a device that the model needs, without what is recomputed
+        (`triaxis.engine.telemetry.record.flops`)."""
         layers = [len(stage.layers) for stage in stages_of(self.config)]
         spared = unneeded_flops(self.config, self.config.recompute, layers).model
         flops = model_flops_per_token(self.config.model) - spared

@@ -6,10 +6,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from engine.telemetry.outlets.format import gigabytes
-from engine.telemetry.record.flops import convention
-from launch.planning.memory_text import memory_bar, memory_lines
-from launch.planning.search import WORDS, Found, Plan
+from triaxis.engine.telemetry.outlets.format import gigabytes
+from triaxis.engine.telemetry.record.flops import convention
+from triaxis.launch.planning.memory_text import memory_bar, memory_lines
+from triaxis.launch.planning.search import WORDS, Found, Plan
 
 PIPE_WIDTH = 100
 """Columns where the output is no terminal."""

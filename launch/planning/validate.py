@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from engine.config.tree import Config
-from engine.errors import ConfigError
-from engine.layout.rank_grid import ParallelSizes
-from launch.planning.published import Run, Setup, read_runs, setup_of
-from models.predict.rank_memory import Memo, predict
-from models.predict.step_time.device import Device
-from models.predict.step_time.estimate import Estimator
-from models.predict.step_time.implementation import Implementation
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.launch.planning.published import Run, Setup, read_runs, setup_of
+from triaxis.models.predict.rank_memory import Memo, predict
+from triaxis.models.predict.step_time.device import Device
+from triaxis.models.predict.step_time.estimate import Estimator
+from triaxis.models.predict.step_time.implementation import Implementation
 
 RESOLUTION = 0.12
 """The worst error that is claimed of the model: it cannot tell values apart whose times differ by less."""

@@ -4,19 +4,19 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config.fp8 import fp8_line
-from engine.config.tree import Config
-from engine.data.corpus.stdlib import entropies
-from engine.errors import counted
-from engine.kernels import registry
-from engine.layout.shard_spec import REDUCE_AXES
-from engine.pipeline import schedules
-from engine.step import Engine
-from engine.telemetry.observer import peak_memory_bytes
-from engine.telemetry.outlets.format import gigabytes
-from engine.telemetry.record.parameters import local_counts, round_counts
-from models.predict.fit import memory_line
-from models.predict.rank_memory import predict
+from triaxis.engine.config.fp8 import fp8_line
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.stdlib import entropies
+from triaxis.engine.errors import counted
+from triaxis.engine.kernels import registry
+from triaxis.engine.layout.shard_spec import REDUCE_AXES
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.step import Engine
+from triaxis.engine.telemetry.observer import peak_memory_bytes
+from triaxis.engine.telemetry.outlets.format import gigabytes
+from triaxis.engine.telemetry.record.parameters import local_counts, round_counts
+from triaxis.models.predict.fit import memory_line
+from triaxis.models.predict.rank_memory import predict
 
 
 def count_parameters(engine: Engine) -> dict[str, int]:

@@ -1,13 +1,13 @@
 """The batches of a rank, from the config, the rank's place and a dataset."""
 
-from engine.comm.topology import Topology
-from engine.config.tree import Config
-from engine.context_parallel.cut import ContextCut
-from engine.data.document_statistics import DocumentStatistics, measure_documents
-from engine.data.loader import Batches
-from engine.data.sampler import NOTHING_SKIPPED
-from engine.data.samples import SampleSource
-from engine.data.skipped import SkippedRanges
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.cut import ContextCut
+from triaxis.engine.data.document_statistics import DocumentStatistics, measure_documents
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.data.sampler import NOTHING_SKIPPED
+from triaxis.engine.data.samples import SampleSource
+from triaxis.engine.data.skipped import SkippedRanges
 
 
 def run_documents(config: Config, topology: Topology, source: SampleSource) -> DocumentStatistics | None:

@@ -2,12 +2,12 @@
 
 import os
 
-from engine.comm.texts import announce, gather_text
-from engine.errors import ExitCode, StorageError, TriaxisError
-from engine.run.directory import RunDirectory, run_name
-from engine.storage.state_files import explaining_storage
-from launch.rank.join import Rank
-from launch.start.process.failure import ExplainedError, code_of
+from triaxis.engine.comm.texts import announce, gather_text
+from triaxis.engine.errors import ExitCode, StorageError, TriaxisError
+from triaxis.engine.run.directory import RunDirectory, run_name
+from triaxis.engine.storage.state_files import explaining_storage
+from triaxis.launch.rank.join import Rank
+from triaxis.launch.start.process.failure import ExplainedError, code_of
 
 
 def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start: bool) -> RunDirectory:

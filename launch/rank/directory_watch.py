@@ -11,9 +11,9 @@ shares no folder with rank 0 do not. Another run that has taken the place since 
 import time
 from collections.abc import Callable
 
-from engine.run.directory import RunDirectory
-from engine.run.phases import Phase, StepWatcher
-from engine.telemetry.outlets.hub import Telemetry
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.run.phases import Phase, StepWatcher
+from triaxis.engine.telemetry.outlets.hub import Telemetry
 
 LOOK_SECONDS = 1.0
 """Time between two looks, each of two calls of stat."""

@@ -2,15 +2,15 @@
 
 import sys
 
-from engine.comm.runtime import write_flight_record
-from engine.layout.axis_groups import axis_groups
-from engine.resilience.hang.heartbeat import Heartbeat, folders_of
-from engine.resilience.hang.report import RunLayout
-from engine.resilience.hang.watch import HangLimits, HangWatch
-from engine.run.directory import RunDirectory
-from engine.step import Engine
-from engine.telemetry.outlets.hub import Telemetry
-from engine.telemetry.record.events import EventLog
+from triaxis.engine.comm.runtime import write_flight_record
+from triaxis.engine.layout.axis_groups import axis_groups
+from triaxis.engine.resilience.hang.heartbeat import Heartbeat, folders_of
+from triaxis.engine.resilience.hang.report import RunLayout
+from triaxis.engine.resilience.hang.watch import HangLimits, HangWatch
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.step import Engine
+from triaxis.engine.telemetry.outlets.hub import Telemetry
+from triaxis.engine.telemetry.record.events import EventLog
 
 
 def open_heartbeat(rank: int, directory: RunDirectory) -> Heartbeat:

@@ -6,17 +6,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-from engine.comm.runtime import RankEnvironment, Runtime, start
-from engine.comm.topology import Topology
-from engine.config.load import load_config
-from engine.config.plan import parallel_sizes, rank_grid
-from engine.config.stages import at_stage
-from engine.config.tree import Config
-from engine.data.run_tokenizer import with_tokenizer
-from launch.start.gpu_memory import memory_rules
-from launch.start.process.parent_death import end_with_parent
-from models.predict.rank_memory import resolve_recompute
-from models.run_rules import RULES_OF_A_RUN
+from triaxis.engine.comm.runtime import RankEnvironment, Runtime, start
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.stages import at_stage
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.run_tokenizer import with_tokenizer
+from triaxis.launch.start.gpu_memory import memory_rules
+from triaxis.launch.start.process.parent_death import end_with_parent
+from triaxis.models.predict.rank_memory import resolve_recompute
+from triaxis.models.run_rules import RULES_OF_A_RUN
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def join(
         choose_stage: returns the config in the stage that the ranks train, the same on every rank; None: the config is of it.
 
     After an exception neither is left, because destroying a NCCL communicator waits for sends and receives that no peer will
-    meet any more: the process has to end (`launch.start.process.ending.run_rank`).
+    meet any more: the process has to end (`triaxis.launch.start.process.ending.run_rank`).
     """
     stages = [at_stage(config, stage["name"]) for stage in config.stages] if choose_stage else [config]
     for stage in stages:

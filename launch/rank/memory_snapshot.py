@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from engine.run.directory import RunDirectory
-from launch.rank.join import Rank
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.launch.rank.join import Rank
 
 HISTORY_ENTRIES = 100_000
 """How many of the latest allocations and frees `telemetry.memory_history` keeps: some hundred MB of host memory at most."""

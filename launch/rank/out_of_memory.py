@@ -14,18 +14,18 @@ from itertools import islice
 import psutil
 import torch
 
-from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from engine.errors import OutOfMemoryError
-from engine.pipeline.actions import Action
-from engine.pipeline.lowering import Instruction
-from engine.step import Engine
-from engine.telemetry.observer import peak_memory_bytes
-from engine.telemetry.outlets.format import in_bytes
-from launch.rank.memory_errors import Place, exhausted
-from launch.rank.memory_snapshot import MemorySnapshot
-from models.predict.rank_memory import Memory, predict, savings
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import OutOfMemoryError
+from triaxis.engine.pipeline.actions import Action
+from triaxis.engine.pipeline.lowering import Instruction
+from triaxis.engine.step import Engine
+from triaxis.engine.telemetry.observer import peak_memory_bytes
+from triaxis.engine.telemetry.outlets.format import in_bytes
+from triaxis.launch.rank.memory_errors import Place, exhausted
+from triaxis.launch.rank.memory_snapshot import MemorySnapshot
+from triaxis.models.predict.rank_memory import Memory, predict, savings
 
 MOST_NAMED = 6
 

@@ -1,10 +1,10 @@
 """The text that a trained model writes at the end of its run: how it goes on from a few tokens that it has not seen."""
 
-from engine.comm.stop import StopRequest
-from engine.data.corpus.tokenizers import load_tokenizer
-from engine.data.samples import SampleSource
-from engine.step import Engine
-from models.inference.generate import Sampling, stream
+from triaxis.engine.comm.stop import StopRequest
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
+from triaxis.engine.data.samples import SampleSource
+from triaxis.engine.step import Engine
+from triaxis.models.inference.generate import Sampling, stream
 
 PROMPT_TOKENS = 48
 SAMPLE_TEMPERATURE = 0.8

@@ -7,13 +7,13 @@ to the next one.
 import os
 from pathlib import Path
 
-from engine.checkpoint.directory import Candidate, find
-from engine.comm.runtime import RankEnvironment
-from engine.comm.store_agreement import rank_0_says
-from engine.config.stages import at_stage, stage_at
-from engine.config.tree import Config
-from engine.errors import TriaxisError
-from engine.run.directory import RunDirectory, run_name
+from triaxis.engine.checkpoint.directory import Candidate, find
+from triaxis.engine.comm.runtime import RankEnvironment
+from triaxis.engine.comm.store_agreement import rank_0_says
+from triaxis.engine.config.stages import at_stage, stage_at
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.run.directory import RunDirectory, run_name
 
 
 def config_of_stage(
@@ -24,7 +24,7 @@ def config_of_stage(
     Args:
         config: as it was read.
         stem: of the config's file, after which a run without a name is named.
-        from_scratch, is_first_start: as in `launch.rank.directory.open_directory`.
+        from_scratch, is_first_start: as in `triaxis.launch.rank.directory.open_directory`.
     """
     if not config.stages:
         return config

@@ -9,24 +9,24 @@ import socket
 
 import torch
 
-from engine.comm.gather import Gathering
-from engine.comm.topology import Topology
-from engine.config.plan import batch_plan
-from engine.config.tree import Config
-from engine.errors import TriaxisError
-from engine.optimizer.group_norms import GroupNorms
-from engine.program import triaxis
-from engine.run.directory import RunDirectory
-from engine.step import Engine
-from engine.telemetry.outlets.hub import Telemetry
-from engine.telemetry.outlets.memory_check import MemoryCheck
-from engine.telemetry.timing.marks import TimeMarks
-from engine.telemetry.timing.slow_ranks import SlowRanks
-from engine.telemetry.timing.step_times import StepTimes
-from engine.telemetry.timing.timeline import Row, Timeline, merge
-from engine.tensor_parallel.fp8_shares import Fp8Shares
-from models.predict.rank_memory import predict
-from models.trained_part import schedule_of_step
+from triaxis.engine.comm.gather import Gathering
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import batch_plan
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.optimizer.group_norms import GroupNorms
+from triaxis.engine.program import triaxis
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.step import Engine
+from triaxis.engine.telemetry.outlets.hub import Telemetry
+from triaxis.engine.telemetry.outlets.memory_check import MemoryCheck
+from triaxis.engine.telemetry.timing.marks import TimeMarks
+from triaxis.engine.telemetry.timing.slow_ranks import SlowRanks
+from triaxis.engine.telemetry.timing.step_times import StepTimes
+from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
+from triaxis.engine.tensor_parallel.fp8_shares import Fp8Shares
+from triaxis.models.predict.rank_memory import predict
+from triaxis.models.trained_part import schedule_of_step
 
 HOST_BYTES = 64
 """Linux cuts the name of a host there (HOST_NAME_MAX)."""

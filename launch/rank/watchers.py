@@ -7,18 +7,18 @@ notices     once there is telemetry: the run directory, and a line for a trace t
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.pipeline.executor import InstructionObserver
-from engine.run.directory import RunDirectory
-from engine.run.phases import Phase, StepWatcher
-from engine.telemetry.outlets.hub import Telemetry
-from engine.telemetry.timing.clocks import clock_of
-from engine.telemetry.timing.marks import TimeMarks
-from engine.telemetry.trace.nvtx import NvtxRanges
-from engine.telemetry.trace.profile import StepProfiler
-from launch.rank.directory_watch import DirectoryWatch
-from launch.rank.hang_watch import open_heartbeat
-from launch.rank.join import Rank
-from launch.rank.step_times import open_step_times
+from triaxis.engine.pipeline.executor import InstructionObserver
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.run.phases import Phase, StepWatcher
+from triaxis.engine.telemetry.outlets.hub import Telemetry
+from triaxis.engine.telemetry.timing.clocks import clock_of
+from triaxis.engine.telemetry.timing.marks import TimeMarks
+from triaxis.engine.telemetry.trace.nvtx import NvtxRanges
+from triaxis.engine.telemetry.trace.profile import StepProfiler
+from triaxis.launch.rank.directory_watch import DirectoryWatch
+from triaxis.launch.rank.hang_watch import open_heartbeat
+from triaxis.launch.rank.join import Rank
+from triaxis.launch.rank.step_times import open_step_times
 
 
 class Watchers:

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from engine.config.stages import data_segments
-from engine.config.tree import Config
-from engine.data.blend import Blend
-from engine.data.datasets import open_run_datasets
-from engine.data.remainder import ContinuedStream
-from engine.data.repeats import ReadSpan, RunReads, reads_of_run
-from engine.data.samples import SampleSource, SampleStream
-from engine.data.skipped import SkippedRanges
-from engine.errors import DataError, counted
-from launch.report.record import RunRecord, read_run
-from launch.report.spans import spans_of
-from launch.start.command_line import CommandParser
+from triaxis.engine.config.stages import data_segments
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.blend import Blend
+from triaxis.engine.data.datasets import open_run_datasets
+from triaxis.engine.data.remainder import ContinuedStream
+from triaxis.engine.data.repeats import ReadSpan, RunReads, reads_of_run
+from triaxis.engine.data.samples import SampleSource, SampleStream
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.engine.errors import DataError, counted
+from triaxis.launch.report.record import RunRecord, read_run
+from triaxis.launch.report.spans import spans_of
+from triaxis.launch.start.command_line import CommandParser
 
 EXAMPLES = """examples:
   triaxis data repeats --run runs/gpt_tiny

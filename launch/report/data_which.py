@@ -4,20 +4,20 @@ import argparse
 import json
 from pathlib import Path
 
-from engine.config.plan import planned_steps
-from engine.config.stages import at_stage, run_stages
-from engine.config.tree import Config
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.matching import find_recorded
-from engine.data.corpus.record import read_record
-from engine.data.corpus.tokenizers import BYTES, Tokenizer, load_tokenizer
-from engine.data.datasets import open_run_datasets
-from engine.data.ledger import SampleRead, reads_of_step
-from engine.data.samples import DocumentPart
-from engine.errors import DataError, attempt_name
-from launch.report.record import RunRecord, read_run
-from launch.report.spans import span_of
-from launch.start.command_line import CommandParser, refuse
+from triaxis.engine.config.plan import planned_steps
+from triaxis.engine.config.stages import at_stage, run_stages
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.matching import find_recorded
+from triaxis.engine.data.corpus.record import read_record
+from triaxis.engine.data.corpus.tokenizers import BYTES, Tokenizer, load_tokenizer
+from triaxis.engine.data.datasets import open_run_datasets
+from triaxis.engine.data.ledger import SampleRead, reads_of_step
+from triaxis.engine.data.samples import DocumentPart
+from triaxis.engine.errors import DataError, attempt_name
+from triaxis.launch.report.record import RunRecord, read_run
+from triaxis.launch.report.spans import span_of
+from triaxis.launch.start.command_line import CommandParser, refuse
 
 EXAMPLES = """examples:
   triaxis data which --run runs/gpt_tiny --step 120

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from statistics import fmean
 
-from engine.telemetry.record.expert_load import max_over_mean
-from launch.pictures.charts import WIDTH, scrolling, tick, ticks
-from launch.report.record import RunRecord, number
+from triaxis.engine.telemetry.record.expert_load import max_over_mean
+from triaxis.launch.pictures.charts import WIDTH, scrolling, tick, ticks
+from triaxis.launch.report.record import RunRecord, number
 
 MOST_COLUMNS = 150
 """Columns of a map over steps; of more steps, a column has the mean of several."""

@@ -8,16 +8,16 @@ from datetime import datetime
 from html import escape
 from typing import Any
 
-from engine.config.plan import planned_steps
-from engine.errors import attempt_name
-from engine.storage.redaction import without_secrets
-from engine.telemetry.outlets.format import compact, duration, in_bytes, significant
-from engine.telemetry.record.events import ALERTS, Event
-from launch.pictures.document import html_document, tiles
-from launch.report import experts, parts
-from launch.report.predicted import predicted_beside_measured
-from launch.report.record import RunRecord, number
-from models.predict.step_time.cluster import Cluster
+from triaxis.engine.config.plan import planned_steps
+from triaxis.engine.errors import attempt_name
+from triaxis.engine.storage.redaction import without_secrets
+from triaxis.engine.telemetry.outlets.format import compact, duration, in_bytes, significant
+from triaxis.engine.telemetry.record.events import ALERTS, Event
+from triaxis.launch.pictures.document import html_document, tiles
+from triaxis.launch.report import experts, parts
+from triaxis.launch.report.predicted import predicted_beside_measured
+from triaxis.launch.report.record import RunRecord, number
+from triaxis.models.predict.step_time.cluster import Cluster
 
 MOST_EVENTS = 400
 """Rows of the table; of more events, all alerts and the last ones are shown."""

@@ -5,20 +5,20 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from statistics import fmean
 
-from engine.config.plan import batch_plan, parallel_sizes
-from engine.config.tree import Config
-from engine.errors import TriaxisError, attempt_name, counted
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.pipeline.actions import Schedule
-from engine.pipeline.simulate import Costs, Timeline, simulate
-from engine.telemetry.outlets.format import in_bytes
-from engine.telemetry.timing.time_split import PARTS
-from launch.pictures.charts import Line, bar_chart, line_chart, share_bar, stacked_chart
-from launch.pictures.schedule_picture import schedule_chart
-from launch.pictures.style import NUM_COLOURS
-from launch.report.record import RunRecord, number
-from models.predict.rank_memory import Memory, predict, shown_kinds
-from models.trained_part import schedule_of
+from triaxis.engine.config.plan import batch_plan, parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import TriaxisError, attempt_name, counted
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.pipeline.actions import Schedule
+from triaxis.engine.pipeline.simulate import Costs, Timeline, simulate
+from triaxis.engine.telemetry.outlets.format import in_bytes
+from triaxis.engine.telemetry.timing.time_split import PARTS
+from triaxis.launch.pictures.charts import Line, bar_chart, line_chart, share_bar, stacked_chart
+from triaxis.launch.pictures.schedule_picture import schedule_chart
+from triaxis.launch.pictures.style import NUM_COLOURS
+from triaxis.launch.report.record import RunRecord, number
+from triaxis.models.predict.rank_memory import Memory, predict, shown_kinds
+from triaxis.models.trained_part import schedule_of
 
 MOST_COLUMNS = 150
 """Of the chart of times: longer runs show means of several steps."""

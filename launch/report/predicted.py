@@ -10,16 +10,16 @@ from html import escape
 from statistics import fmean
 from typing import Any
 
-from engine.config.tree import Config
-from engine.errors import ConfigError, TriaxisError
-from engine.layout.rank_grid import ParallelSizes
-from engine.telemetry.outlets.format import significant
-from engine.telemetry.timing.time_split import PARTS, Part
-from launch.pictures.charts import bar_chart
-from launch.report.parts import MISSING, PART_NAMES, sizes_of
-from launch.report.record import RunRecord, number
-from models.predict.step_time.cluster import Cluster, cluster_of_devices
-from models.predict.step_time.estimate import Estimator
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError, TriaxisError
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.telemetry.outlets.format import significant
+from triaxis.engine.telemetry.timing.time_split import PARTS, Part
+from triaxis.launch.pictures.charts import bar_chart
+from triaxis.launch.report.parts import MISSING, PART_NAMES, sizes_of
+from triaxis.launch.report.record import RunRecord, number
+from triaxis.models.predict.step_time.cluster import Cluster, cluster_of_devices
+from triaxis.models.predict.step_time.estimate import Estimator
 
 COMPONENTS_OF: Mapping[Part, tuple[str, ...]] = {
     "compute": ("compute", "recompute"),

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.directory import CheckpointDirectory, folder_of_run
-from engine.checkpoint.format.manifest import parse_manifest
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.errors import CheckpointError, TriaxisError
-from engine.run.entries import events_files
-from engine.storage.state_files import explaining_storage, read_object, read_regular, reason
-from engine.telemetry.record.events import Event, read_events
-from engine.telemetry.record.jsonl import read_records
+from triaxis.engine.checkpoint.directory import CheckpointDirectory, folder_of_run
+from triaxis.engine.checkpoint.format.manifest import parse_manifest
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import CheckpointError, TriaxisError
+from triaxis.engine.run.entries import events_files
+from triaxis.engine.storage.state_files import explaining_storage, read_object, read_regular, reason
+from triaxis.engine.telemetry.record.events import Event, read_events
+from triaxis.engine.telemetry.record.jsonl import read_records
 
 
 @dataclass(frozen=True, slots=True)

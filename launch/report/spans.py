@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from engine.config.stages import with_fields
-from engine.config.tree import Config
-from engine.data.repeats import ReadSpan
-from engine.data.skipped import SkippedRanges
-from engine.errors import DataError
-from engine.telemetry.record.events import Event
-from launch.report.record import RunRecord
+from triaxis.engine.config.stages import with_fields
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.repeats import ReadSpan
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.engine.errors import DataError
+from triaxis.engine.telemetry.record.events import Event
+from triaxis.launch.report.record import RunRecord
 
 
 def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:

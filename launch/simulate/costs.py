@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from random import Random
 
-from engine.config.plan import stages_of
-from engine.config.tree import Config
-from engine.data.document_statistics import DocumentStatistics, measure_documents
-from engine.data.samples import SampleSource
-from engine.layout.rank_grid import ParallelSizes
-from engine.pipeline.simulate import Costs
-from engine.telemetry.record.flops import head_flops, layer_flops
-from models.predict.frozen_flops import trained_layers
-from models.predict.rank_memory import resolve_recompute
-from models.trained_part import head_is_frozen
+from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.document_statistics import DocumentStatistics, measure_documents
+from triaxis.engine.data.samples import SampleSource
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.pipeline.simulate import Costs
+from triaxis.engine.telemetry.record.flops import head_flops, layer_flops
+from triaxis.models.predict.frozen_flops import trained_layers
+from triaxis.models.predict.rank_memory import resolve_recompute
+from triaxis.models.trained_part import head_is_frozen
 
 CostModel = Callable[[Config, ParallelSizes], Costs]
 """Costs of each stage for one microbatch."""

@@ -7,10 +7,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from engine.errors import ScheduleError, TriaxisError
-from engine.pipeline.actions import Action, Kind, Schedule
-from engine.pipeline.simulate import Costs, Interval
-from engine.telemetry.timing.timeline import read_ranks
+from triaxis.engine.errors import ScheduleError, TriaxisError
+from triaxis.engine.pipeline.actions import Action, Kind, Schedule
+from triaxis.engine.pipeline.simulate import Costs, Interval
+from triaxis.engine.telemetry.timing.timeline import read_ranks
 
 _FIRST_PIPELINE = re.compile(r"pp (\d+), dp 0(?:, cp 0)?, tp 0\b")
 

@@ -1,6 +1,6 @@
 """A simulated step as one HTML file: every action with its times, the critical path, what is kept on each rank (no torch here).
 
-The data is one JSON object in the page, `launch.simulate.script` draws it on a canvas, and the page loads nothing.
+The data is one JSON object in the page, `triaxis.launch.simulate.script` draws it on a canvas, and the page loads nothing.
 """
 
 import json
@@ -9,20 +9,20 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ScheduleError, TriaxisError
-from engine.pipeline.actions import Action, Kind
-from engine.pipeline.lowering import Transfer
-from engine.pipeline.simulate import Interval
-from engine.pipeline.simulate_program import ProgramTimeline, TransferTime
-from engine.pipeline.text import ink, shade
-from engine.telemetry.outlets.format import significant
-from launch.pictures.document import tiles
-from launch.pictures.schedule_picture import colour_names
-from launch.pictures.style import CSS
-from launch.simulate.measured import Measured
-from launch.simulate.script import SCRIPT
-from launch.simulate.script import STYLE as OWN_STYLE
-from launch.simulate.words import path_summary
+from triaxis.engine.errors import ScheduleError, TriaxisError
+from triaxis.engine.pipeline.actions import Action, Kind
+from triaxis.engine.pipeline.lowering import Transfer
+from triaxis.engine.pipeline.simulate import Interval
+from triaxis.engine.pipeline.simulate_program import ProgramTimeline, TransferTime
+from triaxis.engine.pipeline.text import ink, shade
+from triaxis.engine.telemetry.outlets.format import significant
+from triaxis.launch.pictures.document import tiles
+from triaxis.launch.pictures.schedule_picture import colour_names
+from triaxis.launch.pictures.style import CSS
+from triaxis.launch.simulate.measured import Measured
+from triaxis.launch.simulate.script import SCRIPT
+from triaxis.launch.simulate.script import STYLE as OWN_STYLE
+from triaxis.launch.simulate.words import path_summary
 
 MOST_ACTIONS = 300_000
 """A page of more would be a file of tens of megabytes that a browser draws slowly."""

@@ -5,10 +5,10 @@ from itertools import groupby
 
 from rich.table import Table
 
-from engine.pipeline.actions import Action, Kind
-from engine.pipeline.lowering import Transfer
-from engine.pipeline.simulate_program import ProgramTimeline, Segment
-from engine.telemetry.outlets.format import significant
+from triaxis.engine.pipeline.actions import Action, Kind
+from triaxis.engine.pipeline.lowering import Transfer
+from triaxis.engine.pipeline.simulate_program import ProgramTimeline, Segment
+from triaxis.engine.telemetry.outlets.format import significant
 
 MOST_PIECES = 12
 """Pieces of the critical path that are listed; the pattern repeats."""

@@ -4,8 +4,8 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.errors import TopologyError
-from launch.start.srun_task import tasks_per_node
+from triaxis.engine.errors import TopologyError
+from triaxis.launch.start.srun_task import tasks_per_node
 
 CALL_SECONDS = 120.0
 """Limit for a command of SLURM; a busy controller answers late."""

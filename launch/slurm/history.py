@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 
-from engine.errors import TriaxisError
-from engine.storage.files import write_atomically
-from engine.storage.json_text import parse_json
-from engine.storage.redaction import without_secrets
-from engine.storage.state_files import read_regular
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.storage.json_text import parse_json
+from triaxis.engine.storage.redaction import without_secrets
+from triaxis.engine.storage.state_files import read_regular
 
 FAILURES_TO_EXCLUDE = 2
 """A node may fail once by accident."""

@@ -26,24 +26,24 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from engine.config.load import load_config
-from engine.config.tree import Config, require_legal
-from engine.errors import ExitCode
-from engine.run.directory import RunDirectory, run_name
-from launch.cli import command_module, command_parser
-from launch.commands.train import request
-from launch.slurm.allocation import Job, call, say
-from launch.slurm.history import ATTEMPTS_WITHOUT_PROGRESS, FAILURES_TO_EXCLUDE, History, Outcome
-from launch.slurm.srun_report import StepReport
-from launch.start.gpu_memory import memory_rules
-from launch.start.launcher import FROM_SCRATCH, default_config
-from launch.start.preflight import look_before_training
-from launch.start.process.ending import exit_code
-from launch.start.process.failure import OTHERS_END_SECONDS
-from launch.start.process.front import standard_streams
-from launch.start.process.lasting_output import lasting_output
-from launch.start.srun_task import LOOPBACK
-from models.run_rules import RULES_OF_A_RUN
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config, require_legal
+from triaxis.engine.errors import ExitCode
+from triaxis.engine.run.directory import RunDirectory, run_name
+from triaxis.launch.cli import command_module, command_parser
+from triaxis.launch.commands.train import request
+from triaxis.launch.slurm.allocation import Job, call, say
+from triaxis.launch.slurm.history import ATTEMPTS_WITHOUT_PROGRESS, FAILURES_TO_EXCLUDE, History, Outcome
+from triaxis.launch.slurm.srun_report import StepReport
+from triaxis.launch.start.gpu_memory import memory_rules
+from triaxis.launch.start.launcher import FROM_SCRATCH, default_config
+from triaxis.launch.start.preflight import look_before_training
+from triaxis.launch.start.process.ending import exit_code
+from triaxis.launch.start.process.failure import OTHERS_END_SECONDS
+from triaxis.launch.start.process.front import standard_streams
+from triaxis.launch.start.process.lasting_output import lasting_output
+from triaxis.launch.start.srun_task import LOOPBACK
+from triaxis.models.run_rules import RULES_OF_A_RUN
 
 DRY_RUN = "--dry-run"
 

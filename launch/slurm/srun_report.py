@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.errors import ExitCode
+from triaxis.engine.errors import ExitCode
 
 _TASKS = re.compile(r"srun: error: (?P<nodes>\S+): tasks? (?P<tasks>[\d,-]+): (?P<how>.+)")
 _EXITED = re.compile(r"Exited with exit code (\d+)")

@@ -33,8 +33,8 @@ from typing import Any
 if str(Path(__file__).resolve().parents[2]) not in sys.path:
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, before anything is installed
 
-from engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
-from engine.errors import ExitCode
+from triaxis.engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
+from triaxis.engine.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout."""

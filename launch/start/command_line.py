@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError, shown
-from engine.layout.rank_rules import MOST_RANKS
+from triaxis.engine.errors import ConfigError, shown
+from triaxis.engine.layout.rank_rules import MOST_RANKS
 
 OVERRIDES = "section.key=value"
 EXAMPLES = "examples:\n"
@@ -130,7 +130,7 @@ class CommandParser(argparse.ArgumentParser):
         parsed, strangers = self.parse_known_intermixed_args(arguments)
         if unknown := [word for word in strangers if word.startswith("-")] or strangers:
             if self._subject is CONFIG:
-                from launch.start.foreign_options import answers
+                from triaxis.launch.start.foreign_options import answers
 
                 refuse(answers(self.prog, arguments, unknown, self.parse, self._read_without))
             self.error("; ".join(f"there is no option {word}{_nearest(word, self._options())}" for word in unknown))
@@ -183,14 +183,14 @@ def add_world_size(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the positional argument `name`: a path that `engine.checkpoint.directory.find` accepts."""
+    """Add the positional argument `name`: a path that `triaxis.engine.checkpoint.directory.find` accepts."""
     parser.add_argument(
         name, type=Path, metavar="CHECKPOINT", help="step_00001000, a folder of checkpoints, or a run directory"
     )
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Add `--weights`: the weights of the checkpoint that are read (`engine.checkpoint.inspect.weights.WhichWeights`)."""
+    """Add `--weights`: the weights of the checkpoint that are read (`triaxis.engine.checkpoint.inspect.weights.WhichWeights`)."""
     parser.add_argument(
         "--weights",
         choices=("trained", "ema"),

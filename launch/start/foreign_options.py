@@ -14,16 +14,16 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.config.foreign_names import ALWAYS_ON, our_name, unknown_key
-from engine.config.load import ENVIRONMENT, as_overrides, load_config, meaning, needed_keys
-from engine.config.section import plain
-from engine.config.stages import with_fields
-from engine.config.tree import Config, broken_rules
-from engine.config.yaml_text import read_yaml
-from engine.errors import ConfigError
-from engine.program import triaxis
-from models.interop.megatron.command_line.convert import from_command_line
-from models.interop.megatron.command_line.parse import is_argument
+from triaxis.engine.config.foreign_names import ALWAYS_ON, our_name, unknown_key
+from triaxis.engine.config.load import ENVIRONMENT, as_overrides, load_config, meaning, needed_keys
+from triaxis.engine.config.section import plain
+from triaxis.engine.config.stages import with_fields
+from triaxis.engine.config.tree import Config, broken_rules
+from triaxis.engine.config.yaml_text import read_yaml
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.program import triaxis
+from triaxis.models.interop.megatron.command_line.convert import from_command_line
+from triaxis.models.interop.megatron.command_line.parse import is_argument
 
 SCRIPT = "TRIAXIS_SCRIPT"
 """The variable with the path of launch/pretrain_gpt.sh as it was typed, where that has started the command."""

@@ -3,8 +3,8 @@
 import subprocess
 from collections.abc import Mapping
 
-from engine.config.section import Rule
-from models.predict.fit import Devices, memory_rule
+from triaxis.engine.config.section import Rule
+from triaxis.models.predict.fit import Devices, memory_rule
 
 QUERY = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 MIB = 2**20

@@ -24,14 +24,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from engine.comm.stop import stop_signals
-from engine.config.load import load_config
-from engine.config.tree import require_legal
-from engine.errors import TopologyError
-from launch.start.process.failure import AFTER, OTHERS_END_SECONDS
-from launch.start.process.forward_signals import END_RANKS
-from launch.start.process.lasting_output import lasting_output
-from launch.start.srun_task import LOOPBACK
+from triaxis.engine.comm.stop import stop_signals
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import require_legal
+from triaxis.engine.errors import TopologyError
+from triaxis.launch.start.process.failure import AFTER, OTHERS_END_SECONDS
+from triaxis.launch.start.process.forward_signals import END_RANKS
+from triaxis.launch.start.process.lasting_output import lasting_output
+from triaxis.launch.start.srun_task import LOOPBACK
 
 VARIABLE = "HOSTFILE"
 DEFAULT_PORT = "29500"

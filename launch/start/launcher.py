@@ -27,23 +27,23 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from engine.config.load import load_config
-from engine.config.plan import BatchPlan, batch_plan, parallel_sizes
-from engine.config.tree import Config, require_legal
-from engine.data.corpus.indexed import bin_path, idx_path
-from engine.data.corpus.tokenizers import BYTES
-from engine.device.gpus import BACKEND_VARIABLE, CPU, DEVICE_VARIABLE, NCCL, find_gpus
-from engine.errors import ExitCode, TopologyError
-from engine.layout.rank_grid import ParallelSizes
-from engine.program import triaxis
-from engine.run.directory import run_name
-from engine.telemetry.outlets.format import wrapped
-from launch.start.gpu_memory import read_devices
-from launch.start.import_path import import_variables
-from launch.start.open_files import allow_open_files
-from launch.start.preflight import refuse_without_gpu
-from launch.start.process.ending import run_rank
-from launch.start.process.failure import (
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import BatchPlan, batch_plan, parallel_sizes
+from triaxis.engine.config.tree import Config, require_legal
+from triaxis.engine.data.corpus.indexed import bin_path, idx_path
+from triaxis.engine.data.corpus.tokenizers import BYTES
+from triaxis.engine.device.gpus import BACKEND_VARIABLE, CPU, DEVICE_VARIABLE, NCCL, find_gpus
+from triaxis.engine.errors import ExitCode, TopologyError
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.program import triaxis
+from triaxis.engine.run.directory import run_name
+from triaxis.engine.telemetry.outlets.format import wrapped
+from triaxis.launch.start.gpu_memory import read_devices
+from triaxis.launch.start.import_path import import_variables
+from triaxis.launch.start.open_files import allow_open_files
+from triaxis.launch.start.preflight import refuse_without_gpu
+from triaxis.launch.start.process.ending import run_rank
+from triaxis.launch.start.process.failure import (
     AFTER,
     OTHERS_END_SECONDS,
     RankFailure,
@@ -52,16 +52,16 @@ from launch.start.process.failure import (
     first_cause,
     rank_log,
 )
-from launch.start.process.forward_signals import ForwardedSignals, NoRanksError
-from launch.start.process.lasting_output import lasting_output
-from launch.start.srun_task import LOOPBACK, is_rank, rank_variables
-from launch.start.world import World, decide
-from models.predict.fit import Devices, memory_line, memory_rule, uses_gpu
-from models.predict.rank_memory import predict
-from models.run_rules import RULES_OF_A_RUN
+from triaxis.launch.start.process.forward_signals import ForwardedSignals, NoRanksError
+from triaxis.launch.start.process.lasting_output import lasting_output
+from triaxis.launch.start.srun_task import LOOPBACK, is_rank, rank_variables
+from triaxis.launch.start.world import World, decide
+from triaxis.models.predict.fit import Devices, memory_line, memory_rule, uses_gpu
+from triaxis.models.predict.rank_memory import predict
+from triaxis.models.run_rules import RULES_OF_A_RUN
 
 if TYPE_CHECKING:  # it imports torch
-    from launch.start.rendezvous import MeetingPlace
+    from triaxis.launch.start.rendezvous import MeetingPlace
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
 """The config of a command without one, on a machine without GPUs."""
@@ -72,10 +72,10 @@ GPU_CONFIG = DEFAULT_CONFIG.with_name("gpt_125m_bytes.yaml")
 STDLIB_CONFIGS = (DEFAULT_CONFIG, DEFAULT_CONFIG.with_name("moe_tiny.yaml"), GPU_CONFIG)
 """Configs whose corpus is prepared first, from text that every machine has."""
 
-WORKER = "launch.pretrain_gpt"
+WORKER = "triaxis.launch.pretrain_gpt"
 """The module that each rank runs: `main(argv) -> int` with the config's path and the overrides."""
 
-START = "launch.start.process.start_rank"
+START = "triaxis.launch.start.process.start_rank"
 """The module that torchrun runs: it imports the worker."""
 
 FROM_SCRATCH = "--from-scratch"
@@ -305,7 +305,7 @@ def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, st
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
             _row(console, "corpus", f"{prefix} is not there yet, so it is prepared first, from the sources of Python")
             sys.stdout.flush()
-            command = [sys.executable, "-m", "launch.cli", "prepare", "--stdlib", "--output", prefix, "--quiet"]
+            command = [sys.executable, "-m", "triaxis.launch.cli", "prepare", "--stdlib", "--output", prefix, "--quiet"]
             prepared = subprocess.run(
                 [*command, "--tokenizer", config.data.tokenizer or BYTES], env=variables, check=False
             )
@@ -317,7 +317,7 @@ def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, st
 def _run_stages(plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run the ranks, and again for each further stage of the run; return the exit code."""
     os.environ.update(environment)
-    from launch.start.rendezvous import MeetingPlace
+    from triaxis.launch.start.rendezvous import MeetingPlace
 
     place, words = MeetingPlace(), list(arguments)
     while (code := _run_torchrun(plan, words, place)) == ExitCode.NEXT_STAGE:
@@ -332,7 +332,7 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], place: "MeetingPlace") -
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from launch.start.process.short_end import short_end
+    from triaxis.launch.start.process.short_end import short_end
 
     # Its logs name every process that it ends; the first cause is described below.
     for noisy in ("multiprocessing.api", "agent.server.api"):

@@ -6,7 +6,7 @@ ulimit -n 24        refused: a rank would fail in the middle of its start, and o
 
 import resource
 
-from engine.errors import TriaxisError
+from triaxis.engine.errors import TriaxisError
 
 LEAST = 256
 """Open files that one rank may need: gloo's connections to its peers, logs, a corpus, a checkpoint."""

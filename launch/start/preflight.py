@@ -7,13 +7,13 @@ The ranks check again (they may be on other nodes); here it costs a second inste
 import os
 from pathlib import Path
 
-from engine.config.telemetry import gpu_tool_problems
-from engine.config.tree import Config
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.tokenizers import BYTES
-from engine.data.run_tokenizer import corpora_of, with_tokenizer
-from engine.errors import ConfigError
-from engine.run.directory import RunDirectory, run_name
+from triaxis.engine.config.telemetry import gpu_tool_problems
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.tokenizers import BYTES
+from triaxis.engine.data.run_tokenizer import corpora_of, with_tokenizer
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.run.directory import RunDirectory, run_name
 
 
 def look_before_training(config: Config, config_path: Path, *, from_scratch: bool = False) -> str | None:

@@ -18,8 +18,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from engine.comm.network import Interface, cluster_interface
-from engine.comm.runtime import open_store
+from triaxis.engine.comm.network import Interface, cluster_interface
+from triaxis.engine.comm.runtime import open_store
 
 BACKEND = "triaxis"
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 
-from engine.errors import TopologyError
+from triaxis.engine.errors import TopologyError
 
 FIRST_PORT = 15_000
 NUM_PORTS = 15_000

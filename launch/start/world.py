@@ -13,11 +13,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.config.layout import ParallelConfig
-from engine.config.section import Rule, with_value
-from engine.config.tree import Config, problems
-from engine.device.gpus import CUDA, GLOO, Gpus, backend_of, device_type
-from engine.errors import TopologyError, counted
+from triaxis.engine.config.layout import ParallelConfig
+from triaxis.engine.config.section import Rule, with_value
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.device.gpus import CUDA, GLOO, Gpus, backend_of, device_type
+from triaxis.engine.errors import TopologyError, counted
 
 
 class TooFewGpusError(TopologyError):

@@ -29,15 +29,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from engine.comm.topology import Topology
-from engine.config.tree import Config
-from engine.kernels.elementwise import activation
-from engine.kernels.fusion import EAGER
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.telemetry.record.flops import known_peak
-from launch.footprint.real import real_steps
-from models.gpt.chunk import build_chunks
-from models.predict.step_time.implementation import OURS
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.tree import Config
+from triaxis.engine.kernels.elementwise import activation
+from triaxis.engine.kernels.fusion import EAGER
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.telemetry.record.flops import known_peak
+from triaxis.launch.footprint.real import real_steps
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.step_time.implementation import OURS
 
 ROUNDS = 5
 ROUND_SECONDS = 0.02

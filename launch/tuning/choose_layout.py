@@ -14,17 +14,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import floor
 
-from engine.config.activations import RecomputeConfig
-from engine.config.plan import parallel_sizes
-from engine.config.section import Subject
-from engine.config.tree import RULES, Config, broken_keys, require_legal
-from engine.errors import ConfigError
-from engine.layout.rank_grid import ParallelSizes
-from engine.telemetry.outlets.format import gigabytes
-from launch.tuning.machine import GPUS_PER_NODE, Machine, gpus
-from models.predict.communicators import communicator_bytes
-from models.predict.rank_memory import GB, Memory, Prediction, predict, resolve_recompute
-from models.predict.recompute_choice import candidates
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.section import Subject
+from triaxis.engine.config.tree import RULES, Config, broken_keys, require_legal
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.telemetry.outlets.format import gigabytes
+from triaxis.launch.tuning.machine import GPUS_PER_NODE, Machine, gpus
+from triaxis.models.predict.communicators import communicator_bytes
+from triaxis.models.predict.rank_memory import GB, Memory, Prediction, predict, resolve_recompute
+from triaxis.models.predict.recompute_choice import candidates
 
 MARGIN = 0.1
 """Share of a rank's memory that no prediction may use."""

@@ -11,20 +11,20 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from engine.config.model import ModelConfig
-from engine.config.plan import planned_steps
-from engine.config.section import Section
-from engine.config.tree import FORMAT_VERSION, Config, require_legal
-from engine.config.write import commented_lines
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.split import split_documents
-from engine.errors import DataError
-from engine.telemetry.outlets.format import gigabytes
-from launch.tuning.choose_layout import MARGIN, ChosenLayout, choose_layout
-from launch.tuning.machine import Machine
-from launch.tuning.recipe import LAST_SHARE, LEAST_STEPS, WARM_UP_SHARE, Recipe, recipe, warm_up_steps
-from models.predict.fit import Devices, memory_line, memory_rule
-from models.specs import num_parameters
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.plan import planned_steps
+from triaxis.engine.config.section import Section
+from triaxis.engine.config.tree import FORMAT_VERSION, Config, require_legal
+from triaxis.engine.config.write import commented_lines
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.split import split_documents
+from triaxis.engine.errors import DataError
+from triaxis.engine.telemetry.outlets.format import gigabytes
+from triaxis.launch.tuning.choose_layout import MARGIN, ChosenLayout, choose_layout
+from triaxis.launch.tuning.machine import Machine
+from triaxis.launch.tuning.recipe import LAST_SHARE, LEAST_STEPS, WARM_UP_SHARE, Recipe, recipe, warm_up_steps
+from triaxis.models.predict.fit import Devices, memory_line, memory_rule
+from triaxis.models.specs import num_parameters
 
 VALIDATION_SPLIT = (0.99, 0.01, 0.0)
 EVAL_STEPS = 4

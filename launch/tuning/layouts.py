@@ -20,21 +20,21 @@ from statistics import median
 
 import yaml
 
-from engine.config.load import load_config
-from engine.config.stages import as_a_run
-from engine.config.training import CONSTANT_RATE
-from engine.config.tree import Config
-from engine.errors import ConfigError, ExitCode, TriaxisError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.run.directory import RunDirectory
-from engine.telemetry.record.events import read_events
-from engine.telemetry.record.jsonl import read_records
-from engine.telemetry.timing.time_split import PARTS
-from launch.start.launcher import Plan, Request, launch, make_plan
-from launch.start.process.failure import AFTER
-from launch.start.world import TooFewGpusError
-from launch.verify.run import without_layout_variables
-from models.predict.rank_memory import predicted_memory
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.stages import as_a_run
+from triaxis.engine.config.training import CONSTANT_RATE
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError, ExitCode, TriaxisError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.telemetry.record.events import read_events
+from triaxis.engine.telemetry.record.jsonl import read_records
+from triaxis.engine.telemetry.timing.time_split import PARTS
+from triaxis.launch.start.launcher import Plan, Request, launch, make_plan
+from triaxis.launch.start.process.failure import AFTER
+from triaxis.launch.start.world import TooFewGpusError
+from triaxis.launch.verify.run import without_layout_variables
+from triaxis.models.predict.rank_memory import predicted_memory
 
 LEAST_STEPS = 3
 """The first step warms up and the split of the last step's line ends before it, so a run of three has one split step."""

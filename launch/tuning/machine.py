@@ -12,11 +12,11 @@ from pathlib import Path
 
 import psutil
 
-from engine.errors import ConfigError, counted
-from engine.layout.rank_rules import MOST_RANKS
-from engine.telemetry.outlets.format import gigabytes
-from launch.start.gpu_memory import read_devices
-from models.predict.rank_memory import GB
+from triaxis.engine.errors import ConfigError, counted
+from triaxis.engine.layout.rank_rules import MOST_RANKS
+from triaxis.engine.telemetry.outlets.format import gigabytes
+from triaxis.launch.start.gpu_memory import read_devices
+from triaxis.models.predict.rank_memory import GB
 
 GPUS_PER_NODE = 8
 """GPUs of a node where more of them are asked for."""

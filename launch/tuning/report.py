@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from engine.config.tree import Config
-from engine.errors import counted
-from engine.telemetry.outlets.format import in_bytes, significant
-from engine.telemetry.record.flops import CONVENTION, Peak, convention, known_peak
-from launch.tuning.layouts import Failed, Measured, rank_outcomes
-from models.specs import num_parameters
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import counted
+from triaxis.engine.telemetry.outlets.format import in_bytes, significant
+from triaxis.engine.telemetry.record.flops import CONVENTION, Peak, convention, known_peak
+from triaxis.launch.tuning.layouts import Failed, Measured, rank_outcomes
+from triaxis.models.specs import num_parameters
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU_INFO = Path("/proc/cpuinfo")
@@ -60,7 +60,7 @@ def look_at_machine(*, is_gpu: bool) -> Machine:
     versions = {"torch": str(torch.__version__), "Python": platform.python_version()}
     if not is_gpu:
         return Machine(cpu_name(), len(os.sched_getaffinity(0)), is_gpu, "none", versions, git_commit())
-    from launch.doctor.facts import driver
+    from triaxis.launch.doctor.facts import driver
 
     versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
     name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from engine.config.layout import DEFERS_WEIGHT_GRADIENTS, schedule_problems
-from engine.config.load import load_config
-from engine.errors import ConfigError
-from launch.verify.covering import Row, covering_rows
-from launch.verify.run import Trial, trial
+from triaxis.engine.config.layout import DEFERS_WEIGHT_GRADIENTS, schedule_problems
+from triaxis.engine.config.load import load_config
+from triaxis.engine.errors import ConfigError
+from triaxis.launch.verify.covering import Row, covering_rows
+from triaxis.launch.verify.run import Trial, trial
 
 _BASE: dict[str, Any] = {
     "num_layers": 9,

@@ -18,15 +18,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.checkpoint.shards import having
-from engine.config.optimizer_kinds import StateKind
-from engine.errors import DivergenceError
-from engine.layout.shard_spec import Init, ParamRecord
-from engine.numerics.precision import accumulation_dtype
-from engine.step import Engine
-from engine.tensor_parallel.initial_weights import initial_box
-from launch.verify.verdict.deviation import Deviation
-from launch.verify.verdict.records import StepFacts, TensorKind, TensorReport, together
+from triaxis.engine.checkpoint.shards import having
+from triaxis.engine.config.optimizer_kinds import StateKind
+from triaxis.engine.errors import DivergenceError
+from triaxis.engine.layout.shard_spec import Init, ParamRecord
+from triaxis.engine.numerics.precision import accumulation_dtype
+from triaxis.engine.step import Engine
+from triaxis.engine.tensor_parallel.initial_weights import initial_box
+from triaxis.launch.verify.verdict.deviation import Deviation
+from triaxis.launch.verify.verdict.records import StepFacts, TensorKind, TensorReport, together
 
 NOISE_STD = 0.1
 

@@ -19,22 +19,31 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from engine.config.moe import BalanceConfig
-from engine.config.tree import Config
-from engine.config.write import to_yaml
-from engine.errors import ConfigError
-from engine.program import pip_install
-from launch.inference.request import JOB
-from launch.start.command_line import refuse
-from launch.start.import_path import import_variables
-from launch.start.launcher import thread_variables
-from launch.verify.oracles.corpus import with_corpus, write_corpus
-from launch.verify.run import ONE_PROCESS, Trial, VerificationError, checked, evidence, layout_job, start_ranks, trial
-from launch.verify.verdict.judge import Cause, Verdict, judge
-from models.interop.huggingface.config import family_of
-from models.interop.megatron.config import megatron_args
+from triaxis.engine.config.moe import BalanceConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.program import pip_install
+from triaxis.launch.inference.request import JOB
+from triaxis.launch.start.command_line import refuse
+from triaxis.launch.start.import_path import import_variables
+from triaxis.launch.start.launcher import thread_variables
+from triaxis.launch.verify.oracles.corpus import with_corpus, write_corpus
+from triaxis.launch.verify.run import (
+    ONE_PROCESS,
+    Trial,
+    VerificationError,
+    checked,
+    evidence,
+    layout_job,
+    start_ranks,
+    trial,
+)
+from triaxis.launch.verify.verdict.judge import Cause, Verdict, judge
+from triaxis.models.interop.huggingface.config import family_of
+from triaxis.models.interop.megatron.config import megatron_args
 
-WORKER = "launch.verify.oracles.rank"
+WORKER = "triaxis.launch.verify.oracles.rank"
 
 ORACLES = {
     "megatron-core": ("megatron-core>=0.16,<0.17", "Megatron-Core's GPTModel and its distributed optimizer"),

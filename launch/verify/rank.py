@@ -13,19 +13,26 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.comm.topology import Topology
-from engine.config.tree import Config
-from engine.data.loader import MicroBatch
-from engine.numerics.precision import DTYPES
-from engine.train import build
-from launch.inference.request import read_job
-from launch.rank.batches import open_batches
-from launch.rank.join import join_run
-from launch.verify.measure import Comparing, Writing, deviation, leave_the_initial_point, run_steps, start_from_rounded
-from launch.verify.routing import Routings
-from launch.verify.samples import samples_of
-from launch.verify.verdict.deviation import Deviation
-from launch.verify.verdict.records import (
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.engine.train import build
+from triaxis.launch.inference.request import read_job
+from triaxis.launch.rank.batches import open_batches
+from triaxis.launch.rank.join import join_run
+from triaxis.launch.verify.measure import (
+    Comparing,
+    Writing,
+    deviation,
+    leave_the_initial_point,
+    run_steps,
+    start_from_rounded,
+)
+from triaxis.launch.verify.routing import Routings
+from triaxis.launch.verify.samples import samples_of
+from triaxis.launch.verify.verdict.deviation import Deviation
+from triaxis.launch.verify.verdict.records import (
     NOISE_REPORT,
     REFERENCE_DIGESTS,
     REFERENCE_SAMPLES,
@@ -35,8 +42,8 @@ from launch.verify.verdict.records import (
     SiteReport,
     together,
 )
-from models.gpt.chunk import build_chunks
-from models.inference.probes import LOSS, Probes, site_order
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.inference.probes import LOSS, Probes, site_order
 
 UNKNOWN = Deviation(0, 0.0, 0.0, 0.0, math.inf)
 REFERENCE_SITES = "reference.sites.safetensors"

@@ -6,13 +6,13 @@
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads, method_of
-from engine.config.moe import dispatch_of
-from engine.config.plan import data_parallel_size, stages_of
-from engine.config.tree import Config
-from engine.context_parallel.deal import block_length
-from engine.layout.shard_spec import cut
-from launch.verify.shrink_experts import relations_of_experts
+from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads, method_of
+from triaxis.engine.config.moe import dispatch_of
+from triaxis.engine.config.plan import data_parallel_size, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.deal import block_length
+from triaxis.engine.layout.shard_spec import cut
+from triaxis.launch.verify.shrink_experts import relations_of_experts
 
 MOST_ROUNDS = 3
 """A first, a last and one between them: further rounds of microbatches are like the second."""

@@ -18,12 +18,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.expert_parallel.routing import Choice
-from engine.numerics.hashing import GOLDEN, key64, mix_words_
-from engine.tensor_parallel.dropout import DropoutKeys
-from launch.verify.verdict.records import RoutingReport
-from models.gpt.chunk import GPTChunk
-from models.gpt.moe import MoE
+from triaxis.engine.expert_parallel.routing import Choice
+from triaxis.engine.numerics.hashing import GOLDEN, key64, mix_words_
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.launch.verify.verdict.records import RoutingReport
+from triaxis.models.gpt.chunk import GPTChunk
+from triaxis.models.gpt.moe import MoE
 
 REFERENCE_ROUTING = "reference.routing.safetensors"
 

@@ -9,19 +9,19 @@ from contextlib import contextmanager, redirect_stdout
 from itertools import count
 from pathlib import Path
 
-from engine.config.groups import update_rule
-from engine.config.load import ENVIRONMENT
-from engine.config.plan import parallel_sizes, stages_of
-from engine.config.tree import Config
-from engine.config.write import to_yaml
-from engine.layout.shard_spec import localize
-from launch.inference.request import JOB
-from launch.start.launcher import Request, launch
-from launch.verify.sweep import attributed
-from launch.verify.trial import CLIP, ONE_PROCESS, Trial, checked, trial
-from launch.verify.verdict.evidence import Evidence
-from launch.verify.verdict.judge import Verdict, judge
-from launch.verify.verdict.records import (
+from triaxis.engine.config.groups import update_rule
+from triaxis.engine.config.load import ENVIRONMENT
+from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.layout.shard_spec import localize
+from triaxis.launch.inference.request import JOB
+from triaxis.launch.start.launcher import Request, launch
+from triaxis.launch.verify.sweep import attributed
+from triaxis.launch.verify.trial import CLIP, ONE_PROCESS, Trial, checked, trial
+from triaxis.launch.verify.verdict.evidence import Evidence
+from triaxis.launch.verify.verdict.judge import Verdict, judge
+from triaxis.launch.verify.verdict.records import (
     NOISE_REPORT,
     REFERENCE_DIGESTS,
     REFERENCE_SAMPLES,
@@ -32,7 +32,7 @@ from launch.verify.verdict.records import (
     StepFacts,
     samples_of,
 )
-from models.specs import model_specs, stage_specs
+from triaxis.models.specs import model_specs, stage_specs
 
 __all__ = [
     "CLIP",
@@ -47,7 +47,7 @@ __all__ = [
     "verify_layout",
 ]
 
-WORKER = "launch.verify.rank"
+WORKER = "triaxis.launch.verify.rank"
 
 
 class VerificationError(Exception):

@@ -1,9 +1,9 @@
 """Training data of a verification: random tokens, or the corpus of a comparison with an oracle (no torch here)."""
 
-from engine.config.tree import Config
-from engine.data.datasets import open_datasets
-from engine.data.samples import Sample, SampleSource
-from engine.data.synthetic import SyntheticDataset
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.datasets import open_datasets
+from triaxis.engine.data.samples import Sample, SampleSource
+from triaxis.engine.data.synthetic import SyntheticDataset
 
 MASKED_FRACTION = 0.3
 """Of labels that are not counted, so that microbatches have unequal counts."""

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from engine.config.context_parallel import gathers_keys, heads_of_pieces, method_of
-from engine.config.fp8 import BLOCKS
-from engine.config.model import ModelConfig
-from engine.config.moe import dispatch_of
-from engine.config.plan import data_parallel_size
-from engine.config.tree import Config
-from launch.verify.relations import (
+from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, method_of
+from triaxis.engine.config.fp8 import BLOCKS
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.moe import dispatch_of
+from triaxis.engine.config.plan import data_parallel_size
+from triaxis.engine.config.tree import Config
+from triaxis.launch.verify.relations import (
     MOST_ROUNDS,
     blocks_of_part,
     head_pieces,
@@ -25,8 +25,8 @@ from launch.verify.relations import (
     rows_of_ranks,
     stage_relations,
 )
-from launch.verify.shrink_attention import shrink_attention
-from launch.verify.shrink_experts import shrink_experts
+from triaxis.launch.verify.shrink_attention import shrink_attention
+from triaxis.launch.verify.shrink_experts import shrink_experts
 
 HEAD_DIM = 8
 ROTATED = 4

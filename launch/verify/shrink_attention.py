@@ -7,8 +7,8 @@ heads rotate in part, the rule that scales frequencies, and on which side of its
 from collections.abc import Mapping
 from typing import Any
 
-from engine.config.attention_kinds import RopeScaling
-from engine.config.model import ModelConfig
+from triaxis.engine.config.attention_kinds import RopeScaling
+from triaxis.engine.config.model import ModelConfig
 
 PART = 0.5
 """Share of a head that rotates where not all of it does."""

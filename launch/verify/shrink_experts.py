@@ -6,7 +6,7 @@ Kept: every relation between experts, choices, groups and the ranks that share e
 from collections.abc import Iterator
 from typing import Any
 
-from engine.config.moe import MoEConfig
+from triaxis.engine.config.moe import MoEConfig
 
 MOST_GROUPS = 6
 """Groups of a small model, per rank of experts."""

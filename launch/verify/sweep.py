@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.config.fp8 import without_gather
-from engine.config.layout import schedule_problems
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from engine.errors import ConfigError
-from engine.layout.rank_grid import ParallelSizes
-from launch.verify.trial import ONE_PROCESS, checked
-from launch.verify.verdict.causes import cause_of
-from launch.verify.verdict.evidence import Evidence, Outcome
-from launch.verify.verdict.judge import Verdict
+from triaxis.engine.config.fp8 import without_gather
+from triaxis.engine.config.layout import schedule_problems
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.launch.verify.trial import ONE_PROCESS, checked
+from triaxis.launch.verify.verdict.causes import cause_of
+from triaxis.launch.verify.verdict.evidence import Evidence, Outcome
+from triaxis.launch.verify.verdict.judge import Verdict
 
 EXPERT_AXES = ("ep", "etp")
 

@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config.data import DataConfig, reads_documents
-from engine.config.fp8 import without_gather
-from engine.config.load import load_config
-from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.config.plan import parallel_sizes
-from engine.config.section import with_value
-from engine.config.stages import as_a_run
-from engine.config.training import CONSTANT_RATE
-from engine.config.tree import Config
-from engine.errors import ConfigError
-from launch.verify.shrink import shrink
-from launch.verify.verdict.bounds import TOLERANCES
-from models.predict.rank_memory import resolve_recompute
+from triaxis.engine.config.data import DataConfig, reads_documents
+from triaxis.engine.config.fp8 import without_gather
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.stages import as_a_run
+from triaxis.engine.config.training import CONSTANT_RATE
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError
+from triaxis.launch.verify.shrink import shrink
+from triaxis.launch.verify.verdict.bounds import TOLERANCES
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 DOCUMENT_LENGTH = 3
 """Mean tokens of the documents of random samples, where the run depends on documents."""

@@ -12,18 +12,18 @@ from functools import partial
 
 import torch
 
-from engine.activations.saved_tensors import ATTENTION
-from engine.config.attention_kinds import LayerKind
-from engine.kernels.attention import masked_kernel
-from engine.kernels.masked_attention import Mask
-from engine.kernels.qkv import split_qkv
-from engine.layout.shard_spec import cut
-from engine.tensor_parallel.dropout import DropoutKeys
-from engine.tensor_parallel.layers import ColumnParallelLinear
-from models.gpt.attention_core import AttentionCore
-from models.gpt.context import BuildContext, Positions
-from models.gpt.kv_cache import LayerCache
-from models.gpt.qk_norm import NormalisedAndRotated
+from triaxis.engine.activations.saved_tensors import ATTENTION
+from triaxis.engine.config.attention_kinds import LayerKind
+from triaxis.engine.kernels.attention import masked_kernel
+from triaxis.engine.kernels.masked_attention import Mask
+from triaxis.engine.kernels.qkv import split_qkv
+from triaxis.engine.layout.shard_spec import cut
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
+from triaxis.models.gpt.attention_core import AttentionCore
+from triaxis.models.gpt.context import BuildContext, Positions
+from triaxis.models.gpt.kv_cache import LayerCache
+from triaxis.models.gpt.qk_norm import NormalisedAndRotated
 
 
 class Attention(AttentionCore):

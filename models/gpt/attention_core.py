@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from torch import nn
 
-from engine.config.attention_kinds import LayerKind
-from engine.config.mla import softmax_scale
-from engine.kernels.attention import attention
-from engine.kernels.explicit_attention import explicit_attention
-from engine.kernels.masked_attention import Mask
-from engine.layout.shard_spec import cut
-from engine.tensor_parallel.dropout import DropoutKeys, dropout
-from engine.tensor_parallel.layers import RowParallelLinear
-from models.gpt.context import BuildContext
+from triaxis.engine.config.attention_kinds import LayerKind
+from triaxis.engine.config.mla import softmax_scale
+from triaxis.engine.kernels.attention import attention
+from triaxis.engine.kernels.explicit_attention import explicit_attention
+from triaxis.engine.kernels.masked_attention import Mask
+from triaxis.engine.layout.shard_spec import cut
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys, dropout
+from triaxis.engine.tensor_parallel.layers import RowParallelLinear
+from triaxis.models.gpt.context import BuildContext
 
 
 class AttentionCore(nn.Module):

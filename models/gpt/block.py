@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from engine.tensor_parallel.dropout import DropoutKeys
-from models.gpt.attention import Attention
-from models.gpt.context import BuildContext, Norm, Positions, hidden_dropout
-from models.gpt.kv_cache import LatentCache, LayerCache
-from models.gpt.latent_attention import LatentAttention
-from models.gpt.mlp import MLP
-from models.gpt.moe import MoE
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.models.gpt.attention import Attention
+from triaxis.models.gpt.context import BuildContext, Norm, Positions, hidden_dropout
+from triaxis.models.gpt.kv_cache import LatentCache, LayerCache
+from triaxis.models.gpt.latent_attention import LatentAttention
+from triaxis.models.gpt.mlp import MLP
+from triaxis.models.gpt.moe import MoE
 
 
 class FirstNorm:

@@ -18,48 +18,48 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from engine.activations.offload import HostMemory
-from engine.activations.saved_tensors import SavedTensors
-from engine.comm.topology import Topology
-from engine.config.activations import RecomputeConfig
-from engine.config.context_parallel import gathers_keys
-from engine.config.fp8 import fp8_layers
-from engine.config.plan import stages_of
-from engine.config.tree import Config
-from engine.context_parallel.attention import ContextParallelRegion
-from engine.context_parallel.ulysses import HeadExchange
-from engine.data.documents import Documents
-from engine.data.sequence_part import SequencePart
-from engine.expert_parallel.balance import ExpertLoad
-from engine.expert_parallel.region import ExpertRegion
-from engine.kernels.fusion import EAGER
-from engine.kernels.registry import Kernels
-from engine.kernels.rotary import tables_by_rotary
-from engine.numerics.precision import DTYPES
-from engine.tensor_parallel.dropout import DropoutKeys
-from engine.tensor_parallel.fp8_gemms import Fp8Form
-from engine.tensor_parallel.fp8_shares import Fp8Counts
-from engine.tensor_parallel.gemms import IN_RUN_DTYPE
-from engine.tensor_parallel.layers import ColumnParallelLinear
-from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import ShardedParameter
-from engine.tensor_parallel.te_gemms import TeForm
-from engine.tensor_parallel.weight_grads import WeightGradQueue
-from models.gpt.block import Block, FirstNorm
-from models.gpt.context import BuildContext, LayerInputs, Norm, Positions
-from models.gpt.embedding import Embedding
-from models.gpt.kv_cache import KVCache
-from models.gpt.losses import TokenLosses, logit_options
-from models.gpt.mtp import TokensAhead
-from models.gpt.stage_parameters import stage_parameters
-from models.gpt.strays import refuse_strays
-from models.predict.rank_memory import resolve_recompute
-from models.specs import StageContents
-from models.trained_part import TrainedPart
+from triaxis.engine.activations.offload import HostMemory
+from triaxis.engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.fp8 import fp8_layers
+from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.attention import ContextParallelRegion
+from triaxis.engine.context_parallel.ulysses import HeadExchange
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.expert_parallel.balance import ExpertLoad
+from triaxis.engine.expert_parallel.region import ExpertRegion
+from triaxis.engine.kernels.fusion import EAGER
+from triaxis.engine.kernels.registry import Kernels
+from triaxis.engine.kernels.rotary import tables_by_rotary
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Form
+from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
+from triaxis.engine.tensor_parallel.gemms import IN_RUN_DTYPE
+from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.tensor_parallel.te_gemms import TeForm
+from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
+from triaxis.models.gpt.block import Block, FirstNorm
+from triaxis.models.gpt.context import BuildContext, LayerInputs, Norm, Positions
+from triaxis.models.gpt.embedding import Embedding
+from triaxis.models.gpt.kv_cache import KVCache
+from triaxis.models.gpt.losses import TokenLosses, logit_options
+from triaxis.models.gpt.mtp import TokensAhead
+from triaxis.models.gpt.stage_parameters import stage_parameters
+from triaxis.models.gpt.strays import refuse_strays
+from triaxis.models.predict.rank_memory import resolve_recompute
+from triaxis.models.specs import StageContents
+from triaxis.models.trained_part import TrainedPart
 
 
 class Batch(Protocol):
-    """One microbatch (`engine.data.loader.MicroBatch`): ids int64 [b, s], mask bool [b, s]."""
+    """One microbatch (`triaxis.engine.data.loader.MicroBatch`): ids int64 [b, s], mask bool [b, s]."""
 
     tokens: torch.Tensor
     labels: torch.Tensor

@@ -6,25 +6,25 @@ from typing import NamedTuple
 
 import torch
 
-from engine.activations.saved_tensors import SavedTensors
-from engine.config.activations import RecomputeConfig
-from engine.config.attention_kinds import Rotary
-from engine.config.model import ModelConfig
-from engine.context_parallel.attention import ContextParallelRegion
-from engine.context_parallel.ulysses import HeadExchange
-from engine.data.documents import Documents
-from engine.data.sequence_part import SequencePart
-from engine.expert_parallel.region import ExpertRegion
-from engine.kernels.elementwise import norm
-from engine.kernels.registry import Kernels
-from engine.tensor_parallel.dropout import DropoutKeys, dropout
-from engine.tensor_parallel.fp8_shares import Fp8Counts
-from engine.tensor_parallel.gemms import IN_RUN_DTYPE, LinearForm
-from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import ShardedParameter
-from engine.tensor_parallel.residual_norm import NormLayer, added_and_normalised
-from engine.tensor_parallel.weight_grads import WeightGradQueue
-from models.trained_part import TrainedPart
+from triaxis.engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.attention_kinds import Rotary
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.context_parallel.attention import ContextParallelRegion
+from triaxis.engine.context_parallel.ulysses import HeadExchange
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.expert_parallel.region import ExpertRegion
+from triaxis.engine.kernels.elementwise import norm
+from triaxis.engine.kernels.registry import Kernels
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys, dropout
+from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
+from triaxis.engine.tensor_parallel.gemms import IN_RUN_DTYPE, LinearForm
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.tensor_parallel.residual_norm import NormLayer, added_and_normalised
+from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
+from triaxis.models.trained_part import TrainedPart
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ tokens [b, s] -> [s(/t), b, h]; with sequence parallelism each tp rank continues
 import torch
 from torch import nn
 
-from engine.numerics.precision import accumulate
-from engine.tensor_parallel.dropout import DropoutKeys
-from engine.tensor_parallel.layers import VocabParallelEmbedding
-from models.gpt.context import BuildContext, hidden_dropout
+from triaxis.engine.numerics.precision import accumulate
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.engine.tensor_parallel.layers import VocabParallelEmbedding
+from triaxis.models.gpt.context import BuildContext, hidden_dropout
 
 
 class Embedding(nn.Module):

@@ -16,18 +16,18 @@ from functools import partial
 
 import torch
 
-from engine.activations.saved_tensors import ATTENTION
-from engine.config.attention_kinds import LayerKind
-from engine.kernels.elementwise import norm as norm_by_name
-from engine.kernels.masked_attention import Mask
-from engine.kernels.rotary import apply_rope
-from engine.tensor_parallel.dropout import DropoutKeys
-from engine.tensor_parallel.entered import entered, outside_of
-from engine.tensor_parallel.layers import ColumnParallelLinear
-from engine.tensor_parallel.parameter import ShardedParameter
-from models.gpt.attention_core import AttentionCore
-from models.gpt.context import BuildContext, Positions
-from models.gpt.kv_cache import LatentCache
+from triaxis.engine.activations.saved_tensors import ATTENTION
+from triaxis.engine.config.attention_kinds import LayerKind
+from triaxis.engine.kernels.elementwise import norm as norm_by_name
+from triaxis.engine.kernels.masked_attention import Mask
+from triaxis.engine.kernels.rotary import apply_rope
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.engine.tensor_parallel.entered import entered, outside_of
+from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.models.gpt.attention_core import AttentionCore
+from triaxis.models.gpt.context import BuildContext, Positions
+from triaxis.models.gpt.kv_cache import LatentCache
 
 
 class LatentAttention(AttentionCore):

@@ -3,12 +3,12 @@
 import torch
 from torch import nn
 
-from engine.config.model import ModelConfig
-from engine.tensor_parallel.chunked_head import chunked_head_losses
-from engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from engine.tensor_parallel.layers import ColumnParallelLinear
-from engine.tensor_parallel.logits import LogitOptions
-from models.gpt.context import BuildContext
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.tensor_parallel.chunked_head import chunked_head_losses
+from triaxis.engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
+from triaxis.engine.tensor_parallel.logits import LogitOptions
+from triaxis.models.gpt.context import BuildContext
 
 
 def logit_options(model: ModelConfig) -> LogitOptions:

@@ -3,10 +3,10 @@
 import torch
 from torch import nn
 
-from engine.kernels.elementwise import activation
-from engine.tensor_parallel.gemms import GeluGemms
-from engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from models.gpt.context import BuildContext
+from triaxis.engine.kernels.elementwise import activation
+from triaxis.engine.tensor_parallel.gemms import GeluGemms
+from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from triaxis.models.gpt.context import BuildContext
 
 
 class MLP(nn.Module):

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.expert_parallel.dispatch import Dispatched
-from engine.expert_parallel.experts import Ends, ExpertDown, ExpertUp, ExpertWork
-from engine.expert_parallel.routing import Choice
-from engine.kernels.elementwise import activation
-from engine.tensor_parallel.dropout import DropoutKeys
-from engine.tensor_parallel.mappings import TensorParallelRegion
-from models.gpt.context import BuildContext
-from models.gpt.mlp import MLP
-from models.specs import up_name
+from triaxis.engine.expert_parallel.dispatch import Dispatched
+from triaxis.engine.expert_parallel.experts import Ends, ExpertDown, ExpertUp, ExpertWork
+from triaxis.engine.expert_parallel.routing import Choice
+from triaxis.engine.kernels.elementwise import activation
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
+from triaxis.models.gpt.context import BuildContext
+from triaxis.models.gpt.mlp import MLP
+from triaxis.models.specs import up_name
 
 
 class MoE(nn.Module):

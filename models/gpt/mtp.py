@@ -14,13 +14,13 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
-from engine.tensor_parallel.dropout import DropoutKeys
-from engine.tensor_parallel.entered import outside_of
-from engine.tensor_parallel.layers import ColumnParallelLinear
-from models.gpt.block import Block
-from models.gpt.context import BuildContext, LayerInputs, Norm, Positions
-from models.gpt.embedding import Embedding
-from models.gpt.losses import TokenLosses
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.engine.tensor_parallel.entered import outside_of
+from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
+from triaxis.models.gpt.block import Block
+from triaxis.models.gpt.context import BuildContext, LayerInputs, Norm, Positions
+from triaxis.models.gpt.embedding import Embedding
+from triaxis.models.gpt.losses import TokenLosses
 
 
 class RowsAhead(Protocol):

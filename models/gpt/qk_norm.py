@@ -5,11 +5,11 @@ from functools import partial
 import torch
 from torch import nn
 
-from engine.kernels.elementwise import norm as norm_by_name
-from engine.kernels.rotary import apply_rope
-from engine.tensor_parallel.parameter import ShardedParameter
-from engine.tensor_parallel.qk_norm import normalised, squares
-from models.gpt.context import BuildContext
+from triaxis.engine.kernels.elementwise import norm as norm_by_name
+from triaxis.engine.kernels.rotary import apply_rope
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.tensor_parallel.qk_norm import normalised, squares
+from triaxis.models.gpt.context import BuildContext
 
 
 class NormalisedAndRotated(nn.Module):

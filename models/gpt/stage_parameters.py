@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import torch
 
-from engine.config.groups import is_frozen
-from engine.config.model import ModelConfig
-from engine.config.tree import Config
-from engine.layout.shard_spec import ExpertPlace, localize
-from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import ShardedParameter
-from models.specs import StageContents, stage_specs
+from triaxis.engine.config.groups import is_frozen
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.shard_spec import ExpertPlace, localize
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.models.specs import StageContents, stage_specs
 
 
 def stage_parameters(

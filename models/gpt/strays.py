@@ -23,10 +23,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from engine.activations.recompute import watch_replay
-from engine.config.model import ModelConfig
-from engine.errors import ModelError
-from engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.activations.recompute import watch_replay
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import ModelError
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 

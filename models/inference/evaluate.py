@@ -16,17 +16,17 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config.plan import local_seq_length
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.loader import MicroBatch
-from engine.data.samples import Sample
-from engine.errors import DataError, DivergenceError
-from engine.numerics.precision import DTYPES
-from engine.pipeline.executor import Executor
-from engine.pipeline.forwards import of_forward
-from engine.pipeline.programs import Programs
-from engine.step_result import without_room
-from models.inference.load import LoadedModel
+from triaxis.engine.config.plan import local_seq_length
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.data.samples import Sample
+from triaxis.engine.errors import DataError, DivergenceError
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.engine.pipeline.executor import Executor
+from triaxis.engine.pipeline.forwards import of_forward
+from triaxis.engine.pipeline.programs import Programs
+from triaxis.engine.step_result import without_room
+from triaxis.models.inference.load import LoadedModel
 
 
 class Text(Protocol):

@@ -15,19 +15,19 @@ from typing import Protocol
 
 import torch
 
-from engine.comm.topology import Topology
-from engine.config.tree import Config
-from engine.data.loader import MicroBatch
-from engine.numerics.hashing import GOLDEN, key64, mix_words_, shift_right
-from engine.numerics.precision import DTYPES
-from engine.pipeline.executor import Executor
-from engine.pipeline.forwards import of_forward
-from engine.pipeline.programs import Programs
-from models.gpt.chunk import GPTChunk
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.numerics.hashing import GOLDEN, key64, mix_words_, shift_right
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.engine.pipeline.executor import Executor
+from triaxis.engine.pipeline.forwards import of_forward
+from triaxis.engine.pipeline.programs import Programs
+from triaxis.models.gpt.chunk import GPTChunk
 
 
 class Model(Protocol):
-    """One rank's part of a model: an engine in training (`engine.step.Engine`), or one loaded to be read."""
+    """One rank's part of a model: an engine in training (`triaxis.engine.step.Engine`), or one loaded to be read."""
 
     @property
     def config(self) -> Config: ...

@@ -11,23 +11,23 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from engine.checkpoint.directory import Candidate
-from engine.checkpoint.format.manifest import Manifest
-from engine.checkpoint.format.store import Shard, load
-from engine.checkpoint.inspect.weights import WhichWeights, check_weights, kind_of
-from engine.comm.texts import gather_text
-from engine.comm.topology import Topology
-from engine.config.activations import OffloadConfig
-from engine.config.plan import stages_of
-from engine.config.tree import Config
-from engine.errors import CheckpointError
-from engine.kernels.registry import open_kernels
-from engine.numerics.precision import DTYPES, accumulation_dtype
-from engine.pipeline.forwards import of_forward
-from engine.tensor_parallel.parameter import ShardedParameter
-from models.gpt.chunk import GPTChunk, build_chunks
-from models.predict.recompute_choice import choice_for_layers
-from models.specs import model_specs
+from triaxis.engine.checkpoint.directory import Candidate
+from triaxis.engine.checkpoint.format.manifest import Manifest
+from triaxis.engine.checkpoint.format.store import Shard, load
+from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weights, kind_of
+from triaxis.engine.comm.texts import gather_text
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.activations import OffloadConfig
+from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.kernels.registry import open_kernels
+from triaxis.engine.numerics.precision import DTYPES, accumulation_dtype
+from triaxis.engine.pipeline.forwards import of_forward
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.models.gpt.chunk import GPTChunk, build_chunks
+from triaxis.models.predict.recompute_choice import choice_for_layers
+from triaxis.models.specs import model_specs
 
 
 @dataclass(frozen=True, slots=True)

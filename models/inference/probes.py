@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from engine.numerics.hashing import key64
-from models.gpt.chunk import Block, GPTChunk
-from models.gpt.mtp import TokenAhead
+from triaxis.engine.numerics.hashing import key64
+from triaxis.models.gpt.chunk import Block, GPTChunk
+from triaxis.models.gpt.mtp import TokenAhead
 
 TOKEN_LOSSES, LOSS = "token_losses", "loss"
 OF_LAYER = ("embedding", "attention", "mlp", "", "losses")

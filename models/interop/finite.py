@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.errors import CheckpointError
+from triaxis.engine.errors import CheckpointError
 
 _ELEMENTS = 2**24
 """Elements that are checked together: the mask of a larger tensor would take half of its memory once more."""

@@ -33,17 +33,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from engine.config.attention_kinds import LayerKind, Rotary
-from engine.config.context_parallel import gathers_keys
-from engine.config.groups import is_frozen
-from engine.config.plan import part_length
-from engine.config.tree import Config
-from engine.layout.rank_grid import ParallelSizes
-from models.predict.experts.memory import BACKWARD as MLP_BACKWARD
-from models.predict.experts.memory import BALANCED, choice_terms, deferred_expert_terms
-from models.predict.fp8_terms import is_in_fp8, kept_in_fp8, remembered_terms, sends_fp8
-from models.predict.latent_terms import BEHIND_LATENTS, deferred_latents
-from models.predict.layer_terms import (
+from triaxis.engine.config.attention_kinds import LayerKind, Rotary
+from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.groups import is_frozen
+from triaxis.engine.config.plan import part_length
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.experts.memory import BACKWARD as MLP_BACKWARD
+from triaxis.models.predict.experts.memory import BALANCED, choice_terms, deferred_expert_terms
+from triaxis.models.predict.fp8_terms import is_in_fp8, kept_in_fp8, remembered_terms, sends_fp8
+from triaxis.models.predict.latent_terms import BEHIND_LATENTS, deferred_latents
+from triaxis.models.predict.layer_terms import (
     all_terms,
     attention_part,
     block_terms,
@@ -52,10 +52,10 @@ from models.predict.layer_terms import (
     norm_terms,
     per_token,
 )
-from models.predict.mtp_terms import BEHIND_PROJECTION, INPUTS, deferred_joining, embedding_terms, joining_terms
-from models.predict.terms import BYTES_PER_ELEMENT, INDEX_BYTES, Sizes, Term, column_input
-from models.specs import StageContents
-from models.trained_part import TrainedPart, frozen_products, head_is_frozen
+from triaxis.models.predict.mtp_terms import BEHIND_PROJECTION, INPUTS, deferred_joining, embedding_terms, joining_terms
+from triaxis.models.predict.terms import BYTES_PER_ELEMENT, INDEX_BYTES, Sizes, Term, column_input
+from triaxis.models.specs import StageContents
+from triaxis.models.trained_part import TrainedPart, frozen_products, head_is_frozen
 
 LOSS_MASK = "mask"
 
@@ -310,7 +310,7 @@ def layer_groups(
     """List the layers of a stage in order, as `GPTChunk` groups them; `load`: of the rank's experts."""
     at, recompute, num_layers = Sizes.of(config, sizes), config.recompute, len(stage.layers)
     num_own = stage.num_own
-    assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
+    assert recompute.granularity != "auto", "triaxis.models.predict.rank_memory.resolve_recompute comes first"
     sorts = [layer_sort(config, layer) for layer in stage.layers]
     kinds = [sort.kind for sort in sorts]
     # What a layer keeps if nothing of it is recomputed, and so while its backward runs after it was recomputed whole.

@@ -6,15 +6,15 @@ what is kept by then (`models/predict/activation_memory.py`) + what experts hold
 from collections.abc import Sequence
 from fractions import Fraction
 
-from engine.config.plan import part_length
-from engine.config.tree import Config
-from engine.layout.rank_grid import ParallelSizes
-from models.predict.activation_memory import LOSS_MASK, LayerGroup, deferred_terms, head_terms, kept_bytes
-from models.predict.experts.temporaries import temporaries
-from models.predict.layer_terms import per_token
-from models.predict.mtp_terms import embedding_terms
-from models.predict.terms import Sizes, Term
-from models.specs import StageContents
+from triaxis.engine.config.plan import part_length
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.activation_memory import LOSS_MASK, LayerGroup, deferred_terms, head_terms, kept_bytes
+from triaxis.models.predict.experts.temporaries import temporaries
+from triaxis.models.predict.layer_terms import per_token
+from triaxis.models.predict.mtp_terms import embedding_terms
+from triaxis.models.predict.terms import Sizes, Term
+from triaxis.models.specs import StageContents
 
 
 def most_at_work(

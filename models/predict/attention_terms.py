@@ -2,10 +2,10 @@
 
 from fractions import Fraction
 
-from engine.config.attention_kinds import LayerKind, attention_pattern
-from engine.config.context_parallel import gathers_keys
-from engine.config.tree import Config
-from models.predict.terms import Sizes, Term
+from triaxis.engine.config.attention_kinds import LayerKind, attention_pattern
+from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.tree import Config
+from triaxis.models.predict.terms import Sizes, Term
 
 
 def operand_terms(config: Config, at: Sizes, kind: LayerKind, is_as_made: bool, *, is_exchanged: bool) -> list[Term]:

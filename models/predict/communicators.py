@@ -9,7 +9,7 @@ allocator (`ncclP2pAllocateShareableBuffer` in its src/transport/p2p.cc):
 Eight H100 that connected all to all over 32 channels allocated buffers of these two sizes (NVIDIA/nccl issue 1685). A channel of a
 ring has one neighbour to receive from and one to send to. The pipeline's two communicators also send and receive, over other
 connections, with both neighbours of the ring. NCCL chooses 24 channels for collectives and 32 for messages on a node of eight
-H100 (its log at NCCL_DEBUG=INFO); `max_ctas` of `engine.layout.axis_groups.STREAM_USE` limits both.
+H100 (its log at NCCL_DEBUG=INFO); `max_ctas` of `triaxis.engine.layout.axis_groups.STREAM_USE` limits both.
 
 Left out: trees and NVLink SHARP, which NCCL connects at the start of a run (NCCL_RUNTIME_CONNECT=0, `engine/comm/runtime.py`), and
 buffers of the network.
@@ -18,8 +18,8 @@ buffers of the network.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from engine.layout.axis_groups import CONNECTED_LATER, axis_groups, stream_use
-from engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.layout.axis_groups import CONNECTED_LATER, axis_groups, stream_use
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 
 MIB = 2**20
 RECEIVE_BYTES = 10 * MIB

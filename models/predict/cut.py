@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from engine.config.attention_kinds import LayerKind
-from engine.config.fp8 import fp8_layers
-from engine.config.plan import placement_of, stages_of
-from engine.config.tree import Config
-from engine.layout.partition import StageLayers
-from models.trained_part import TrainedPart, frozen_products
+from triaxis.engine.config.attention_kinds import LayerKind
+from triaxis.engine.config.fp8 import fp8_layers
+from triaxis.engine.config.plan import placement_of, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.partition import StageLayers
+from triaxis.models.trained_part import TrainedPart, frozen_products
 
 Memo = dict[object, Any]
 """What predictions of one model share, whatever the layout."""
@@ -19,7 +19,7 @@ class LayerSort(NamedTuple):
 
     Attributes:
         kind: of the layer.
-        frozen: its products without a weight gradient (`models.trained_part.frozen_products`).
+        frozen: its products without a weight gradient (`triaxis.models.trained_part.frozen_products`).
         is_in_fp8: its linear layers have FP8 operands.
         has_backward: gradients go through it.
         is_first: it is the first one with a backward, behind something that has none.

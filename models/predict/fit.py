@@ -2,7 +2,7 @@
 here).
 
     predict (models/predict/rank_memory.py)  ->  memory_line    "56.9 GB predicted on the fullest rank (...) of 85.5 GB"
-                                ->  memory_rule    one more rule for `engine.config.tree.problems`, where the device is known
+                                ->  memory_rule    a rule more for `triaxis.engine.config.tree.problems`, where the device is known
                                                        |
                                        the other rules run first: without a legal layout there is no prediction
 
@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from engine.config.plan import parallel_sizes
-from engine.config.section import Problem, Rule, Subject, with_value
-from engine.config.tree import RULES, Config, broken_keys, is_whole
-from engine.errors import ConfigError
-from engine.layout.rank_grid import ParallelSizes
-from engine.telemetry.outlets.format import gigabyte_decimals, gigabytes
-from models.predict.rank_memory import GB, Changes, Prediction, predict, single_changes, spelled
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.section import Problem, Rule, Subject, with_value
+from triaxis.engine.config.tree import RULES, Config, broken_keys, is_whole
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.telemetry.outlets.format import gigabyte_decimals, gigabytes
+from triaxis.models.predict.rank_memory import GB, Changes, Prediction, predict, single_changes, spelled
 
 MOST_OF_A_KIND = 2
 """Proposals of the same layout, and of other layouts, that a message names."""

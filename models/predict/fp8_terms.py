@@ -16,9 +16,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from engine.config.fp8 import BLOCKS, fp8_layers, linears_of
-from engine.config.tree import Config
-from models.predict.terms import BYTES_PER_ELEMENT, Sizes, Term
+from triaxis.engine.config.fp8 import BLOCKS, fp8_layers, linears_of
+from triaxis.engine.config.tree import Config
+from triaxis.models.predict.terms import BYTES_PER_ELEMENT, Sizes, Term
 
 
 def is_in_fp8(config: Config, layer: int) -> bool:

@@ -3,21 +3,21 @@
     a layer before the part with a backward    its backward: twice its forward
     a frozen weight within the part            its gradient: as much as its product's forward
 
-The embedding is a look-up and costs nothing. Layers are those of `engine.telemetry.record.flops`.
+The embedding is a look-up and costs nothing. Layers are those of `triaxis.engine.telemetry.record.flops`.
 """
 
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from engine.config.activations import RecomputeConfig
-from engine.config.groups import is_frozen
-from engine.config.plan import stages_of
-from engine.config.tree import Config
-from engine.data.document_statistics import DocumentStatistics
-from engine.telemetry.record.flops import LayerFlops, head_flops, layer_flops
-from models.specs import layer_specs
-from models.trained_part import TrainedPart, head_is_frozen, weights_of_products
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.groups import is_frozen
+from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.document_statistics import DocumentStatistics
+from triaxis.engine.telemetry.record.flops import LayerFlops, head_flops, layer_flops
+from triaxis.models.specs import layer_specs
+from triaxis.models.trained_part import TrainedPart, head_is_frozen, weights_of_products
 
 
 class TrainedFlops(NamedTuple):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from operator import ge
 from typing import NamedTuple
 
-from engine.pipeline.actions import Action, Kind
+from triaxis.engine.pipeline.actions import Action, Kind
 
 
 class Peak(NamedTuple):

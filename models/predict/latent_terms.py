@@ -13,10 +13,10 @@ Per token of a rank, w bytes an element, n heads on the rank, c ranks of a row, 
 
 from fractions import Fraction
 
-from engine.config.attention_kinds import LayerKind
-from engine.config.mla import MLAConfig
-from engine.config.tree import Config
-from models.predict.terms import Sizes, Term
+from triaxis.engine.config.attention_kinds import LayerKind
+from triaxis.engine.config.mla import MLAConfig
+from triaxis.engine.config.tree import Config
+from triaxis.models.predict.terms import Sizes, Term
 
 NOTHING = Fraction(0)
 

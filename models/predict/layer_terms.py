@@ -1,7 +1,7 @@
 """Tensors that one transformer layer keeps for its backward, counted from the configuration alone (no torch here).
 
-Terms are those of `models.predict.activation_memory`. A product keeps its input for the gradient of its weight. Where the weight is
-frozen, the input stays only if something else needs it:
+Terms are those of `triaxis.models.predict.activation_memory`. A product keeps its input for the gradient of its weight. Where
+the weight is frozen, the input stays only if something else needs it:
 
     attention.proj    the output of a fused attention, which its backward reads
     mlp.up            what the MLP's first product is made again from, if it is recomputed (so of experts)
@@ -15,17 +15,17 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
-from engine.config.attention_kinds import LayerKind
-from engine.config.context_parallel import gathers_keys
-from engine.config.tree import Config
-from engine.layout.rank_grid import ParallelSizes
-from models.predict.attention_terms import operand_terms, score_terms
-from models.predict.experts.memory import BALANCED, expert_terms
-from models.predict.fp8_terms import is_in_fp8, kept_in_fp8
-from models.predict.latent_terms import latent_terms
-from models.predict.mtp_terms import joining_terms
-from models.predict.terms import Sizes, Term, column_input
-from models.trained_part import frozen_products
+from triaxis.engine.config.attention_kinds import LayerKind
+from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.attention_terms import operand_terms, score_terms
+from triaxis.models.predict.experts.memory import BALANCED, expert_terms
+from triaxis.models.predict.fp8_terms import is_in_fp8, kept_in_fp8
+from triaxis.models.predict.latent_terms import latent_terms
+from triaxis.models.predict.mtp_terms import joining_terms
+from triaxis.models.predict.terms import Sizes, Term, column_input
+from triaxis.models.trained_part import frozen_products
 
 
 def block_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Fraction = BALANCED) -> list[Term]:

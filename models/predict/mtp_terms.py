@@ -5,9 +5,9 @@ inputs [2 s(/t), b, h] --two norms--> [s(/t), b, 2 h] --projection--> a layer --
 
 from fractions import Fraction
 
-from engine.config.groups import is_frozen
-from engine.config.tree import Config
-from models.predict.terms import INDEX_BYTES, Sizes, Term
+from triaxis.engine.config.groups import is_frozen
+from triaxis.engine.config.tree import Config
+from triaxis.models.predict.terms import INDEX_BYTES, Sizes, Term
 
 INPUTS = "mtp.inputs"
 """The module of a layer's first tensor; all else is made of it."""

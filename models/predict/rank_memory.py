@@ -17,18 +17,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from engine.config.activations import RecomputeConfig
-from engine.config.context_parallel import gathers_keys
-from engine.config.layout import ScheduleConfig
-from engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
-from engine.config.section import with_value
-from engine.config.tree import Config, problems
-from engine.errors import ConfigError
-from engine.layout.partition import StageLayers
-from engine.layout.rank_grid import ParallelSizes
-from engine.pipeline import schedules
-from engine.pipeline.actions import Kind
-from models.predict.activation_memory import (
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.context_parallel import gathers_keys
+from triaxis.engine.config.layout import ScheduleConfig
+from triaxis.engine.config.plan import batch_plan, local_seq_length, parallel_sizes, stages_of
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.partition import StageLayers
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Kind
+from triaxis.models.predict.activation_memory import (
     backward_bytes,
     deferred_bytes,
     forward_bytes,
@@ -36,15 +36,15 @@ from models.predict.activation_memory import (
     layer_groups,
     moved_bytes,
 )
-from models.predict.at_work import forward_at_work, most_at_work
-from models.predict.communicators import communicator_bytes
-from models.predict.cut import Contents, Cut, Memo
-from models.predict.experts.memory import BALANCED
-from models.predict.in_flight import Peak, peaks_of
-from models.predict.recompute_choice import ATTENTION, MLP, candidates, choice_for_layers, worthwhile_parts
-from models.predict.state_memory import StateBytes, state_bytes
-from models.predict.terms import BYTES_PER_ELEMENT
-from models.trained_part import TrainedPart, schedule_of, trained_from
+from triaxis.models.predict.at_work import forward_at_work, most_at_work
+from triaxis.models.predict.communicators import communicator_bytes
+from triaxis.models.predict.cut import Contents, Cut, Memo
+from triaxis.models.predict.experts.memory import BALANCED
+from triaxis.models.predict.in_flight import Peak, peaks_of
+from triaxis.models.predict.recompute_choice import ATTENTION, MLP, candidates, choice_for_layers, worthwhile_parts
+from triaxis.models.predict.state_memory import StateBytes, state_bytes
+from triaxis.models.predict.terms import BYTES_PER_ELEMENT
+from triaxis.models.trained_part import TrainedPart, schedule_of, trained_from
 
 GB = 10**9
 
@@ -121,7 +121,7 @@ def predict(
         config: of a run that breaks no rule.
         nccl: NCCL connects the ranks; gloo has no buffers on a device.
         memo: of earlier predictions of this run in other layouts, batches and recomputations; filled and used.
-        load: rows of a rank's experts over those of all alike, in each of its layers (`models.predict.experts.memory`).
+        load: rows of a rank's experts over those of all alike, in each of its layers (`triaxis.models.predict.experts.memory`).
 
     Raises:
         ConfigError: as `resolve_recompute`.
@@ -139,9 +139,9 @@ def predicted_memory(config: Config, sizes: ParallelSizes, pp: int, *, nccl: boo
 def resolve_recompute(config: Config, sizes: ParallelSizes) -> Config:
     """Replace each `auto` of `recompute` by what it comes to: the same on every rank.
 
-    The granularity is the first of `models.predict.recompute_choice.candidates` with which no pipeline rank is predicted to hold
-    more than `memory_gb`, communicators left out: the choice must not depend on the device. Gathered keys and values, then gathered
-    inputs are kept where that many bytes hold them as well; without `memory_gb` they are gathered again.
+    The granularity is the first of `triaxis.models.predict.recompute_choice.candidates` with which no pipeline rank is
+    predicted to hold more than `memory_gb`, communicators left out: the choice must not depend on the device. Gathered keys
+    and values, then gathered inputs are kept where that many bytes hold them as well; without `memory_gb` they are gathered again.
 
     Raises:
         ConfigError: no choice is enough; the message has the predictions.
@@ -307,7 +307,7 @@ def _message_bytes(config: Config) -> int:
 
 
 def _most_messages(sizes: ParallelSizes, pp: int) -> int:
-    """Count the messages that a pipeline rank holds at one time, as `engine.pipeline.lowering` posts them.
+    """Count the messages that a pipeline rank holds at one time, as `triaxis.engine.pipeline.lowering` posts them.
 
     A rank with two neighbours holds an early receive, a gradient in use and a send; at the ends of a pipeline whose last rank does
     not send to the first, a rank has one neighbour, and one message less.

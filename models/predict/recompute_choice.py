@@ -18,15 +18,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from engine.config.activations import RecomputeConfig, recomputed_parts_exist
-from engine.config.plan import stages_of
-from engine.config.section import Subject
-from engine.config.stage_work import made_from_latents
-from engine.config.tree import Config
-from engine.layout.rank_grid import ParallelSizes
-from models.predict.experts.memory import columns_per_token
-from models.predict.layer_terms import block_terms, per_token
-from models.predict.terms import Sizes, Term
+from triaxis.engine.config.activations import RecomputeConfig, recomputed_parts_exist
+from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.section import Subject
+from triaxis.engine.config.stage_work import made_from_latents
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.experts.memory import columns_per_token
+from triaxis.models.predict.layer_terms import block_terms, per_token
+from triaxis.models.predict.terms import Sizes, Term
 
 FLOPS_PER_BYTE = 200
 """FLOPs of a GEMM in the time of one byte to or from memory: 989e12 x 0.7 / 3.35e12 of an H100, about."""

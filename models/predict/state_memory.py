@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.config.fp8 import BLOCKS, fp8_layers
-from engine.config.groups import is_frozen
-from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.config.tree import Config
-from engine.layout.param_layout import layout_parameters
-from engine.layout.partition import StageLayers
-from engine.layout.rank_grid import ParallelSizes
-from engine.layout.shard_spec import ParamRecord, localize
-from models.predict.terms import BYTES_PER_ELEMENT, accumulation_bytes
-from models.specs import stage_specs
+from triaxis.engine.config.fp8 import BLOCKS, fp8_layers
+from triaxis.engine.config.groups import is_frozen
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.param_layout import layout_parameters
+from triaxis.engine.layout.partition import StageLayers
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.layout.shard_spec import ParamRecord, localize
+from triaxis.models.predict.terms import BYTES_PER_ELEMENT, accumulation_bytes
+from triaxis.models.specs import stage_specs
 
 _IN_FP8 = (
     *(f"attention.{name}.weight" for name in ("q", "kv", "q_a", "kv_a", "q_b", "proj")),

@@ -29,8 +29,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.comm.agreement import NUM_NUMBERS
-from engine.comm.ledger import (
+from triaxis.engine.comm.agreement import NUM_NUMBERS
+from triaxis.engine.comm.ledger import (
     CROSS_ENTROPY,
     EXPERTS,
     FP8_SCALES,
@@ -40,19 +40,19 @@ from engine.comm.ledger import (
     REPLICA_GRADIENTS,
     Event,
 )
-from engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads
-from engine.config.fp8 import BLOCKS, fp8_layers
-from engine.config.groups import is_frozen
-from engine.config.moe import dispatch_of
-from engine.config.plan import batch_plan, local_seq_length, part_length
-from engine.config.tree import Config
-from engine.layout.rank_grid import Coordinates, ParallelSizes
-from engine.layout.shard_spec import ExpertPlace, ParamRecord, localize
-from engine.pipeline.actions import Kind
-from models.predict.experts.traffic import TOKENS, Choices, Passes, expert_calls, row_calls
-from models.predict.rank_memory import resolve_recompute
-from models.specs import StageContents, stage_specs
-from models.trained_part import TrainedPart, frozen_products, head_is_frozen, schedule_of_step
+from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads
+from triaxis.engine.config.fp8 import BLOCKS, fp8_layers
+from triaxis.engine.config.groups import is_frozen
+from triaxis.engine.config.moe import dispatch_of
+from triaxis.engine.config.plan import batch_plan, local_seq_length, part_length
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import Coordinates, ParallelSizes
+from triaxis.engine.layout.shard_spec import ExpertPlace, ParamRecord, localize
+from triaxis.engine.pipeline.actions import Kind
+from triaxis.models.predict.experts.traffic import TOKENS, Choices, Passes, expert_calls, row_calls
+from triaxis.models.predict.rank_memory import resolve_recompute
+from triaxis.models.specs import StageContents, stage_specs
+from triaxis.models.trained_part import TrainedPart, frozen_products, head_is_frozen, schedule_of_step
 
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
 

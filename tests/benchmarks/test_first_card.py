@@ -13,9 +13,9 @@ from benchmarks import first_card
 from benchmarks.first_card import FAILED, NODE, NOT_RUN, PASSED, RECORDS, ROWS, Piece, block, pieces, recorded
 from benchmarks.gpu_contenders.contenders import CONTENDERS
 from benchmarks.gpu_contenders.records import append, failed, measured
-from engine.telemetry.record.flops import known_peak
 from tests.benchmarks.test_gpu import HERE, TOY, a_run
 from tests.documented import ROOT
+from triaxis.engine.telemetry.record.flops import known_peak
 
 
 @pytest.fixture

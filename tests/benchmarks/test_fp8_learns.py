@@ -6,9 +6,9 @@ import pytest
 
 from benchmarks.fp8_learns import PLAIN, RECIPES, Row
 from benchmarks.moe_learns import CONFIGS, ONE_RANK
-from engine.config.fp8 import Fp8Config
-from engine.config.load import load_config
 from tests.benchmarks.tiny_trainings import rows_of
+from triaxis.engine.config.fp8 import Fp8Config
+from triaxis.engine.config.load import load_config
 
 SMALLER = ("train.steps=20", "optimizer.warmup_steps=5", "train.eval_interval=20", "train.eval_steps=1")
 

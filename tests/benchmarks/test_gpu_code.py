@@ -22,10 +22,10 @@ from benchmarks.gpu_code.step import StepRecord, TensorSpec, record_step
 from benchmarks.gpu_code.table import table
 from benchmarks.gpu_code.work import added_up, whole
 from benchmarks.roofline import step_gemms
-from engine.config.layer_kinds import ACTIVATIONS, NORMS
-from engine.config.optimizer_kinds import OPTIMIZERS
 from tests.documented import ROOT
 from tests.lacking import give_up
+from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
 
 GOLDEN = committed()
 REGENERATE = "benchmarks/README.md says how the file is written anew"

@@ -15,12 +15,12 @@ from benchmarks.gpu_contenders import megatron, ours, timed_loop, torch_models
 from benchmarks.gpu_contenders.contenders import CONTENDERS, OURS
 from benchmarks.gpu_contenders.records import Job, read
 from benchmarks.gpu_contenders.shapes import resolve, write_config
-from engine.comm.topology import Topology
-from engine.data.loader import MicroBatch
-from engine.errors import ConfigError, OutOfMemoryError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from launch.rank.out_of_memory import explaining_memory
-from models.specs import model_specs
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.errors import ConfigError, OutOfMemoryError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.launch.rank.out_of_memory import explaining_memory
+from triaxis.models.specs import model_specs
 
 OPTIONAL = {"torchtitan", "torchao", "transformer_engine"}
 """Packages of contenders that the extra `dev` does not install."""

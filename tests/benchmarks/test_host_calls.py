@@ -5,8 +5,8 @@ from rich.console import Console
 
 from benchmarks.engine_overhead import config_of, parse
 from benchmarks.host_calls import HostCalls, host_calls, show
-from engine.config.tree import Config
-from models.gpt.mlp import MLP
+from triaxis.engine.config.tree import Config
+from triaxis.models.gpt.mlp import MLP
 
 MOST = {"gpt": (89, 670), "llama": (149, 680)}
 """Aten operators and Python calls per layer and microbatch in bf16; before views were kept: 118 and 1,058, 190 and 1,045."""

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.load import load_config
 from tests.benchmarks.tiny_trainings import rows_of
 from tests.launch.command_line import ROOT
+from triaxis.engine.config.load import load_config
 
 SMALLER = (
     *("model.hidden_size=64", "model.ffn_hidden_size=96", "model.seq_length=64", "train.global_batch_size=32"),

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from benchmarks.engine_overhead import config_of, parse
 from benchmarks.operators import PLACES, compare, show
-from engine.config.tree import Config
-from models.gpt.block import Block
+from triaxis.engine.config.tree import Config
+from triaxis.models.gpt.block import Block
 
 SIZES = {"hidden": 64, "head-dim": 16, "seq": 16, "vocab": 128, "microbatches": 3, "micro-batch-size": 2}
 

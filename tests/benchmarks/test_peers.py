@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from benchmarks.deepspeed_peer import DeepSpeedPeer
 from benchmarks.peers import SentBytes, config_of_layout, layout_of, parse
-from engine.layout.rank_grid import ParallelSizes
 from tests.harness import run_ranks
 from tests.launch.command_line import ROOT
+from triaxis.engine.layout.rank_grid import ParallelSizes
 
 pytestmark = pytest.mark.distributed
 

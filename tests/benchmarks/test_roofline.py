@@ -6,10 +6,10 @@ from benchmarks.gpu_code.cases import run_of
 from benchmarks.gpu_code.golden import committed
 from benchmarks.gpu_contenders.shapes import SHAPES
 from benchmarks.roofline import DEVICES, PARTS, Roofline, largest_that_fits, main, pairs, rooflines
-from engine.config.plan import parallel_sizes
-from models.predict.step_time.cluster import cluster_of
-from models.predict.step_time.estimate import Estimator
 from tests.documented import ROOT
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.models.predict.step_time.cluster import cluster_of
+from triaxis.models.predict.step_time.estimate import Estimator
 
 GOLDEN = committed()
 

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from benchmarks import step_profile
-from engine.comm.collectives import Pending
-from engine.comm.topology import Topology
-from engine.config.tree import Config
-from engine.data.loader import Batches
-from engine.data.synthetic import SyntheticDataset
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.train import build
-from models.gpt.chunk import build_chunks
 from tests.harness import run_ranks
+from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.data.synthetic import SyntheticDataset
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.train import build
+from triaxis.models.gpt.chunk import build_chunks
 
 ONE_RANK = [f"parallel.{size}=1" for size in ("tp", "pp", "vpp", "dp")]
 TOY = ["model.num_layers=1", "model.seq_length=16", "model.hidden_size=32", "train.global_batch_size=8"]

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from launch import cli
 from tests.launch.command_line import ROOT
+from triaxis.launch import cli
 
 
 def rows_of(module: str, folder: Path, options: Sequence[str], settings: Sequence[str]) -> list[dict[str, Any]]:

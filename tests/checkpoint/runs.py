@@ -7,25 +7,25 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.format.fingerprint import to_text
-from engine.checkpoint.format.manifest import Ancestor, Kind
-from engine.checkpoint.resume import resume_or_start
-from engine.checkpoint.saving import CheckpointSaver, RunFacts
-from engine.checkpoint.shards import fingerprint
-from engine.comm.agreement import StepFlags
-from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from engine.context_parallel.cut import ContextCut
-from engine.data.loader import Batches
-from engine.layout.rank_grid import RankGrid
-from engine.optimizer.lr import learning_rate
-from engine.step import Engine
-from engine.train import build
-from models.gpt.chunk import build_chunks
-from models.specs import model_specs
 from tests.parity.cases import Case, dataset
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
+from triaxis.engine.checkpoint.format.fingerprint import to_text
+from triaxis.engine.checkpoint.format.manifest import Ancestor, Kind
+from triaxis.engine.checkpoint.resume import resume_or_start
+from triaxis.engine.checkpoint.saving import CheckpointSaver, RunFacts
+from triaxis.engine.checkpoint.shards import fingerprint
+from triaxis.engine.comm.agreement import StepFlags
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.cut import ContextCut
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.optimizer.lr import learning_rate
+from triaxis.engine.step import Engine
+from triaxis.engine.train import build
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.specs import model_specs
 
 
 class Silent:

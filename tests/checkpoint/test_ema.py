@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.directory import CheckpointDirectory, find
-from engine.checkpoint.format.manifest import write_manifest
-from engine.checkpoint.inspect.compare import compared_kinds
-from engine.checkpoint.inspect.verify import verify
-from engine.checkpoint.resume import resume_or_start
-from engine.errors import CheckpointError
 from tests.checkpoint.runs import engine_of, fingerprint_of, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case
+from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
+from triaxis.engine.checkpoint.format.manifest import write_manifest
+from triaxis.engine.checkpoint.inspect.compare import compared_kinds
+from triaxis.engine.checkpoint.inspect.verify import verify
+from triaxis.engine.checkpoint.resume import resume_or_start
+from triaxis.engine.errors import CheckpointError
 
 WITH = Case("gpt", num_layers=2, global_batch_size=4, micro_batch_size=2, ema=0.75)
 WITHOUT = replace(WITH, ema=None)

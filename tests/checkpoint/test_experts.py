@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-import engine.checkpoint.writer
-from engine.checkpoint.directory import CheckpointDirectory, find
-from engine.checkpoint.format.manifest import MANIFEST, Manifest, manifest_problems, read_manifest
-from engine.checkpoint.import_weights import read_tensor
-from engine.checkpoint.inspect.compare import differences, tensors_of
-from engine.checkpoint.inspect.verify import recompute, verify
-from engine.checkpoint.resume import resume_or_start
-from engine.config.optimizer_kinds import MASTER, OPTIMIZERS
-from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
-from models.specs import model_specs
+import triaxis.engine.checkpoint.writer
 from tests.checkpoint.runs import Trace, engine_of, run
 from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
 from tests.planting import run_planted
+from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
+from triaxis.engine.checkpoint.format.manifest import MANIFEST, Manifest, manifest_problems, read_manifest
+from triaxis.engine.checkpoint.import_weights import read_tensor
+from triaxis.engine.checkpoint.inspect.compare import differences, tensors_of
+from triaxis.engine.checkpoint.inspect.verify import recompute, verify
+from triaxis.engine.checkpoint.resume import resume_or_start
+from triaxis.engine.config.optimizer_kinds import MASTER, OPTIMIZERS
+from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
+from triaxis.models.specs import model_specs
 
 NUM_BEFORE, NUM_STEPS = 2, 4
 SAVING = {"interval": NUM_BEFORE, "keep_last": None}
@@ -124,7 +124,7 @@ def test_a_resumed_run_with_experts_equals_the_undisturbed_one_to_the_bit(case: 
 
 def only_the_first_rank_saves_experts() -> None:
     """Plant a writer that takes the experts of other ranks for replicas of the first ones."""
-    found = engine.checkpoint.writer.saved_buckets
+    found = triaxis.engine.checkpoint.writer.saved_buckets
 
     def of_first(optimizer: DistributedOptimizer) -> list[OwnedBucket]:
         return [
@@ -133,7 +133,7 @@ def only_the_first_rank_saves_experts() -> None:
             if owned.buffer.layout.key.reduce_over == "dp" or owned.segments[0].record.box[0][0] == 0
         ]
 
-    engine.checkpoint.writer.saved_buckets = of_first
+    triaxis.engine.checkpoint.writer.saved_buckets = of_first
 
 
 @pytest.mark.slow

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint import writer
-from engine.checkpoint.directory import Candidate, CheckpointDirectory, find
-from engine.checkpoint.format.manifest import read_manifest
-from engine.checkpoint.resume import ResumePoint, data_differences, resume_or_start
-from engine.checkpoint.saving import CheckpointSaver
-from engine.comm.agreement import StepFlags
-from engine.data.corpus.tokenizers import load_tokenizer
-from engine.data.loader import Batches
-from engine.errors import CheckpointError
 from tests.checkpoint.runs import Silent, engine_of, facts_of, fingerprint_of, run
 from tests.harness import run_ranks
 from tests.lacking import give_up
 from tests.parity.cases import Case, dataset
+from triaxis.engine.checkpoint import writer
+from triaxis.engine.checkpoint.directory import Candidate, CheckpointDirectory, find
+from triaxis.engine.checkpoint.format.manifest import read_manifest
+from triaxis.engine.checkpoint.resume import ResumePoint, data_differences, resume_or_start
+from triaxis.engine.checkpoint.saving import CheckpointSaver
+from triaxis.engine.comm.agreement import StepFlags
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.errors import CheckpointError
 
 pytestmark = pytest.mark.distributed
 

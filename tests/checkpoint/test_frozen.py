@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.directory import CheckpointDirectory, find
-from engine.checkpoint.format.manifest import MANIFEST
-from engine.checkpoint.resume import ResumePoint, resume_or_start
-from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.errors import CheckpointError
-from engine.step import Engine
 from tests.checkpoint.runs import engine_of, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case, owned_pieces
+from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
+from triaxis.engine.checkpoint.format.manifest import MANIFEST
+from triaxis.engine.checkpoint.resume import ResumePoint, resume_or_start
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.step import Engine
 
 FROZEN = ("embedding.*", "layers.0.*", "*.up.weight")
 SMALL: dict[str, Any] = {"num_layers": 4, "global_batch_size": 4}

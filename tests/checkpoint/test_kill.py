@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.directory import CheckpointDirectory
 from tests.checkpoint.runs import run
 from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
 
 pytestmark = pytest.mark.distributed
 

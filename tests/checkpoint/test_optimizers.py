@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.directory import find
 from tests.checkpoint.runs import run
 from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
+from triaxis.engine.checkpoint.directory import find
 
 pytestmark = pytest.mark.distributed
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.format import manifest
-from engine.checkpoint.resume import resume_or_start
 from tests.checkpoint.runs import Trace, engine_of, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
+from triaxis.engine.checkpoint.format import manifest
+from triaxis.engine.checkpoint.resume import resume_or_start
 
 pytestmark = pytest.mark.distributed
 

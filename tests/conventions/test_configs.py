@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import cli
+from triaxis.launch import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))

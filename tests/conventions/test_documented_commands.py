@@ -13,11 +13,11 @@ import subprocess
 
 import pytest
 
-from engine.config.counts import SUFFIXES, count
-from engine.config.load import ENVIRONMENT
-from launch import cli
 from tests.documented import PAGES, ROOT, commands, make_workplace, section
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
+from triaxis.engine.config.counts import SUFFIXES, count
+from triaxis.engine.config.load import ENVIRONMENT
+from triaxis.launch import cli
 
 AS_WRITTEN = ROOT / "docs" / "checkpoints.md", "## The commands"
 """A page and its part that `tests/launch/runs/test_checkpoints_page.py` runs for real, from the first command to the last."""

@@ -1,4 +1,4 @@
-"""Exit codes have one owner, `engine.errors.ExitCode`: nothing else writes one of their numbers where a process ends."""
+"""Exit codes have one owner, `triaxis.engine.errors.ExitCode`: nothing else writes one of their numbers where a process ends."""
 
 import ast
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ExitCode
+from triaxis.engine.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
 OWNER = ROOT / "engine/errors.py"

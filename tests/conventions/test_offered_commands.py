@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.load import load_config
-from launch import cli
 from tests.documented import PAGES, ROOT, commands, make_workplace
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
 from tests.launch.small_checkpoint import GPT, save
 from tests.offered import HELPERS, PROSE, examples, literals, mentioned, offers, parser_for, require_readable
+from triaxis.engine.config.load import load_config
+from triaxis.launch import cli
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.cli import COMMANDS
+from triaxis.launch.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
 YAML_FILES = (*(ROOT / ".github").rglob("*.yml"), ROOT / "CITATION.cff")

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.start.bootstrap import TORCH_OF_CUDA
 from tests.kernel_calls import MAKERS, kernel_calls, schema_at_hand
 from tests.torch_versions import NAMES, ROOT, VERSIONS, WORDS, Wheel, missing, names_used, wrong_calls, wrong_choices
+from triaxis.launch.start.bootstrap import TORCH_OF_CUDA
 
 SOURCES = sorted(path for room in ("engine", "models", "launch") for path in (ROOT / room).rglob("*.py"))
 

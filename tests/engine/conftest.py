@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.config.tree import Config
-from engine.run.directory import RunDirectory
-from engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.config.tree import Config
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine import program
+from triaxis.engine import program
 
 ROOT = Path(__file__).resolve().parents[2]
 Made = Callable[[str], Path]
@@ -48,7 +48,7 @@ def test_not_installed_it_runs_from_the_checkout(made: Made, monkeypatch: pytest
     python = sys.executable
     monkeypatch.setattr(program.Path, "is_file", lambda path: False)
     line = program.triaxis("--version")
-    assert line == f"PYTHONPATH={ROOT} {python} -m launch.cli --version"
+    assert line == f"PYTHONPATH={ROOT} {python} -m triaxis.launch.cli --version"
     shown = subprocess.run(["/bin/sh", "-c", line], cwd="/", capture_output=True, text=True, check=True).stdout
     assert shown.startswith("triaxis ") and f" in {ROOT}, torch " in shown
 

@@ -6,18 +6,18 @@ from unittest.mock import Mock
 
 import pytest
 
-import engine.run.garbage
-from engine.checkpoint.format.manifest import TrainingState
-from engine.checkpoint.saving import CheckpointSaver
-from engine.comm.agreement import SaveFlags, StepFlags, StopFlags
-from engine.comm.stop import Stop, StopRequest
-from engine.config.plan import batch_plan
-from engine.config.tree import Config
-from engine.errors import DivergenceError
-from engine.step import Engine
-from engine.step_limits import StepLimits
-from engine.step_result import RollbackRequested, StepResult
-from engine.train import TrainingRun, train_steps
+import triaxis.engine.run.garbage
+from triaxis.engine.checkpoint.format.manifest import TrainingState
+from triaxis.engine.checkpoint.saving import CheckpointSaver
+from triaxis.engine.comm.agreement import SaveFlags, StepFlags, StopFlags
+from triaxis.engine.comm.stop import Stop, StopRequest
+from triaxis.engine.config.plan import batch_plan
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import DivergenceError
+from triaxis.engine.step import Engine
+from triaxis.engine.step_limits import StepLimits
+from triaxis.engine.step_result import RollbackRequested, StepResult
+from triaxis.engine.train import TrainingRun, train_steps
 
 Log = list[tuple[str, int]]
 
@@ -192,7 +192,7 @@ class Loop:
 @pytest.fixture(autouse=True)
 def nothing_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collection of all that a run of tests holds takes longer than a test; `test_garbage.py` has the loop's."""
-    monkeypatch.setattr(engine.run.garbage, "gc", Mock())
+    monkeypatch.setattr(triaxis.engine.run.garbage, "gc", Mock())
 
 
 def config(**train_section: Any) -> Config:

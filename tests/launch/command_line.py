@@ -13,12 +13,12 @@ from typing import Any
 
 import psutil
 
-from engine.telemetry.record.events import read_events
 from tests.offered import require_readable
+from triaxis.engine.telemetry.record.events import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 PRETRAIN = ("bash", str(ROOT / "launch" / "pretrain_gpt.sh"))
-TRIAXIS = (sys.executable, "-m", "launch.cli")
+TRIAXIS = (sys.executable, "-m", "triaxis.launch.cli")
 
 OTHER_LAUNCHERS = ("SLURM_", "TORCHELASTIC_", "TRIAXIS_", "NNODES", "NODE_RANK", "NPROC_", "MASTER_", "WORLD_SIZE")
 OTHER_RUNS = (

@@ -16,18 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.comm.runtime import Runtime
-from engine.config.load import ENVIRONMENT
-from launch.cli import main
-from launch.start.launcher import Request, make_plan
-from launch.start.process.ending import exit_code
 from tests.harness import run_ranks
 from tests.launch.command_line import OTHER_LAUNCHERS, Ended
 from tests.offered import require_readable
+from triaxis.engine.comm.runtime import Runtime
+from triaxis.engine.config.load import ENVIRONMENT
+from triaxis.launch.cli import main
+from triaxis.launch.start.launcher import Request, make_plan
+from triaxis.launch.start.process.ending import exit_code
 
 
 def fork_ranks_of(monkeypatch: pytest.MonkeyPatch, module: str, change: Callable[[], None] | None = None) -> None:
-    """From now on `module` calls this in place of `launch.start.launcher.launch`; what rank 0 prints is printed here.
+    """From now on `module` calls this in place of `triaxis.launch.start.launcher.launch`; what rank 0 prints is printed here.
 
     `change` is called in each rank first.
     """
@@ -51,7 +51,7 @@ def train_in(folder: Path, *words: str) -> Ended:
             if name.startswith(OTHER_LAUNCHERS) or name in ENVIRONMENT:
                 here.delenv(name)
         here.setenv("CUDA_VISIBLE_DEVICES", "")
-        fork_ranks_of(here, "launch.commands.train", partial(os.chdir, folder))
+        fork_ranks_of(here, "triaxis.launch.commands.train", partial(os.chdir, folder))
         with redirect_stderr(io.StringIO()) as err:
             code = main(["train", *words])
     logs = sorted(folder.glob("runs/*/logs/attempt_*/rank_00000.log"), key=lambda path: path.stat().st_mtime_ns)
@@ -62,7 +62,7 @@ def train_in(folder: Path, *words: str) -> Ended:
 
 def work(rank: int, module: str, words: list[str], change: Callable[[], None] | None = None) -> tuple[int, str, str]:
     """One rank: its exit code and what it said. The harness has joined the process group."""
-    import launch.rank.join
+    import triaxis.launch.rank.join
 
     if change is not None:
         change()
@@ -72,7 +72,7 @@ def work(rank: int, module: str, words: list[str], change: Callable[[], None] | 
     places = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ.update({name: str(number) for name, number in places.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    launch.rank.join.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
+    triaxis.launch.rank.join.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
     with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
         code = exit_code(importlib.import_module(module).main, words)
     return code, out.getvalue(), err.getvalue()

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.format.manifest import TrainingState
-from engine.checkpoint.import_weights import whole, write_checkpoint
-from engine.config.tree import Config
-from launch import cli
-from models.specs import model_specs
 from tests.launch.command_line import OTHER_RUNS
 from tests.offered import require_readable
 from tests.oracle import oracle_weights
+from triaxis.engine.checkpoint.format.manifest import TrainingState
+from triaxis.engine.checkpoint.import_weights import whole, write_checkpoint
+from triaxis.engine.config.tree import Config
+from triaxis.launch import cli
+from triaxis.models.specs import model_specs
 
 END_OF_DOCUMENT = 256
 

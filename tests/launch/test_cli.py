@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.errors import ConfigError, DivergenceError
-from launch import cli
+from triaxis.engine.errors import ConfigError, DivergenceError
+from triaxis.launch import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = {"__init__", "convert_megatron"}
@@ -73,13 +73,15 @@ def test_help_lists_the_commands_and_shows_examples(capsys):
 
 def test_help_imports_no_command_and_nothing_heavy():
     code = "import sys; sys.argv = ['triaxis', '--help']\nimport atexit\n"
-    code += "atexit.register(lambda: print('loaded', *sorted(sys.modules)))\nfrom launch.cli import main\nmain()"
+    code += (
+        "atexit.register(lambda: print('loaded', *sorted(sys.modules)))\nfrom triaxis.launch.cli import main\nmain()"
+    )
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     loaded = set(shown[shown.index("\nloaded ") :].split()[1:])
-    assert "launch.cli" in loaded
+    assert "triaxis.launch.cli" in loaded
     heavy = {"torch", "numpy", "pydantic", "rich", "engine"}
     assert not heavy & loaded
-    assert not [name for name in loaded if name.startswith("launch.commands.")]
+    assert not [name for name in loaded if name.startswith("triaxis.launch.commands.")]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def fake_command(error: BaseException) -> SimpleNamespace:
         assert args.flag
         raise error
 
-    return SimpleNamespace(__name__="launch.commands.train", add_arguments=add_arguments, run=run)
+    return SimpleNamespace(__name__="triaxis.launch.commands.train", add_arguments=add_arguments, run=run)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +154,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 
 
 def test_a_reader_that_has_read_enough_is_no_error() -> None:
-    words = (
-        f"{sys.executable} -m launch.cli schedule print --pp 8 --microbatches 512 | head -n 1; exit ${{PIPESTATUS[0]}}"
-    )
+    words = f"{sys.executable} -m triaxis.launch.cli schedule print --pp 8 --microbatches 512 | head -n 1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", words], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.startswith("schedule=1f1b")
@@ -166,7 +166,7 @@ def test_a_reader_that_ends_before_a_short_output_is_no_error(words: str) -> Non
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "launch.cli", *words.split()],
+        [sys.executable, "-m", "triaxis.launch.cli", *words.split()],
         cwd=ROOT,
         env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
         stdout=writing,

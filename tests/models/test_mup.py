@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from engine.comm.topology import Topology
-from engine.config.groups import update_rule
-from engine.config.load import load_config
-from engine.config.plan import parallel_sizes
-from engine.config.stages import with_fields
-from engine.config.tree import Config, problems
-from engine.data.datasets import open_run_datasets
-from engine.errors import ConfigError
-from engine.layout.rank_grid import RankGrid
-from engine.train import build
-from launch.rank.batches import open_batches
-from models.gpt.chunk import build_chunks
-from models.mup import mup_fields
-from models.specs import model_specs
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.groups import update_rule
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.stages import with_fields
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.data.datasets import open_run_datasets
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.train import build
+from triaxis.launch.rank.batches import open_batches
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.mup import mup_fields
+from triaxis.models.specs import model_specs
 
 BASE, NARROW, WIDE = 64, 128, 512
 """The base itself is not compared: at its rate a width of 64 is far from the limit of wide models."""

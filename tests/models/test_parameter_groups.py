@@ -2,11 +2,11 @@
 
 import pytest
 
-from engine.config.groups import UpdateRule, update_rule
-from engine.config.section import with_value
-from engine.config.tree import Config, problems
-from models.parameter_groups import grouped_parameters, groups_have_parameters
 from tests.engine.config.bad_configs import config_with
+from triaxis.engine.config.groups import UpdateRule, update_rule
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config, problems
+from triaxis.models.parameter_groups import grouped_parameters, groups_have_parameters
 
 
 def with_groups(*groups: dict[str, object]) -> Config:

@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.shards import having
-from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from engine.context_parallel.cut import ContextCut
-from engine.data.loader import Batches
-from engine.data.synthetic import SyntheticDataset
-from engine.layout.rank_grid import RankGrid
-from engine.layout.shard_spec import Box
-from engine.step import Engine
-from engine.telemetry.timing.marks import TimeMarks
-from engine.train import build
-from models.gpt.chunk import build_chunks
-from models.specs import model_specs
 from tests.oracle import oracle_loss_sum, oracle_weights
 from tests.parity.models import DOCUMENTS, MODELS
+from triaxis.engine.checkpoint.shards import having
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.cut import ContextCut
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.data.synthetic import SyntheticDataset
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.layout.shard_spec import Box
+from triaxis.engine.step import Engine
+from triaxis.engine.telemetry.timing.marks import TimeMarks
+from triaxis.engine.train import build
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.specs import model_specs
 
 GROUPS: list[dict[str, Any]] = [
     {"match": "embedding.*", "weight_decay": 0.0},
@@ -94,7 +94,8 @@ class Case:
     documents: bool = False
     """Samples are documents of some three tokens that do not see each other, with positions of their own."""
     staged: bool = False
-    """Carry what is sent through other memory (`engine.comm.staging`); on GPUs, over gloo, ranks share those that there are."""
+    """Carry what is sent through other memory (`triaxis.engine.comm.staging`); on GPUs, over gloo, ranks share those that
+    there are."""
     cp: int = 1
     """Ranks that share each sample."""
     cp_method: str = "auto"

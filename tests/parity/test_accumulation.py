@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.comm.collectives import Axis, Pending
-from engine.optimizer.grad_buffer import GradBuffers
-from engine.tensor_parallel.parameter import ShardedParameter
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank, load_weights, owned_pieces, weights_of
 from tests.planting import Plant, run_planted
+from triaxis.engine.comm.collectives import Axis, Pending
+from triaxis.engine.optimizer.grad_buffer import GradBuffers
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 pytestmark = pytest.mark.distributed
 

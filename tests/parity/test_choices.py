@@ -17,17 +17,17 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from engine.config.activations import KernelsConfig
-from engine.config.fp8 import BLOCKS
-from engine.config.loss_scale import LossScaleConfig
-from engine.config.tree import problems
-from engine.kernels.attention import AttentionShape
-from engine.kernels.elementwise import activation
-from engine.kernels.registry import DeviceFacts, Trials, device_trials, resolve, try_out
-from engine.numerics.precision import DTYPES
-from models.gpt import moe
 from tests.harness import compiler, run_ranks
 from tests.parity.cases import Case, RankResult, assemble, is_trained, run_case, weights_of
+from triaxis.engine.config.activations import KernelsConfig
+from triaxis.engine.config.fp8 import BLOCKS
+from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.config.tree import problems
+from triaxis.engine.kernels.attention import AttentionShape
+from triaxis.engine.kernels.elementwise import activation
+from triaxis.engine.kernels.registry import DeviceFacts, Trials, device_trials, resolve, try_out
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.models.gpt import moe
 
 MODEL = "experts_of_128"
 STEPS, RANKS, BATCH = 2, 2, 16

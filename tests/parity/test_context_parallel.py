@@ -6,11 +6,11 @@ from itertools import accumulate
 import pytest
 import torch
 
-from engine.context_parallel.cut import ContextCut
-from engine.data.loader import Batches, MicroBatch
-from engine.layout.rank_grid import ParallelSizes
 from tests.parity.cases import Case, dataset
 from tests.parity.test_parity import SELECTIVE, SMALL, SMALL_STAGES, compare
+from triaxis.engine.context_parallel.cut import ContextCut
+from triaxis.engine.data.loader import Batches, MicroBatch
+from triaxis.engine.layout.rank_grid import ParallelSizes
 
 FULL = ("full", "uniform", 1)
 

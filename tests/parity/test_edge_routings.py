@@ -7,14 +7,6 @@ import pytest
 import torch
 
 import tests.parity.cases as cases
-from engine.checkpoint.shards import fingerprint
-from engine.config.section import with_value
-from engine.config.tree import Config
-from engine.data.samples import Sample
-from engine.data.synthetic import SyntheticDataset
-from engine.errors import DivergenceError
-from engine.train import build
-from models.gpt.chunk import build_chunks
 from tests.harness import run_ranks
 from tests.parity.cases import (
     Case,
@@ -30,6 +22,14 @@ from tests.parity.cases import (
     weights_of,
 )
 from tests.parity.test_parity import check
+from triaxis.engine.checkpoint.shards import fingerprint
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.samples import Sample
+from triaxis.engine.data.synthetic import SyntheticDataset
+from triaxis.engine.errors import DivergenceError
+from triaxis.engine.train import build
+from triaxis.models.gpt.chunk import build_chunks
 
 Weights = Mapping[str, torch.Tensor]
 BOTH = ("all_gather", "all_to_all")

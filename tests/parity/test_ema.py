@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
-from engine.config.loss_scale import LossScaleConfig
-from engine.optimizer.loss_scale import LossScale
-from models.specs import model_specs
 from tests.harness import compiler, run_ranks
 from tests.parity.cases import (
     Case,
@@ -24,6 +21,9 @@ from tests.parity.cases import (
     run_oracle,
     weights_of,
 )
+from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.optimizer.loss_scale import LossScale
+from triaxis.models.specs import model_specs
 
 STEPS = 5
 DECAY = 0.8

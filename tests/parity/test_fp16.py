@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.config.loss_scale import LossScaleConfig
-from engine.data.loader import Batches
-from engine.errors import DivergenceError
-from engine.optimizer.loss_scale import LossScale
-from engine.step import Engine
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank, owned_pieces
+from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.errors import DivergenceError
+from triaxis.engine.optimizer.loss_scale import LossScale
+from triaxis.engine.step import Engine
 
 pytestmark = pytest.mark.distributed
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.comm.ledger import FP8_SCALES
 from tests.harness import run_ranks
 from tests.parity.cases import Case, OracleResult, RankResult, assemble, run_case, weights_of
 from tests.parity.test_parity import check
 from tests.parity.test_step_properties import traffic_of_a_step
+from triaxis.engine.comm.ledger import FP8_SCALES
 
 NUM_STEPS = 3
 SMALL: dict[str, Any] = {"num_layers": 2, "global_batch_size": 4}

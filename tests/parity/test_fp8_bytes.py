@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.tensor_parallel.fp8_gemms import Fp8Gemms
-from engine.tensor_parallel.gemms import Amax
 from tests.harness import run_ranks
 from tests.parity.cases import Case, Piece, RankResult, run_case, weights_of
+from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Gemms
+from triaxis.engine.tensor_parallel.gemms import Amax
 
 SMALL: dict[str, Any] = {"num_layers": 2, "global_batch_size": 2, "fp8": "tensorwise"}
 

@@ -10,15 +10,15 @@ from unittest import mock
 import pytest
 import torch
 
-from engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, is_bytes, quantise
-from engine.kernels.fp8.shares import OPERANDS, LostByLinear
-from engine.tensor_parallel.fp8_gemms import Fp8Gemms
-from engine.tensor_parallel.fp8_shares import PURPOSE, Fp8Shares, count_lost
-from engine.tensor_parallel.gemms import Amax, Leaving
-from engine.tensor_parallel.mappings import TensorParallelRegion
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank, load_weights, weights_of
 from tests.parity.test_fp8 import one_process
+from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, is_bytes, quantise
+from triaxis.engine.kernels.fp8.shares import OPERANDS, LostByLinear
+from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Gemms
+from triaxis.engine.tensor_parallel.fp8_shares import PURPOSE, Fp8Shares, count_lost
+from triaxis.engine.tensor_parallel.gemms import Amax, Leaving
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 SMALL: dict[str, Any] = {"num_layers": 2, "global_batch_size": 4, "fp8_shares": True}
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 import pytest
 import torch
 
-from engine.config.groups import group_of
-from engine.optimizer.group_norms import OTHERS, GroupNorms
-from engine.optimizer.norms import Norms
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank, is_trained, load_weights, run_oracle, weights_of
+from triaxis.engine.config.groups import group_of
+from triaxis.engine.optimizer.group_norms import OTHERS, GroupNorms
+from triaxis.engine.optimizer.norms import Norms
 
 LR = 1e-2
 CASES = [

@@ -14,16 +14,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.checkpoint.shards import fingerprint
-from engine.errors import DivergenceError
-from engine.run.phases import Phase
-from engine.step import Engine
-from engine.telemetry.timing.clocks import HostClock
-from engine.telemetry.timing.marks import TimeMarks
-from engine.telemetry.timing.time_split import span_of
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank
 from tests.parity.test_parity import SMALL
+from triaxis.engine.checkpoint.shards import fingerprint
+from triaxis.engine.errors import DivergenceError
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.step import Engine
+from triaxis.engine.telemetry.timing.clocks import HostClock
+from triaxis.engine.telemetry.timing.marks import TimeMarks
+from triaxis.engine.telemetry.timing.time_split import span_of
 
 pytestmark = pytest.mark.distributed
 

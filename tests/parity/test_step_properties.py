@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine.comm.ledger import ATTENTION, KEYS_AND_VALUES, Event
-from engine.config.context_parallel import exposed_share
-from launch.footprint.traffic import choices_of_group
-from models.gpt.block import Block
-from models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
 from tests.engine.comm.test_collectives import CountCalls
 from tests.harness import run_ranks
 from tests.parity.cases import Case, assemble, build_rank, owned_pieces, run_case, weights_of
 from tests.parity.test_parity import CHEAP_WITH_ROPE, FULL_BY_TWO, SELECTIVE
+from triaxis.engine.comm.ledger import ATTENTION, KEYS_AND_VALUES, Event
+from triaxis.engine.config.context_parallel import exposed_share
+from triaxis.launch.footprint.traffic import choices_of_group
+from triaxis.models.gpt.block import Block
+from triaxis.models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
 
 pytestmark = pytest.mark.distributed
 

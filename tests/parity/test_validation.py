@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from engine.step import Engine
-from models.gpt.chunk import GPTChunk
 from tests.harness import run_ranks
 from tests.oracle import oracle_loss_sum
 from tests.parity.cases import Case, build_rank, dataset, load_weights, weights_of
 from tests.planting import Plant, run_planted
+from triaxis.engine.step import Engine
+from triaxis.models.gpt.chunk import GPTChunk
 
 pytestmark = pytest.mark.distributed
 

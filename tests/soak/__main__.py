@@ -21,16 +21,16 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.format.manifest import read_manifest
-from engine.data.skipped import SkippedRanges
-from engine.telemetry.record.events import read_events
 from tests import netns
 from tests.soak import table
 from tests.soak.faults import WORDS, Kind, draw
 from tests.soak.run import MARK, NAME, Run, Stuck, environment, train_command
 from tests.soak.scene import DISK_BYTES, NUM_HOSTS, RANKS, RUNS_DISK_BYTES, Settings, config_text
 from tests.soak.supervisor import Supervisor, Verdict
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
+from triaxis.engine.checkpoint.format.manifest import read_manifest
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.engine.telemetry.record.events import read_events
 
 UNDISTURBED = "undisturbed"
 """Name of the run that is compared with."""

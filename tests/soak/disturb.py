@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from engine.resilience.nonfinite import module_title
-from engine.step import Engine
 from tests.soak.scene import ACTS, PACE_SECONDS, PLAN, PRINTED_LINE_BYTES, PRINTED_LINES, SLOW_PACE_SECONDS
+from triaxis.engine.resilience.nonfinite import module_title
+from triaxis.engine.step import Engine
 
 
 def install(folder: str, rank: int) -> None:

@@ -9,11 +9,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.checkpoint.writer import RETRY_PAUSES_SECONDS
-from engine.data.skipped import SkippedRanges
-from engine.errors import ExitCode
-from engine.resilience.hang.watch import SLOWER
-from engine.telemetry.timing.slow_ranks import IN_A_ROW
 from tests.soak.faults import Fault, Kind
 from tests.soak.scene import (
     BACKGROUND_SAVE_STEPS,
@@ -29,6 +24,11 @@ from tests.soak.scene import (
     host_of,
     replicas_of,
 )
+from triaxis.engine.checkpoint.writer import RETRY_PAUSES_SECONDS
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.engine.errors import ExitCode
+from triaxis.engine.resilience.hang.watch import SLOWER
+from triaxis.engine.telemetry.timing.slow_ranks import IN_A_ROW
 
 BROKE, REPLICAS_DIFFER, PREEMPTED, KILLED_RANK, KILLED = 1, 5, 75, 128 + 9, -9
 """How a launcher ends (docs/resilience.md, engine/errors.py); the last is that of one that was killed."""

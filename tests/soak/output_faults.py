@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from launch.rank.directory_watch import LOOK_SECONDS
 from tests.soak.faults import Fault
 from tests.soak.judge import Expected, Seen
 from tests.soak.scene import LOG_INTERVAL, Settings
 from tests.soak.watcher import Watcher, filling
+from triaxis.launch.rank.directory_watch import LOOK_SECONDS
 
 _STEPS_WITHOUT_OUTPUT = 2 * LOG_INTERVAL
 

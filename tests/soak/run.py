@@ -19,13 +19,13 @@ from typing import Any
 
 import psutil
 
-from engine.storage.files import write_atomically
-from engine.telemetry.record.events import read_events
-from engine.telemetry.record.jsonl import read_records
-from launch.start.process.parent_death import end_with_parent
 from tests import netns
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS, ROOT
 from tests.soak.scene import NUM_HOSTS, RANKS_PER_HOST, address
+from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.telemetry.record.events import read_events
+from triaxis.engine.telemetry.record.jsonl import read_records
+from triaxis.launch.start.process.parent_death import end_with_parent
 
 MARK = "TRIAXIS_SOAK"
 """The variable by which every process of a soak is known; its value is the soak's folder."""
@@ -252,7 +252,7 @@ class Run:
 
 def train_command(folder: Path, overrides: Sequence[str]) -> list[str]:
     """What a person would type."""
-    return [sys.executable, "-m", "launch.cli", "train", str(folder / f"{NAME}.yaml"), *overrides]
+    return [sys.executable, "-m", "triaxis.launch.cli", "train", str(folder / f"{NAME}.yaml"), *overrides]
 
 
 def environment(folder: Path, *, disturbed: bool) -> dict[str, str]:

@@ -7,9 +7,9 @@ host 1   rank 2 (pp 1, dp 0)   rank 3 (pp 1, dp 1)      layers 2, 3
 
 from dataclasses import dataclass
 
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.resilience.hang.watch import HangLimits
-from engine.telemetry.outlets.relay import MOST_BYTES
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.resilience.hang.watch import HangLimits
+from triaxis.engine.telemetry.outlets.relay import MOST_BYTES
 
 SIZES = ParallelSizes(pp=2, dp=2)
 RANKS_PER_HOST = 2

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.checkpoint.history import read_history
-from engine.data.skipped import SkippedRanges
 from tests.soak.faults import Fault, Kind
 from tests.soak.judge import Expected, Seen, expected_of, names_as_awaited, names_the_link, problems, step_of
 from tests.soak.output_faults import fill_log_disk, pause_terminal, reader_ends, remove_run_directory
@@ -29,6 +27,8 @@ from tests.soak.scene import (
     host_of,
 )
 from tests.soak.watcher import PATIENCE, Watcher, filling
+from triaxis.engine.checkpoint.history import read_history
+from triaxis.engine.data.skipped import SkippedRanges
 
 _QUIET_REPORTS = 4
 """After a rank is no longer slow, nobody may be called slow for so many reports."""

@@ -6,7 +6,6 @@ import textwrap
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from engine.resilience.hang.watch import SLOWER
 from tests.soak.faults import WORDS, Kind
 from tests.soak.judge import Bound, most_lost
 from tests.soak.scene import (
@@ -21,6 +20,7 @@ from tests.soak.scene import (
     Settings,
 )
 from tests.soak.supervisor import Verdict
+from triaxis.engine.resilience.hang.watch import SLOWER
 
 HEADINGS = ("#", "fault", "where", "step", "reported by", "after", "ended", "bound", "exit codes", "lost", "verdict")
 WIDTHS = (2, 18, 38, 5, 24, 8, 7, 8, 7, 7, 7)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from engine.data.skipped import SkippedRanges
-from engine.resilience.hang.watch import StillLimit
 from tests.soak.faults import Fault, Kind, draw
 from tests.soak.judge import Expected, Seen, expected_of, names_as_awaited, names_the_link, problems, step_of
 from tests.soak.scene import LEAVING_SECONDS, SAMPLES_PER_STEP, SAVE_INTERVAL, Settings
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.engine.resilience.hang.watch import StillLimit
 
 SETTINGS = Settings(hang_seconds=5.0)
 

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.telemetry.outlets.lossy_file import Gap
-from engine.telemetry.outlets.relay import PAUSED
-from engine.telemetry.record.events import EventLog
-from engine.telemetry.record.jsonl import JsonLines
 from tests.soak.output_faults import LOST_LINES
 from tests.soak.run import Run
+from triaxis.engine.telemetry.outlets.lossy_file import Gap
+from triaxis.engine.telemetry.outlets.relay import PAUSED
+from triaxis.engine.telemetry.record.events import EventLog
+from triaxis.engine.telemetry.record.jsonl import JsonLines
 
 
 class Writer:

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from engine.data.epoch_index import EpochIndex
-from engine.data.loader import Batches, MicroBatch
-from engine.data.samples import DocumentPart, SampleStream
+from triaxis.engine.data.epoch_index import EpochIndex
+from triaxis.engine.data.loader import Batches, MicroBatch
+from triaxis.engine.data.samples import DocumentPart, SampleStream
 
 
 def the_last_label_of_a_row_is_its_first_token() -> None:

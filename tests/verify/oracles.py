@@ -7,13 +7,13 @@ from typing import Any
 
 import yaml
 
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from launch.verify.oracle import SITES, OracleTrial, oracle_trial, verdict_against
-from launch.verify.oracles.corpus import with_corpus, write_corpus
-from launch.verify.verdict.judge import Verdict
 from tests.planting import Plant, run_planted
 from tests.verify import trials
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.launch.verify.oracle import SITES, OracleTrial, oracle_trial, verdict_against
+from triaxis.launch.verify.oracles.corpus import with_corpus, write_corpus
+from triaxis.launch.verify.verdict.judge import Verdict
 
 BASE: dict[str, Any] = {
     "num_layers": 5,
@@ -71,7 +71,7 @@ def asked(oracle: str, name: str, *, layout: Sequence[str] | None = None, dtype:
 
 def run_oracle(rank: int, name: str, config: Config, folder: str) -> None:
     """Run the process of an oracle."""
-    from launch.verify.oracles import rank as process
+    from triaxis.launch.verify.oracles import rank as process
 
     process.run(name, config, Path(folder))
 

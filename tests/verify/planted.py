@@ -6,17 +6,8 @@ from typing import Any
 
 import torch
 
-import models.gpt.attention
-import models.gpt.losses
-from engine.comm.collectives import Axis
-from engine.config.training import OptimizerConfig
-from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
-from engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
-from engine.pipeline.executor import Executor
-from engine.step import Engine
-from models.gpt.attention import Attention
-from models.gpt.chunk import GPTChunk
-from models.gpt.context import Positions
+import triaxis.models.gpt.attention
+import triaxis.models.gpt.losses
 from tests.parity.cases import Case
 from tests.verify import (
     planted_ahead,
@@ -30,6 +21,15 @@ from tests.verify import (
     planted_schedules,
 )
 from tests.verify.bug import Bug, anything, is_attention
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
+from triaxis.engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
+from triaxis.engine.pipeline.executor import Executor
+from triaxis.engine.step import Engine
+from triaxis.models.gpt.attention import Attention
+from triaxis.models.gpt.chunk import GPTChunk
+from triaxis.models.gpt.context import Positions
 
 FULL = Case("gpt", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4)
 
@@ -121,7 +121,7 @@ def attention_dropout_is_the_same_on_every_tp_rank() -> None:
 
 
 def masters_do_not_follow_new_weights() -> None:
-    import launch.verify.rank as worker
+    import triaxis.launch.verify.rank as worker
 
     leave = worker.leave_the_initial_point
 
@@ -155,12 +155,12 @@ def chunks_run_in_another_order() -> None:
 
 
 def padded_vocabulary_is_in_the_softmax() -> None:
-    cross_entropy = models.gpt.losses.vocab_parallel_cross_entropy
+    cross_entropy = triaxis.models.gpt.losses.vocab_parallel_cross_entropy
 
     def padded(logits: torch.Tensor, labels: torch.Tensor, axis: Axis, vocab_size: int, *rest: Any) -> torch.Tensor:
         return cross_entropy(logits, labels, axis, logits.shape[-1] * axis.size, *rest)
 
-    models.gpt.losses.vocab_parallel_cross_entropy = padded
+    triaxis.models.gpt.losses.vocab_parallel_cross_entropy = padded
 
 
 def rope_counts_from_each_shard() -> None:

@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine.config.model import ModelConfig
-from engine.context_parallel.cut import ContextCut
-from engine.data.loader import MicroBatch
-from engine.layout.shard_spec import Init, ParamSpec
-from models import specs
 from tests.parity.cases import Case
 from tests.verify.bug import Bug
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.context_parallel.cut import ContextCut
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.layout.shard_spec import Init, ParamSpec
+from triaxis.models import specs
 
 
 def tokens_ahead_are_shifted_in_a_ranks_part() -> None:

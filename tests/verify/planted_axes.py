@@ -6,24 +6,24 @@ from typing import Any
 
 import torch
 
-import engine.data.loader
-import engine.step
-import engine.tensor_parallel.initial_weights
-from engine.comm.collectives import Axis, Pending
-from engine.config.groups import UpdateRule
-from engine.config.training import OptimizerConfig
-from engine.data.sampler import step_sample_ids
-from engine.layout.shard_spec import ParamRecord
-from engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
-from engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
-from engine.pipeline.executor import Executor, _Run
-from engine.tensor_parallel.cross_entropy import LocalTargets
-from engine.tensor_parallel.dropout import DropoutKeys
-from engine.tensor_parallel.layers import RowParallelLinear
-from engine.tensor_parallel.mappings import TensorParallelRegion
-from engine.tensor_parallel.parameter import ShardedParameter
-from models.gpt.attention import Attention
-from models.gpt.chunk import GPTChunk
+import triaxis.engine.data.loader
+import triaxis.engine.step
+import triaxis.engine.tensor_parallel.initial_weights
+from triaxis.engine.comm.collectives import Axis, Pending
+from triaxis.engine.config.groups import UpdateRule
+from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.data.sampler import step_sample_ids
+from triaxis.engine.layout.shard_spec import ParamRecord
+from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
+from triaxis.engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
+from triaxis.engine.pipeline.executor import Executor, _Run
+from triaxis.engine.tensor_parallel.cross_entropy import LocalTargets
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.engine.tensor_parallel.layers import RowParallelLinear
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.models.gpt.attention import Attention
+from triaxis.models.gpt.chunk import GPTChunk
 
 # On tp ------------------------------------------------------------------------------------------------------------------
 
@@ -90,13 +90,13 @@ def every_rank_takes_the_first_part_of_the_sequence() -> None:
 
 
 def parts_of_weights_start_alike() -> None:
-    initial_box = engine.tensor_parallel.initial_weights.initial_box
+    initial_box = triaxis.engine.tensor_parallel.initial_weights.initial_box
 
     def alike(record: ParamRecord, seed: int) -> torch.Tensor:
         box = tuple((0, stop - start) for start, stop in record.box)
         return initial_box(replace(record, box=box), seed)
 
-    engine.tensor_parallel.initial_weights.initial_box = alike
+    triaxis.engine.tensor_parallel.initial_weights.initial_box = alike
 
 
 # On pp ------------------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def _deal(ids: Callable[[int, int, int, int, int], list[list[int]]]) -> None:
     def dealt(consumed: int, batch: int, micro: int, dp: int, rank: int, *rest: Any) -> list[list[int]]:
         return ids(consumed, batch, micro, dp, rank)
 
-    engine.data.loader.step_sample_ids = dealt
+    triaxis.engine.data.loader.step_sample_ids = dealt
 
 
 def every_dp_rank_reads_the_samples_of_the_first() -> None:
@@ -285,7 +285,7 @@ def later_owners_forget_their_moments() -> None:
 
 
 def gradients_are_not_clipped() -> None:
-    engine.step.clip_factor = lambda norm, limit: None
+    triaxis.engine.step.clip_factor = lambda norm, limit: None
 
 
 def weights_decay_twice() -> None:

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-import models.gpt.qk_norm
-from engine.comm.collectives import Axis
-from engine.kernels.fusion import Fusion
-from engine.step import Engine
-from engine.tensor_parallel.qk_norm import _local_squares
-from models.gpt.block import Block
-from models.gpt.chunk import GPTChunk
-from models.gpt.context import Norm
-from models.gpt.losses import TokenLosses
+import triaxis.models.gpt.qk_norm
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.step import Engine
+from triaxis.engine.tensor_parallel.qk_norm import _local_squares
+from triaxis.models.gpt.block import Block
+from triaxis.models.gpt.chunk import GPTChunk
+from triaxis.models.gpt.context import Norm
+from triaxis.models.gpt.losses import TokenLosses
 
 
 def later_stages_take_w_for_the_gain() -> None:
@@ -87,16 +87,16 @@ def squares_of_heads_are_not_added() -> None:
     def local(q: torch.Tensor, k: torch.Tensor, axis: Axis, replicas: int, fusion: Fusion) -> torch.Tensor:
         return _local_squares(q, k, replicas)
 
-    models.gpt.qk_norm.squares = local
+    triaxis.models.gpt.qk_norm.squares = local
 
 
 def squares_of_replicated_key_heads_are_added_whole() -> None:
-    squares = models.gpt.qk_norm.squares
+    squares = triaxis.models.gpt.qk_norm.squares
 
     def whole(q: torch.Tensor, k: torch.Tensor, axis: Axis, replicas: int, fusion: Fusion) -> torch.Tensor:
         return squares(q, k, axis, 1, fusion)
 
-    models.gpt.qk_norm.squares = whole
+    triaxis.models.gpt.qk_norm.squares = whole
 
 
 def is_mlp(name: str) -> bool:

@@ -5,22 +5,22 @@ from typing import Any
 
 import torch
 
-import engine.context_parallel.attention
-import models.gpt.attention
-import models.gpt.chunk
-from engine.comm.collectives import Pending
-from engine.context_parallel.attention import ContextParallelRegion, Piece, pack
-from engine.context_parallel.cut import ContextCut
-from engine.context_parallel.ulysses import HeadExchange, _AllToAll
-from engine.data.documents import Documents
-from engine.data.loader import MicroBatch
-from engine.data.sequence_part import SequencePart
-from engine.kernels.masked_attention import Mask
-from engine.step import Engine
-from engine.tensor_parallel.dropout import DropoutKeys
-from models.gpt.chunk import GPTChunk
+import triaxis.engine.context_parallel.attention
+import triaxis.models.gpt.attention
+import triaxis.models.gpt.chunk
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention, is_sample
+from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.context_parallel.attention import ContextParallelRegion, Piece, pack
+from triaxis.engine.context_parallel.cut import ContextCut
+from triaxis.engine.context_parallel.ulysses import HeadExchange, _AllToAll
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.kernels.masked_attention import Mask
+from triaxis.engine.step import Engine
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.models.gpt.chunk import GPTChunk
 
 
 def _change_cut(change: Any) -> None:
@@ -93,14 +93,14 @@ def keys_stay_in_the_order_of_ranks() -> None:
 
 def masks_are_aligned_with_the_first_key() -> None:
     """Queries of a rank see as if they were the first tokens of the row."""
-    made = models.gpt.attention.masked_kernel
+    made = triaxis.models.gpt.attention.masked_kernel
 
     def top_left(name: str, device: torch.device, mask: Mask, *args: Any) -> Any:
         assert mask.part is not None
         runs = tuple(((0, sum(stop - start for start, stop in row)),) for row in mask.part.runs)
         return made(name, device, replace(mask, part=replace(mask.part, runs=runs)), *args)
 
-    models.gpt.attention.masked_kernel = top_left
+    triaxis.models.gpt.attention.masked_kernel = top_left
 
 
 def keys_of_the_backward_are_this_ranks_own() -> None:
@@ -115,17 +115,17 @@ def keys_of_the_backward_are_this_ranks_own() -> None:
 
 
 def dropout_counts_rows_of_the_part() -> None:
-    keys = models.gpt.chunk.DropoutKeys
-    models.gpt.chunk.DropoutKeys = lambda seed, samples, positions: keys(seed, samples)  # type: ignore[assignment, misc]
+    keys = triaxis.models.gpt.chunk.DropoutKeys
+    triaxis.models.gpt.chunk.DropoutKeys = lambda seed, samples, positions: keys(seed, samples)  # type: ignore[assignment, misc]
 
 
 def rotation_counts_from_each_part() -> None:
-    tables = models.gpt.chunk.tables_by_rotary
+    tables = triaxis.models.gpt.chunk.tables_by_rotary
 
     def local(rotaries: Any, position_ids: torch.Tensor, dtype: torch.dtype) -> Any:
         return tables(rotaries, torch.arange(position_ids.shape[1]).expand_as(position_ids), dtype)
 
-    models.gpt.chunk.tables_by_rotary = local
+    triaxis.models.gpt.chunk.tables_by_rotary = local
 
 
 def each_rank_has_the_parts_of_the_microbatch_before() -> None:
@@ -141,17 +141,17 @@ def each_rank_has_the_parts_of_the_microbatch_before() -> None:
 
 
 def query_heads_of_a_piece_read_the_keys_of_another() -> None:
-    made = engine.context_parallel.attention.pieces_of
+    made = triaxis.engine.context_parallel.attention.pieces_of
 
     def turned(num_heads: int, num_kv_heads: int) -> list[Piece]:
         pieces = made(num_heads, num_kv_heads)
         return [replace(one, keys=other.keys) for one, other in zip(pieces, pieces[1:] + pieces[:1], strict=True)]
 
-    engine.context_parallel.attention.pieces_of = turned
+    triaxis.engine.context_parallel.attention.pieces_of = turned
 
 
 def the_last_piece_has_the_gradients_of_the_first() -> None:
-    made = engine.context_parallel.attention.local_gradients
+    made = triaxis.engine.context_parallel.attention.local_gradients
     first: list[Any] = []
 
     def stale(summed: Pending, dtype: torch.dtype) -> Any:
@@ -159,7 +159,7 @@ def the_last_piece_has_the_gradients_of_the_first() -> None:
         # Two key/value heads are two pieces.
         return first.pop(0) if len(first) == 2 else first[0]
 
-    engine.context_parallel.attention.local_gradients = stale
+    triaxis.engine.context_parallel.attention.local_gradients = stale
 
 
 def heads_come_back_in_another_order() -> None:
@@ -186,7 +186,7 @@ def every_rank_has_the_dropout_of_the_first_heads() -> None:
     HeadExchange.mine = first  # type: ignore[method-assign]
 
 
-assert DropoutKeys is models.gpt.chunk.DropoutKeys
+assert DropoutKeys is triaxis.models.gpt.chunk.DropoutKeys
 
 ROPE = Case("llama", cp=2, dp=2, num_layers=2)
 HEADS = Case("gpt_untied", cp=2, dp=2, num_layers=2, cp_method="ulysses")

@@ -5,19 +5,19 @@ from typing import Any
 
 import torch
 
-import engine.kernels.masked_attention as masked
-import models.gpt.attention
-import models.gpt.block
-import models.gpt.chunk
-from engine.config.model import ModelConfig
-from engine.data.documents import Documents
-from engine.data.loader import Batches, MicroBatch
-from engine.data.samples import Sample
-from engine.data.synthetic import SyntheticDataset
-from models.gpt.attention import Attention
-from models.gpt.chunk import GPTChunk
+import triaxis.engine.kernels.masked_attention as masked
+import triaxis.models.gpt.attention
+import triaxis.models.gpt.block
+import triaxis.models.gpt.chunk
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention, is_sample
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.data.loader import Batches, MicroBatch
+from triaxis.engine.data.samples import Sample
+from triaxis.engine.data.synthetic import SyntheticDataset
+from triaxis.models.gpt.attention import Attention
+from triaxis.models.gpt.chunk import GPTChunk
 
 
 def _change_batches(change: Any) -> None:
@@ -50,7 +50,7 @@ def documents_of_the_first_row_hold_for_all() -> None:
 
 
 def kinds_of_layers_count_from_each_stage() -> None:
-    init = models.gpt.block.Block.__init__
+    init = triaxis.models.gpt.block.Block.__init__
     seen: list[int] = []
 
     def counted(self: Any, context: Any, layer: int) -> None:
@@ -64,7 +64,7 @@ def kinds_of_layers_count_from_each_stage() -> None:
         made(self, context, stage)
         self.rotaries = [context.model.layer_kind(layer).rotary for layer in range(context.model.num_layers)]
 
-    models.gpt.block.Block.__init__ = counted  # type: ignore[method-assign]
+    triaxis.models.gpt.block.Block.__init__ = counted  # type: ignore[method-assign]
     GPTChunk.__init__ = with_all_tables  # type: ignore[method-assign]
 
 
@@ -84,22 +84,22 @@ def every_rank_has_the_sinks_of_the_first() -> None:
 
 
 def a_window_has_one_key_too_many() -> None:
-    made = models.gpt.attention.Mask
+    made = triaxis.models.gpt.attention.Mask
 
     def wider(window: int | None, *others: Any) -> masked.Mask:
         return made(None if window is None else window + 1, *others)
 
-    models.gpt.attention.Mask = wider  # type: ignore[assignment, misc]
+    triaxis.models.gpt.attention.Mask = wider  # type: ignore[assignment, misc]
 
 
 def scaled_frequencies_are_not_scaled() -> None:
-    tables = models.gpt.chunk.tables_by_rotary
+    tables = triaxis.models.gpt.chunk.tables_by_rotary
 
     def plain(rotaries: Any, position_ids: torch.Tensor, dtype: torch.dtype) -> Any:
         found = tables(rotaries, position_ids, dtype)
         return {rotary: tables([replace(rotary, scaling=None)], position_ids, dtype).popitem()[1] for rotary in found}
 
-    models.gpt.chunk.tables_by_rotary = plain
+    triaxis.models.gpt.chunk.tables_by_rotary = plain
 
 
 def first_tokens_of_documents_are_counted() -> None:
@@ -139,7 +139,7 @@ def attention_that_is_computed_again_forgets_documents() -> None:
 
 
 def sinks_are_decayed() -> None:
-    import models.specs as specs
+    import triaxis.models.specs as specs
 
     layer_specs = specs.layer_specs
 

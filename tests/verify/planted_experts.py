@@ -5,21 +5,21 @@ from typing import Any
 
 import torch
 
-import engine.expert_parallel.dispatch
-from engine.activations.saved_tensors import SavedTensors
-from engine.comm.collectives import Axis, Pending
-from engine.config.moe import MoEConfig
-from engine.config.tree import Config
-from engine.expert_parallel.balance import ExpertLoad
-from engine.expert_parallel.dispatch import ExpertGroup, GatherDispatch, _There
-from engine.expert_parallel.region import ExpertRegion
-from engine.expert_parallel.routing import Choice, Router
-from engine.optimizer.distributed import DistributedOptimizer, add_squares
-from engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
-from engine.tensor_parallel.dropout import DropoutKeys
-from models.gpt.moe import MoE
+import triaxis.engine.expert_parallel.dispatch
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything
+from triaxis.engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.comm.collectives import Axis, Pending
+from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.expert_parallel.balance import ExpertLoad
+from triaxis.engine.expert_parallel.dispatch import ExpertGroup, GatherDispatch, _There
+from triaxis.engine.expert_parallel.region import ExpertRegion
+from triaxis.engine.expert_parallel.routing import Choice, Router
+from triaxis.engine.optimizer.distributed import DistributedOptimizer, add_squares
+from triaxis.engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.models.gpt.moe import MoE
 
 
 def is_expert(name: str) -> bool:
@@ -228,7 +228,7 @@ def tokens_beyond_the_capacity_are_dropped() -> None:
     def balanced(moe: MoEConfig, tokens: int, ep: int, etp: int) -> int:
         return etp * tokens * moe.top_k
 
-    engine.expert_parallel.dispatch.buffer_rows = balanced
+    triaxis.engine.expert_parallel.dispatch.buffer_rows = balanced
     ExpertLoad.add_overflow = lambda self, rows: None  # type: ignore[method-assign]
 
 

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from engine.context_parallel.attention import _GatherRows
-from engine.tensor_parallel.entered import _Entered
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention
+from triaxis.engine.context_parallel.attention import _GatherRows
+from triaxis.engine.tensor_parallel.entered import _Entered
 
 
 def latents_have_the_gradients_of_this_ranks_heads() -> None:

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 
-from engine.comm.collectives import Pending
-from engine.pipeline.actions import Action
-from engine.pipeline.executor import _Run
-from engine.pipeline.p2p import StageTensor, Transport
-from engine.tensor_parallel.mappings import TensorParallelRegion
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything
+from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.pipeline.actions import Action
+from triaxis.engine.pipeline.executor import _Run
+from triaxis.engine.pipeline.p2p import StageTensor, Transport
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 
 def weight_gradients_take_the_operands_of_the_latest_microbatch() -> None:

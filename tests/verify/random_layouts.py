@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from engine.errors import ConfigError
-from launch.verify.matrix import DOCUMENTS, FAMILIES
-from launch.verify.run import Trial, trial
+from triaxis.engine.errors import ConfigError
+from triaxis.launch.verify.matrix import DOCUMENTS, FAMILIES
+from triaxis.launch.verify.run import Trial, trial
 
 NUM_STEPS = 2
 

@@ -5,12 +5,19 @@ from dataclasses import replace
 
 import pytest
 
-from engine.layout.rank_grid import ParallelSizes
-from launch.verify.verdict.bounds import DRAWS
-from launch.verify.verdict.deviation import Deviation
-from launch.verify.verdict.evidence import Evidence
-from launch.verify.verdict.judge import OTHER_CONTENTS, Verdict, judge
-from launch.verify.verdict.records import ParameterFacts, RankReport, SiteReport, StepFacts, TensorKind, TensorReport
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.launch.verify.verdict.bounds import DRAWS
+from triaxis.launch.verify.verdict.deviation import Deviation
+from triaxis.launch.verify.verdict.evidence import Evidence
+from triaxis.launch.verify.verdict.judge import OTHER_CONTENTS, Verdict, judge
+from triaxis.launch.verify.verdict.records import (
+    ParameterFacts,
+    RankReport,
+    SiteReport,
+    StepFacts,
+    TensorKind,
+    TensorReport,
+)
 
 KINDS: tuple[TensorKind, ...] = ("start", "gradient", "master", "exp_avg", "exp_avg_sq", "parameter")
 NAMES = ("a", "b")

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.plan import parallel_sizes
-from launch.verify.covering import Row, covering_rows, pairs
-from launch.verify.matrix import FAMILIES, WAYS_OF_EXPERTS, matrix
 from tests.documented import ROOT
 from tests.verify.trials import run
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.launch.verify.covering import Row, covering_rows, pairs
+from triaxis.launch.verify.matrix import FAMILIES, WAYS_OF_EXPERTS, matrix
 
 FEATURES: dict[str, tuple[Hashable, ...]] = {"a": (1, 2, 3), "b": ("x", "y"), "c": (True, False), "d": (0, 1, 2, 3)}
 TRIALS = matrix(None, (), num_steps=2, dtype="float64")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.verify.oracle import ORACLES
 from tests.lacking import need_package
 from tests.verify import planted
 from tests.verify.loader_bugs import (
@@ -17,6 +16,7 @@ from tests.verify.loader_bugs import (
     the_last_label_of_a_row_is_not_counted,
 )
 from tests.verify.oracles import COMPARED, MODELS, ONLY_MEGATRON, ONLY_TRANSFORMERS, asked, verdicts
+from triaxis.launch.verify.oracle import ORACLES
 
 pytestmark = pytest.mark.distributed
 
@@ -71,7 +71,7 @@ def test_every_family_in_every_way_of_cutting(oracle: str, name: str, dtype: str
 
 def another_rope_base() -> None:
     """An export that loses a field: 5000 becomes the family's own default."""
-    from launch.verify.oracles import hugging_face
+    from triaxis.launch.verify.oracles import hugging_face
 
     plain = hugging_face.to_hugging_face
 
@@ -83,14 +83,14 @@ def another_rope_base() -> None:
 
 
 def a_gradient_twice() -> None:
-    from launch.verify.oracles.megatron_core import MegatronCore
+    from triaxis.launch.verify.oracles.megatron_core import MegatronCore
 
     plain = MegatronCore.gradient
     MegatronCore.gradient = lambda self, name: plain(self, name) * (2 if name.endswith("1.mlp.linear_fc2.bias") else 1)
 
 
 def no_clipping() -> None:
-    from launch.verify.oracles import megatron_core
+    from triaxis.launch.verify.oracles import megatron_core
 
     plain = megatron_core.distributed_optimizer
     megatron_core.distributed_optimizer = lambda gpt, config: plain(gpt, config.model_copy(update={"clip_grad": None}))
@@ -110,7 +110,7 @@ def query_heads_in_another_order() -> None:
     """Megatron-Core's rows of q, k and v, read as if all heads of q came first."""
     import torch
 
-    from launch.verify.oracles.megatron_core import MegatronPair
+    from triaxis.launch.verify.oracles.megatron_core import MegatronPair
 
     plain = MegatronPair.to_theirs
 

@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-import models.specs
-from engine.config.model import ModelConfig
-from engine.layout.shard_spec import Init, ParamSpec
-from launch.verify.run import evidence, trial
-from launch.verify.verdict.judge import judge
-from models.gpt.context import BuildContext
-from models.gpt.mlp import MLP
+import triaxis.models.specs
 from tests.documented import ROOT
 from tests.planting import run_planted
 from tests.verify.trials import observe
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.layout.shard_spec import Init, ParamSpec
+from triaxis.launch.verify.run import evidence, trial
+from triaxis.launch.verify.verdict.judge import judge
+from triaxis.models.gpt.context import BuildContext
+from triaxis.models.gpt.mlp import MLP
 
 
 def add_parameters(replace: Any = setattr) -> None:
     """Give each MLP a trained scale of its output, and a sum that no rule keeps equal: each rank adds what it sees."""
-    listed, made, forward = models.specs._mlp, MLP.__init__, MLP.forward
+    listed, made, forward = triaxis.models.specs._mlp, MLP.__init__, MLP.forward
 
     def list_two_more(model: ModelConfig, name: str, *sizes: Any) -> Iterator[ParamSpec]:
         yield from listed(model, name, *sizes)
@@ -38,7 +38,7 @@ def add_parameters(replace: Any = setattr) -> None:
         self.sum.weight().data.add_(y.detach().sum())
         return y
 
-    replace(models.specs, "_mlp", list_two_more)
+    replace(triaxis.models.specs, "_mlp", list_two_more)
     replace(MLP, "__init__", take_two_more)
     replace(MLP, "forward", use_both)
 

@@ -5,10 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.write import to_yaml
-from engine.step import Engine
-from launch.verify.run import Trial, trial
-from launch.verify.verdict.judge import Verdict
 from tests.documented import ROOT
 from tests.parity.cases import Case
 from tests.planting import Plant, run_planted
@@ -16,6 +12,10 @@ from tests.verify import planted_axes, planted_fp8
 from tests.verify.bug import Bug
 from tests.verify.planted import BUGS, DOWN
 from tests.verify.trials import run
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.step import Engine
+from triaxis.launch.verify.run import Trial, trial
+from triaxis.launch.verify.verdict.judge import Verdict
 
 pytestmark = pytest.mark.distributed
 NUM_STEPS = 2

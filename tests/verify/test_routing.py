@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.verify.routing import routing_digest
-from launch.verify.verdict.records import RoutingReport
+from triaxis.launch.verify.routing import routing_digest
+from triaxis.launch.verify.verdict.records import RoutingReport
 
 LENGTH, TOP_K = 12, 3
 POSITIONS = torch.arange(LENGTH)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.config.load import load_config
-from engine.config.section import with_value
-from engine.config.tree import Config, problems
-from engine.layout.partition import partition
-from launch.verify.relations import RELATIONS, relations, rows_of_ranks
-from launch.verify.shrink import shrink
 from tests.documented import ROOT
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.layout.partition import partition
+from triaxis.launch.verify.relations import RELATIONS, relations, rows_of_ranks
+from triaxis.launch.verify.shrink import shrink
 
 WITHIN = {"attention": "within", "positions": "document", "synthetic_document_length": 100}
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import torch
 
-from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from engine.layout.rank_grid import RankGrid
-from launch.verify.run import Trial, evidence
-from launch.verify.sweep import attributed
-from launch.verify.verdict.evidence import Evidence
-from launch.verify.verdict.judge import Verdict, judge
 from tests.harness import RankFailedError, run_ranks
 from tests.planting import Plant, run_planted
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.launch.verify.run import Trial, evidence
+from triaxis.launch.verify.sweep import attributed
+from triaxis.launch.verify.verdict.evidence import Evidence
+from triaxis.launch.verify.verdict.judge import Verdict, judge
 
 
 def observe(
@@ -29,7 +29,7 @@ def observe(
     noise_of: str | None = None,
 ) -> None:
     """Run a rank of `triaxis verify`."""
-    from launch.verify import rank as verify_rank
+    from triaxis.launch.verify import rank as verify_rank
 
     topology = Topology(
         RankGrid(parallel_sizes(config)),

@@ -14,7 +14,7 @@ Two layouts meet where their boxes intersect; any intersection is one strided co
 import math
 from collections.abc import Iterator
 
-from engine.layout.shard_spec import Box
+from triaxis.engine.layout.shard_spec import Box
 
 
 def flat_boxes(box: Box, start: int, stop: int) -> Iterator[tuple[Box, int]]:

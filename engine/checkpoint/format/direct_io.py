@@ -17,8 +17,8 @@ from typing import TypeVar
 
 import torch
 
-from engine.device.pinned_memory import aligned_buffer
-from engine.storage.files import sync
+from triaxis.engine.device.pinned_memory import aligned_buffer
+from triaxis.engine.storage.files import sync
 
 BLOCK_BYTES = 4096
 """Unit of offsets, lengths and addresses: the largest sector of today's disks, and a page (`PAGE_BYTES`)."""

@@ -19,10 +19,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from engine.checkpoint.format.boxes import flat_boxes
-from engine.checkpoint.format.manifest import Kind
-from engine.layout.shard_spec import Box
-from engine.numerics.hashing import GOLDEN, SAME_SIZE_INTEGERS, key64, mix_words_, shift_right, unsigned
+from triaxis.engine.checkpoint.format.boxes import flat_boxes
+from triaxis.engine.checkpoint.format.manifest import Kind
+from triaxis.engine.layout.shard_spec import Box
+from triaxis.engine.numerics.hashing import GOLDEN, SAME_SIZE_INTEGERS, key64, mix_words_, shift_right, unsigned
 
 _CPU_CHUNK_NUMEL = 2**15
 """Elements per multiplication on a CPU, whose 64-bit words fit a core's cache."""

@@ -24,15 +24,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect
-from engine.config.optimizer_kinds import MASTER, OPTIMIZERS, STATE_KINDS, OptimizerName, StateKind, state_kinds
-from engine.config.training import MOST_STEPS
-from engine.data.skipped import Ranges
-from engine.errors import CheckpointError
-from engine.layout.shard_spec import Box
-from engine.storage.files import write_atomically
-from engine.storage.redaction import tree_without_secrets, without_secrets
-from engine.storage.state_files import read_regular
+from triaxis.engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect
+from triaxis.engine.config.optimizer_kinds import MASTER, OPTIMIZERS, STATE_KINDS, OptimizerName, StateKind, state_kinds
+from triaxis.engine.config.training import MOST_STEPS
+from triaxis.engine.data.skipped import Ranges
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.layout.shard_spec import Box
+from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.storage.redaction import tree_without_secrets, without_secrets
+from triaxis.engine.storage.state_files import read_regular
 
 FORMAT_VERSION = 1
 """Raised when a reader of the old format could misread the new one. Every released format stays readable."""
@@ -124,7 +124,7 @@ class Ancestor(_Record):
 
 
 class LossScaleRecord(_Record):
-    """A dynamic loss scale (`engine.optimizer.loss_scale.ScaleState`)."""
+    """A dynamic loss scale (`triaxis.engine.optimizer.loss_scale.ScaleState`)."""
 
     scale: float = Field(gt=0)
     updates: int = Field(ge=0, le=MOST_STEPS)

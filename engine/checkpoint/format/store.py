@@ -26,13 +26,13 @@ from typing import Generic, Protocol, Self, TypeVar
 import torch
 import xxhash
 
-from engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect, within
-from engine.checkpoint.format.direct_io import BLOCK_BYTES, one_ahead, read_range, set_direct, write_direct
-from engine.checkpoint.format.fingerprint import combine, range_fingerprint, to_text
-from engine.checkpoint.format.manifest import DTYPE_BYTES, PIECE_BYTES, DataFile, DType, Kind, Manifest, Piece
-from engine.device.pinned_memory import aligned_buffer
-from engine.errors import CheckpointError
-from engine.layout.shard_spec import Box
+from triaxis.engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect, within
+from triaxis.engine.checkpoint.format.direct_io import BLOCK_BYTES, one_ahead, read_range, set_direct, write_direct
+from triaxis.engine.checkpoint.format.fingerprint import combine, range_fingerprint, to_text
+from triaxis.engine.checkpoint.format.manifest import DTYPE_BYTES, PIECE_BYTES, DataFile, DType, Kind, Manifest, Piece
+from triaxis.engine.device.pinned_memory import aligned_buffer
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.layout.shard_spec import Box
 
 TORCH_DTYPES: dict[DType, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 DTYPE_NAMES: dict[torch.dtype, DType] = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -15,11 +15,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from engine.checkpoint.directory import Candidate
-from engine.checkpoint.format.manifest import PIECE_BYTES, DType, Kind, Manifest, Piece
-from engine.checkpoint.format.store import TORCH_DTYPES, Shard, load
-from engine.checkpoint.resume_rules import flat
-from engine.numerics.hashing import SAME_SIZE_INTEGERS
+from triaxis.engine.checkpoint.directory import Candidate
+from triaxis.engine.checkpoint.format.manifest import PIECE_BYTES, DType, Kind, Manifest, Piece
+from triaxis.engine.checkpoint.format.store import TORCH_DTYPES, Shard, load
+from triaxis.engine.checkpoint.resume_rules import flat
+from triaxis.engine.numerics.hashing import SAME_SIZE_INTEGERS
 
 _WIDEST_BYTES = 8
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from engine.checkpoint.directory import Candidate
-from engine.data.corpus.matching import find_recorded, is_recorded, spelled
-from engine.data.corpus.record import CorpusRecord, read_record
-from engine.data.corpus.tokenizers import BYTES, BytesTokenizer, Tokenizer, load_tokenizer, split_name
-from engine.errors import DataError
+from triaxis.engine.checkpoint.directory import Candidate
+from triaxis.engine.data.corpus.matching import find_recorded, is_recorded, spelled
+from triaxis.engine.data.corpus.record import CorpusRecord, read_record
+from triaxis.engine.data.corpus.tokenizers import BYTES, BytesTokenizer, Tokenizer, load_tokenizer, split_name
+from triaxis.engine.errors import DataError
 
 TOKENIZER = "tokenizer"
 """Key of the tokenizer's identity in `TrainingState.data`."""

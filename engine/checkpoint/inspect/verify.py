@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.format.fingerprint import combine, range_fingerprint, to_text
-from engine.checkpoint.format.manifest import DataFile, Kind, Manifest, Piece, manifest_problems, parse_manifest
-from engine.checkpoint.format.store import SAFETENSORS_NAMES, PieceReader, entry_name
-from engine.errors import CheckpointError
+from triaxis.engine.checkpoint.format.fingerprint import combine, range_fingerprint, to_text
+from triaxis.engine.checkpoint.format.manifest import DataFile, Kind, Manifest, Piece, manifest_problems, parse_manifest
+from triaxis.engine.checkpoint.format.store import SAFETENSORS_NAMES, PieceReader, entry_name
+from triaxis.engine.errors import CheckpointError
 
 _MOST_HEADER_BYTES = 100 * 2**20
 """Longest safetensors header: the format's own limit."""

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from engine.checkpoint.directory import Candidate
-from engine.checkpoint.format.manifest import Kind, Manifest
-from engine.config.optimizer_kinds import EMA, MASTER
-from engine.errors import CheckpointError
+from triaxis.engine.checkpoint.directory import Candidate
+from triaxis.engine.checkpoint.format.manifest import Kind, Manifest
+from triaxis.engine.config.optimizer_kinds import EMA, MASTER
+from triaxis.engine.errors import CheckpointError
 
 WhichWeights = Literal["trained", "ema"]
 

@@ -10,10 +10,10 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path
-from engine.data.corpus.record import CorpusRecord, read_record, record_path
-from engine.errors import DataError
-from engine.storage.files import locked, sha256_of_file, write_atomically
+from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path
+from triaxis.engine.data.corpus.record import CorpusRecord, read_record, record_path
+from triaxis.engine.errors import DataError
+from triaxis.engine.storage.files import locked, sha256_of_file, write_atomically
 
 
 def merge(prefixes: Sequence[str], output: str, *, force: bool = False) -> CorpusRecord | None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.indexed import IndexedTokens
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 MOST_DOCUMENTS = 2**22

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.data.corpus.findings import Findings, Kind, OnBad, Place, Reading
-from engine.data.corpus.indexed import LONGEST_SEQUENCE
-from engine.data.corpus.parts import PROGRESS, Done, Part, PartWriter, ProgressTable, find_part
-from engine.data.corpus.pieces import InputFile, Piece, Unit
-from engine.data.corpus.readers import reader_of
-from engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from triaxis.engine.data.corpus.findings import Findings, Kind, OnBad, Place, Reading
+from triaxis.engine.data.corpus.indexed import LONGEST_SEQUENCE
+from triaxis.engine.data.corpus.parts import PROGRESS, Done, Part, PartWriter, ProgressTable, find_part
+from triaxis.engine.data.corpus.pieces import InputFile, Piece, Unit
+from triaxis.engine.data.corpus.readers import reader_of
+from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 
 BATCH_CHARACTERS = 2**19
 """Characters that are encoded with one call: enough for a library's batch, small against a worker's memory."""

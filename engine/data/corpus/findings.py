@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
-from engine.errors import DataError
+from triaxis.engine.errors import DataError
 
 OnBad = Literal["stop", "skip"]
 BLOCK_BYTES = 2**20

@@ -25,9 +25,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from engine.errors import DataError
-from engine.program import triaxis
-from engine.storage.files import HASH_BLOCK_BYTES, sync, sync_folder
+from triaxis.engine.errors import DataError
+from triaxis.engine.program import triaxis
+from triaxis.engine.storage.files import HASH_BLOCK_BYTES, sync, sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.data.corpus.findings import OnBad
-from engine.data.corpus.readers import READERS, JsonForm, ending_of, json_form
-from engine.errors import DataError
-from engine.storage.elsewhere import how_to_bring
+from triaxis.engine.data.corpus.findings import OnBad
+from triaxis.engine.data.corpus.readers import READERS, JsonForm, ending_of, json_form
+from triaxis.engine.errors import DataError
+from triaxis.engine.storage.elsewhere import how_to_bring
 
 NAMES_SHOWN = 5
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.record import CorpusRecord, read_record
-from engine.data.corpus.tokenizers import (
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.record import CorpusRecord, read_record
+from triaxis.engine.data.corpus.tokenizers import (
     BYTES,
     SENTENCEPIECE,
     TOKENIZER_JSON,
@@ -22,8 +22,8 @@ from engine.data.corpus.tokenizers import (
     load_tokenizer,
     split_name,
 )
-from engine.errors import DataError
-from engine.program import triaxis
+from triaxis.engine.errors import DataError
+from triaxis.engine.program import triaxis
 
 MOST_IDS = 2**22
 """Token ids of a corpus that are looked at."""

@@ -3,8 +3,8 @@
 import importlib
 from typing import Any
 
-from engine.errors import DataError
-from engine.program import install
+from triaxis.engine.errors import DataError
+from triaxis.engine.program import install
 
 
 def need(package: str, purpose: str) -> Any:

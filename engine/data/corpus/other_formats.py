@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.data.corpus.findings import Findings, Kind, Place, Reading
-from engine.data.corpus.pieces import InputFile, Piece
+from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
+from triaxis.engine.data.corpus.pieces import InputFile, Piece
 
 UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc", ".xz": "xz -dc", ".bz2": "bzip2 -dc"}
 """Ending -> the command that decompresses a file to its output."""

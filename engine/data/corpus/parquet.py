@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from engine.data.corpus.findings import Findings, Kind, Place, Reading
-from engine.data.corpus.optional import need
-from engine.data.corpus.pieces import InputFile, Piece, share
+from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
+from triaxis.engine.data.corpus.optional import need
+from triaxis.engine.data.corpus.pieces import InputFile, Piece, share
 
 BATCH_ROWS = 1024
 RULE = "Each row of a parquet file is one document; --text-key names another column."

@@ -21,10 +21,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.corpus.findings import LeftOut, OnBad, Place, Tally, is_allowed
-from engine.data.corpus.pieces import Unit
-from engine.storage.files import HASH_BLOCK_BYTES, write_atomically
-from engine.storage.json_text import parse_json
+from triaxis.engine.data.corpus.findings import LeftOut, OnBad, Place, Tally, is_allowed
+from triaxis.engine.data.corpus.pieces import Unit
+from triaxis.engine.storage.files import HASH_BLOCK_BYTES, write_atomically
+from triaxis.engine.storage.json_text import parse_json
 
 SUFFIXES = (".tokens", ".lengths", ".json")
 PROGRESS = "progress"

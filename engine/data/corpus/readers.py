@@ -17,12 +17,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from engine.data.corpus.findings import Findings, Kind, Place, Reading
-from engine.data.corpus.other_formats import REFUSED, lines_command
-from engine.data.corpus.parquet import Parquet
-from engine.data.corpus.pieces import InputFile, Piece
-from engine.data.corpus.streams import DamagedStreamError, Opener, Stream, open_gzip, open_plain, open_zstandard
-from engine.storage.json_text import parse_json
+from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
+from triaxis.engine.data.corpus.other_formats import REFUSED, lines_command
+from triaxis.engine.data.corpus.parquet import Parquet
+from triaxis.engine.data.corpus.pieces import InputFile, Piece
+from triaxis.engine.data.corpus.streams import DamagedStreamError, Opener, Stream, open_gzip, open_plain, open_zstandard
+from triaxis.engine.storage.json_text import parse_json
 
 DAMAGED = "What follows the damage cannot be read. Copy or download the file again."
 NOT_UTF8 = (

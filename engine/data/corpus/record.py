@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from engine.data.corpus.indexed import bin_path, idx_path
-from engine.data.corpus.pieces import InputFile
-from engine.errors import DataError
-from engine.storage.files import sha256_of_file
-from engine.storage.json_text import parse_json
+from triaxis.engine.data.corpus.indexed import bin_path, idx_path
+from triaxis.engine.data.corpus.pieces import InputFile
+from triaxis.engine.errors import DataError
+from triaxis.engine.storage.files import sha256_of_file
+from triaxis.engine.storage.json_text import parse_json
 
 FORMAT = "triaxis corpus 1"
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.data.corpus.indexed import IndexedTokens
-from engine.errors import DataError
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.errors import DataError
 
 STDLIB_BYTES = 12_000_000
 ENTROPY_TOKENS = 20_000_000

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from engine.data.corpus.optional import need
+from triaxis.engine.data.corpus.optional import need
 
 BLOCK_BYTES = 2**20
 COMPRESSED_BYTES = 2**17

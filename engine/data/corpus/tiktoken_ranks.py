@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.data.corpus.end_of_document import end_of_document
-from engine.data.corpus.optional import need
-from engine.errors import DataError
-from engine.storage.files import sha256_of_file
+from triaxis.engine.data.corpus.end_of_document import end_of_document
+from triaxis.engine.data.corpus.optional import need
+from triaxis.engine.errors import DataError
+from triaxis.engine.storage.files import sha256_of_file
 
 ENDING = ".tiktoken"
 END = "<|endoftext|>"

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from engine.data.corpus.end_of_document import end_of_document
-from engine.data.corpus.sentencepiece_model import SentencePieceTokenizer
-from engine.data.corpus.tiktoken_ranks import ENDING, TiktokenTokenizer
-from engine.errors import DataError
-from engine.storage.elsewhere import how_to_bring
-from engine.storage.files import sha256_of_file
-from engine.storage.json_text import parse_json
+from triaxis.engine.data.corpus.end_of_document import end_of_document
+from triaxis.engine.data.corpus.sentencepiece_model import SentencePieceTokenizer
+from triaxis.engine.data.corpus.tiktoken_ranks import ENDING, TiktokenTokenizer
+from triaxis.engine.errors import DataError
+from triaxis.engine.storage.elsewhere import how_to_bring
+from triaxis.engine.storage.files import sha256_of_file
+from triaxis.engine.storage.json_text import parse_json
 
 BYTES = "bytes"
 TOKENIZER_JSON = "tokenizer.json"

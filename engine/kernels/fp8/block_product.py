@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.fp8.recipes import Quantised
-from engine.numerics.precision import MX_SCALE_DTYPE
+from triaxis.engine.kernels.fp8.recipes import Quantised
+from triaxis.engine.numerics.precision import MX_SCALE_DTYPE
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
 

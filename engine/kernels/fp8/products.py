@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.config.fp8 import BLOCKS, Fp8Backend, Fp8Config
-from engine.errors import ConfigError
-from engine.kernels.fp8.block_product import block_product, has_block_gemm
-from engine.kernels.fp8.recipes import E4M3, Fp8Format, Quantised, Recipe, amax, in_rows, quantise, recipe_of
-from engine.kernels.fusion import EAGER, Fusion
-from engine.kernels.te import TransformerEngine, how_to_install, open_te, te_failure
-from engine.kernels.weight_grad import add
-from engine.numerics.precision import accumulation_dtype
+from triaxis.engine.config.fp8 import BLOCKS, Fp8Backend, Fp8Config
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.kernels.fp8.block_product import block_product, has_block_gemm
+from triaxis.engine.kernels.fp8.recipes import E4M3, Fp8Format, Quantised, Recipe, amax, in_rows, quantise, recipe_of
+from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.kernels.te import TransformerEngine, how_to_install, open_te, te_failure
+from triaxis.engine.kernels.weight_grad import add
+from triaxis.engine.numerics.precision import accumulation_dtype
 
 FIRST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 GEMMs (Ada; Hopper is 9.0)."""

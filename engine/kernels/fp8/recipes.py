@@ -26,9 +26,9 @@ from typing import NamedTuple
 
 import torch
 
-from engine.config.fp8 import BLOCKS, Fp8Config, Fp8RecipeName
-from engine.kernels.fusion import EAGER, Fusion
-from engine.numerics.precision import FP8_E4M3, FP8_E5M2, SCALE_DTYPE, accumulate
+from triaxis.engine.config.fp8 import BLOCKS, Fp8Config, Fp8RecipeName
+from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.numerics.precision import FP8_E4M3, FP8_E5M2, SCALE_DTYPE, accumulate
 
 _MANTISSA_BITS = 23
 _EXPONENT_BITS = 0xFF << _MANTISSA_BITS

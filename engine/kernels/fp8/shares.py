@@ -1,4 +1,4 @@
-"""The shares of an operand's numbers that FP8 loses (no torch here); `engine.tensor_parallel.fp8_shares` counts them."""
+"""The shares of an operand's numbers that FP8 loses (no torch here); `triaxis.engine.tensor_parallel.fp8_shares` counts them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -30,12 +30,12 @@ from typing import Any
 
 import psutil
 
-from engine.comm.ledger import NO_PEER, Event
-from engine.errors import NoRoomError, TriaxisError
-from engine.pipeline.actions import Action
-from engine.pipeline.lowering import Instruction
-from engine.run.phases import FIRST, Phase, StepWatcher
-from engine.storage.state_files import read_regular
+from triaxis.engine.comm.ledger import NO_PEER, Event
+from triaxis.engine.errors import NoRoomError, TriaxisError
+from triaxis.engine.pipeline.actions import Action
+from triaxis.engine.pipeline.lowering import Instruction
+from triaxis.engine.run.phases import FIRST, Phase, StepWatcher
+from triaxis.engine.storage.state_files import read_regular
 
 LAYOUT = 0x0154_5249_4158_0001
 """The first word of the file: kind of file and layout of the words."""
@@ -115,7 +115,7 @@ def _must_be_ours(folder: Path) -> None:
 
 
 class Heartbeat(StepWatcher):
-    """The heartbeat of this rank; follows its steps and its waits (`engine.comm.ledger.WaitObserver`).
+    """The heartbeat of this rank; follows its steps and its waits (`triaxis.engine.comm.ledger.WaitObserver`).
 
     Args:
         folders: from `folders_of`; the file is in the first that has room for it. Files that an earlier attempt has left of this

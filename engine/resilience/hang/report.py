@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from engine.comm.ledger import NO_PEER
-from engine.layout.rank_grid import RankGrid
-from engine.pipeline.actions import Action, Schedule
-from engine.pipeline.lowering import feeding_transfer
-from engine.resilience.hang.heartbeat import Beat
-from engine.run.phases import Phase
+from triaxis.engine.comm.ledger import NO_PEER
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.pipeline.actions import Action, Schedule
+from triaxis.engine.pipeline.lowering import feeding_transfer
+from triaxis.engine.resilience.hang.heartbeat import Beat
+from triaxis.engine.run.phases import Phase
 
 _SHOWN = 12
 """Ranks that are described one by one."""
@@ -50,7 +50,7 @@ class RunLayout:
 
     Attributes:
         grid: of the ranks.
-        groups: by axis, its groups of ranks (`engine.layout.axis_groups.axis_groups`).
+        groups: by axis, its groups of ranks (`triaxis.engine.layout.axis_groups.axis_groups`).
         train_schedule, forward_schedule: the actions of a step and of a validation.
     """
 

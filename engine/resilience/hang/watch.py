@@ -30,13 +30,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ExitCode
-from engine.resilience.hang.heartbeat import Beat, Heartbeat, started_at
-from engine.resilience.hang.report import HangReport, RankStatus, RunLayout
-from engine.run.phases import Phase
-from engine.storage.files import write_atomically
-from engine.storage.redaction import without_secrets
-from engine.storage.state_files import read_object
+from triaxis.engine.errors import ExitCode
+from triaxis.engine.resilience.hang.heartbeat import Beat, Heartbeat, started_at
+from triaxis.engine.resilience.hang.report import HangReport, RankStatus, RunLayout
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.storage.redaction import without_secrets
+from triaxis.engine.storage.state_files import read_object
 
 REPORT = "report.json"
 ANSWERS, SILENT = "answers", "silent"

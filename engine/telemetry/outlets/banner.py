@@ -11,22 +11,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.config.activations import RecomputeConfig
-from engine.config.context_parallel import gathers_keys, method_line
-from engine.config.plan import BatchPlan
-from engine.config.tree import Config
-from engine.context_parallel.deal import windows_of
-from engine.context_parallel.imbalance import predicted_imbalance
-from engine.data.document_statistics import UNBROKEN, DocumentStatistics
-from engine.errors import attempt_name, counted
-from engine.program import triaxis
-from engine.run.directory import RunDirectory
-from engine.telemetry.outlets.console import Report
-from engine.telemetry.outlets.format import compact, duration
-from engine.telemetry.outlets.table import MEMORY
-from engine.telemetry.record.flops import attention_share, convention, cost_of_cp_imbalance, cost_of_imbalance
-from engine.telemetry.record.metrics import Meter
-from engine.telemetry.record.parameters import comparison
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.context_parallel import gathers_keys, method_line
+from triaxis.engine.config.plan import BatchPlan
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.deal import windows_of
+from triaxis.engine.context_parallel.imbalance import predicted_imbalance
+from triaxis.engine.data.document_statistics import UNBROKEN, DocumentStatistics
+from triaxis.engine.errors import attempt_name, counted
+from triaxis.engine.program import triaxis
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.telemetry.outlets.console import Report
+from triaxis.engine.telemetry.outlets.format import compact, duration
+from triaxis.engine.telemetry.outlets.table import MEMORY
+from triaxis.engine.telemetry.record.flops import attention_share, convention, cost_of_cp_imbalance, cost_of_imbalance
+from triaxis.engine.telemetry.record.metrics import Meter
+from triaxis.engine.telemetry.record.parameters import comparison
 
 NOTHING = "nothing (checkpoint.interval=never): the weights end with the run"
 
@@ -44,7 +44,7 @@ class Start:
         kernels: those that were chosen, in a line.
         memory: predicted memory in a line.
         device_type: of the logging rank: `cpu` or `cuda`.
-        counted: parameters by module, summed over the ranks (`engine.telemetry.record.parameters.local_counts`).
+        counted: parameters by module, summed over the ranks (`triaxis.engine.telemetry.record.parameters.local_counts`).
         listed: elements of each parameter that the model has, by name.
         recompute: what `config.recompute` came to.
         documents: within which tokens attend; None: across them.

@@ -21,17 +21,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from engine.config.tree import Config
-from engine.run.directory import RunDirectory
-from engine.storage.redaction import without_secrets
-from engine.telemetry.outlets.console import Report
-from engine.telemetry.outlets.rank_log import OutputChange, RankStreams
-from engine.telemetry.outlets.relay import RESUMED, STOPPED
-from engine.telemetry.outlets.sink import Sink, chosen_sinks
-from engine.telemetry.outlets.table import MEMORY
-from engine.telemetry.record.events import EventKind, EventLog
-from engine.telemetry.record.jsonl import JsonLines
-from engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.config.tree import Config
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.storage.redaction import without_secrets
+from triaxis.engine.telemetry.outlets.console import Report
+from triaxis.engine.telemetry.outlets.rank_log import OutputChange, RankStreams
+from triaxis.engine.telemetry.outlets.relay import RESUMED, STOPPED
+from triaxis.engine.telemetry.outlets.sink import Sink, chosen_sinks
+from triaxis.engine.telemetry.outlets.table import MEMORY
+from triaxis.engine.telemetry.record.events import EventKind, EventLog
+from triaxis.engine.telemetry.record.jsonl import JsonLines
+from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 _CLOSE_SECONDS = 15.0
 

@@ -5,7 +5,7 @@
     [3 lines are missing here: No space left on device]
     step 11 ...                                           there is room again
 
-This module imports little: `engine.telemetry.outlets.relay` starts with it.
+This module imports little: `triaxis.engine.telemetry.outlets.relay` starts with it.
 """
 
 import errno

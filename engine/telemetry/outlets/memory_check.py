@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.comm.topology import Topology
-from engine.telemetry.outlets.format import gigabytes
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.telemetry.outlets.format import gigabytes
 
 AFTER_STEPS = 2
 PURPOSE = "memory"

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from engine.config.tree import Config
-from engine.run.directory import RunDirectory
-from engine.telemetry.outlets.sink import Sink
-from engine.telemetry.record.jsonl import JsonLines
-from engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.config.tree import Config
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.telemetry.outlets.sink import Sink
+from triaxis.engine.telemetry.record.jsonl import JsonLines
+from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 
 class MetricsLog(Sink):

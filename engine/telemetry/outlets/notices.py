@@ -1,6 +1,6 @@
 """Notices about checkpoints and about trouble: events, and lines on rank 0; called on every rank.
 
-They are the `Notices` of `engine.checkpoint.saving` and of `engine.resilience.guard`.
+They are the `Notices` of `triaxis.engine.checkpoint.saving` and of `triaxis.engine.resilience.guard`.
 """
 
 from collections.abc import Sequence
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.format.fingerprint import describe
-from engine.checkpoint.format.manifest import Kind
-from engine.checkpoint.resume import ResumePoint
-from engine.comm.stop import Stop
-from engine.config.stages import reading_fields
-from engine.config.tree import Config
-from engine.run.directory import RunDirectory
-from engine.telemetry.outlets.format import gigabytes
-from engine.telemetry.outlets.hub import Telemetry
-from engine.telemetry.record.events import EventKind
+from triaxis.engine.checkpoint.format.fingerprint import describe
+from triaxis.engine.checkpoint.format.manifest import Kind
+from triaxis.engine.checkpoint.resume import ResumePoint
+from triaxis.engine.comm.stop import Stop
+from triaxis.engine.config.stages import reading_fields
+from triaxis.engine.config.tree import Config
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.telemetry.outlets.format import gigabytes
+from triaxis.engine.telemetry.outlets.hub import Telemetry
+from triaxis.engine.telemetry.record.events import EventKind
 
 
 @dataclass(eq=False)

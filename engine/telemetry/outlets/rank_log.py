@@ -4,9 +4,9 @@
     rank 0    the same                                                  ->  relay  ->  rank_00000.log and the terminal
               the progress bar                                          ->  relay  ->  the terminal alone
 
-No write of a rank fails or waits for a terminal: `engine.telemetry.outlets.relay` is a process that keeps, drops or loses what the
-terminal or a full disk does not take. Other ranks count what their log refuses. Without its relay, rank 0 goes on with
-its log alone.
+No write of a rank fails or waits for a terminal: `triaxis.engine.telemetry.outlets.relay` is a process that keeps, drops or
+loses what the terminal or a full disk does not take. Other ranks count what their log refuses. Without its relay, rank 0 goes
+on with its log alone.
 """
 
 import errno
@@ -20,16 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from engine.storage.redaction import blotted
-from engine.telemetry.outlets.lossy_file import LogPath, LossyFile, text_over
-from engine.telemetry.outlets.relay import DROPPED, END_SECONDS
+from triaxis.engine.storage.redaction import blotted
+from triaxis.engine.telemetry.outlets.lossy_file import LogPath, LossyFile, text_over
+from triaxis.engine.telemetry.outlets.relay import DROPPED, END_SECONDS
 
 _RELAY_ENDS_SECONDS = END_SECONDS + 0.5
 """A child of this rank may still hold the pipe; it must not keep the rank from ending."""
 
 _ROOT = Path(__file__).resolve().parents[3]
 
-_RELAY = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from engine.telemetry.outlets.relay import main; main()"
+_RELAY = (
+    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from triaxis.engine.telemetry.outlets.relay import main; main()"
+)
 
 _FOR_THE_RANK = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP})
 """Signals that SLURM or a terminal sends to every process of a job. The relay ignores them and ends after its rank."""
@@ -41,7 +43,7 @@ class OutputChange:
 
     Attributes:
         output: `terminal`, `log`, or the name of a file.
-        what: `DROPPED`, `STOPPED` or `RESUMED` of `engine.telemetry.outlets.relay`.
+        what: `DROPPED`, `STOPPED` or `RESUMED` of `triaxis.engine.telemetry.outlets.relay`.
         cause: the system's text of the error.
         num_lost: lines that are missing, where it has resumed.
     """

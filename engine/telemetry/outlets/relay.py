@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from engine.telemetry.outlets.lossy_file import Gap, LogPath, wait_for_room
+from triaxis.engine.telemetry.outlets.lossy_file import Gap, LogPath, wait_for_room
 
 MOST_BYTES = 1 << 20
 """Bytes that an outlet keeps while it cannot write: some thousand lines."""

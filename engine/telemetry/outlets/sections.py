@@ -13,8 +13,8 @@ fp8/gradient_underflow  fp8/gradient_overflow ...     the worst layer's;  fp8/la
 memory/peak_gib
 """
 
-from engine.kernels.fp8.shares import LostByLinear
-from engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.kernels.fp8.shares import LostByLinear
+from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 _TRAIN = ("step", "attempt", "consumed_samples", "consumed_tokens", "loss", "val_loss")
 _OPTIM = ("lr", "grad_norm", "loss_scale", "num_overflows", "num_outliers")

@@ -1,6 +1,6 @@
 """Sinks: where the record of each step goes, and which of them a config opens (no torch here).
 
-config.telemetry  ->  chosen_sinks  ->  metrics.jsonl, always; then those of `engine.config.telemetry.SINKS`
+config.telemetry  ->  chosen_sinks  ->  metrics.jsonl, always; then those of `triaxis.engine.config.telemetry.SINKS`
 """
 
 import importlib
@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from engine.config.telemetry import SINKS
-from engine.config.tree import Config
-from engine.run.directory import RunDirectory
-from engine.telemetry.record.events import EventKind
-from engine.telemetry.record.jsonl import JsonLines
-from engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.config.telemetry import SINKS
+from triaxis.engine.config.tree import Config
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.telemetry.record.events import EventKind
+from triaxis.engine.telemetry.record.jsonl import JsonLines
+from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Sink(ABC):
 def chosen_sinks(config: Config) -> list[type[Sink]]:
     """Return the sinks of a run, in the order in which they are opened."""
     chosen = (path for field, path in SINKS.items() if getattr(config.telemetry, field))
-    return [_load(path) for path in ("engine.telemetry.outlets.metrics_log:MetricsLog", *chosen)]
+    return [_load(path) for path in ("triaxis.engine.telemetry.outlets.metrics_log:MetricsLog", *chosen)]
 
 
 def _load(path: str) -> type[Sink]:

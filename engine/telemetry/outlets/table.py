@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from engine.telemetry.outlets.format import compact, duration, gigabytes, significant
-from engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.telemetry.outlets.format import compact, duration, gigabytes, significant
+from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 LINES_PER_HEADER = 20
 _GAP = "  "

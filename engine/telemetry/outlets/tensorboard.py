@@ -4,14 +4,14 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any, Self
 
-from engine.config.tree import Config
-from engine.errors import TriaxisError
-from engine.program import install
-from engine.run.directory import RunDirectory
-from engine.storage.state_files import try_to_write
-from engine.telemetry.outlets.sections import sections
-from engine.telemetry.outlets.sink import Sink
-from engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.program import install
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.storage.state_files import try_to_write
+from triaxis.engine.telemetry.outlets.sections import sections
+from triaxis.engine.telemetry.outlets.sink import Sink
+from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 
 class TensorBoardSink(Sink):

@@ -32,19 +32,19 @@ from typing import Any, Self
 
 import psutil
 
-from engine.config.telemetry import WandbConfig
-from engine.config.tree import Config
-from engine.errors import TriaxisError, attempt_name
-from engine.run.directory import RunDirectory
-from engine.run.entries import OLD_FILE
-from engine.storage.files import write_atomically
-from engine.storage.json_text import parse_json
-from engine.storage.redaction import tree_without_secrets, without_secrets
-from engine.storage.state_files import read_regular
-from engine.telemetry.outlets.sections import sections
-from engine.telemetry.outlets.sink import Announcement, Sink
-from engine.telemetry.record.events import ALERTS, Event, read_events
-from engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.config.telemetry import WandbConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import TriaxisError, attempt_name
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.run.entries import OLD_FILE
+from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.storage.json_text import parse_json
+from triaxis.engine.storage.redaction import tree_without_secrets, without_secrets
+from triaxis.engine.storage.state_files import read_regular
+from triaxis.engine.telemetry.outlets.sections import sections
+from triaxis.engine.telemetry.outlets.sink import Announcement, Sink
+from triaxis.engine.telemetry.record.events import ALERTS, Event, read_events
+from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 AGAINST_TOKENS = ("loss", "val_loss")
 """Metrics of the section train that are drawn against tokens too."""

@@ -6,7 +6,7 @@
 
 A record is flat: `unix_time_seconds`, `attempt`, `kind`, then `step`, `rank` and `message` where there is one, then the details
 of its kind under their own names. Floats that are not finite are the strings "nan", "inf", "-inf"
-(`engine.telemetry.record.jsonl`).
+(`triaxis.engine.telemetry.record.jsonl`).
 
 To write one:
 
@@ -33,9 +33,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from engine.run.entries import events_files
-from engine.storage.redaction import without_secrets
-from engine.telemetry.record.jsonl import JsonLines, read_records
+from triaxis.engine.run.entries import events_files
+from triaxis.engine.storage.redaction import without_secrets
+from triaxis.engine.telemetry.record.jsonl import JsonLines, read_records
 
 NOTHING_READ: Mapping[str, int] = MappingProxyType({})
 

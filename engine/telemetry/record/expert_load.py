@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.config.tree import Config
+from triaxis.engine.config.tree import Config
 
 MOST_COUNTS = 100
 """Records of a run that have the counts."""

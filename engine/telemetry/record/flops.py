@@ -18,10 +18,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.config.activations import RecomputeConfig
-from engine.config.model import ModelConfig
-from engine.config.stage_work import flops_of_a_key, layer_weights, made_from_latents, mlp_width, projection_weights
-from engine.data.document_statistics import DocumentStatistics, one_document_per_sample
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.stage_work import (
+    flops_of_a_key,
+    layer_weights,
+    made_from_latents,
+    mlp_width,
+    projection_weights,
+)
+from triaxis.engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 
 CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
 """The formula of `model_flops_per_token`, to be printed with it, for queries and values of one size."""
@@ -83,7 +89,7 @@ def cost_of_cp_imbalance(model: ModelConfig, documents: DocumentStatistics, imba
     Args:
         model: sizes.
         documents: within which tokens attend.
-        imbalance: the fullest rank over the mean (`engine.context_parallel.imbalance`).
+        imbalance: the fullest rank over the mean (`triaxis.engine.context_parallel.imbalance`).
     """
     attention = 3 * sum(core_flops_forward(model, documents))
     return (imbalance - 1) * attention / model_flops_per_token(model, documents=documents)
@@ -138,7 +144,7 @@ def layer_flops(
 ) -> list[LayerFlops]:
     """Count FLOPs of each layer, in the order of the model; arguments as of `hardware_flops_per_token`."""
     cores = core_flops_forward(model, documents)
-    assert recompute.granularity != "auto", "models.predict.rank_memory.resolve_recompute comes first"
+    assert recompute.granularity != "auto", "triaxis.models.predict.rank_memory.resolve_recompute comes first"
     limit = 0
     if recompute.granularity == "full":
         limit = recompute.num_layers if recompute.method == "block" else len(model.kinds)

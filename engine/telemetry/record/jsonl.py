@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.storage.json_text import parse_json
-from engine.storage.redaction import without_secrets
+from triaxis.engine.storage.json_text import parse_json
+from triaxis.engine.storage.redaction import without_secrets
 
 MOST_WAITING_BYTES = 16 * 2**20
 """Bytes of lines that wait for room on the disk: the metrics of some ten thousand steps."""

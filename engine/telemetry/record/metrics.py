@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from engine.config.plan import BatchPlan
-from engine.config.tree import Config
-from engine.data.document_statistics import DocumentStatistics
-from engine.kernels.fp8.shares import LostByLinear
-from engine.optimizer.norms import Norms
-from engine.run.phases import Phase
-from engine.telemetry.record.expert_load import ExpertsRecord
-from engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
-from engine.telemetry.timing.time_split import TimeSplit
+from triaxis.engine.config.plan import BatchPlan
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.document_statistics import DocumentStatistics
+from triaxis.engine.kernels.fp8.shares import LostByLinear
+from triaxis.engine.optimizer.norms import Norms
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.record.expert_load import ExpertsRecord
+from triaxis.engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
+from triaxis.engine.telemetry.timing.time_split import TimeSplit
 
 OPTIONAL = (
     "cp_imbalance",
@@ -51,25 +51,25 @@ class StepMetrics:
         step_time_seconds: from the end of the last step to the end of this one, without validation.
         spans_seconds: the same time by phase; they add up to it.
         tokens_per_second: of the whole job, masked tokens included.
-        model_tflops_per_device: model FLOPs, causal, logical vocabulary (`engine.telemetry.record.flops`).
+        model_tflops_per_device: model FLOPs, causal, logical vocabulary (`triaxis.engine.telemetry.record.flops`).
         hardware_tflops_per_device: with recomputed forwards and the padded vocabulary.
         mfu, hfu: those two over the device's peak, 0 to 1; None where no peak is known.
         peak_memory_bytes: of the logging rank, since the start: allocated by torch on a GPU, resident on a CPU.
         cp_imbalance: of attention work over the context-parallel ranks of the logging rank's replica, the fullest over the mean
-            (`engine.context_parallel.imbalance`); None where rows are not cut or are one document each.
+            (`triaxis.engine.context_parallel.imbalance`); None where rows are not cut or are one document each.
         val_loss: nats per token of the validation that followed this step; None where none did.
-        time_split: where the time of the steps before this one went, on all ranks (`engine.telemetry.timing.step_times`); None but
-            on steps with a line.
+        time_split: where the time of the steps before this one went, on all ranks
+            (`triaxis.engine.telemetry.timing.step_times`); None but on steps with a line.
         experts: the load of the experts; None: the model has none.
         losses_ahead: nats per token of multi-token prediction, at each distance beyond the next token; (): the model has none.
         loss_scale: of the backward of an fp16 run; None in other dtypes.
         num_overflows: steps of the attempt so far that have updated nothing, because gradients overflowed at their loss scale.
         num_outliers: steps of the attempt so far whose update was left out, because their loss or gradient norm was far above those
             before (`resilience.skip_above_deviations`); None: there was none.
-        norms: of gradients, weights and the update, by groups of parameters (`engine.optimizer.group_norms`); None but on every
-            `telemetry.norms_interval`-th step.
-        fp8: shares of the numbers that FP8 loses, by linear layer and operand (`engine.tensor_parallel.fp8_shares`); None but on
-            every `telemetry.fp8_interval`-th step.
+        norms: of gradients, weights and the update, by groups of parameters (`triaxis.engine.optimizer.group_norms`); None
+            but on every `telemetry.norms_interval`-th step.
+        fp8: shares of the numbers that FP8 loses, by linear layer and operand (`triaxis.engine.tensor_parallel.fp8_shares`);
+            None but on every `telemetry.fp8_interval`-th step.
     """
 
     step: int

@@ -13,9 +13,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 
-from engine.config.model import ModelConfig
-from engine.config.moe import MoEConfig
-from engine.layout.shard_spec import ParamRecord, ReduceAxis
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.layout.shard_spec import ParamRecord, ReduceAxis
 
 OTHER = "other"
 

@@ -32,10 +32,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.layout.rank_grid import Coordinates
-from engine.pipeline.actions import Kind, Output, Schedule
-from engine.pipeline.simulate import Costs, simulate
-from engine.telemetry.timing.time_split import (
+from triaxis.engine.layout.rank_grid import Coordinates
+from triaxis.engine.pipeline.actions import Kind, Output, Schedule
+from triaxis.engine.pipeline.simulate import Costs, simulate
+from triaxis.engine.telemetry.timing.time_split import (
     END_WAIT,
     ENDS_WAIT,
     HIDDEN_CP,

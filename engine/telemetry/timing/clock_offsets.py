@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.comm.collectives import Axis
-from engine.numerics.precision import AGREEMENT_DTYPE
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 
 PURPOSE = "clocks"
 NUM_ROUNDS = 30

@@ -7,8 +7,8 @@
 
 Between two marks the rank does one thing, so a step is cut without gaps, by construction. Phases come from the training loop,
 instructions from the executor, waits for calls and reads by the host from the ledger. A mark is a reading of the host's clock where
-waits stop the host, and a CUDA event where they stop a stream (`engine.telemetry.timing.clocks`). An event has no time until the
-device has reached it, so marks are read when the numbers of their step are, and never waited for.
+waits stop the host, and a CUDA event where they stop a stream (`triaxis.engine.telemetry.timing.clocks`). An event has no
+time until the device has reached it, so marks are read when the numbers of their step are, and never waited for.
 
 Calls of context parallelism are under way while something else is computed. Each has two marks of its own: where it was posted, and
 where its future is complete. gloo runs a future's callback on its own thread once the result is there. NCCL's future is
@@ -21,9 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from engine.comm.ledger import Event
-from engine.pipeline.lowering import Instruction
-from engine.run.phases import Phase
+from triaxis.engine.comm.ledger import Event
+from triaxis.engine.pipeline.lowering import Instruction
+from triaxis.engine.run.phases import Phase
 
 
 class Activity(NamedTuple):
@@ -83,7 +83,7 @@ class MarkedStep:
 
 
 class TimeMarks:
-    """The marks of one rank, which follow its phases, instructions and waits (`engine.comm.ledger.WaitObserver`).
+    """The marks of one rank, which follow its phases, instructions and waits (`triaxis.engine.comm.ledger.WaitObserver`).
 
     No step is marked before `begin`. In a step that is not marked, nothing is done.
     """

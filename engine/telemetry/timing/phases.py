@@ -12,7 +12,7 @@ launched in one phase and waited for in the next count there; over several steps
 import time
 from collections.abc import Callable
 
-from engine.run.phases import Phase
+from triaxis.engine.run.phases import Phase
 
 
 def has_line(step: int, log_interval: int, num_steps: int) -> bool:

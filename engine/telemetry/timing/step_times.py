@@ -7,9 +7,10 @@
            warms up
 
 A rank's row has sixteen numbers, and with a pipeline six for each measured step and two for each of its actions. Rows travel to
-rank 0 along tp, pp and dp (`engine.comm.gather`). The first of these calls is posted when the numbers of the step before a line are
-read, and the others when those of the line are. So a line shows where the time of the steps before it went. The first step of an
-attempt warms up and is in no split. On a GPU only the step before a line is marked; the timeline's steps are marked everywhere.
+rank 0 along tp, pp and dp (`triaxis.engine.comm.gather`). The first of these calls is posted when the numbers of the step
+before a line are read, and the others when those of the line are. So a line shows where the time of the steps before it went.
+The first step of an attempt warms up and is in no split. On a GPU only the step before a line is marked; the timeline's steps
+are marked everywhere.
 """
 
 import sys
@@ -18,20 +19,20 @@ from typing import Any
 
 import torch
 
-from engine.comm.collectives import Axis
-from engine.comm.gather import Gathering
-from engine.comm.topology import Topology
-from engine.config.telemetry import TelemetryConfig
-from engine.device.host_copy import HostCopy, to_device
-from engine.numerics.precision import AGREEMENT_DTYPE
-from engine.pipeline.actions import Schedule
-from engine.run.phases import Phase, StepWatcher
-from engine.telemetry.timing.bubble import Attribution, num_actions
-from engine.telemetry.timing.clock_offsets import measure_offset
-from engine.telemetry.timing.marks import MarkedStep, TimeMarks
-from engine.telemetry.timing.phases import has_line
-from engine.telemetry.timing.time_split import StepTally, TimeSplit
-from engine.telemetry.timing.timeline import Timeline
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.gather import Gathering
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.telemetry import TelemetryConfig
+from triaxis.engine.device.host_copy import HostCopy, to_device
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
+from triaxis.engine.pipeline.actions import Schedule
+from triaxis.engine.run.phases import Phase, StepWatcher
+from triaxis.engine.telemetry.timing.bubble import Attribution, num_actions
+from triaxis.engine.telemetry.timing.clock_offsets import measure_offset
+from triaxis.engine.telemetry.timing.marks import MarkedStep, TimeMarks
+from triaxis.engine.telemetry.timing.phases import has_line
+from triaxis.engine.telemetry.timing.time_split import StepTally, TimeSplit
+from triaxis.engine.telemetry.timing.timeline import Timeline
 
 PURPOSE = "telemetry"
 """Label of the gathered times in the ledger."""

@@ -14,7 +14,7 @@
     other          everything else: reading and writing down numbers, Python between two actions, the step's agreement
 
 A rank sees that it waited for another stage, but not why: bubble and exposed_pp are separated where the times of all ranks
-are (`engine.telemetry.timing.bubble`). `StepTally` is of one rank, `TimeSplit` of all.
+are (`triaxis.engine.telemetry.timing.bubble`). `StepTally` is of one rank, `TimeSplit` of all.
 
 `hidden_cp` is no part: in this time a call of context parallelism was under way, and the rank did not wait for one. A call is under
 way from its post until it is over, its turn behind other calls included. exposed_cp and hidden_cp are what the calls took in all;
@@ -28,11 +28,11 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Literal, get_args
 
-from engine.comm.ledger import HOST_READ, REPLICA_GRADIENTS, Event
-from engine.pipeline.actions import Action
-from engine.pipeline.lowering import Post
-from engine.run.phases import Phase
-from engine.telemetry.timing.marks import Activity
+from triaxis.engine.comm.ledger import HOST_READ, REPLICA_GRADIENTS, Event
+from triaxis.engine.pipeline.actions import Action
+from triaxis.engine.pipeline.lowering import Post
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.timing.marks import Activity
 
 Part = Literal[
     "compute",

@@ -8,7 +8,7 @@
 
 Actions are named as in the schedule, a group call by what it sends and receives: by the actions that made it and that need it.
 Each rank writes a file of its own; `merge` makes one of them, when the run ends or by `triaxis timeline`. The clocks of the ranks
-are compared before the first of these steps (`engine.telemetry.timing.clock_offsets`); each row's name has the error.
+are compared before the first of these steps (`triaxis.engine.telemetry.timing.clock_offsets`); each row's name has the error.
 """
 
 import json
@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.errors import TriaxisError
-from engine.pipeline.actions import Action, Placement
-from engine.pipeline.lowering import Instruction, Transfer
-from engine.storage.files import write_atomically
-from engine.storage.json_text import parse_json
-from engine.storage.state_files import read_regular
-from engine.telemetry.timing.marks import Activity
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.pipeline.actions import Action, Placement
+from triaxis.engine.pipeline.lowering import Instruction, Transfer
+from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.storage.json_text import parse_json
+from triaxis.engine.storage.state_files import read_regular
+from triaxis.engine.telemetry.timing.marks import Activity
 
 _RANK_FILE = re.compile(r"rank_\d{1,9}\.json")
 _ATTEMPT = re.compile(r"attempt_(\d{1,9})")

@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from engine.pipeline.lowering import Instruction
-from engine.run.phases import FIRST, Phase, StepWatcher
-from engine.telemetry.trace.profile import instruction_name
+from triaxis.engine.pipeline.lowering import Instruction
+from triaxis.engine.run.phases import FIRST, Phase, StepWatcher
+from triaxis.engine.telemetry.trace.profile import instruction_name
 
 
 class NvtxRanges(StepWatcher):

@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from engine.config.telemetry import ProfileConfig
-from engine.pipeline.lowering import Instruction, Post
-from engine.run.phases import FIRST, Phase, StepWatcher
+from triaxis.engine.config.telemetry import ProfileConfig
+from triaxis.engine.pipeline.lowering import Instruction, Post
+from triaxis.engine.run.phases import FIRST, Phase, StepWatcher
 
 POST = "post"
 """Range of a group call; sends and receives of its messages are in it."""

@@ -14,23 +14,23 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from engine.activations.offload import SideStream
-from engine.checkpoint.writer import RankWriter
-from engine.comm.ledger import Ledger
-from engine.comm.staging import Carrier
-from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes, rank_grid
-from engine.config.section import with_value
-from engine.config.tree import Config
-from engine.kernels.registry import open_kernels
-from engine.layout.rank_grid import Coordinates, RankGrid
-from engine.pipeline.lowering import Instruction
-from engine.pipeline.text import instruction_tokens
-from engine.step import Engine
-from engine.step_result import PendingResult
-from engine.train import ModelBuilder, build
-from launch.footprint.races.report import Race
-from launch.footprint.races.streams import (
+from triaxis.engine.activations.offload import SideStream
+from triaxis.engine.checkpoint.writer import RankWriter
+from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.comm.staging import Carrier
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config
+from triaxis.engine.kernels.registry import open_kernels
+from triaxis.engine.layout.rank_grid import Coordinates, RankGrid
+from triaxis.engine.pipeline.lowering import Instruction
+from triaxis.engine.pipeline.text import instruction_tokens
+from triaxis.engine.step import Engine
+from triaxis.engine.step_result import PendingResult
+from triaxis.engine.train import ModelBuilder, build
+from triaxis.launch.footprint.races.report import Race
+from triaxis.launch.footprint.races.streams import (
     CommunicatorStream,
     HostReads,
     ReadingThread,
@@ -38,10 +38,10 @@ from launch.footprint.races.streams import (
     WatchedFromCuda,
     WatchedStaging,
 )
-from launch.footprint.races.watch import RaceWatch
-from launch.footprint.real import draw_weights
-from launch.footprint.routing import counts_in_turn, know_rows, known_rows
-from launch.footprint.run import AS_WRITTEN, CPU, assumed_rows, fake_world, microbatches, require_rank
+from triaxis.launch.footprint.races.watch import RaceWatch
+from triaxis.launch.footprint.real import draw_weights
+from triaxis.launch.footprint.routing import counts_in_turn, know_rows, known_rows
+from triaxis.launch.footprint.run import AS_WRITTEN, CPU, assumed_rows, fake_world, microbatches, require_rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-import engine
-from launch.footprint.races.clocks import Operator
+import triaxis.engine
+from triaxis.launch.footprint.races.clocks import Operator
 
 RaceKind = Literal["unordered read", "unordered overwrite", "unordered writes", "early free"]
 
@@ -74,7 +74,7 @@ class Origins:
     """Program lines that post operators: the innermost ones outside of torch and of this package."""
 
     def __init__(self) -> None:
-        self._root = Path(engine.__file__).parents[1]
+        self._root = Path(triaxis.engine.__file__).parents[1]
         outside = [
             Path(torch.__file__).parent,
             Path(__file__).parent,

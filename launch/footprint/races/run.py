@@ -4,18 +4,18 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from engine.config.plan import parallel_sizes, rank_grid
-from engine.config.stages import as_a_run
-from engine.config.training import CONSTANT_RATE
-from engine.config.tree import Config
-from engine.errors import counted
-from launch.footprint.races.check import check_rank, representative_ranks
-from launch.footprint.races.clocks import Operator
-from launch.footprint.races.report import Race
-from launch.verify.run import checked
-from launch.verify.shrink import shrink
-from models.gpt.chunk import build_chunks
-from models.predict.rank_memory import resolve_recompute
+from triaxis.engine.config.plan import parallel_sizes, rank_grid
+from triaxis.engine.config.stages import as_a_run
+from triaxis.engine.config.training import CONSTANT_RATE
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import counted
+from triaxis.launch.footprint.races.check import check_rank, representative_ranks
+from triaxis.launch.footprint.races.clocks import Operator
+from triaxis.launch.footprint.races.report import Race
+from triaxis.launch.verify.run import checked
+from triaxis.launch.verify.shrink import shrink
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 MOST_SHOWN = 8
 """Races of one rank that are printed; one missing wait is often found at many lines."""

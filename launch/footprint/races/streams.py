@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from engine.comm.ledger import Event, Ledger
-from engine.comm.staging import CPU, Seen, Staging, TensorUse, Work
-from engine.device.host_copy import FromCuda
-from launch.footprint.races.clocks import Stream, VectorClock
-from launch.footprint.races.watch import RaceWatch
+from triaxis.engine.comm.ledger import Event, Ledger
+from triaxis.engine.comm.staging import CPU, Seen, Staging, TensorUse, Work
+from triaxis.engine.device.host_copy import FromCuda
+from triaxis.launch.footprint.races.clocks import Stream, VectorClock
+from triaxis.launch.footprint.races.watch import RaceWatch
 
 HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy)
 """Functions that read values on the host without an operator."""
 
 
 class CommunicatorStream:
-    """The stream of a process group's communicator; a carrier (`engine.comm.staging.Carrier`) that sends nothing.
+    """The stream of a process group's communicator; a carrier (`triaxis.engine.comm.staging.Carrier`) that sends nothing.
 
     NCCL's stream waits for an event of the current stream when a call is posted. The handle's `wait` makes the stream that is
     current by then wait for the end of the call. A group call is one operator. The handle keeps no tensor: the engine must.
@@ -170,7 +170,7 @@ class WatchedFromCuda(FromCuda):
 
 
 class WatchedPageLock:
-    """The place of a page lock (`engine.device.pinned_memory.PageLock`): memory that is locked is host memory."""
+    """The place of a page lock (`triaxis.engine.device.pinned_memory.PageLock`): memory that is locked is host memory."""
 
     def __init__(self, watch: RaceWatch) -> None:
         self._watch = watch
@@ -183,7 +183,7 @@ class WatchedPageLock:
 
 
 class WatchedStaging(Staging):
-    """The staging of a process group over gloo, for a rank on a GPU (`engine.comm.staging`); its worker has a clock."""
+    """The staging of a process group over gloo, for a rank on a GPU (`triaxis.engine.comm.staging`); its worker has a clock."""
 
     def __init__(self, watch: RaceWatch, name: str) -> None:
         self._watch = watch

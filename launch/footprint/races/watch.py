@@ -2,12 +2,12 @@
 
 On a GPU operators run on streams: the computation, one communicator per process group, copies to host memory and back. On the CPU
 each operator ends before the next begins, so nothing goes wrong there. `RaceWatch` sees every operator, and stand-ins for the
-other streams (`launch.footprint.races.streams`) post to it the overlapped work of a GPU. For every two uses of the
-same bytes the clocks (`launch.footprint.races.clocks`) prove an order, or both operators are reported.
+other streams (`triaxis.launch.footprint.races.streams`) post to it the overlapped work of a GPU. For every two uses of the
+same bytes the clocks (`triaxis.launch.footprint.races.clocks`) prove an order, or both operators are reported.
 
 Freed memory goes back to the stream that allocated it, which may use it again at once (torch's caching allocator). So it may be
 freed only after that stream has waited for all others that use it. Host memory is not freed under a copy: torch's allocator waits
-for copies, and what the engine pins itself is kept (`engine.device.pinned_memory`). Its reuse is checked as any other use.
+for copies, and what the engine pins itself is kept (`triaxis.engine.device.pinned_memory`). Its reuse is checked as any other use.
 """
 
 from collections import Counter
@@ -21,8 +21,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from launch.footprint.races.clocks import Clocks, Operator, Region, Stream
-from launch.footprint.races.report import Origins, Race, RaceKind
+from triaxis.launch.footprint.races.clocks import Clocks, Operator, Region, Stream
+from triaxis.launch.footprint.races.report import Origins, Race, RaceKind
 
 _SHAPE_ONLY = ("new_", "empty_like", "zeros_like", "ones_like", "full_like")
 """Operators that ask a tensor for its shape and dtype alone."""

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn, Self
 
-from engine.errors import TriaxisError
-from launch.start.process.failure import ExplainedError, code_of
-from launch.start.process.front import standard_streams
-from launch.start.process.lasting_output import lasting_output
+from triaxis.engine.errors import TriaxisError
+from triaxis.launch.start.process.failure import ExplainedError, code_of
+from triaxis.launch.start.process.front import standard_streams
+from triaxis.launch.start.process.lasting_output import lasting_output
 
 GRACE_SECONDS = 20.0
 """Limit for closing after a failure: a profiler and a checkpoint's copies wait for the device, which may never finish."""

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.comm.stop import Stop
-from engine.errors import ExitCode, TriaxisError
-from engine.resilience.hang.watch import hang_report
-from launch.start.process.named_causes import named_causes
+from triaxis.engine.comm.stop import Stop
+from triaxis.engine.errors import ExitCode, TriaxisError
+from triaxis.engine.resilience.hang.watch import hang_report
+from triaxis.launch.start.process.named_causes import named_causes
 
 AFTER = {
     Stop.PREEMPTED: ExitCode.REQUEUE,

@@ -18,7 +18,7 @@ from types import FrameType
 
 import psutil
 
-from engine.comm.stop import STOP_OF_SIGNAL, stop_signals
+from triaxis.engine.comm.stop import STOP_OF_SIGNAL, stop_signals
 
 LONGEST_SAVE_SECONDS = 1800.0
 """Limit after which a rank never ends: its disk or a peer hangs."""

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from engine.errors import ConfigError
-from engine.storage.redaction import blotted_streams
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.storage.redaction import blotted_streams
 
 
 @contextmanager

@@ -4,7 +4,7 @@
     triaxis train config.yaml > file    the disk of the file is full for a while; lost lines are counted there
     Ctrl-S                              a line waits for PATIENCE_SECONDS, then lines are lost and counted; the process goes on
 
-A rank replaces both again while its log is open (`engine.telemetry.outlets.rank_log`).
+A rank replaces both again while its log is open (`triaxis.engine.telemetry.outlets.rank_log`).
 """
 
 import sys
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-from engine.storage.redaction import blotted
-from engine.telemetry.outlets.lossy_file import LossyFile, text_over
+from triaxis.engine.storage.redaction import blotted
+from triaxis.engine.telemetry.outlets.lossy_file import LossyFile, text_over
 
 PATIENCE_SECONDS = 10.0
 """Time for which a paused terminal may hold a launcher, or a rank whose log is not open."""

@@ -1,6 +1,6 @@
 """The first seconds of a rank that torchrun starts: its worker takes seconds to import, and Ctrl-C may come before.
 
-    python -m launch.start.process.start_rank launch.pretrain_gpt config.yaml train.steps=20
+    python -m triaxis.launch.start.process.start_rank triaxis.launch.pretrain_gpt config.yaml train.steps=20
 
 A rank that is interrupted before its worker is imported ends with a code and no traceback; its launcher prints the reason.
 """
@@ -15,14 +15,14 @@ def main(arguments: Sequence[str]) -> NoReturn:
     try:
         import importlib
 
-        from launch.start.process.ending import run_rank
+        from triaxis.launch.start.process.ending import run_rank
 
         worker = importlib.import_module(arguments[0]).main
     except KeyboardInterrupt:
         # Threads of a library that is half imported may wait for ever in an ordinary exit.
         import os
 
-        from engine.errors import ExitCode
+        from triaxis.engine.errors import ExitCode
 
         os._exit(ExitCode.INTERRUPTED)
     run_rank(worker, arguments[1:])

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from engine.config.data import DataConfig
-from engine.config.tree import Config
+from triaxis.engine.config.data import DataConfig
+from triaxis.engine.config.tree import Config
 
 CORPUS = "corpus"
 """Name of the pair of files in the folder of a comparison."""

@@ -3,13 +3,13 @@
 import torch
 from torch import nn
 
-from engine.config.tree import Config
-from engine.data.loader import MicroBatch
-from engine.numerics.precision import DTYPES
-from launch.verify.verdict.records import TensorKind
-from models.interop.huggingface.config import family_of, to_hugging_face
-from models.interop.huggingface.families import FAMILIES
-from models.interop.huggingface.weights import exchanges
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.launch.verify.verdict.records import TensorKind
+from triaxis.models.interop.huggingface.config import family_of, to_hugging_face
+from triaxis.models.interop.huggingface.families import FAMILIES
+from triaxis.models.interop.huggingface.weights import exchanges
 
 
 class HuggingFace:

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from engine.config.model import ModelConfig
-from engine.config.training import OptimizerConfig
-from engine.config.tree import Config
-from engine.data.loader import MicroBatch
-from engine.layout.shard_spec import ParamSpec
-from engine.numerics.precision import DTYPES
-from launch.verify.verdict.records import TensorKind
-from models.interop.megatron.config import megatron_args
-from models.interop.megatron.weights import Parameter, parameters
-from models.specs import model_specs
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.layout.shard_spec import ParamSpec
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.launch.verify.verdict.records import TensorKind
+from triaxis.models.interop.megatron.config import megatron_args
+from triaxis.models.interop.megatron.weights import Parameter, parameters
+from triaxis.models.specs import model_specs
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,13 @@ from typing import Protocol
 
 import torch
 
-from engine.data.loader import MicroBatch
-from engine.layout.shard_spec import ParamSpec
-from launch.verify.verdict.records import TensorKind
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.layout.shard_spec import ParamSpec
+from triaxis.launch.verify.verdict.records import TensorKind
 
 
 class Pair(Protocol):
-    """Our parameters and the oracle's that hold the same numbers (`models.interop.huggingface.weights.Exchange` is one)."""
+    """Our parameters and the oracle's that hold the same numbers (`triaxis.models.interop.huggingface.weights.Exchange` is one)."""
 
     @property
     def ours(self) -> tuple[ParamSpec, ...]: ...

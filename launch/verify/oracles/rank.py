@@ -1,6 +1,6 @@
 """The process of an oracle: the steps of `triaxis verify` in another library's model, in the files of our one process.
 
-    python -P -m launch.verify.oracles.rank verify.yaml        next to it job.json: {"folder": .., "oracle": "megatron-core"}
+    python -P -m triaxis.launch.verify.oracles.rank verify.yaml    next to it job.json: {"folder": .., "oracle": "megatron-core"}
 
 It starts from our weights at the same point and writes whole tensors under our names. It reads the corpus by itself
 (`launch/verify/oracles/corpus.py`): labels, masks and counts are its own.
@@ -17,23 +17,23 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.config.load import load_config
-from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.config.tree import Config
-from engine.data.loader import MicroBatch
-from engine.layout.shard_spec import ParamRecord, ParamSpec, localize
-from engine.numerics.precision import DTYPES
-from launch.inference.request import read_job
-from launch.start.process.ending import run_rank
-from launch.start.process.parent_death import end_with_parent
-from launch.verify.measure import Part, Writing, starting_values
-from launch.verify.oracles.corpus import Rows, rows_of_steps
-from launch.verify.oracles.model import Oracle
-from launch.verify.rank import REFERENCE_SITES, checksums
-from launch.verify.samples import MASKED_FRACTION
-from launch.verify.verdict.records import REFERENCE_SAMPLES, REFERENCE_STEPS, Sample, StepFacts, TensorKind
-from models.inference.probes import LOSS, TOKEN_LOSSES
-from models.specs import model_specs
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.layout.shard_spec import ParamRecord, ParamSpec, localize
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.launch.inference.request import read_job
+from triaxis.launch.start.process.ending import run_rank
+from triaxis.launch.start.process.parent_death import end_with_parent
+from triaxis.launch.verify.measure import Part, Writing, starting_values
+from triaxis.launch.verify.oracles.corpus import Rows, rows_of_steps
+from triaxis.launch.verify.oracles.model import Oracle
+from triaxis.launch.verify.rank import REFERENCE_SITES, checksums
+from triaxis.launch.verify.samples import MASKED_FRACTION
+from triaxis.launch.verify.verdict.records import REFERENCE_SAMPLES, REFERENCE_STEPS, Sample, StepFacts, TensorKind
+from triaxis.models.inference.probes import LOSS, TOKEN_LOSSES
+from triaxis.models.specs import model_specs
 
 
 def main(argv: Sequence[str]) -> int:
@@ -58,16 +58,16 @@ def run(name: str, config: Config, folder: Path) -> None:
 def build(name: str, config: Config, stack: ExitStack) -> Oracle:
     """Build the oracle of that name in the run's dtype; enter the contexts that it needs on `stack`."""
     if config.precision.dtype == "float64":
-        from launch.verify.oracles.in_float64 import InFloat64
+        from triaxis.launch.verify.oracles.in_float64 import InFloat64
 
         stack.enter_context(InFloat64())
     if name == "megatron-core":
-        from launch.verify.oracles.megatron_core import MegatronCore
-        from launch.verify.oracles.megatron_cpu import on_cpu
+        from triaxis.launch.verify.oracles.megatron_core import MegatronCore
+        from triaxis.launch.verify.oracles.megatron_cpu import on_cpu
 
         stack.enter_context(on_cpu())
         return MegatronCore(config)
-    from launch.verify.oracles.hugging_face import HuggingFace
+    from triaxis.launch.verify.oracles.hugging_face import HuggingFace
 
     return HuggingFace(config)
 
@@ -79,7 +79,7 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
         oracle: with any weights; they are set.
         config: of one process, with the corpus in `data.train`.
         start: our weights by name, in their logical shapes and the run's dtype.
-        folder: where `launch.verify.rank` looks for its reference.
+        folder: where `triaxis.launch.verify.rank` looks for its reference.
     """
     model, train = config.model, config.train
     book = _Book(oracle, Writing(folder))

@@ -19,10 +19,10 @@ error in small elements, which a square hides. So e of a moment is at least p ti
 import math
 from collections.abc import Mapping
 
-from engine.config.optimizer_kinds import MOMENTS
-from launch.verify.verdict.deviation import Deviation
-from launch.verify.verdict.evidence import Evidence, relative, relative_errors
-from launch.verify.verdict.records import TensorKind
+from triaxis.engine.config.optimizer_kinds import MOMENTS
+from triaxis.launch.verify.verdict.deviation import Deviation
+from triaxis.launch.verify.verdict.evidence import Evidence, relative, relative_errors
+from triaxis.launch.verify.verdict.records import TensorKind
 
 TOLERANCES = {"float64": 1e-9, "fp32": 1e-3}
 """Constants: in float64, and in fp32 against an oracle, whose rounding is its own."""

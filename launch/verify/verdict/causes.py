@@ -14,10 +14,10 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from engine.config.optimizer_kinds import EMA, STATE_KINDS
-from launch.verify.verdict.deviation import Deviation
-from launch.verify.verdict.evidence import Cause, Difference, Evidence, Outcome
-from launch.verify.verdict.records import RankReport, together
+from triaxis.engine.config.optimizer_kinds import EMA, STATE_KINDS
+from triaxis.launch.verify.verdict.deviation import Deviation
+from triaxis.launch.verify.verdict.evidence import Cause, Difference, Evidence, Outcome
+from triaxis.launch.verify.verdict.records import RankReport, together
 
 AXES = ("tp", "pp", "cp", "dp", "ep", "etp")
 """The mesh's, and those of the second reading of a stage's ranks, by which experts are cut."""

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from engine.layout.rank_grid import ParallelSizes
-from launch.verify.verdict.deviation import Deviation
-from launch.verify.verdict.records import (
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.launch.verify.verdict.deviation import Deviation
+from triaxis.launch.verify.verdict.records import (
     ParameterFacts,
     RankReport,
     RoutingReport,

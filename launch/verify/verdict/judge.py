@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from launch.verify.verdict.bounds import TOLERANCES, Bounds
-from launch.verify.verdict.causes import cause_of
-from launch.verify.verdict.deviation import Deviation
-from launch.verify.verdict.evidence import Cause, Difference, Evidence, relative, relative_errors
-from launch.verify.verdict.records import KINDS, RoutingReport, Sample, StepFacts
+from triaxis.launch.verify.verdict.bounds import TOLERANCES, Bounds
+from triaxis.launch.verify.verdict.causes import cause_of
+from triaxis.launch.verify.verdict.deviation import Deviation
+from triaxis.launch.verify.verdict.evidence import Cause, Difference, Evidence, relative, relative_errors
+from triaxis.launch.verify.verdict.records import KINDS, RoutingReport, Sample, StepFacts
 
 __all__ = ["TOLERANCES", "Cause", "Difference", "Evidence", "Verdict", "judge"]
 

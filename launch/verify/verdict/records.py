@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from engine.config.optimizer_kinds import STATE_KINDS
-from launch.verify.verdict.deviation import NOTHING, Deviation
+from triaxis.engine.config.optimizer_kinds import STATE_KINDS
+from triaxis.launch.verify.verdict.deviation import NOTHING, Deviation
 
 TensorKind = str
 """One of `KINDS`."""

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from engine.config.attention_kinds import Rotary
-from engine.config.model import ModelConfig
-from models.interop.huggingface.family import FULL, OF_ROPE, SLIDING, Family, LayerKeys, Names, RopeKeys
+from triaxis.engine.config.attention_kinds import Rotary
+from triaxis.engine.config.model import ModelConfig
+from triaxis.models.interop.huggingface.family import FULL, OF_ROPE, SLIDING, Family, LayerKeys, Names, RopeKeys
 
 Keys = Mapping[str, Any]
 Fields = dict[str, Any]

@@ -13,16 +13,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config.attention_kinds import beyond_plain
-from engine.config.model import MOST_LAYERS, ModelConfig
-from engine.config.moe import BalanceConfig
-from engine.config.mtp import MTPConfig
-from engine.errors import ConfigError
-from models.interop.huggingface.attention_keys import attention_differences, attention_keys, read_attention
-from models.interop.huggingface.expert_keys import expert_differences, expert_keys, expert_notes, read_experts
-from models.interop.huggingface.families import FAMILIES
-from models.interop.huggingface.family import Family
-from models.interop.huggingface.record import SPECIAL_IDS
+from triaxis.engine.config.attention_kinds import beyond_plain
+from triaxis.engine.config.model import MOST_LAYERS, ModelConfig
+from triaxis.engine.config.moe import BalanceConfig
+from triaxis.engine.config.mtp import MTPConfig
+from triaxis.engine.errors import ConfigError
+from triaxis.models.interop.huggingface.attention_keys import attention_differences, attention_keys, read_attention
+from triaxis.models.interop.huggingface.expert_keys import expert_differences, expert_keys, expert_notes, read_experts
+from triaxis.models.interop.huggingface.families import FAMILIES
+from triaxis.models.interop.huggingface.family import Family
+from triaxis.models.interop.huggingface.record import SPECIAL_IDS
 
 Keys = Mapping[str, Any]
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from engine.config.model import ModelConfig
-from engine.config.moe import MoEConfig
-from models.interop.huggingface.family import ExpertKeys, Family
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.moe import MoEConfig
+from triaxis.models.interop.huggingface.family import ExpertKeys, Family
 
 Keys = Mapping[str, Any]
 Fields = dict[str, Any]

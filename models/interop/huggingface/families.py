@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from models.interop.huggingface.family import (
+from triaxis.models.interop.huggingface.family import (
     FULL,
     SLIDING,
     DerivedKey,
@@ -22,7 +22,7 @@ from models.interop.huggingface.family import (
     RopeKeys,
     ScaleKey,
 )
-from models.interop.huggingface.namings import (
+from triaxis.models.interop.huggingface.namings import (
     DEEPSEEK_V2_NAMING,
     DEEPSEEK_V3_NAMING,
     GPT2_NAMING,

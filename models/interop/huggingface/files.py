@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.format.store import TORCH_DTYPES
-from engine.errors import CheckpointError
-from engine.storage.files import sync, sync_folder
-from engine.storage.json_text import parse_json
+from triaxis.engine.checkpoint.format.store import TORCH_DTYPES
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.storage.files import sync, sync_folder
+from triaxis.engine.storage.json_text import parse_json
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BF16": TORCH_DTYPES["bfloat16"],

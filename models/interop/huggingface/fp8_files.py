@@ -9,10 +9,10 @@ rounded to bf16 once.
 
 import torch
 
-from engine.checkpoint.format.store import TORCH_DTYPES
-from engine.errors import CheckpointError
-from engine.numerics.precision import accumulate
-from models.interop.huggingface.files import TensorPlan, WeightFiles
+from triaxis.engine.checkpoint.format.store import TORCH_DTYPES
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.numerics.precision import accumulate
+from triaxis.models.interop.huggingface.files import TensorPlan, WeightFiles
 
 FP8 = "F8_E4M3"
 """The name of the dtype in a safetensors file."""

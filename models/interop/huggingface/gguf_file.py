@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.checkpoint.format.store import TORCH_DTYPES
-from engine.errors import CheckpointError, ConfigError
-from engine.program import install
-from models.interop.huggingface.families import FAMILIES
-from models.interop.huggingface.files import TensorPlan
+from triaxis.engine.checkpoint.format.store import TORCH_DTYPES
+from triaxis.engine.errors import CheckpointError, ConfigError
+from triaxis.engine.program import install
+from triaxis.models.interop.huggingface.families import FAMILIES
+from triaxis.models.interop.huggingface.files import TensorPlan
 
 
 @dataclass(frozen=True, slots=True)

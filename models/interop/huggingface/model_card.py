@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.directory import Candidate
-from engine.config.model import ModelConfig
-from engine.run.entries import CHECKPOINTS, METRICS
-from engine.storage.redaction import without_secrets
-from engine.telemetry.record.jsonl import read_records
+from triaxis.engine.checkpoint.directory import Candidate
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.run.entries import CHECKPOINTS, METRICS
+from triaxis.engine.storage.redaction import without_secrets
+from triaxis.engine.telemetry.record.jsonl import read_records
 
 README = "README.md"
 _HEAD = """---

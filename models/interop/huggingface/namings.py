@@ -6,7 +6,7 @@ Rows of names are tensors of ours and equal parts of theirs (`family.py`). Sourc
 import re
 from dataclasses import replace
 
-from models.interop.huggingface.family import Names, Naming, Table
+from triaxis.models.interop.huggingface.family import Names, Naming, Table
 
 _LLAMA_QKV: Table = (
     (("attention.q.weight",), ("self_attn.q_proj.weight",)),

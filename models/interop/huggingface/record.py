@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.directory import Candidate
-from engine.data.corpus.tokenizers import SENTENCEPIECE, TOKENIZER_JSON
-from engine.errors import CheckpointError, ConfigError, shown
-from engine.storage.files import sha256_of_file
-from engine.storage.json_text import parse_json
+from triaxis.engine.checkpoint.directory import Candidate
+from triaxis.engine.data.corpus.tokenizers import SENTENCEPIECE, TOKENIZER_JSON
+from triaxis.engine.errors import CheckpointError, ConfigError, shown
+from triaxis.engine.storage.files import sha256_of_file
+from triaxis.engine.storage.json_text import parse_json
 
 RECORD = "hugging_face.json"
 GENERATION_CONFIG = "generation_config.json"

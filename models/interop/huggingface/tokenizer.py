@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint.directory import Candidate
-from engine.checkpoint.inspect.recorded import end_of_documents, recorded_tokenizer, trained_tokenizer
-from engine.data.corpus.end_of_document import END_OF_DOCUMENT_NAMES
-from engine.data.corpus.tokenizers import (
+from triaxis.engine.checkpoint.directory import Candidate
+from triaxis.engine.checkpoint.inspect.recorded import end_of_documents, recorded_tokenizer, trained_tokenizer
+from triaxis.engine.data.corpus.end_of_document import END_OF_DOCUMENT_NAMES
+from triaxis.engine.data.corpus.tokenizers import (
     BYTES,
     CONFIG,
     SENTENCEPIECE,
@@ -34,8 +34,8 @@ from engine.data.corpus.tokenizers import (
     special_token,
     split_name,
 )
-from engine.errors import DataError
-from engine.storage.json_text import parse_json
+from triaxis.engine.errors import DataError
+from triaxis.engine.storage.json_text import parse_json
 
 _PRINTABLE = (*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1))
 
@@ -214,7 +214,7 @@ def _to_bytes(keys: Mapping[str, Any]) -> bytes:
 
 
 def bytes_tokenizer_json() -> str:
-    """Build a tokenizer.json that gives the ids of `engine.data.corpus.tokenizers.BytesTokenizer`."""
+    """Build a tokenizer.json that gives the ids of `triaxis.engine.data.corpus.tokenizers.BytesTokenizer`."""
     import tokenizers  # 10 MB of native code: only for those who export a model of bytes
     from tokenizers import decoders, models, pre_tokenizers
 

@@ -24,31 +24,31 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.directory import Candidate
-from engine.checkpoint.format.store import DTYPE_NAMES, Shard
-from engine.checkpoint.import_weights import read_weights, whole
-from engine.checkpoint.inspect.weights import WhichWeights
-from engine.config.model import ModelConfig
-from engine.errors import CheckpointError, ConfigError, counted
-from engine.layout.shard_spec import ParamSpec
-from engine.numerics.precision import accumulation_dtype
-from engine.storage.elsewhere import how_to_bring
-from engine.storage.json_text import parse_json
-from models.interop.finite import check_finite
-from models.interop.huggingface.config import (
+from triaxis.engine.checkpoint.directory import Candidate
+from triaxis.engine.checkpoint.format.store import DTYPE_NAMES, Shard
+from triaxis.engine.checkpoint.import_weights import read_weights, whole
+from triaxis.engine.checkpoint.inspect.weights import WhichWeights
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import CheckpointError, ConfigError, counted
+from triaxis.engine.layout.shard_spec import ParamSpec
+from triaxis.engine.numerics.precision import accumulation_dtype
+from triaxis.engine.storage.elsewhere import how_to_bring
+from triaxis.engine.storage.json_text import parse_json
+from triaxis.models.interop.finite import check_finite
+from triaxis.models.interop.huggingface.config import (
     QUANTIZATION,
     fp8_block,
     from_hugging_face,
     passed_over_notes,
     text_keys,
 )
-from models.interop.huggingface.families import FAMILIES
-from models.interop.huggingface.family import Family, Names, Naming, Table
-from models.interop.huggingface.files import DTYPES, TensorPlan, WeightFiles, format_name
-from models.interop.huggingface.fp8_files import Fp8Files
-from models.interop.huggingface.gguf_file import GgufFile
-from models.interop.huggingface.record import ImportRecord, record_of
-from models.specs import model_specs
+from triaxis.models.interop.huggingface.families import FAMILIES
+from triaxis.models.interop.huggingface.family import Family, Names, Naming, Table
+from triaxis.models.interop.huggingface.files import DTYPES, TensorPlan, WeightFiles, format_name
+from triaxis.models.interop.huggingface.fp8_files import Fp8Files
+from triaxis.models.interop.huggingface.gguf_file import GgufFile
+from triaxis.models.interop.huggingface.record import ImportRecord, record_of
+from triaxis.models.specs import model_specs
 
 Files = WeightFiles | Fp8Files | GgufFile
 

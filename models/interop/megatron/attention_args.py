@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from engine.config.model import ModelConfig
-from engine.errors import shown
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import shown
 
 Args = Mapping[str, Any]
 

@@ -15,16 +15,16 @@ from typing import Any, get_type_hints
 
 from pydantic import ValidationError
 
-from engine.config.attention_kinds import KindFields, beyond_plain
-from engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
-from engine.config.loss_scale import LossScaleConfig
-from engine.config.model import MOST_LAYERS, ModelConfig
-from engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
-from engine.config.plan import planned_steps
-from engine.config.tree import Config
-from engine.errors import ConfigError, shown
-from models.interop.megatron import schedule
-from models.interop.megatron.attention_args import (
+from triaxis.engine.config.attention_kinds import KindFields, beyond_plain
+from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
+from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.config.model import MOST_LAYERS, ModelConfig
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
+from triaxis.engine.config.plan import planned_steps
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError, shown
+from triaxis.models.interop.megatron import schedule
+from triaxis.models.interop.megatron.attention_args import (
     FIELDS,
     LISTS_BY_LAYER,
     attention_args,

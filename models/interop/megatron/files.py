@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.format.boxes import box_shape, intersect, within
-from engine.errors import CheckpointError, shown
-from engine.layout.shard_spec import Box
-from engine.storage.json_text import parse_json
-from models.interop.megatron.foreign_pickle import Inert, Name, read_archive, read_pickle
+from triaxis.engine.checkpoint.format.boxes import box_shape, intersect, within
+from triaxis.engine.errors import CheckpointError, shown
+from triaxis.engine.layout.shard_spec import Box
+from triaxis.engine.storage.json_text import parse_json
+from triaxis.models.interop.megatron.foreign_pickle import Inert, Name, read_archive, read_pickle
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _TRACKER_CHARACTERS = 64

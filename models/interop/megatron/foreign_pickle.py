@@ -25,8 +25,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from engine.errors import CheckpointError, shown
-from engine.numerics.precision import DTYPES
+from triaxis.engine.errors import CheckpointError, shown
+from triaxis.engine.numerics.precision import DTYPES
 
 _VALUES_PER_BYTE = 16
 """Values of keys that may be hashed per byte of a pickle: an old key is named again in two bytes, and has some parts."""

@@ -7,9 +7,9 @@ lr_schedule       the same                     inverse_sqrt            wsd with 
 from collections.abc import Mapping
 from typing import Any
 
-from engine.config.plan import planned_steps
-from engine.config.training import DECAYS
-from engine.config.tree import Config
+from triaxis.engine.config.plan import planned_steps
+from triaxis.engine.config.training import DECAYS
+from triaxis.engine.config.tree import Config
 
 _STYLES = {
     "constant": "constant",

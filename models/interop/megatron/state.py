@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from engine.checkpoint.format.manifest import LossScaleRecord, TrainingState
-from engine.config.tree import Config
-from engine.errors import CheckpointError, shown
-from engine.numerics.precision import accumulation_dtype
-from models.interop.megatron.config import megatron_training_args
-from models.interop.megatron.files import TorchDist
-from models.interop.megatron.schedule import schedule_args
+from triaxis.engine.checkpoint.format.manifest import LossScaleRecord, TrainingState
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import CheckpointError, shown
+from triaxis.engine.numerics.precision import accumulation_dtype
+from triaxis.models.interop.megatron.config import megatron_training_args
+from triaxis.models.interop.megatron.files import TorchDist
+from triaxis.models.interop.megatron.schedule import schedule_args
 
 
 def training_state(source: TorchDist) -> TrainingState:

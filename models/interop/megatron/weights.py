@@ -24,16 +24,16 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.checkpoint.format.manifest import Kind
-from engine.checkpoint.format.store import Shard
-from engine.checkpoint.import_weights import whole
-from engine.config.model import ModelConfig
-from engine.errors import CheckpointError, shown
-from engine.layout.shard_spec import Box
-from models.interop.finite import check_finite
-from models.interop.megatron.files import TorchDist
-from models.interop.megatron.writer import Written
-from models.specs import model_specs
+from triaxis.engine.checkpoint.format.manifest import Kind
+from triaxis.engine.checkpoint.format.store import Shard
+from triaxis.engine.checkpoint.import_weights import whole
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import CheckpointError, shown
+from triaxis.engine.layout.shard_spec import Box
+from triaxis.models.interop.finite import check_finite
+from triaxis.models.interop.megatron.files import TorchDist
+from triaxis.models.interop.megatron.writer import Written
+from triaxis.models.specs import model_specs
 
 Prefixes = Mapping[Kind, tuple[str, ...]]
 """Prefixes of the keys of a kind of tensor; the first one that is there counts."""

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from engine.errors import CheckpointError
-from engine.storage.files import sync, sync_folder, write_atomically
-from models.interop.megatron.files import TRACKER
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.storage.files import sync, sync_folder, write_atomically
+from triaxis.models.interop.megatron.files import TRACKER
 
 FILE_BYTES = 2**30
 """A file of chunks is closed when it is this large."""

@@ -21,10 +21,10 @@ R follows from the routing:
 from collections.abc import Mapping
 from fractions import Fraction
 
-from engine.config.moe import MoEConfig, buffer_rows, dispatch_of, local_tokens, worst_rows
-from engine.config.tree import Config
-from engine.layout.rank_grid import ParallelSizes
-from models.predict.terms import INDEX_BYTES, Sizes, Term, column_input
+from triaxis.engine.config.moe import MoEConfig, buffer_rows, dispatch_of, local_tokens, worst_rows
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.terms import INDEX_BYTES, Sizes, Term, column_input
 
 BALANCED = Fraction(1)
 """The load of a rank whose experts get as many rows as any other rank's."""

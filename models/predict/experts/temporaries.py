@@ -2,7 +2,7 @@
 
 There are k times as many rows as tokens, so copies of rows are the largest tensors of a layer. A rank has T tokens of a microbatch,
 of which etp k T rows leave it. Its experts get R rows, and e etp ranks share them; the other letters are those of
-`models.predict.experts.memory`. The most is held at one of these moments:
+`triaxis.models.predict.experts.memory`. The most is held at one of these moments:
 
     forward, all_to_all      outputs are put in the order of receipt     2 R h w
                              and return                                  (R + etp k T) h w
@@ -23,11 +23,11 @@ GEMM. Elementwise functions count operator by operator; compiled ones make no wi
 
 from fractions import Fraction
 
-from engine.config.moe import dispatch_of
-from engine.config.tree import Config
-from engine.layout.rank_grid import ParallelSizes
-from models.predict.experts.memory import expert_terms, rows_per_token
-from models.predict.terms import INDEX_BYTES, Sizes, Term
+from triaxis.engine.config.moe import dispatch_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.experts.memory import expert_terms, rows_per_token
+from triaxis.models.predict.terms import INDEX_BYTES, Sizes, Term
 
 NOTHING = Fraction(0)
 

@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.comm.ledger import EXPERTS
-from engine.config.moe import MoEConfig, dispatch_of
-from engine.config.plan import part_length
-from engine.config.tree import Config
-from engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.comm.ledger import EXPERTS
+from triaxis.engine.config.moe import MoEConfig, dispatch_of
+from triaxis.engine.config.plan import part_length
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes
 
 Choices = Mapping[int, Sequence[Sequence[int]]]
 """Of each layer with experts, by its number: for each rank that shares the experts, how often its tokens chose each of the E."""

@@ -4,10 +4,10 @@ import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from engine.config.yaml_text import read_yaml
-from engine.errors import ConfigError
-from engine.storage.state_files import read_regular
-from models.predict.step_time.device import NO_DEVICES, Device, device_names, load_device
+from triaxis.engine.config.yaml_text import read_yaml
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.storage.state_files import read_regular
+from triaxis.models.predict.step_time.device import NO_DEVICES, Device, device_names, load_device
 
 GPUS_PER_NODE = 8
 

@@ -16,9 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from engine.config.yaml_text import read_yaml
-from engine.errors import ConfigError
-from engine.storage.state_files import read_regular
+from triaxis.engine.config.yaml_text import read_yaml
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.storage.state_files import read_regular
 
 DEVICES = Path("configs/devices")
 """Where devices without a path are looked for."""

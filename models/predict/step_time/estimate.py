@@ -14,23 +14,23 @@ Bubbles, F, I and W the seconds of a rank's layers on one microbatch, of the mea
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from engine.config.plan import batch_plan, rank_grid
-from engine.config.tree import Config
-from engine.data.document_statistics import DocumentStatistics
-from engine.errors import ConfigError
-from engine.layout.partition import StageLayers
-from engine.layout.rank_grid import ParallelSizes
-from engine.pipeline import schedules
-from engine.pipeline.simulate import Costs, simulate
-from models.predict.cut import Cut, Memo
-from models.predict.rank_memory import resolve_recompute
-from models.predict.step_time.cluster import Cluster
-from models.predict.step_time.facts import Parameters, activation_bytes, element_bytes
-from models.predict.step_time.implementation import OURS, Implementation
-from models.predict.step_time.layer import Seconds, total
-from models.predict.step_time.links import Link, Links
-from models.predict.step_time.stage import StageTimer, Timed, timer_key
-from models.trained_part import schedule_of
+from triaxis.engine.config.plan import batch_plan, rank_grid
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.document_statistics import DocumentStatistics
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.partition import StageLayers
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.simulate import Costs, simulate
+from triaxis.models.predict.cut import Cut, Memo
+from triaxis.models.predict.rank_memory import resolve_recompute
+from triaxis.models.predict.step_time.cluster import Cluster
+from triaxis.models.predict.step_time.facts import Parameters, activation_bytes, element_bytes
+from triaxis.models.predict.step_time.implementation import OURS, Implementation
+from triaxis.models.predict.step_time.layer import Seconds, total
+from triaxis.models.predict.step_time.links import Link, Links
+from triaxis.models.predict.step_time.stage import StageTimer, Timed, timer_key
+from triaxis.models.trained_part import schedule_of
 
 SIMULATED_ROUNDS = 3
 """Microbatches that are simulated, in units of pp; a longer step goes on at the pace of the last round."""

@@ -18,21 +18,21 @@ A tensor that a kernel reads or writes counts its bytes; GEMMs and fused attenti
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from engine.config.context_parallel import exposed_share, gathers_keys, heads_of_pieces, local_kv_heads
-from engine.config.groups import is_frozen
-from engine.config.plan import part_length
-from engine.config.tree import Config
-from engine.data.document_statistics import DocumentStatistics
-from engine.layout.partition import StageLayers
-from engine.layout.rank_grid import ParallelSizes
-from engine.layout.shard_spec import ParamSpec, localize
-from engine.telemetry.record.flops import core_flops_forward
-from models.predict.step_time.experts import ExpertWork, expert_work
-from models.predict.step_time.implementation import Implementation
-from models.predict.step_time.links import Wire
-from models.predict.terms import BYTES_PER_ELEMENT
-from models.specs import StageContents, layer_specs, stage_specs
-from models.trained_part import frozen_products, head_is_frozen
+from triaxis.engine.config.context_parallel import exposed_share, gathers_keys, heads_of_pieces, local_kv_heads
+from triaxis.engine.config.groups import is_frozen
+from triaxis.engine.config.plan import part_length
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.document_statistics import DocumentStatistics
+from triaxis.engine.layout.partition import StageLayers
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.layout.shard_spec import ParamSpec, localize
+from triaxis.engine.telemetry.record.flops import core_flops_forward
+from triaxis.models.predict.step_time.experts import ExpertWork, expert_work
+from triaxis.models.predict.step_time.implementation import Implementation
+from triaxis.models.predict.step_time.links import Wire
+from triaxis.models.predict.terms import BYTES_PER_ELEMENT
+from triaxis.models.specs import StageContents, layer_specs, stage_specs
+from triaxis.models.trained_part import frozen_products, head_is_frozen
 
 
 @dataclass(frozen=True, slots=True)

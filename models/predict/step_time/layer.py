@@ -7,11 +7,11 @@ exposed    what collectives take beyond the products that they run beside; in pi
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from engine.config.tree import Config
-from engine.layout.rank_grid import ParallelSizes
-from models.predict.step_time.device import Device
-from models.predict.step_time.experts import ExpertWork
-from models.predict.step_time.facts import (
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.step_time.device import Device
+from triaxis.models.predict.step_time.experts import ExpertWork
+from triaxis.models.predict.step_time.facts import (
     ContextParallelWires,
     Gemm,
     LayerWork,
@@ -21,8 +21,8 @@ from models.predict.step_time.facts import (
     element_bytes,
     tensor_parallel_wires,
 )
-from models.predict.step_time.implementation import Implementation
-from models.predict.step_time.links import Link, Links, Wire
+from triaxis.models.predict.step_time.implementation import Implementation
+from triaxis.models.predict.step_time.links import Link, Links, Wire
 
 EXPERT_KERNELS = 14
 """Kernels of a layer's router, dispatch and experts in a forward besides those of a dense layer; a backward has twice as many."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.layout.rank_grid import RankGrid
-from models.predict.step_time.cluster import Cluster
-from models.predict.step_time.device import Device
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.models.predict.step_time.cluster import Cluster
+from triaxis.models.predict.step_time.device import Device
 
 NETWORK_SHARE = 0.94
 """Of an adapter's rate: 46 to 48 of 50 GB/s with NDR (NVIDIA/nccl-tests issue 290)."""

@@ -7,13 +7,13 @@ Layouts of a run that differ in pp, vpp, dp or in where the layers are cut have 
 from collections import Counter
 from dataclasses import dataclass
 
-from engine.config.groups import is_frozen
-from engine.config.tree import Config
-from engine.data.document_statistics import DocumentStatistics
-from engine.layout.rank_grid import ParallelSizes
-from models.predict.cut import Contents, layer_sorts
-from models.predict.step_time.device import Device
-from models.predict.step_time.facts import (
+from triaxis.engine.config.groups import is_frozen
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.document_statistics import DocumentStatistics
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.cut import Contents, layer_sorts
+from triaxis.models.predict.step_time.device import Device
+from triaxis.models.predict.step_time.facts import (
     Parameters,
     head_gemm,
     layer_work,
@@ -21,9 +21,9 @@ from models.predict.step_time.facts import (
     parameters_of_layer,
     recomputed_layers,
 )
-from models.predict.step_time.implementation import Implementation
-from models.predict.step_time.layer import LayerTimer, Seconds
-from models.predict.step_time.links import Links
+from triaxis.models.predict.step_time.implementation import Implementation
+from triaxis.models.predict.step_time.layer import LayerTimer, Seconds
+from triaxis.models.predict.step_time.links import Links
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from engine.activations.backward import run_backward
+from triaxis.engine.activations.backward import run_backward
 
 
 def from_edge(output, grad):

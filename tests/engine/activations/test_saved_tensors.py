@@ -9,9 +9,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.activations.offload import HostMemory, InPlace, Mark
-from engine.activations.saved_tensors import SavedTensors
-from engine.device.pinned_memory import Pageable
+from triaxis.engine.activations.offload import HostMemory, InPlace, Mark
+from triaxis.engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.device.pinned_memory import Pageable
 
 CPU = torch.device("cpu")
 WIDTH = 64

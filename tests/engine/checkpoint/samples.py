@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
-from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.format.boxes import within
-from engine.checkpoint.format.manifest import (
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
+from triaxis.engine.checkpoint.format.boxes import within
+from triaxis.engine.checkpoint.format.manifest import (
     FORMAT_VERSION,
     PIECE_BYTES,
     Kind,
@@ -19,9 +19,9 @@ from engine.checkpoint.format.manifest import (
     TrainingState,
     write_manifest,
 )
-from engine.checkpoint.format.store import Shard, fingerprints, write_file
-from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.layout.shard_spec import Box
+from triaxis.engine.checkpoint.format.store import Shard, fingerprints, write_file
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.layout.shard_spec import Box
 
 Cut = tuple[Box, int, int]
 """A flat range [start, stop) of the row-major box."""

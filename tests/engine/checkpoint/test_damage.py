@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.directory import CheckpointDirectory, find
-from engine.checkpoint.format.manifest import MANIFEST, MANIFEST_HASH, TrainingState
-from engine.checkpoint.format.store import write_file
-from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
-from engine.checkpoint.inspect.verify import verify
-from engine.errors import CheckpointError
 from tests.engine.checkpoint.samples import commit
 from tests.full_disk import room_for
+from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
+from triaxis.engine.checkpoint.format.manifest import MANIFEST, MANIFEST_HASH, TrainingState
+from triaxis.engine.checkpoint.format.store import write_file
+from triaxis.engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
+from triaxis.engine.checkpoint.inspect.verify import verify
+from triaxis.engine.errors import CheckpointError
 
 NOBODY = 65534
 STATE = TrainingState.at_start()

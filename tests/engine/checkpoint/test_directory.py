@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.directory import Candidate, CheckpointDirectory, find, folders_at
-from engine.checkpoint.format.manifest import MANIFEST, TrainingState
-from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
-from engine.errors import CheckpointError
 from tests.engine.checkpoint.samples import bits, commit, model, training_shards, write_folder
+from triaxis.engine.checkpoint.directory import Candidate, CheckpointDirectory, find, folders_at
+from triaxis.engine.checkpoint.format.manifest import MANIFEST, TrainingState
+from triaxis.engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
+from triaxis.engine.errors import CheckpointError
 
 
 @pytest.fixture

@@ -2,15 +2,15 @@
 
 import torch
 
-from engine.checkpoint.environment import describe_layout, layout_differences
-from engine.comm.topology import Topology
-from engine.config.activations import RecomputeConfig
-from engine.config.section import with_value
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.step import Engine
-from engine.train import build
-from models.gpt.chunk import build_chunks
 from tests.parity.cases import Case
+from triaxis.engine.checkpoint.environment import describe_layout, layout_differences
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.section import with_value
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.step import Engine
+from triaxis.engine.train import build
+from triaxis.models.gpt.chunk import build_chunks
 
 
 def built(recompute: RecomputeConfig, attention: str = "auto") -> Engine:

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.history import MEDIAN_FROM, MEDIAN_OVER, SKIPPED, RunHistory, read_history
-from engine.config.run import ResilienceConfig
-from engine.data.skipped import SkippedRanges
-from engine.errors import CheckpointError
-from engine.step_limits import NO_LIMITS
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
+from triaxis.engine.checkpoint.history import MEDIAN_FROM, MEDIAN_OVER, SKIPPED, RunHistory, read_history
+from triaxis.engine.config.run import ResilienceConfig
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.step_limits import NO_LIMITS
 
 
 @settings(max_examples=50, deadline=None)

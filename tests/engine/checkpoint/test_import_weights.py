@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint import import_weights as offline
-from engine.checkpoint.directory import CheckpointDirectory, find
-from engine.checkpoint.format.manifest import Ancestor, TrainingState
-from engine.checkpoint.format.store import Shard
-from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
-from engine.checkpoint.lock import FolderLock
-from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.errors import CheckpointError, TriaxisError
 from tests.engine.checkpoint.samples import bits, commit, model, training_shards
+from triaxis.engine.checkpoint import import_weights as offline
+from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
+from triaxis.engine.checkpoint.format.manifest import Ancestor, TrainingState
+from triaxis.engine.checkpoint.format.store import Shard
+from triaxis.engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
+from triaxis.engine.checkpoint.lock import FolderLock
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.errors import CheckpointError, TriaxisError
 
 STATE = TrainingState.at_start()
 

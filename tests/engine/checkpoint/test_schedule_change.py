@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.schedule_change import schedule_change
-from engine.config.tree import Config
+from triaxis.engine.checkpoint.schedule_change import schedule_change
+from triaxis.engine.config.tree import Config
 
 STEP_TOKENS = 128
 COOLDOWN = {"lr_schedule": "wsd", "cooldown_tokens": 10 * STEP_TOKENS}

@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from benchmarks.gpu_contenders.shapes import SHAPES, base_words, resolve, write_config
-from engine.checkpoint.format.store import write_file
-from engine.checkpoint.shards import saved_buckets, shards
-from engine.checkpoint.writer import RankWriter
-from engine.comm.topology import Topology
-from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.config.plan import parallel_sizes
-from engine.config.training import PrecisionConfig
-from engine.device import pinned_memory
-from engine.layout.rank_grid import RankGrid
-from engine.optimizer.distributed import DistributedOptimizer
-from engine.step import Engine
-from engine.train import build
-from models.gpt.chunk import build_chunks
-from models.specs import model_specs
+from triaxis.engine.checkpoint.format.store import write_file
+from triaxis.engine.checkpoint.shards import saved_buckets, shards
+from triaxis.engine.checkpoint.writer import RankWriter
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.training import PrecisionConfig
+from triaxis.engine.device import pinned_memory
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.optimizer.distributed import DistributedOptimizer
+from triaxis.engine.step import Engine
+from triaxis.engine.train import build
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.specs import model_specs
 
 FORMS: Mapping[str, tuple[PrecisionConfig, int]] = {
     "full": (PrecisionConfig(dtype="bf16"), 4 + 4 + 4),

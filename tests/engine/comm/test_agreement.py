@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.comm.agreement import NUM_NUMBERS, NUM_SUMS, SaveFlags, StepFlags, StopFlags
+from triaxis.engine.comm.agreement import NUM_NUMBERS, NUM_SUMS, SaveFlags, StepFlags, StopFlags
 
 
 def test_each_flag_has_a_place_of_its_own() -> None:

@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.comm.backends import Message
-from engine.comm.collectives import Axis
-from engine.comm.ledger import Ledger
-from engine.comm.texts import TEXT_BYTES, announce, gather_text
-from engine.comm.topology import Topology
-from engine.errors import TopologyError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
 from tests.harness import RankFailedError, run_ranks
+from triaxis.engine.comm.backends import Message
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.comm.texts import TEXT_BYTES, announce, gather_text
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.errors import TopologyError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")

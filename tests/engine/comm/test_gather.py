@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.comm.gather import Gathering
-from engine.comm.topology import Topology
-from engine.layout.rank_grid import ParallelSizes, RankGrid
 from tests.harness import run_ranks
+from triaxis.engine.comm.gather import Gathering
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 
 pytestmark = pytest.mark.distributed
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.comm.backends import Backend
-from engine.comm.collectives import Axis, Pending
-from engine.comm.ledger import Ledger
-from engine.comm.texts import gather_text
+from triaxis.engine.comm.backends import Backend
+from triaxis.engine.comm.collectives import Axis, Pending
+from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.comm.texts import gather_text
 
 pytestmark = pytest.mark.gpu
 

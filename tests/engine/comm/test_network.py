@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from engine.comm.network import (
+from tests import netns
+from tests.harness import run_ranks
+from triaxis.engine.comm.network import (
     GLOO_VARIABLE,
     NCCL_VARIABLE,
     Interface,
@@ -21,14 +23,12 @@ from engine.comm.network import (
     interface_variables,
     listening_socket,
 )
-from engine.comm.runtime import RankEnvironment, start
-from engine.comm.topology import Topology
-from engine.config.run import RuntimeConfig
-from engine.errors import PortTakenError, TopologyError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from launch.start import rendezvous
-from tests import netns
-from tests.harness import run_ranks
+from triaxis.engine.comm.runtime import RankEnvironment, start
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.errors import PortTakenError, TopologyError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.launch.start import rendezvous
 
 LOOPBACK_NAME = next(
     name for name, own in psutil.net_if_addrs().items() if any(one.address == "127.0.0.1" for one in own)

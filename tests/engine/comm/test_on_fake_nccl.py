@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.comm.collectives import Axis
-from engine.comm.runtime import RankEnvironment, Runtime
-from engine.config.tree import Config
 from tests.fake_nccl import NAME, FakeNccl
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank
 from tests.parity.test_parity import compare
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.runtime import RankEnvironment, Runtime
+from triaxis.engine.config.tree import Config
 
 pytestmark = pytest.mark.distributed
 
@@ -27,11 +27,11 @@ def test_a_layout_over_it_equals_the_oracle() -> None:
 
 def timeouts(rank: int, config: Config) -> list[timedelta]:
     """The timeout of each group of a rank that joins as a command's does."""
-    import launch.rank.join
+    import triaxis.launch.rank.join
 
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    launch.rank.join.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
-    with launch.rank.join.join(config, RankEnvironment(rank, 4, rank, 4)) as joined:
+    triaxis.launch.rank.join.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
+    with triaxis.launch.rank.join.join(config, RankEnvironment(rank, 4, rank, 4)) as joined:
         groups = [joined.topology.axis(name)._backend.group for name in ("tp", "pp_forward", "pp_backward", "world")]
         return [
             group.timeout if isinstance(group, FakeNccl) else group._get_backend(torch.device("cpu")).options._timeout

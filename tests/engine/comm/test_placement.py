@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.comm.placement import Place, judge_places, place
-from engine.comm.store_agreement import Facts
-from engine.config.run import RuntimeConfig
-from engine.device import gpus
-from engine.device.gpus import BACKEND_VARIABLE, CPU, CUDA, DEVICE_VARIABLE, GLOO, NCCL
-from engine.device.nvidia_driver import Driver
-from engine.errors import TopologyError
+from triaxis.engine.comm.placement import Place, judge_places, place
+from triaxis.engine.comm.store_agreement import Facts
+from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.device import gpus
+from triaxis.engine.device.gpus import BACKEND_VARIABLE, CPU, CUDA, DEVICE_VARIABLE, GLOO, NCCL
+from triaxis.engine.device.nvidia_driver import Driver
+from triaxis.engine.errors import TopologyError
 
 ON_GPUS = {DEVICE_VARIABLE: CUDA, BACKEND_VARIABLE: NCCL}
 ON_THE_CPU = {DEVICE_VARIABLE: CPU, BACKEND_VARIABLE: GLOO}

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.comm.runtime import (
+from tests.harness import run_ranks
+from triaxis.engine.comm.runtime import (
     ALLOCATOR_VARIABLES,
     COMPILE_THREADS,
     CONNECT_AT_ONCE,
@@ -26,10 +27,9 @@ from engine.comm.runtime import (
     set_up_allocator,
     start,
 )
-from engine.config.run import RuntimeConfig
-from engine.device.nvidia_driver import Driver
-from engine.errors import TopologyError
-from tests.harness import run_ranks
+from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.device.nvidia_driver import Driver
+from triaxis.engine.errors import TopologyError
 
 
 def config(**given: Any) -> RuntimeConfig:
@@ -68,9 +68,9 @@ def test_compile_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> Non
 STARTED_RANK = """
 import os
 os.sched_getaffinity, os.cpu_count = lambda process: set(range(24)), lambda: 24
-import launch.pretrain_gpt
-from engine.config.run import RuntimeConfig
-from engine.comm.runtime import RankEnvironment, start
+import triaxis.launch.pretrain_gpt
+from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.comm.runtime import RankEnvironment, start
 start(RankEnvironment(local_world_size=4), RuntimeConfig(device="cpu"))
 import torch._inductor.config
 print(torch._inductor.config.compile_threads)
@@ -88,9 +88,9 @@ def test_the_compiler_is_imported_after_a_rank_has_set_its_share() -> None:
 
 
 def on_the_cpu(rank: int) -> bool:
-    import engine.comm.runtime
+    import triaxis.engine.comm.runtime
 
-    engine.comm.runtime.set_up_allocator = None  # type: ignore[assignment] # calling it would fail
+    triaxis.engine.comm.runtime.set_up_allocator = None  # type: ignore[assignment] # calling it would fail
     os.environ.pop(COMPILE_THREADS, None)
     runtime = start(RankEnvironment(), config(device="cpu"))
     return runtime.device.type == "cpu" and os.environ[COMPILE_THREADS] == str(len(os.sched_getaffinity(0)))
@@ -126,9 +126,9 @@ def start_on_gpus(
     Returns:
         Its device or the error, seconds, variables for NCCL.
     """
-    import engine.device.gpus
+    import triaxis.engine.device.gpus
 
-    engine.device.gpus.read_driver = lambda: Driver("550.54.14", 8)  # type: ignore[assignment]
+    triaxis.engine.device.gpus.read_driver = lambda: Driver("550.54.14", 8)  # type: ignore[assignment]
     torch.cuda.is_available = lambda: usable[rank] > 0
     torch.cuda.device_count = lambda: usable[rank]
     torch.cuda.set_device = lambda device: None

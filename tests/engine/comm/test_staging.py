@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.comm.backends import Message
-from engine.comm.collectives import Axis
-from engine.comm.staging import CPU, Seen, Staging, TensorUse
-from engine.comm.topology import Topology
-from engine.device.pinned_memory import Pageable
-from engine.layout.rank_grid import ParallelSizes, RankGrid
 from tests.engine.comm.test_collectives import check_every_verb, every_verb
 from tests.harness import run_ranks
+from triaxis.engine.comm.backends import Message
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.staging import CPU, Seen, Staging, TensorUse
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.device.pinned_memory import Pageable
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 
 
 class Handle:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.comm.agreement import StopFlags
-from engine.comm.stop import STOP_OF_SIGNAL, Stop, StopRequest
+from triaxis.engine.comm.agreement import StopFlags
+from triaxis.engine.comm.stop import STOP_OF_SIGNAL, Stop, StopRequest
 
 
 def test_nobody_asked() -> None:
@@ -58,7 +58,7 @@ def test_a_hangup_that_nohup_ignores_asks_nothing() -> None:
 
 def test_a_signal_asks_though_nothing_can_be_said() -> None:
     program = (
-        "import os, signal, sys; from engine.comm.stop import StopRequest\n"
+        "import os, signal, sys; from triaxis.engine.comm.stop import StopRequest\n"
         "request = StopRequest(); request.listen(); os.dup2(os.open('/dev/full', os.O_WRONLY), 2)\n"
         "os.kill(os.getpid(), signal.SIGTERM); print(tuple(request.flags()))\n"
     )
@@ -68,7 +68,7 @@ def test_a_signal_asks_though_nothing_can_be_said() -> None:
 
 def test_a_second_ctrl_c_ends_the_rank_at_once() -> None:
     program = (
-        "import os, signal, time; from engine.comm.stop import StopRequest\n"
+        "import os, signal, time; from triaxis.engine.comm.stop import StopRequest\n"
         "StopRequest().listen()\n"
         "os.kill(os.getpid(), signal.SIGINT); print('on', flush=True)\n"
         "os.kill(os.getpid(), signal.SIGINT); time.sleep(60); print('still here')\n"

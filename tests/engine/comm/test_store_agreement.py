@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.comm.store_agreement import compare_facts, judge_group_counts, name_ranks
-from engine.comm.topology import Topology
-from engine.errors import TopologyError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
 from tests.harness import run_ranks
+from triaxis.engine.comm.store_agreement import compare_facts, judge_group_counts, name_ranks
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.errors import TopologyError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 
 
 def test_ranks_are_written_as_runs() -> None:

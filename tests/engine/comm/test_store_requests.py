@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.comm.topology import Topology
-from engine.layout.rank_grid import ParallelSizes, RankGrid
 from tests.counting_store import CountingStore
 from tests.harness import run_ranks
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 
 pytestmark = pytest.mark.distributed
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from engine.comm.topology import nccl_options
-from engine.layout.axis_groups import STREAM_USE, StreamUse, stream_use
+from triaxis.engine.comm.topology import nccl_options
+from triaxis.engine.layout.axis_groups import STREAM_USE, StreamUse, stream_use
 
 
 class Options:

@@ -13,15 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.comm.backends import Message
-from engine.comm.collectives import Axis
-from engine.comm.ledger import Event
-from engine.comm.topology import Topology
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from models.predict.traffic import wire_bytes
 from tests import netns
 from tests.harness import run_ranks
 from tests.lacking import STRICT, VARIABLE
+from triaxis.engine.comm.backends import Message
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import Event
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.models.predict.traffic import wire_bytes
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")

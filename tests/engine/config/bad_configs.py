@@ -6,12 +6,12 @@ from typing import Any
 
 import yaml
 
-from engine.config.tree import Config
 from tests.engine.config.bad_expert_configs import BAD_EXPERTS
 from tests.engine.config.bad_latents import BAD_LATENTS
 from tests.engine.config.bad_rates import BAD_RATES
 from tests.engine.config.bad_scales import BAD_SCALES
 from tests.engine.config.bad_stages import BAD_STAGES
+from triaxis.engine.config.tree import Config
 
 MIXED_SCHEDULE = Path(__file__).parents[2] / "parity" / "mixed_schedule.txt"
 """For pp 2 and 5 microbatches."""

@@ -8,13 +8,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.resume_rules import changes
-from engine.config.attention_kinds import BEYOND_PLAIN, PLAIN, AttentionPattern, attention_pattern, beyond_plain
-from engine.config.load import load_config
-from engine.config.write import to_yaml
-from engine.errors import ConfigError
 from tests.documented import ROOT
 from tests.engine.config.bad_configs import LEGAL, config_with
+from triaxis.engine.checkpoint.resume_rules import changes
+from triaxis.engine.config.attention_kinds import BEYOND_PLAIN, PLAIN, AttentionPattern, attention_pattern, beyond_plain
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.errors import ConfigError
 
 GEMMA = [
     "model.layers=[local*5, global]",

@@ -8,13 +8,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config.counts import LIMIT, SUFFIXES, Count, count
-from engine.config.load import load_config
-from engine.config.section import Section
-from engine.config.tree import Config
-from engine.config.write import to_yaml
-from engine.errors import ConfigError
 from tests.launch.command_line import ROOT
+from triaxis.engine.config.counts import LIMIT, SUFFIXES, Count, count
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.section import Section
+from triaxis.engine.config.tree import Config
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.errors import ConfigError
 
 TINY = ROOT / "configs" / "gpt_tiny.yaml"
 NEITHER_STEPS = "train.steps=null"

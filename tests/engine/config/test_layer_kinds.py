@@ -5,7 +5,7 @@ from typing import Any, get_args
 
 import pytest
 
-from engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS, ActivationName, NormName, PositionName
+from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS, ActivationName, NormName, PositionName
 
 
 @pytest.mark.parametrize(

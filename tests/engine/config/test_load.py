@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from engine.config import foreign_names as config_names
-from engine.config.foreign_names import ALWAYS_ON, FOREIGN_NAMES, NOT_BUILT, unknown_key
-from engine.config.layout import ParallelConfig
-from engine.config.load import ENVIRONMENT, load_config
-from engine.config.section import Section
-from engine.config.tree import FORMAT_VERSION, Config
-from engine.config.write import to_yaml
-from engine.errors import ConfigError
+from triaxis.engine.config import foreign_names as config_names
+from triaxis.engine.config.foreign_names import ALWAYS_ON, FOREIGN_NAMES, NOT_BUILT, unknown_key
+from triaxis.engine.config.layout import ParallelConfig
+from triaxis.engine.config.load import ENVIRONMENT, load_config
+from triaxis.engine.config.section import Section
+from triaxis.engine.config.tree import FORMAT_VERSION, Config
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.errors import ConfigError
 
 BASE = """\
 model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, seq_length: 32, vocab_size: 300}
@@ -408,9 +408,9 @@ def test_a_config_cannot_be_changed(base: Path) -> None:
 
 def test_reading_a_config_imports_no_torch(base: Path) -> None:
     code = (
-        "import sys; from engine.config.plan import batch_plan; from engine.config.load import load_config; "
-        "from engine.config.write import to_yaml; "
-        "from engine.config.tree import problems; "
+        "import sys; from triaxis.engine.config.plan import batch_plan; from triaxis.engine.config.load import load_config; "
+        "from triaxis.engine.config.write import to_yaml; "
+        "from triaxis.engine.config.tree import problems; "
         "config = load_config(sys.argv[1]); to_yaml(config); batch_plan(config, 2); problems(config, 8, 8); "
         "sys.exit('torch' in sys.modules)"
     )

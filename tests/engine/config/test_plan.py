@@ -5,12 +5,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from engine.config.plan import balance_line, batch_plan, local_seq_length, parallel_sizes, stages_of
-from engine.config.stage_work import layer_work
-from engine.config.tree import broken_rules
-from engine.errors import ConfigError
-from engine.layout.rank_grid import ParallelSizes
 from tests.engine.config.bad_configs import config_with
+from triaxis.engine.config.plan import balance_line, batch_plan, local_seq_length, parallel_sizes, stages_of
+from triaxis.engine.config.stage_work import layer_work
+from triaxis.engine.config.tree import broken_rules
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.rank_grid import ParallelSizes
 
 
 def test_stages_follow_the_layout() -> None:

@@ -10,21 +10,21 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.config.layout import nodes_are_whole
-from engine.config.load import load_config
-from engine.config.model import LARGEST_VOCABULARY, LARGEST_WIDTH, LONGEST_SEQUENCE, MOST_HEADS, MOST_LAYERS
-from engine.config.plan import batch_plan, parallel_sizes, stages_of
-from engine.config.section import Subject, divisors, multiples, numbers, with_value
-from engine.config.training import MOST_STEPS
-from engine.config.tree import RULES, Config, broken_rules, problems
-from engine.errors import ConfigError, TopologyError
-from engine.layout.partition import partition
-from engine.layout.rank_grid import RankGrid
-from engine.layout.rank_rules import MOST_RANKS
-from engine.layout.shard_spec import localize
-from engine.pipeline import schedules
-from models.specs import model_specs
 from tests.engine.config.bad_configs import BAD, LEGAL, config_with
+from triaxis.engine.config.layout import nodes_are_whole
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.model import LARGEST_VOCABULARY, LARGEST_WIDTH, LONGEST_SEQUENCE, MOST_HEADS, MOST_LAYERS
+from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
+from triaxis.engine.config.section import Subject, divisors, multiples, numbers, with_value
+from triaxis.engine.config.training import MOST_STEPS
+from triaxis.engine.config.tree import RULES, Config, broken_rules, problems
+from triaxis.engine.errors import ConfigError, TopologyError
+from triaxis.engine.layout.partition import partition
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.layout.rank_rules import MOST_RANKS
+from triaxis.engine.layout.shard_spec import localize
+from triaxis.engine.pipeline import schedules
+from triaxis.models.specs import model_specs
 
 
 def test_the_legal_config_is_legal() -> None:

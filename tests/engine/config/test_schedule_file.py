@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from engine.checkpoint.resume_rules import changes
-from engine.config.load import load_config
-from engine.config.tree import Config, problems
-from engine.config.write import to_yaml
-from engine.errors import ConfigError, ScheduleError
-from engine.layout.rank_grid import ParallelSizes
-from engine.pipeline import schedules
-from engine.pipeline.programs import schedule_file_runs
-from engine.pipeline.text import from_text, to_text
 from tests.engine.config.bad_configs import config_with
+from triaxis.engine.checkpoint.resume_rules import changes
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.errors import ConfigError, ScheduleError
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.programs import schedule_file_runs
+from triaxis.engine.pipeline.text import from_text, to_text
 
 # The legal configuration has 16 samples: 4 microbatches of 2 with dp 2.
 SIZES = ("parallel.pp=2", "parallel.dp=2")

@@ -8,13 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.load import load_config
-from engine.config.plan import batch_plan, planned_steps, planned_tokens
-from engine.config.stages import as_a_run, at_stage, current_stage, data_segments, past_differs, run_stages, stage_at
-from engine.config.tree import Config, problems
-from engine.config.write import to_yaml
-from engine.errors import ConfigError
 from tests.engine.config.bad_configs import LEGAL
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import batch_plan, planned_steps, planned_tokens
+from triaxis.engine.config.stages import (
+    as_a_run,
+    at_stage,
+    current_stage,
+    data_segments,
+    past_differs,
+    run_stages,
+    stage_at,
+)
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.errors import ConfigError
 
 STAGED = ["train.steps=null", "checkpoint.interval=5"]
 LONGER = "{name: longer, until: 9k, model.seq_length: 128, train.global_batch_size: 4, parallel.tp: 2}"

@@ -1,8 +1,8 @@
 """The whole tree: what a resumed run may change of it."""
 
-from engine.config.section import Section
-from engine.config.tree import Config, resume_verdict
 from tests.engine.config.bad_configs import config_with
+from triaxis.engine.config.section import Section
+from triaxis.engine.config.tree import Config, resume_verdict
 
 
 def fields(verdict: str, *overrides: str) -> set[str]:

@@ -5,10 +5,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config.load import load_config
-from engine.config.yaml_text import MOST_LEVELS, read_yaml
-from engine.errors import ConfigError
-from engine.storage.json_text import parse_json
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.yaml_text import MOST_LEVELS, read_yaml
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.storage.json_text import parse_json
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from engine.comm.topology import Topology
-from engine.config.context_parallel import MOST_PIECES, exposed_share, heads_of_pieces, method_of
-from engine.config.tree import Config
-from engine.context_parallel.attention import ContextParallelRegion, local_gradients, pieces_of
-from engine.data.sequence_part import SequencePart
-from engine.layout.rank_grid import ParallelSizes, RankGrid
 from tests.harness import run_ranks
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.context_parallel import MOST_PIECES, exposed_share, heads_of_pieces, method_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.attention import ContextParallelRegion, local_gradients, pieces_of
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 
 CPU = torch.device("cpu")
 FINE = 2.0**-9

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.context_parallel.cut import ContextCut
-from engine.context_parallel.deal import block_work, deal, keys_seen, rank_work, runs_of_ranks
-from engine.data.documents import Documents, document_positions
-from engine.data.loader import MicroBatch
-from engine.data.sequence_part import SequencePart
+from triaxis.engine.context_parallel.cut import ContextCut
+from triaxis.engine.context_parallel.deal import block_work, deal, keys_seen, rank_work, runs_of_ranks
+from triaxis.engine.data.documents import Documents, document_positions
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.data.sequence_part import SequencePart
 
 DOCUMENTS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 SIZES = st.sampled_from([2, 3, 4])

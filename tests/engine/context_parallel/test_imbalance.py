@@ -8,14 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.context_parallel.cut import ContextCut
-from engine.context_parallel.deal import runs_of_ranks
-from engine.context_parallel.imbalance import imbalance, predicted_imbalance, work_of_ranks
-from engine.data.document_statistics import DocumentStatistics
-from engine.data.documents import Documents
-from engine.data.sequence_part import SequencePart
-from engine.kernels.masked_attention import Mask, _stretches
 from tests.engine.context_parallel.test_deal import batch_of
+from triaxis.engine.context_parallel.cut import ContextCut
+from triaxis.engine.context_parallel.deal import runs_of_ranks
+from triaxis.engine.context_parallel.imbalance import imbalance, predicted_imbalance, work_of_ranks
+from triaxis.engine.data.document_statistics import DocumentStatistics
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.kernels.masked_attention import Mask, _stretches
 
 SIZES = st.sampled_from([2, 3, 4])
 WINDOWS = st.none() | st.integers(1, 30)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.data.corpus.indexed import IndexedWriter
+from triaxis.engine.data.corpus.indexed import IndexedWriter
 
 Documents = list[NDArray[np.int64]]
 

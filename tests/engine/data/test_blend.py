@@ -5,10 +5,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.data.blend import MAX_PERIOD, Blend, one_period, shares
-from engine.data.samples import Sample
-from engine.data.split import split_documents
-from engine.errors import DataError
+from triaxis.engine.data.blend import MAX_PERIOD, Blend, one_period, shares
+from triaxis.engine.data.samples import Sample
+from triaxis.engine.data.split import split_documents
+from triaxis.engine.errors import DataError
 
 
 class Numbered:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config.data import DataConfig
-from engine.data import datasets as datasets_module
-from engine.data.corpus.prepare import PrepareRequest, prepare
-from engine.data.datasets import Datasets, open_datasets, unbroken_corpora
-from engine.data.samples import SampleSource
-from engine.errors import DataError
+from triaxis.engine.config.data import DataConfig
+from triaxis.engine.data import datasets as datasets_module
+from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
+from triaxis.engine.data.datasets import Datasets, open_datasets, unbroken_corpora
+from triaxis.engine.data.samples import SampleSource
+from triaxis.engine.errors import DataError
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_only_batches_import_torch() -> None:
     modules = sorted(".".join(path.relative_to(room).with_suffix("").parts) for path in room.rglob("*.py"))
     assert {"samples", "corpus.prepare", *TENSORS} < set(modules)
     imports = "; ".join(
-        f"import engine.data.{name}" for name in modules if "__init__" not in name and name not in TENSORS
+        f"import triaxis.engine.data.{name}" for name in modules if "__init__" not in name and name not in TENSORS
     )
     code = f"{imports}; import sys; sys.exit('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}

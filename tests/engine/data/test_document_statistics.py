@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config.stage_work import keys_of
-from engine.data.document_statistics import DocumentStatistics, measure_documents, one_document_per_sample
-from engine.data.samples import input_lengths
-from engine.data.synthetic import SyntheticDataset
+from triaxis.engine.config.stage_work import keys_of
+from triaxis.engine.data.document_statistics import DocumentStatistics, measure_documents, one_document_per_sample
+from triaxis.engine.data.samples import input_lengths
+from triaxis.engine.data.synthetic import SyntheticDataset
 
 
 @given(st.integers(1, 500), st.none() | st.integers(1, 600))

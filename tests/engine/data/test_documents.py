@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.data.documents import BOUNDARIES_MULTIPLE, Documents, document_positions
+from triaxis.engine.data.documents import BOUNDARIES_MULTIPLE, Documents, document_positions
 
 
 def test_boundaries_numbers_and_positions() -> None:

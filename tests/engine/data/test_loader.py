@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config.data import AttentionScope, PositionOrigin
-from engine.data.loader import Batches, MicroBatch
-from engine.data.samples import Sample, input_lengths
-from engine.data.synthetic import SyntheticDataset
-from engine.errors import DataError
+from triaxis.engine.config.data import AttentionScope, PositionOrigin
+from triaxis.engine.data.loader import Batches, MicroBatch
+from triaxis.engine.data.samples import Sample, input_lengths
+from triaxis.engine.data.synthetic import SyntheticDataset
+from triaxis.engine.errors import DataError
 
 DATASET = SyntheticDataset(seed=1, vocab_size=50, seq_length=6, mask_fraction=0.5)
 

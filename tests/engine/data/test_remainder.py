@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.stages import DataSegment
-from engine.data.blend import Blend, counts_of
-from engine.data.corpus.indexed import IndexedTokens, IndexedWriter
-from engine.data.datasets import continued
-from engine.data.remainder import ContinuedStream
-from engine.data.samples import Sample, SampleSource, SampleStream
-from engine.data.skipped import SkippedRanges
+from triaxis.engine.config.stages import DataSegment
+from triaxis.engine.data.blend import Blend, counts_of
+from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter
+from triaxis.engine.data.datasets import continued
+from triaxis.engine.data.remainder import ContinuedStream
+from triaxis.engine.data.samples import Sample, SampleSource, SampleStream
+from triaxis.engine.data.skipped import SkippedRanges
 
 NUM_TOKENS = 700
 

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.load import load_config
-from engine.config.stages import at_stage, run_stages
-from engine.config.tree import Config
-from engine.data.corpus.indexed import IndexedWriter
-from engine.data.datasets import open_run_datasets
-from engine.data.ledger import read_of
-from engine.data.repeats import ReadSpan, RunReads, reads_of_run
-from engine.data.samples import SampleSource
-from engine.data.skipped import SkippedRanges
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.stages import at_stage, run_stages
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.indexed import IndexedWriter
+from triaxis.engine.data.datasets import open_run_datasets
+from triaxis.engine.data.ledger import read_of
+from triaxis.engine.data.repeats import ReadSpan, RunReads, reads_of_run
+from triaxis.engine.data.samples import SampleSource
+from triaxis.engine.data.skipped import SkippedRanges
 
 NUM_TOKENS = 2000
 NUM_STEPS = 34

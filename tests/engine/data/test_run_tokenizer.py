@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from engine.config.stages import at_stage
-from engine.config.tree import Config
-from engine.data.corpus.indexed import IndexedWriter
-from engine.data.corpus.prepare import PrepareRequest, prepare
-from engine.data.corpus.record import read_record, record_path
-from engine.data.corpus.tokenizers import load_tokenizer
-from engine.data.run_tokenizer import recorded_end, with_tokenizer
-from engine.errors import DataError
 from tests.engine.data.corpus.conftest import in_process as in_process
 from tests.engine.data.corpus.test_matching import corpus, make_tokenizer
+from triaxis.engine.config.stages import at_stage
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.indexed import IndexedWriter
+from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
+from triaxis.engine.data.corpus.record import read_record, record_path
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
+from triaxis.engine.data.run_tokenizer import recorded_end, with_tokenizer
+from triaxis.engine.errors import DataError
 
 pytestmark = pytest.mark.usefixtures("in_process")
 MODEL = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8, "vocab_size": 300}

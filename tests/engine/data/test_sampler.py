@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.data.sampler import step_sample_ids
+from triaxis.engine.data.sampler import step_sample_ids
 
 
 @settings(max_examples=100, deadline=None)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.data import epoch_index
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.epoch_index import EpochKey, build_epoch
-from engine.data.samples import SampleStream, input_lengths
-from engine.data.shuffle import permutation, random_bits
-from engine.errors import DataError
+from triaxis.engine.data import epoch_index
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.epoch_index import EpochKey, build_epoch
+from triaxis.engine.data.samples import SampleStream, input_lengths
+from triaxis.engine.data.shuffle import permutation, random_bits
+from triaxis.engine.errors import DataError
 
 Write = Callable[..., str]
 Documents = list[np.ndarray]

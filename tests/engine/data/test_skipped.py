@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.data.sampler import step_sample_ids
-from engine.data.skipped import SkippedRanges
-from engine.errors import DataError
+from triaxis.engine.data.sampler import step_sample_ids
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.engine.errors import DataError
 
 RANGES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 20)), max_size=5).map(
     lambda pairs: [(start, start + length) for start, length in pairs]

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.run import RuntimeConfig
-from engine.device import gpus
-from engine.device.gpus import CPU, CUDA, GLOO, NCCL, Gpus, backend_of, device_type, find_gpus, why_unusable
-from engine.device.nvidia_driver import Driver
-from engine.errors import TopologyError
+from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.device import gpus
+from triaxis.engine.device.gpus import CPU, CUDA, GLOO, NCCL, Gpus, backend_of, device_type, find_gpus, why_unusable
+from triaxis.engine.device.nvidia_driver import Driver
+from triaxis.engine.errors import TopologyError
 
 OLD = Driver("550.54.14", 8)
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.device.nvidia_driver import Driver, is_hidden, read_driver
 from tests.harness import compiler
+from triaxis.engine.device.nvidia_driver import Driver, is_hidden, read_driver
 
 FAKE_NVML = """
 #include <string.h>

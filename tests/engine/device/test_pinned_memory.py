@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.device.pinned_memory import (
+from triaxis.engine.device.pinned_memory import (
     HUGE_PAGE_BYTES,
     PAGE_BYTES,
     VECTOR_ALIGNMENT,
@@ -21,7 +21,7 @@ from engine.device.pinned_memory import (
     aligned_buffer,
     page_lock_of,
 )
-from engine.errors import OutOfMemoryError
+from triaxis.engine.errors import OutOfMemoryError
 
 PURPOSE = Purpose("a test's copies", "test less")
 

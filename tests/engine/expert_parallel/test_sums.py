@@ -5,9 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from engine.expert_parallel.dispatch import sum_rows
-from engine.kernels.fusion import EAGER, Fusion
 from tests.harness import compiler
+from triaxis.engine.expert_parallel.dispatch import sum_rows
+from triaxis.engine.kernels.fusion import EAGER, Fusion
 
 FORMS = ["eager", pytest.param("compiled", marks=[compiler(), pytest.mark.slow])]
 TOKENS, SLOTS, WIDTH = 50, 3, 16

@@ -6,11 +6,18 @@ import re
 import pytest
 import torch
 
-from engine.errors import ConfigError
-from engine.kernels.attention import BACKENDS, AttentionShape, attention, attention_failure, attention_refusal, chosen
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.kernels.attention import (
+    BACKENDS,
+    AttentionShape,
+    attention,
+    attention_failure,
+    attention_refusal,
+    chosen,
+)
 
 CPU = torch.device("cpu")
 ON_CPU = ("sdpa", "flash")

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.config.attention_kinds import Rotary
-from engine.kernels.elementwise import activation
-from engine.kernels.fusion import EAGER, Form, Fusion
-from engine.kernels.qkv import split_qkv
-from engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies
-from engine.numerics.precision import accumulation_dtype
 from tests.harness import compiler
+from triaxis.engine.config.attention_kinds import Rotary
+from triaxis.engine.kernels.elementwise import activation
+from triaxis.engine.kernels.fusion import EAGER, Form, Fusion
+from triaxis.engine.kernels.qkv import split_qkv
+from triaxis.engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies
+from triaxis.engine.numerics.precision import accumulation_dtype
 
 S, B, HEAD, HEADS = 6, 3, 8, (4, 2)
 WIDTH = (HEADS[0] + 2 * HEADS[1]) * HEAD

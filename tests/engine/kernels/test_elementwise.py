@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.config.attention_kinds import Rotary
-from engine.config.layer_kinds import ACTIVATIONS, NORMS, Activation, Norm
-from engine.kernels.elementwise import (
+from tests.harness import compiler
+from triaxis.engine.config.attention_kinds import Rotary
+from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS, Activation, Norm
+from triaxis.engine.kernels.elementwise import (
     activation,
     keyed_dropout,
     keyed_hash,
@@ -17,10 +18,9 @@ from engine.kernels.elementwise import (
     rms_norm,
     rms_norm_1p,
 )
-from engine.kernels.elementwise import norm as norm_by_name
-from engine.kernels.fusion import EAGER, Fusion
-from engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies
-from tests.harness import compiler
+from triaxis.engine.kernels.elementwise import norm as norm_by_name
+from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies
 
 EPS = 1e-5
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.config.activations import KernelsConfig
-from engine.kernels.attention import AttentionShape
-from engine.kernels.registry import Choices, device_trials, try_out
+from triaxis.engine.config.activations import KernelsConfig
+from triaxis.engine.kernels.attention import AttentionShape
+from triaxis.engine.kernels.registry import Choices, device_trials, try_out
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.data.documents import Documents
-from engine.kernels import flash_attention, masked_attention
-from engine.kernels.attention import attention
-from engine.kernels.flash_attention import Varlen
-from engine.kernels.masked_attention import Mask
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.kernels import flash_attention, masked_attention
+from triaxis.engine.kernels.attention import attention
+from triaxis.engine.kernels.flash_attention import Varlen
+from triaxis.engine.kernels.masked_attention import Mask
 
 CPU = torch.device("cpu")
 
@@ -274,7 +274,7 @@ def test_what_a_gpus_kernel_gets_and_returns(
     """All but the kernel itself: packing, boundaries, windows, logarithms, and sinks around it."""
     emulate(monkeypatch)
     monkeypatch.setattr(
-        "engine.kernels.attention.masked_kernel", lambda name, device, mask, scale, softcap: Varlen(mask, scale)
+        "triaxis.engine.kernels.attention.masked_kernel", lambda name, device, mask, scale, softcap: Varlen(mask, scale)
     )
     compare("varlen", Asked(rows=rows, window=window, has_sinks=True, scale=0.3))
 

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels import flash_attention
-from engine.kernels.masked_attention import Mask
 from tests.kernel_calls import (
     ATEN,
     MAKERS,
@@ -22,6 +20,8 @@ from tests.kernel_calls import (
     schema_at_hand,
 )
 from tests.torch_versions import NAMES
+from triaxis.engine.kernels import flash_attention
+from triaxis.engine.kernels.masked_attention import Mask
 
 FORWARD, BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
 

@@ -8,15 +8,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config.attention_kinds import AttentionPattern
-from engine.context_parallel.deal import runs_of_ranks
-from engine.data.documents import Documents
-from engine.data.sequence_part import SequencePart
-from engine.kernels.attention import AttentionShape, attention_failure, masked_kernel
-from engine.kernels.explicit_attention import explicit_attention
-from engine.kernels.flash_attention import VarlenParts
-from engine.kernels.masked_attention import Mask, masked_attention
 from tests.engine.kernels.test_masked_attention import Asked, emulate, naive
+from triaxis.engine.config.attention_kinds import AttentionPattern
+from triaxis.engine.context_parallel.deal import runs_of_ranks
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.kernels.attention import AttentionShape, attention_failure, masked_kernel
+from triaxis.engine.kernels.explicit_attention import explicit_attention
+from triaxis.engine.kernels.flash_attention import VarlenParts
+from triaxis.engine.kernels.masked_attention import Mask, masked_attention
 
 CPU = torch.device("cpu")
 ROWS: Sequence[tuple[tuple[int, ...], ...]] = (
@@ -102,7 +102,7 @@ def test_a_causal_mask_at_the_wrong_corner_fails_the_trial(monkeypatch: pytest.M
     shape = AttentionShape(4, 2, 8, torch.float32, CPU, AttentionPattern(parts=True))
     part = SequencePart.of([[((0, 64),), ((64, 128),)]], 0, [[128]])
     monkeypatch.setattr(
-        "engine.kernels.attention.masked_kernel",
+        "triaxis.engine.kernels.attention.masked_kernel",
         lambda name, device, mask, scale, softcap: masked_kernel(
             name, device, mask if name == "blocks" else Mask(mask.window, mask.documents, part), scale, softcap
         ),

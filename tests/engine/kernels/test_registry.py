@@ -13,15 +13,18 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.environment import describe_layout
-from engine.config.activations import KernelsConfig
-from engine.config.attention_kinds import AttentionPattern
-from engine.config.section import with_value
-from engine.errors import ConfigError
-from engine.kernels import registry
-from engine.kernels.attention import AttentionShape
-from engine.kernels.fusion import EAGER, Fusion
-from engine.kernels.registry import (
+from tests.harness import compiler
+from tests.parity.cases import Case
+from tests.parity.test_step_properties import build_rank
+from triaxis.engine.checkpoint.environment import describe_layout
+from triaxis.engine.config.activations import KernelsConfig
+from triaxis.engine.config.attention_kinds import AttentionPattern
+from triaxis.engine.config.section import with_value
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.kernels import registry
+from triaxis.engine.kernels.attention import AttentionShape
+from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.kernels.registry import (
     ORDER,
     Choices,
     DeviceFacts,
@@ -33,12 +36,9 @@ from engine.kernels.registry import (
     resolve,
     try_out,
 )
-from engine.kernels.te import TransformerEngine
-from engine.kernels.te_storage import Storages
-from models.gpt.chunk import GPTChunk
-from tests.harness import compiler
-from tests.parity.cases import Case
-from tests.parity.test_step_properties import build_rank
+from triaxis.engine.kernels.te import TransformerEngine
+from triaxis.engine.kernels.te_storage import Storages
+from triaxis.models.gpt.chunk import GPTChunk
 
 SHAPE = AttentionShape(4, 2, 16, torch.bfloat16, torch.device("cpu"))
 
@@ -334,7 +334,7 @@ def test_a_function_is_compiled_once_and_as_a_whole(monkeypatch: pytest.MonkeyPa
 @pytest.mark.slow
 def test_without_a_compiler_the_choice_is_refused(tmp_path: Path) -> None:
     program = (
-        "import torch; from engine.kernels.fusion import compiler_failure, compiler_refusal\n"
+        "import torch; from triaxis.engine.kernels.fusion import compiler_failure, compiler_refusal\n"
         "cpu = torch.device('cpu'); reason = compiler_failure(cpu)\n"
         "print(compiler_refusal(cpu, reason) if reason else '')\n"
     )

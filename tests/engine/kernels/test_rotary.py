@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.attention_kinds import RopeScaling, Rotary
-from engine.config.model import ModelConfig
-from engine.kernels.fusion import EAGER
-from engine.kernels.rotary import apply_rope, rope_tables, rotary_factor, rotary_frequencies, tables_by_rotary
+from triaxis.engine.config.attention_kinds import RopeScaling, Rotary
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.kernels.fusion import EAGER
+from triaxis.engine.kernels.rotary import apply_rope, rope_tables, rotary_factor, rotary_frequencies, tables_by_rotary
 
 CPU = torch.device("cpu")
 

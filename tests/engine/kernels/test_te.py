@@ -12,18 +12,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.config.activations import KernelsConfig
-from engine.config.attention_kinds import AttentionPattern
-from engine.config.fp8 import Fp8Config, Fp8RecipeName
-from engine.errors import ConfigError
-from engine.kernels.attention import AttentionShape, attention, attention_failure
-from engine.kernels.fp8.products import open_fp8
-from engine.kernels.masked_attention import Mask
-from engine.kernels.registry import Choices, device_trials, try_out
-from engine.kernels.te import TransformerEngine, gemm_failure, open_te
-from engine.kernels.te_attention import TeAttention
-from engine.program import ROOT
 from tests.stand_in import stand_in
+from triaxis.engine.config.activations import KernelsConfig
+from triaxis.engine.config.attention_kinds import AttentionPattern
+from triaxis.engine.config.fp8 import Fp8Config, Fp8RecipeName
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.kernels.attention import AttentionShape, attention, attention_failure
+from triaxis.engine.kernels.fp8.products import open_fp8
+from triaxis.engine.kernels.masked_attention import Mask
+from triaxis.engine.kernels.registry import Choices, device_trials, try_out
+from triaxis.engine.kernels.te import TransformerEngine, gemm_failure, open_te
+from triaxis.engine.kernels.te_attention import TeAttention
+from triaxis.engine.program import ROOT
 
 CPU = torch.device("cpu")
 SHAPE = AttentionShape(4, 2, 16, torch.bfloat16, CPU)

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels.fp8.recipes import E4M3, RECIPES, quantise
-from engine.kernels.te import FIRST_VERSION, GeneralGemm
-from engine.kernels.te_storage import Storages
 from tests.stand_in import stand_in
+from triaxis.engine.kernels.fp8.recipes import E4M3, RECIPES, quantise
+from triaxis.engine.kernels.te import FIRST_VERSION, GeneralGemm
+from triaxis.engine.kernels.te_storage import Storages
 
 GEMM = ("transformer_engine/pytorch/cpp_extensions/gemm.py", "general_gemm")
 FOLDER = "transformer_engine/pytorch/tensor/storage/"

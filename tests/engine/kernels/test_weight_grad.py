@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.kernels.weight_grad import add_matmul, weight_grad_failure, weight_grad_refusal
+from triaxis.engine.kernels.weight_grad import add_matmul, weight_grad_failure, weight_grad_refusal
 
 TOKENS, ROWS, IN = 24, 6, 10
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.layout.balance import balance, even_counts, largest_work
-from engine.layout.placement import Placement
+from triaxis.engine.layout.balance import balance, even_counts, largest_work
+from triaxis.engine.layout.placement import Placement
 
 
 def ranks(pp: int, vpp: int) -> list[int]:

@@ -3,10 +3,10 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.model import ModelConfig
-from engine.layout.param_layout import layout_parameters
-from engine.layout.shard_spec import ParamRecord, localize
-from models.specs import model_specs
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.layout.param_layout import layout_parameters
+from triaxis.engine.layout.shard_spec import ParamRecord, localize
+from triaxis.models.specs import model_specs
 
 
 @st.composite

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from engine.layout.partition import partition
+from triaxis.engine.layout.partition import partition
 
 
 @settings(max_examples=100, deadline=None)

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import TopologyError
-from engine.layout.rank_grid import AXES, ParallelSizes, RankGrid
-from engine.layout.shard_spec import ExpertPlace
+from triaxis.engine.errors import TopologyError
+from triaxis.engine.layout.rank_grid import AXES, ParallelSizes, RankGrid
+from triaxis.engine.layout.shard_spec import ExpertPlace
 
 SIZES = st.builds(
     ParallelSizes, tp=st.integers(1, 6), pp=st.integers(1, 6), dp=st.integers(1, 6), vpp=st.integers(1, 3)

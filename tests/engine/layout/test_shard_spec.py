@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.layout.shard_spec import Init, ParamSpec, box_runs, cut, localize
+from triaxis.engine.layout.shard_spec import Init, ParamSpec, box_runs, cut, localize
 
 NORMAL = Init("normal", 1.0)
 

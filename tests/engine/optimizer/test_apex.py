@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config.activations import KernelsConfig
-from engine.errors import ConfigError
-from engine.kernels.apex import open_apex
-from engine.kernels.attention import AttentionShape
-from engine.kernels.registry import Choices, device_trials, try_out
 from tests.engine.optimizer.test_compiled_update import updated
 from tests.parity.cases import Case
 from tests.stand_in import stand_in
+from triaxis.engine.config.activations import KernelsConfig
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.kernels.apex import open_apex
+from triaxis.engine.kernels.attention import AttentionShape
+from triaxis.engine.kernels.registry import Choices, device_trials, try_out
 
 BY_APEX = Choices("sdpa", "sdpa", "eager", "separate", "apex")
 SHAPE = AttentionShape(4, 2, 16, torch.bfloat16, torch.device("cpu"))

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.step import Engine
 from tests.harness import compiler
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.step import Engine
 
 STEPS, SKIPPED = 6, 3
 FORMS = {

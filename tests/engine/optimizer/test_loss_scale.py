@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.config.loss_scale import LossScaleConfig
-from engine.optimizer.loss_scale import LossScale, ScaleState
+from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.optimizer.loss_scale import LossScale, ScaleState
 
 CPU = torch.device("cpu")
 GOOD, OVERFLOW, DIVERGED = "good", "overflow", "diverged"

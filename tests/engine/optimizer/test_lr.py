@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.training import OptimizerConfig
-from engine.optimizer.lr import learning_rate
+from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.optimizer.lr import learning_rate
 
 STEP_TOKENS = 96
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.optimizer import distributed
-from engine.optimizer.distributed import DOT_NUMEL, add_squares
+from triaxis.engine.optimizer import distributed
+from triaxis.engine.optimizer.distributed import DOT_NUMEL, add_squares
 
 MOST_NUMEL_OF_CUBLAS = 2**31 - 1
 """cublasSdot counts elements in a signed 32-bit integer, and torch raises beyond it."""

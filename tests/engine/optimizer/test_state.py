@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from torch.optim.adamw import adamw
 
-from engine.config.optimizer_kinds import OPTIMIZERS, state_kinds
-from engine.config.training import PrecisionConfig
-from engine.optimizer.state import OptimizerState
-from engine.step import Engine
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS, state_kinds
+from triaxis.engine.config.training import PrecisionConfig
+from triaxis.engine.optimizer.state import OptimizerState
+from triaxis.engine.step import Engine
 
 STATE_KINDS = OPTIMIZERS["adamw"].state_kinds
 FULL = PrecisionConfig(dtype="bf16")

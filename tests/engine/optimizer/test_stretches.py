@@ -6,13 +6,13 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.config.groups import UpdateRule
-from engine.kernels.fusion import Fusion, Lengths
-from engine.optimizer import distributed
-from engine.optimizer.distributed import DistributedOptimizer
-from engine.optimizer.stretches import Run, Stretch, stretches
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.config.groups import UpdateRule
+from triaxis.engine.kernels.fusion import Fusion, Lengths
+from triaxis.engine.optimizer import distributed
+from triaxis.engine.optimizer.distributed import DistributedOptimizer
+from triaxis.engine.optimizer.stretches import Run, Stretch, stretches
 
 CPU = torch.device("cpu")
 DECAYS, PLAIN, SLOW = UpdateRule(1.0, 0.1), UpdateRule(1.0, 0.0), UpdateRule(0.5, 0.1)

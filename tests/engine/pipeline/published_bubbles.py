@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.pipeline.simulate import Costs
+from triaxis.engine.pipeline.simulate import Costs
 
 FILE = Path(__file__).with_name("zero_bubble_table5.csv")
 

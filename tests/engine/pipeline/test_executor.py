@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.pipeline.actions import Action, Kind, Schedule
-from engine.pipeline.lowering import Instruction
-from engine.pipeline.programs import Programs
 from tests.harness import run_ranks
 from tests.parity.cases import Case, Piece, assemble, owned_pieces, weights_of
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.pipeline.actions import Action, Kind, Schedule
+from triaxis.engine.pipeline.lowering import Instruction
+from triaxis.engine.pipeline.programs import Programs
 
 pytestmark = pytest.mark.distributed
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.errors import ScheduleError
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind, Schedule
-from engine.pipeline.forwards import forward_only
-from engine.pipeline.lowering import Program, feeding_transfer, lower
-from engine.pipeline.programs import STEPS_AFTER_RETRY, Programs
-from engine.pipeline.validate import check, ring_connections
 from tests.engine.pipeline.test_executor import split_backwards
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action, Kind, Schedule
+from triaxis.engine.pipeline.forwards import forward_only
+from triaxis.engine.pipeline.lowering import Program, feeding_transfer, lower
+from triaxis.engine.pipeline.programs import STEPS_AFTER_RETRY, Programs
+from triaxis.engine.pipeline.validate import check, ring_connections
 
 SIZES = [(pp, vpp) for pp in (2, 3, 4, 6, 8, 16) for vpp in (1, 2, 3, 4)]
 LARGE_PP = 6

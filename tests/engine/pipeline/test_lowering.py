@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import ScheduleError
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind
-from engine.pipeline.lowering import Direction, Post, Program, Transfer, lower
-from engine.pipeline.text import from_text, program_to_text
-from engine.pipeline.validate import check
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action, Kind
+from triaxis.engine.pipeline.lowering import Direction, Post, Program, Transfer, lower
+from triaxis.engine.pipeline.text import from_text, program_to_text
+from triaxis.engine.pipeline.validate import check
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(1, 12))
 

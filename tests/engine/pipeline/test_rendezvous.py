@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from engine.pipeline.rendezvous import Call, Conflict, Message, Row, Rules, Step, Stuck, execute
+from triaxis.engine.pipeline.rendezvous import Call, Conflict, Message, Row, Rules, Step, Stuck, execute
 
 A_TO_B, B_TO_A = Message(0, 1, "x"), Message(1, 0, "y")
 RING = frozenset({("p", 0, 1), ("p", 1, 0)})

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import ScheduleError
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind, Output, Placement, Schedule
-from engine.pipeline.forwards import forward_only
-from engine.pipeline.lowering import lower
-from engine.pipeline.simulate import Costs, simulate
-from engine.pipeline.text import from_text, program_to_text, to_text
-from engine.pipeline.validate import check
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action, Kind, Output, Placement, Schedule
+from triaxis.engine.pipeline.forwards import forward_only
+from triaxis.engine.pipeline.lowering import lower
+from triaxis.engine.pipeline.simulate import Costs, simulate
+from triaxis.engine.pipeline.text import from_text, program_to_text, to_text
+from triaxis.engine.pipeline.validate import check
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "schedules"
 GOLDEN_SCHEDULES = {

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.style import Style
 
-from engine.errors import ScheduleError
-from engine.pipeline import schedules
-from engine.pipeline.actions import Schedule
-from engine.pipeline.simulate import Costs, Timeline, simulate
-from engine.pipeline.text import from_text, render_timeline
 from tests.engine.pipeline.published_bubbles import Published, published_bubbles
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Schedule
+from triaxis.engine.pipeline.simulate import Costs, Timeline, simulate
+from triaxis.engine.pipeline.text import from_text, render_timeline
 
 LARGEST_INTERLEAVED_DIFFERENCE = 0.0035
 """The table's interleaved column lies that far off the event model, for a reason that the paper does not tell."""

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import ScheduleError
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Schedule
-from engine.pipeline.lowering import Post, Program, Transfer, lower
-from engine.pipeline.simulate import Costs, simulate
-from engine.pipeline.simulate_program import Messages, ProgramTimeline, simulate_program
-from engine.pipeline.validate import check
 from tests.engine.pipeline.published_bubbles import Published, published_bubbles
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action, Schedule
+from triaxis.engine.pipeline.lowering import Post, Program, Transfer, lower
+from triaxis.engine.pipeline.simulate import Costs, simulate
+from triaxis.engine.pipeline.simulate_program import Messages, ProgramTimeline, simulate_program
+from triaxis.engine.pipeline.validate import check
 
 GLOO = Messages(backend="gloo")
 TIMES = st.floats(0, 8, allow_subnormal=False).map(lambda time: round(time, 2))

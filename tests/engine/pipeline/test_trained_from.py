@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.errors import ScheduleError
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind
-from engine.pipeline.lowering import Post, lower
-from engine.pipeline.programs import Programs
-from engine.pipeline.simulate import Costs, simulate
-from engine.pipeline.text import from_text, program_to_text, to_text
-from engine.pipeline.validate import check
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action, Kind
+from triaxis.engine.pipeline.lowering import Post, lower
+from triaxis.engine.pipeline.programs import Programs
+from triaxis.engine.pipeline.simulate import Costs, simulate
+from triaxis.engine.pipeline.text import from_text, program_to_text, to_text
+from triaxis.engine.pipeline.validate import check
 
 SHAPES = [
     ("gpipe", 4, 1, 6),

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.errors import ScheduleError
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action
-from engine.pipeline.lowering import Instruction, Post, Program, Transfer, lower
-from engine.pipeline.text import from_text, program_to_text
-from engine.pipeline.validate import check
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action
+from triaxis.engine.pipeline.lowering import Instruction, Post, Program, Transfer, lower
+from triaxis.engine.pipeline.text import from_text, program_to_text
+from triaxis.engine.pipeline.validate import check
 
 GOOD = schedules.one_f_one_b(2, 3)
 SPLIT = """schedule=split pp=2 vpp=1 microbatches=2 forward_only=no

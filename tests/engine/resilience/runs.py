@@ -10,28 +10,28 @@ from typing import Any, Protocol, cast
 import torch
 from torch import nn
 
-from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.format.manifest import Kind
-from engine.checkpoint.history import RunHistory
-from engine.checkpoint.resume import resume_or_start
-from engine.checkpoint.saving import CheckpointSaver, RunFacts
-from engine.comm.stop import Stop, StopRequest
-from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from engine.data.loader import Batches
-from engine.errors import TriaxisError
-from engine.layout.rank_grid import RankGrid
-from engine.resilience.guard import Guard
-from engine.resilience.rollback import Rollback
-from engine.run.validation import StepSource
-from engine.step import Engine
-from engine.step_result import StepResult
-from engine.train import TrainingRun, build, train
-from models.gpt.chunk import build_chunks
-from models.specs import model_specs
 from tests.checkpoint.runs import Silent, fingerprint_of
 from tests.parity.cases import Case, dataset
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
+from triaxis.engine.checkpoint.format.manifest import Kind
+from triaxis.engine.checkpoint.history import RunHistory
+from triaxis.engine.checkpoint.resume import resume_or_start
+from triaxis.engine.checkpoint.saving import CheckpointSaver, RunFacts
+from triaxis.engine.comm.stop import Stop, StopRequest
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.resilience.guard import Guard
+from triaxis.engine.resilience.rollback import Rollback
+from triaxis.engine.run.validation import StepSource
+from triaxis.engine.step import Engine
+from triaxis.engine.step_result import StepResult
+from triaxis.engine.train import TrainingRun, build, train
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.specs import model_specs
 
 DATA = {"samples": "same"}
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.format.manifest import read_manifest
-from engine.step import Engine
 from tests.engine.resilience.runs import Trace, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case
+from triaxis.engine.checkpoint.format.manifest import read_manifest
+from triaxis.engine.step import Engine
 
 pytestmark = pytest.mark.distributed
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.format.manifest import LossScaleRecord, read_manifest
 from tests.engine.resilience.runs import Plant, Trace, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case
+from triaxis.engine.checkpoint.format.manifest import LossScaleRecord, read_manifest
 
 pytestmark = pytest.mark.distributed
 

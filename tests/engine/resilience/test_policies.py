@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.history import RunHistory
-from engine.optimizer.lr import learning_rate
 from tests.checkpoint.runs import fingerprint_of
 from tests.engine.resilience.runs import Plant, Trace, config_of, engine_of, open_batches, run
 from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
+from triaxis.engine.checkpoint.history import RunHistory
+from triaxis.engine.optimizer.lr import learning_rate
 
 pytestmark = pytest.mark.distributed
 

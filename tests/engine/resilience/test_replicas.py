@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.history import RunHistory
-from engine.comm.ledger import Event
-from engine.resilience.replicas import PURPOSE, ReplicaCheck
-from engine.step import Engine
 from tests.engine.resilience.runs import Trace, config_of, engine_of, open_batches, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case
+from triaxis.engine.checkpoint.history import RunHistory
+from triaxis.engine.comm.ledger import Event
+from triaxis.engine.resilience.replicas import PURPOSE, ReplicaCheck
+from triaxis.engine.step import Engine
 
 pytestmark = pytest.mark.distributed
 

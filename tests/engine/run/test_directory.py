@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.errors import StorageError, TriaxisError
-from engine.run.directory import RunDirectory, run_name
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import StorageError, TriaxisError
+from triaxis.engine.run.directory import RunDirectory, run_name
 
 MakeConfig = Callable[..., Config]
 

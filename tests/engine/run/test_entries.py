@@ -14,11 +14,11 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.lock import holding
-from engine.config.tree import Config
-from engine.errors import StorageError, TriaxisError
-from engine.run import entries as run_entries
-from engine.run.directory import RunDirectory
+from triaxis.engine.checkpoint.lock import holding
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import StorageError, TriaxisError
+from triaxis.engine.run import entries as run_entries
+from triaxis.engine.run.directory import RunDirectory
 
 MakeConfig = Callable[..., Config]
 LONGEST_SECONDS = 20

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from engine.run.garbage import GarbageCollection
 from tests.engine.test_train import Loop, config
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.run.garbage import GarbageCollection
 
 
 class Node:

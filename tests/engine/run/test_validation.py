@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.history import RunHistory
-from engine.comm.stop import Stop, StopRequest
-from engine.data.loader import Batches
-from engine.step import Engine
 from tests.engine.resilience.runs import Trace, open_batches, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case
+from triaxis.engine.checkpoint.history import RunHistory
+from triaxis.engine.comm.stop import Stop, StopRequest
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.step import Engine
 
 pytestmark = pytest.mark.distributed
 

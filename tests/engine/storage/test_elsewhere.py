@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.data.corpus.inputs import find_inputs
-from engine.data.corpus.tokenizers import load_tokenizer
-from engine.errors import TriaxisError
-from engine.storage.elsewhere import how_to_bring
-from launch.cli import main
+from triaxis.engine.data.corpus.inputs import find_inputs
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.storage.elsewhere import how_to_bring
+from triaxis.launch.cli import main
 
 HUB = "hf download meta-llama/Llama-3.1-8B --local-dir FOLDER"
 

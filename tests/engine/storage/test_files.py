@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.storage.files import write_atomically
+from triaxis.engine.storage.files import write_atomically
 
 
 def test_a_reader_of_the_old_file_keeps_it(tmp_path: Path) -> None:

@@ -6,11 +6,17 @@ import traceback
 
 import pytest
 
-from engine.checkpoint.resume_rules import changes
-from engine.config.tree import Config
-from engine.config.write import to_yaml
-from engine.errors import OutputError
-from engine.storage.redaction import LEAST_LENGTH, blotted, blotted_streams, tree_without_secrets, without_secrets
+from triaxis.engine.checkpoint.resume_rules import changes
+from triaxis.engine.config.tree import Config
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.errors import OutputError
+from triaxis.engine.storage.redaction import (
+    LEAST_LENGTH,
+    blotted,
+    blotted_streams,
+    tree_without_secrets,
+    without_secrets,
+)
 
 KEY = "hf_9f8e7d6c5b4a"
 VARIABLES = {"HF_TOKEN": KEY}

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.config.plan import batch_plan, parallel_sizes
-from engine.config.section import with_value
-from engine.config.tree import Config
-from engine.context_parallel.cut import ContextCut
-from engine.context_parallel.imbalance import imbalance, work_of_ranks
-from engine.run.phases import Phase
-from engine.step_result import StepResult
-from engine.telemetry.observer import TrainingObserver
-from engine.telemetry.outlets.console import Report
-from engine.telemetry.outlets.hub import Telemetry
-from engine.telemetry.outlets.sections import sections
-from engine.telemetry.record.events import EventLog
-from engine.telemetry.record.metrics import Meter, StepMetrics
 from tests.engine.context_parallel.test_deal import batch_of
+from triaxis.engine.config.plan import batch_plan, parallel_sizes
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.cut import ContextCut
+from triaxis.engine.context_parallel.imbalance import imbalance, work_of_ranks
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.step_result import StepResult
+from triaxis.engine.telemetry.observer import TrainingObserver
+from triaxis.engine.telemetry.outlets.console import Report
+from triaxis.engine.telemetry.outlets.hub import Telemetry
+from triaxis.engine.telemetry.outlets.sections import sections
+from triaxis.engine.telemetry.record.events import EventLog
+from triaxis.engine.telemetry.record.metrics import Meter, StepMetrics
 
 
 def meter_of(config: Config) -> Meter:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.tensor_parallel.dropout import DropoutKeys, dropout
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys, dropout
 
 
 def mask(p: float, keys: DropoutKeys, site: str = "a", s: int = 64, h: int = 96) -> torch.Tensor:

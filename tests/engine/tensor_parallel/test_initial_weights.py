@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.layout.shard_spec import Init, ParamSpec, localize
-from engine.tensor_parallel.initial_weights import BLOCK_NUMEL, initial_box, initialize
-from engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.layout.shard_spec import Init, ParamSpec, localize
+from triaxis.engine.tensor_parallel.initial_weights import BLOCK_NUMEL, initial_box, initialize
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 SPEC = ParamSpec("layers.0.attention.kv.weight", (2, 4, 40, 301), Init("normal", 0.02), tp_dim=1)
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.comm.collectives import Axis
-from engine.comm.ledger import Ledger
-from engine.kernels.fusion import EAGER, Fusion
-from engine.tensor_parallel.qk_norm import normalised, squares
 from tests.harness import compiler
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.tensor_parallel.qk_norm import normalised, squares
 
 EPS = 1e-5
 SHAPES = {"q": (3, 2, 4, 5), "k": (3, 2, 2, 5), "q_weight": (4, 5), "k_weight": (2, 5)}

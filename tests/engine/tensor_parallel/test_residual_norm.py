@@ -4,18 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from engine.comm.collectives import Axis
-from engine.comm.ledger import Ledger
-from engine.config.layer_kinds import NORMS
-from engine.kernels.fusion import EAGER, Form, Fusion
-from engine.layout.param_layout import layout_parameters
-from engine.layout.shard_spec import localize
-from engine.numerics.precision import accumulation_dtype
-from engine.optimizer.grad_buffer import GradBuffers
-from engine.tensor_parallel.parameter import ShardedParameter
-from engine.tensor_parallel.residual_norm import NormLayer, added_and_normalised
-from models.specs import Init, ParamSpec
 from tests.harness import compiler
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.config.layer_kinds import NORMS
+from triaxis.engine.kernels.fusion import EAGER, Form, Fusion
+from triaxis.engine.layout.param_layout import layout_parameters
+from triaxis.engine.layout.shard_spec import localize
+from triaxis.engine.numerics.precision import accumulation_dtype
+from triaxis.engine.optimizer.grad_buffer import GradBuffers
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.tensor_parallel.residual_norm import NormLayer, added_and_normalised
+from triaxis.models.specs import Init, ParamSpec
 
 EPS, SHAPE = 1e-5, (6, 3, 16)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.format.manifest import TrainingState
-from engine.checkpoint.import_weights import whole, write_checkpoint
-from launch.cli import main
 from tests.engine.checkpoint.samples import bits, commit, model, training_shards, write_folder
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
+from triaxis.engine.checkpoint.format.manifest import TrainingState
+from triaxis.engine.checkpoint.import_weights import whole, write_checkpoint
+from triaxis.launch.cli import main
 
 STATE = TrainingState.at_start()
 

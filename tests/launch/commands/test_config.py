@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.config.load import load_config
-from engine.errors import ConfigError
-from engine.pipeline.lowering import Program
-from engine.pipeline.validate import ScheduleFacts, check
-from engine.telemetry.record.parameters import num_active
-from launch.cli import command_module, command_parser, main
-from models.interop.huggingface.config import family_of, to_hugging_face
-from models.specs import model_specs, num_parameters
 from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
+from triaxis.engine.config.load import load_config
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.pipeline.lowering import Program
+from triaxis.engine.pipeline.validate import ScheduleFacts, check
+from triaxis.engine.telemetry.record.parameters import num_active
+from triaxis.launch.cli import command_module, command_parser, main
+from triaxis.models.interop.huggingface.config import family_of, to_hugging_face
+from triaxis.models.specs import model_specs, num_parameters
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 WORLD_SIZES = {
@@ -358,12 +358,12 @@ def test_check_executes_the_programs_of_a_step_and_of_a_validation(
         checked.append((program.schedule.name, program.receives))
         return check(program, opened=())
 
-    monkeypatch.setattr("engine.pipeline.programs.check", without_connections)
+    monkeypatch.setattr("triaxis.engine.pipeline.programs.check", without_connections)
     assert main(["config", "check", TINY, "parallel.vpp=1", "train.global_batch_size=8", "--gpus", "8"]) == 2
     assert "the first use of a connection that is not open holds the host" in capsys.readouterr().err
     assert checked == [("1f1b", "early")]
     monkeypatch.undo()
-    monkeypatch.setattr("engine.pipeline.programs.check", lambda program: checked.append(program.schedule.name))
+    monkeypatch.setattr("triaxis.engine.pipeline.programs.check", lambda program: checked.append(program.schedule.name))
     assert main(["config", "check", TINY, "--gpus", "8"]) == 0
     assert checked[1:] == ["interleaved", "interleaved", "forward_only", "forward_only"]
 

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.directory import find
-from engine.checkpoint.format.manifest import Ancestor, TrainingState
-from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
-from engine.config.load import load_config
-from engine.config.model import ModelConfig
-from engine.data.corpus.tokenizers import load_tokenizer
-from engine.layout.shard_spec import localize
-from engine.tensor_parallel.initial_weights import initial_box
-from launch.cli import main
-from models.interop.huggingface.files import WeightFiles
-from models.specs import model_specs
 from tests.lacking import need_package
 from tests.launch.forked_ranks import train_in
+from triaxis.engine.checkpoint.directory import find
+from triaxis.engine.checkpoint.format.manifest import Ancestor, TrainingState
+from triaxis.engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
+from triaxis.engine.layout.shard_spec import localize
+from triaxis.engine.tensor_parallel.initial_weights import initial_box
+from triaxis.launch.cli import main
+from triaxis.models.interop.huggingface.files import WeightFiles
+from triaxis.models.specs import model_specs
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -285,7 +285,7 @@ def test_what_breaks_half_way_leaves_nothing(
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("models.interop.huggingface.files.write_text", full)
+    monkeypatch.setattr("triaxis.models.interop.huggingface.files.write_text", full)
     assert "No space left on device" in refused(capsys, "convert", verb, source, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
 

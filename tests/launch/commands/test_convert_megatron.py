@@ -11,19 +11,19 @@ import pytest
 import torch
 import yaml
 
-from engine.checkpoint.directory import find
-from engine.checkpoint.format.manifest import LossScaleRecord, TrainingState
-from engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
-from engine.config.load import load_config
-from engine.config.loss_scale import LossScaleConfig
-from engine.config.model import ModelConfig
-from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.config.tree import Config
-from launch.cli import main
-from models.interop.megatron import writer as megatron_writer
-from models.interop.megatron.files import open_checkpoint
-from models.specs import model_specs
 from tests.launch.command_line import TRIAXIS, records, run
+from triaxis.engine.checkpoint.directory import find
+from triaxis.engine.checkpoint.format.manifest import LossScaleRecord, TrainingState
+from triaxis.engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.tree import Config
+from triaxis.launch.cli import main
+from triaxis.models.interop.megatron import writer as megatron_writer
+from triaxis.models.interop.megatron.files import open_checkpoint
+from triaxis.models.specs import model_specs
 
 MODEL = {
     "num_layers": 2,

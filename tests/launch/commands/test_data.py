@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.data.corpus import prepare as prepare_module
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.parts import Done
-from engine.data.corpus.record import read_record
-from launch.cli import main
-from launch.commands.prepare import Speed
+from triaxis.engine.data.corpus import prepare as prepare_module
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.parts import Done
+from triaxis.engine.data.corpus.record import read_record
+from triaxis.launch.cli import main
+from triaxis.launch.commands.prepare import Speed
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_a_corpus_without_a_record_shows_ids(capsys: pytest.CaptureFixture[str])
 
 def test_speed_and_time_left_are_of_this_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("launch.commands.prepare.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("triaxis.launch.commands.prepare.time.monotonic", lambda: now[0])
     speed = Speed(1000)
     now[0] = 110.0
     done = Done(num_bytes=600, num_documents=7, num_tokens=300, found_bytes=400, found_tokens=200)

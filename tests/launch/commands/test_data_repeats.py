@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import yaml
 
-from engine.config.load import load_config
-from engine.config.stages import reading_fields
-from engine.data.corpus.indexed import IndexedWriter
-from launch.cli import main
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.stages import reading_fields
+from triaxis.engine.data.corpus.indexed import IndexedWriter
+from triaxis.launch.cli import main
 
 SKIPPED = [[4, 8]]
 

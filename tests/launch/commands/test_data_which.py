@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import yaml
 
-from engine.config.load import load_config
-from engine.data.corpus.indexed import IndexedTokens, IndexedWriter
-from engine.data.datasets import open_datasets
-from engine.data.loader import Batches
-from engine.data.skipped import SkippedRanges
-from launch.cli import main
+from triaxis.engine.config.load import load_config
+from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter
+from triaxis.engine.data.datasets import open_datasets
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.launch.cli import main
 
 SKIPPED = [[4, 8], [16, 20]]
 

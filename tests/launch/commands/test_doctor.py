@@ -11,22 +11,22 @@ import pytest
 import torch
 from rich.console import Console
 
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.errors import ConfigError, ExitCode
-from engine.layout.partition import partition
-from engine.layout.rank_grid import Coordinates, ParallelSizes, RankGrid
-from launch.cli import command_module, command_parser
-from launch.commands import doctor
-from launch.doctor.judge import judge
-from launch.doctor.plan import AXES, data_files, folders, message_sizes, needs
-from launch.doctor.records import Clock, Examination, GroupRate, Needs, NetworkFacts, RankFacts, RootFacts
-from launch.doctor.report import show, write_json
-from models.predict.traffic import expected_traffic, wire_bytes
-from models.specs import model_specs
 from tests import netns
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS, ROOT, TRIAXIS, run
 from tests.slurm import cluster
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError, ExitCode
+from triaxis.engine.layout.partition import partition
+from triaxis.engine.layout.rank_grid import Coordinates, ParallelSizes, RankGrid
+from triaxis.launch.cli import command_module, command_parser
+from triaxis.launch.commands import doctor
+from triaxis.launch.doctor.judge import judge
+from triaxis.launch.doctor.plan import AXES, data_files, folders, message_sizes, needs
+from triaxis.launch.doctor.records import Clock, Examination, GroupRate, Needs, NetworkFacts, RankFacts, RootFacts
+from triaxis.launch.doctor.report import show, write_json
+from triaxis.models.predict.traffic import expected_traffic, wire_bytes
+from triaxis.models.specs import model_specs
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "gpt_tiny.yaml"
 
@@ -135,7 +135,7 @@ def test_without_a_config_one_process_looks_at_this_node(capsys: pytest.CaptureF
     assert doctor.run(words()) == 0
     out = capsys.readouterr().out
     assert "--nproc-per-node=1 " in out
-    assert "--module launch.start.process.start_rank launch.doctor.rank" in out
+    assert "--module triaxis.launch.start.process.start_rank triaxis.launch.doctor.rank" in out
 
 
 def test_several_ranks_without_a_config_have_nothing_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_what_is_out_of_line_is_the_exit_code_and_no_failure_of_a_rank(tmp_path:
 def test_a_torchrun_that_was_started_by_hand_listens_on_every_interface(tmp_path: Path) -> None:
     torchrun = [TRIAXIS[0], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
     words = [*SMALL, "data.synthetic=true", "--json", "doctor.json"]
-    ended = run(tmp_path, *torchrun, "launch.cli", "doctor", *words)
+    ended = run(tmp_path, *torchrun, "triaxis.launch.cli", "doctor", *words)
     assert ended.exit_code == 0, ended
     assert findings_in(tmp_path / "doctor.json")["listeners"]["level"] == "WARN"
 

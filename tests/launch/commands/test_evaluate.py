@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.data.corpus.indexed import IndexedWriter
-from engine.data.corpus.tokenizers import load_tokenizer
 from tests.launch.forked_ranks import fork_ranks_of
 from tests.launch.small_checkpoint import END_OF_DOCUMENT, GPT, LLAMA, Saved, save, say
 from tests.oracle import oracle_loss_sum
+from triaxis.engine.data.corpus.indexed import IndexedWriter
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 
 TEXT = "Loss is counted per byte: € has three of them, ß two. " * 3
 """Longer than five windows, and no multiple of one."""
@@ -93,7 +93,7 @@ def test_a_short_text_and_the_beginning_of_a_text(llama, tmp_path, text, evaluat
 def test_every_layout_has_the_loss_of_one_process(llama, text, evaluate, monkeypatch):
     """Real ranks of a command that reads a checkpoint: tests/launch/commands/test_generate.py."""
     alone = evaluate(llama, "--text", text)
-    fork_ranks_of(monkeypatch, "launch.inference.request")
+    fork_ranks_of(monkeypatch, "triaxis.launch.inference.request")
     layouts = (
         ("--pp", "2", "--dp", "2", "--batch-size", "1"),
         ("--tp", "2", "--batch-size", "3", "parallel.sequence_parallel=true"),
@@ -110,7 +110,7 @@ def test_a_model_with_experts_has_the_oracle_s_loss_in_every_layout(tmp_path, te
     moe = {"num_experts": 8, "top_k": 3, "ffn_hidden_size": 12, "score": "sigmoid", "balance": {"bias_rate": 0.01}}
     saved, tokens = save(tmp_path, LLAMA | {"layers": ["dense", "moe"], "moe": moe}), list(TEXT.encode())
     check(evaluate(saved, "--text", text), oracle_loss(saved, tokens), len(tokens), len(tokens))
-    fork_ranks_of(monkeypatch, "launch.inference.request")
+    fork_ranks_of(monkeypatch, "triaxis.launch.inference.request")
     layouts = (
         ("--dp", "2", "--batch-size", "1", "parallel.ep=2", "kernels.dispatch=all_to_all"),
         ("--tp", "2", "--pp", "2", "--batch-size", "3", "parallel.ep=2", "parallel.sequence_parallel=true"),
@@ -177,7 +177,7 @@ def test_it_prints_a_table(llama, text, capsys, monkeypatch):
 
 @pytest.fixture
 def refused(capsys, monkeypatch):
-    monkeypatch.setattr("launch.commands.evaluate.start", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("triaxis.launch.commands.evaluate.start", lambda *_: pytest.fail("it started"))
 
     def refuse(*words: object) -> str:
         said = say(capsys, monkeypatch, "evaluate", *words)

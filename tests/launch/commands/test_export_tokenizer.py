@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.directory import find
-from engine.checkpoint.format.manifest import TrainingState
-from engine.checkpoint.import_weights import whole, write_checkpoint
-from engine.checkpoint.inspect.recorded import recorded_tokenizer
-from engine.config.data import DataConfig
-from engine.config.load import load_config
-from engine.config.model import ModelConfig
-from engine.config.optimizer_kinds import OPTIMIZERS
-from engine.data.corpus.tokenizers import load_tokenizer
-from engine.data.datasets import open_datasets
-from models.specs import model_specs
 from tests.lacking import need_package
 from tests.launch.commands.test_convert import MODEL, TEXT, checkpoint, refused, said
 from tests.launch.commands.test_convert import tokenizer as tokenizer
+from triaxis.engine.checkpoint.directory import find
+from triaxis.engine.checkpoint.format.manifest import TrainingState
+from triaxis.engine.checkpoint.import_weights import whole, write_checkpoint
+from triaxis.engine.checkpoint.inspect.recorded import recorded_tokenizer
+from triaxis.engine.config.data import DataConfig
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
+from triaxis.engine.data.datasets import open_datasets
+from triaxis.models.specs import model_specs
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.pipeline.p2p import Transport
-from launch.cli import main
 from tests.launch.command_line import ROOT
+from triaxis.engine.pipeline.p2p import Transport
+from triaxis.launch.cli import main
 
 COMMAND = ["footprint", "--config", str(ROOT / "configs" / "gpt_tiny.yaml")]
 

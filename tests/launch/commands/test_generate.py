@@ -113,7 +113,7 @@ def test_an_override_changes_how_the_model_is_read(llama, capsys, monkeypatch):
 @pytest.fixture
 def refused(capsys, monkeypatch):
     """Runs a command that must be refused before ranks are started, and returns what it says."""
-    monkeypatch.setattr("launch.commands.generate.start", lambda *_: pytest.fail("it started"))
+    monkeypatch.setattr("triaxis.launch.commands.generate.start", lambda *_: pytest.fail("it started"))
 
     def refuse(*words: object) -> str:
         said = say(capsys, monkeypatch, "generate", *words)

@@ -6,16 +6,16 @@ from xml.etree import ElementTree
 
 import pytest
 
-from launch.cli import main
-from launch.pictures import schedule_picture
+from triaxis.launch.cli import main
+from triaxis.launch.pictures import schedule_picture
 
 ROOT = Path(__file__).parents[3]
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_print_writes_what_can_be_read_back(capsys: pytest.CaptureFixture[str]) -> None:
-    from engine.pipeline import schedules
-    from engine.pipeline.text import from_text
+    from triaxis.engine.pipeline import schedules
+    from triaxis.engine.pipeline.text import from_text
 
     assert main(["schedule", "print", "--pp", "4", "--vpp", "2", "--microbatches", "8"]) == 0
     assert from_text(capsys.readouterr().out) == schedules.interleaved(4, 2, 8)

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.load import load_config
-from engine.config.plan import parallel_sizes
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action
-from engine.pipeline.lowering import lower
-from engine.pipeline.simulate import Costs
-from engine.pipeline.simulate_program import simulate_program
-from launch.cli import main
-from launch.simulate import page
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action
+from triaxis.engine.pipeline.lowering import lower
+from triaxis.engine.pipeline.simulate import Costs
+from triaxis.engine.pipeline.simulate_program import simulate_program
+from triaxis.launch.cli import main
+from triaxis.launch.simulate import page
 
 ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "configs" / "gpt_tiny.yaml")

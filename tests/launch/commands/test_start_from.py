@@ -10,17 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.directory import find
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.data.corpus.prepare import PrepareRequest, prepare
-from engine.data.corpus.record import record_path
-from engine.data.datasets import open_datasets
-from launch.cli import main
-from models.interop.huggingface.tokenizer import bytes_tokenizer_json
 from tests.documented import ROOT, section
 from tests.lacking import need_package
 from tests.launch.command_line import TRIAXIS, records, run
+from triaxis.engine.checkpoint.directory import find
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
+from triaxis.engine.data.corpus.record import record_path
+from triaxis.engine.data.datasets import open_datasets
+from triaxis.launch.cli import main
+from triaxis.models.interop.huggingface.tokenizer import bytes_tokenizer_json
 
 TEXT = "the quick brown fox jumps over the lazy dog 0123456789"
 LENGTH = 32

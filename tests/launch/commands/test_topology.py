@@ -6,11 +6,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from engine.errors import ConfigError, TopologyError, TriaxisError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from launch.cli import command_module, command_parser, main
-from launch.pictures.topology_picture import draw_topology
-from launch.pictures.topology_text import shorten
+from triaxis.engine.errors import ConfigError, TopologyError, TriaxisError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.launch.cli import command_module, command_parser, main
+from triaxis.launch.pictures.topology_picture import draw_topology
+from triaxis.launch.pictures.topology_text import shorten
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "topology"
 SVG = "{http://www.w3.org/2000/svg}"

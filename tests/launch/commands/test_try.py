@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.load import load_config
-from engine.config.plan import parallel_sizes
-from engine.errors import ConfigError
-from engine.telemetry.record.flops import CONVENTION, model_flops_per_token
-from launch.cli import command_module, main
-from launch.start import launcher
-from launch.start.launcher import Request
-from launch.start.world import Gpus
-from launch.tuning import layouts as try_layouts
-from launch.tuning.layouts import Failed, Measured, Memory, rank_outcomes, reason_of, try_layout, write_config
-from launch.tuning.report import Machine, Tried, cpu_name, git_commit, to_json, to_text
-from models.predict.rank_memory import predicted_memory
 from tests.launch.command_line import ROOT, TRIAXIS, run
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.telemetry.record.flops import CONVENTION, model_flops_per_token
+from triaxis.launch.cli import command_module, main
+from triaxis.launch.start import launcher
+from triaxis.launch.start.launcher import Request
+from triaxis.launch.start.world import Gpus
+from triaxis.launch.tuning import layouts as try_layouts
+from triaxis.launch.tuning.layouts import Failed, Measured, Memory, rank_outcomes, reason_of, try_layout, write_config
+from triaxis.launch.tuning.report import Machine, Tried, cpu_name, git_commit, to_json, to_text
+from triaxis.models.predict.rank_memory import predicted_memory
 
 TINY = ROOT / "configs" / "gpt_tiny.yaml"
 SMALL = (

@@ -11,20 +11,20 @@ import pytest
 import torch
 from rich.console import Console
 
-import launch.commands.verify as command
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from launch.cli import main
-from launch.verify import oracle as verify_oracle
-from launch.verify.oracle import OracleTrial
-from launch.verify.run import CLIP, Trial, VerificationError
-from launch.verify.verdict.judge import Cause, Difference, Verdict
-from launch.verify.verdict.records import StepFacts
-from models.gpt.mlp import MLP
+import triaxis.launch.commands.verify as command
 from tests.lacking import need_package
 from tests.launch.command_line import ROOT
 from tests.launch.forked_ranks import fork_ranks_of
 from tests.verify.oracles import COMPARED
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.launch.cli import main
+from triaxis.launch.verify import oracle as verify_oracle
+from triaxis.launch.verify.oracle import OracleTrial
+from triaxis.launch.verify.run import CLIP, Trial, VerificationError
+from triaxis.launch.verify.verdict.judge import Cause, Difference, Verdict
+from triaxis.launch.verify.verdict.records import StepFacts
+from triaxis.models.gpt.mlp import MLP
 
 CONFIG = ["verify", "--config", str(ROOT / "configs" / "gpt_tiny.yaml")]
 
@@ -147,7 +147,7 @@ def keep_a_parameter_of_its_own() -> None:
 def test_a_model_that_is_refused_has_no_certificate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork_ranks_of(monkeypatch, "launch.verify.run", keep_a_parameter_of_its_own)
+    fork_ranks_of(monkeypatch, "triaxis.launch.verify.run", keep_a_parameter_of_its_own)
     path = tmp_path / "certificate.json"
     assert main([*CONFIG, "--layout", "tp=2", "--json", str(path)]) == 2
     said = capsys.readouterr()
@@ -235,7 +235,7 @@ def oracle_says(monkeypatch: pytest.MonkeyPatch, *verdicts: Verdict) -> list[Ora
 def test_an_oracle_in_a_process_of_its_own(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork_ranks_of(monkeypatch, "launch.verify.run")
+    fork_ranks_of(monkeypatch, "triaxis.launch.verify.run")
     need_package("transformers", "pip install -e '.[hf]'")
     path = tmp_path / "certificate.json"
     words = ["--oracle", "transformers", "--layout", "pp=2", "--steps", "2", "--json", str(path)]
@@ -332,7 +332,7 @@ def test_an_oracles_plan_starts_nothing(capsys: pytest.CaptureFixture[str], monk
     asked = oracle_says(monkeypatch)
     assert main([*CONFIG, "--oracle", "megatron-core", "--layout", "tp=2", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "-m launch.verify.oracles.rank" in out and out.count("torch.distributed.run") == 2 and not asked
+    assert "-m triaxis.launch.verify.oracles.rank" in out and out.count("torch.distributed.run") == 2 and not asked
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.directory import find
-from engine.checkpoint.format.manifest import TrainingState
-from engine.checkpoint.import_weights import whole, write_checkpoint
-from engine.checkpoint.inspect.weights import kind_of
-from engine.config.tree import Config
-from models.specs import model_specs
 from tests.launch.forked_ranks import fork_ranks_of
 from tests.launch.small_checkpoint import LLAMA, say
 from tests.oracle import oracle_weights
+from triaxis.engine.checkpoint.directory import find
+from triaxis.engine.checkpoint.format.manifest import TrainingState
+from triaxis.engine.checkpoint.import_weights import whole, write_checkpoint
+from triaxis.engine.checkpoint.inspect.weights import kind_of
+from triaxis.engine.config.tree import Config
+from triaxis.models.specs import model_specs
 
 STATE = TrainingState(step=3, consumed_samples=24, consumed_tokens=768, num_updates=3, lr=1e-3, rng={}, data={})
 
@@ -91,7 +91,7 @@ def test_the_loss_is_that_of_a_model_with_these_weights(two: Two, tmp_path: Path
 def test_ranks_read_the_average_too(
     two: Two, tmp_path: Path, said: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fork_ranks_of(monkeypatch, "launch.inference.request")
+    fork_ranks_of(monkeypatch, "triaxis.launch.inference.request")
     one, other = (
         json.loads(said("evaluate", *words, "--text", text(tmp_path), "--tp", 2, "--pp", 2, "--json"))["loss"]
         for words in ((two.plain,), (two.averaged, "--weights", "ema"))

@@ -1,6 +1,6 @@
 """What NVIDIA's tools print becomes a table of links by UUID."""
 
-from launch.doctor import gpu_map
+from triaxis.launch.doctor import gpu_map
 
 UNDERLINE, PLAIN = "\x1b[4m", "\x1b[0m"
 FOUR_GPUS = (

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.doctor.judge import judge, worst
-from launch.doctor.phases import node_paths
-from launch.doctor.records import (
+from triaxis.launch.doctor.judge import judge, worst
+from triaxis.launch.doctor.phases import node_paths
+from triaxis.launch.doctor.records import (
     Clock,
     Examination,
     Finding,

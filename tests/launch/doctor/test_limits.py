@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.doctor.judge import judge
-from launch.doctor.limits import read_limits
-from launch.doctor.records import Examination, Finding, Level, LimitFacts
-from launch.start.process.named_causes import LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE
 from tests.launch.doctor.test_judge import cluster, with_node
+from triaxis.launch.doctor.judge import judge
+from triaxis.launch.doctor.limits import read_limits
+from triaxis.launch.doctor.records import Examination, Finding, Level, LimitFacts
+from triaxis.launch.start.process.named_causes import LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE
 
 MIB = 2**20
 LARGE = LimitFacts(None, 16 * 1024 * MIB, has_infiniband=True)
@@ -54,7 +54,7 @@ def test_limits_are_those_of_the_process(tmp_path: Path) -> None:
     status = tmp_path / "status"
     status.write_text("Name:\tpython\nCapEff:\t00000000a80425fb\n")
     code = (
-        "import resource; from pathlib import Path; from launch.doctor.limits import read_limits; "
+        "import resource; from pathlib import Path; from triaxis.launch.doctor.limits import read_limits; "
         "resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536)); "
         f"print(read_limits(Path('{tmp_path}'), Path('{status}'), Path('{tmp_path / 'none'}')))"
     )

@@ -8,22 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.comm.texts import gather_text
-from engine.comm.topology import Topology
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.numerics.precision import DTYPES
-from launch.doctor.facts import collect, driver
-from launch.doctor.measure import (
+from tests import netns
+from tests.harness import run_ranks
+from triaxis.engine.comm.texts import gather_text
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.launch.doctor.facts import collect, driver
+from triaxis.launch.doctor.measure import (
     check_folders,
     gather_rates,
     group_rates,
     measure_clock,
     path_rates,
 )
-from launch.doctor.phases import node_paths
-from launch.doctor.records import Clock, GroupRate, RankFacts, RootFacts, Size
-from tests import netns
-from tests.harness import run_ranks
+from triaxis.launch.doctor.phases import node_paths
+from triaxis.launch.doctor.records import Clock, GroupRate, RankFacts, RootFacts, Size
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")

@@ -8,14 +8,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from launch.doctor.compiler import ADVICE, read_compiler
-from launch.doctor.judge import judge
-from launch.doctor.packages import USES, read_packages
-from launch.doctor.records import CompilerFacts, Level, PackageFacts
-from launch.doctor.report import show
 from tests.launch.doctor.test_judge import cluster, with_node
 from tests.stand_in import stand_in
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.launch.doctor.compiler import ADVICE, read_compiler
+from triaxis.launch.doctor.judge import judge
+from triaxis.launch.doctor.packages import USES, read_packages
+from triaxis.launch.doctor.records import CompilerFacts, Level, PackageFacts
+from triaxis.launch.doctor.report import show
 
 CPU = torch.device("cpu")
 

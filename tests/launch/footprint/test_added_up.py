@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.tree import Config
-from launch.footprint.run import Footprint, Footprints
-from models.gpt.chunk import build_chunks
 from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
+from triaxis.engine.config.tree import Config
+from triaxis.launch.footprint.run import Footprint, Footprints
+from triaxis.models.gpt.chunk import build_chunks
 
 CI = (
     (Case("llama", pp=2, vpp=2, dp=2, global_batch_size=16, dtype="bf16"), (3,)),

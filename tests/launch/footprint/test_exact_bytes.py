@@ -2,19 +2,19 @@
 
 import pytest
 
-from engine.config.plan import parallel_sizes, stages_of
-from engine.config.tree import Config
-from engine.layout.rank_grid import Coordinates
-from engine.layout.shard_spec import ParamRecord, localize
-from engine.pipeline import schedules
-from engine.pipeline.actions import Kind
-from engine.pipeline.lowering import Post, Program, feeding_transfer, lower
-from launch.footprint.run import Footprint, Footprints
-from models.gpt.chunk import build_chunks
-from models.specs import stage_specs
 from tests.harness import run_ranks
 from tests.launch.footprint.test_added_up import thin
 from tests.parity.cases import Case
+from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import Coordinates
+from triaxis.engine.layout.shard_spec import ParamRecord, localize
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Kind
+from triaxis.engine.pipeline.lowering import Post, Program, feeding_transfer, lower
+from triaxis.launch.footprint.run import Footprint, Footprints
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.specs import stage_specs
 
 CASES = (
     Case("gpt", tp=2, pp=4, dp=2, sequence_parallel=True, global_batch_size=12, dtype="bf16"),

@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 import torch
 
-from engine.comm.ledger import Event
-from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from engine.errors import TopologyError
-from engine.layout.partition import partition
-from engine.layout.rank_grid import RankGrid
-from engine.train import build
-from launch.footprint.memory import MemoryWatch
-from launch.footprint.run import Footprint, Footprints, microbatches, watch_step
-from models.gpt.chunk import build_chunks
-from models.predict.traffic import expected_traffic, measured_traffic
 from tests.harness import run_ranks
 from tests.parity.cases import Case
+from triaxis.engine.comm.ledger import Event
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import TopologyError
+from triaxis.engine.layout.partition import partition
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.train import build
+from triaxis.launch.footprint.memory import MemoryWatch
+from triaxis.launch.footprint.run import Footprint, Footprints, microbatches, watch_step
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.traffic import expected_traffic, measured_traffic
 
 CASES = (
     Case("gpt", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, dtype="bf16"),

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.kernels.flash_attention import VarlenParts
-from launch.footprint.memory import NewTensor
-from launch.footprint.run import Footprints
-from models.gpt.chunk import build_chunks
-from models.predict.rank_memory import resolve_recompute
 from tests.documented import ROOT
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.kernels.flash_attention import VarlenParts
+from triaxis.launch.footprint.memory import NewTensor
+from triaxis.launch.footprint.run import Footprints
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 LONG = ROOT / "configs" / "llama3_8b_128k.yaml"
 

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from engine.errors import TopologyError
-from launch.cli import main
-from launch.footprint.real import RealSteps, real_steps
-from launch.footprint.run import Footprint, Footprints
-from models.gpt.chunk import build_chunks
 from tests.launch.command_line import ROOT
 from tests.parity.cases import Case
+from triaxis.engine.errors import TopologyError
+from triaxis.launch.cli import main
+from triaxis.launch.footprint.real import RealSteps, real_steps
+from triaxis.launch.footprint.run import Footprint, Footprints
+from triaxis.models.gpt.chunk import build_chunks
 
 RANKS = [
     (Case("gpt", tp=2, pp=2, vpp=2, dp=64, sequence_parallel=True, dtype="fp32", global_batch_size=128), 131),

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.comm.ledger import Event
-from engine.config.plan import parallel_sizes
-from engine.errors import ScheduleError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from launch.footprint.replay import Replayed, replay
-from launch.footprint.run import Footprint, Footprints
-from models.gpt.chunk import build_chunks
 from tests.harness import run_ranks
 from tests.launch.footprint.test_added_up import thin
 from tests.parity.cases import Case
+from triaxis.engine.comm.ledger import Event
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.errors import ScheduleError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.launch.footprint.replay import Replayed, replay
+from triaxis.launch.footprint.run import Footprint, Footprints
+from triaxis.models.gpt.chunk import build_chunks
 
 Logs = dict[int, tuple[Event, ...]]
 

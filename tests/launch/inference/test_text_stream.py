@@ -4,8 +4,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from engine.data.corpus.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
-from launch.inference.text_stream import TextStream
+from triaxis.engine.data.corpus.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
+from triaxis.launch.inference.text_stream import TextStream
 
 
 def pieces(tokenizer: Tokenizer, before: list[int], tokens: list[int]) -> list[str]:

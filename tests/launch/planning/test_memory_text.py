@@ -5,8 +5,8 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from launch.planning.memory_text import COLUMNS, MOST_RANKS, memory_bar, memory_lines
-from models.predict.rank_memory import Memory, Prediction
+from triaxis.launch.planning.memory_text import COLUMNS, MOST_RANKS, memory_bar, memory_lines
+from triaxis.models.predict.rank_memory import Memory, Prediction
 
 HELD = Memory(
     parameters=10 * 10**9,

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError
-from engine.telemetry.outlets.format import gigabytes, significant
-from launch.cli import main
-from launch.planning.page import render
-from launch.planning.search import Plan, search
-from models.predict.rank_memory import KINDS
 from tests.launch.html_page import Page, self_contained
 from tests.launch.planning.test_search import CLUSTER, config_of
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.telemetry.outlets.format import gigabytes, significant
+from triaxis.launch.cli import main
+from triaxis.launch.planning.page import render
+from triaxis.launch.planning.search import Plan, search
+from triaxis.models.predict.rank_memory import KINDS
 
 
 @pytest.fixture(scope="module")

@@ -5,21 +5,21 @@ from typing import Any
 
 import pytest
 
-from engine.config.load import load_config
-from engine.config.plan import batch_plan, parallel_sizes, stages_of
-from engine.config.tree import Config, problems
-from engine.errors import ConfigError
-from engine.run.phases import Phase
-from engine.telemetry.record.metrics import Meter
-from launch.cli import main
-from launch.planning import search as planning
-from launch.planning.search import Plan, layouts, search
-from models.predict.cut import Memo
-from models.predict.frozen_flops import unneeded_flops
-from models.predict.rank_memory import predict
-from models.predict.recompute_choice import candidates
-from models.predict.step_time.cluster import Cluster, cluster_of
-from models.predict.step_time.estimate import Estimator
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.record.metrics import Meter
+from triaxis.launch.cli import main
+from triaxis.launch.planning import search as planning
+from triaxis.launch.planning.search import Plan, layouts, search
+from triaxis.models.predict.cut import Memo
+from triaxis.models.predict.frozen_flops import unneeded_flops
+from triaxis.models.predict.rank_memory import predict
+from triaxis.models.predict.recompute_choice import candidates
+from triaxis.models.predict.step_time.cluster import Cluster, cluster_of
+from triaxis.models.predict.step_time.estimate import Estimator
 
 MODEL = {"num_layers": 4, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 32000}
 

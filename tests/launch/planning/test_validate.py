@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError
-from launch.cli import main
-from launch.planning.published import COLUMNS, Run, device_of, read_runs, setup_of
-from launch.planning.standing import CLOSE, standings
-from launch.planning.validate import RESOLUTION, Pair, Row, Validation, held_bytes, lines, validate
-from models.predict.step_time.implementation import MEGATRON_2021, NEMO, OURS
+from triaxis.engine.errors import ConfigError
+from triaxis.launch.cli import main
+from triaxis.launch.planning.published import COLUMNS, Run, device_of, read_runs, setup_of
+from triaxis.launch.planning.standing import CLOSE, standings
+from triaxis.launch.planning.validate import RESOLUTION, Pair, Row, Validation, held_bytes, lines, validate
+from triaxis.models.predict.step_time.implementation import MEGATRON_2021, NEMO, OURS
 
 PUBLISHED = Path(__file__).parent / "published_runs.csv"
 

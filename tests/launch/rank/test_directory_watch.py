@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.errors import TriaxisError
-from engine.run.directory import RunDirectory
-from engine.run.phases import Phase
-from engine.telemetry.outlets.hub import Telemetry
-from engine.telemetry.outlets.metrics_log import MetricsLog
-from engine.telemetry.record.events import EventLog, read_events
-from engine.telemetry.record.jsonl import read_records
-from launch.rank.directory_watch import LOOK_SECONDS, DirectoryWatch
 from tests.harness import run_ranks
 from tests.launch.forked_ranks import work
 from tests.launch.runs.test_run_directory import CONFIG
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.outlets.hub import Telemetry
+from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
+from triaxis.engine.telemetry.record.events import EventLog, read_events
+from triaxis.engine.telemetry.record.jsonl import read_records
+from triaxis.launch.rank.directory_watch import LOOK_SECONDS, DirectoryWatch
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "gpt_tiny.yaml"
 
@@ -147,10 +147,10 @@ def test_a_look_is_rare(tmp_path: Path) -> None:
 
 
 def _rank(rank: int, words: Sequence[str]) -> tuple[int, str, str]:
-    import launch.rank.directory_watch
-    from engine.telemetry.outlets.notices import CheckpointNotices
+    import triaxis.launch.rank.directory_watch
+    from triaxis.engine.telemetry.outlets.notices import CheckpointNotices
 
-    launch.rank.directory_watch.LOOK_SECONDS = 0.0  # type: ignore[misc]
+    triaxis.launch.rank.directory_watch.LOOK_SECONDS = 0.0  # type: ignore[misc]
     saved = CheckpointNotices.on_saved
 
     def on_saved(self: CheckpointNotices, step: int, folder: Path, num_bytes: int, seconds: float) -> None:
@@ -161,7 +161,7 @@ def _rank(rank: int, words: Sequence[str]) -> tuple[int, str, str]:
                 shutil.rmtree(folder.parents[1], ignore_errors=True)
 
     CheckpointNotices.on_saved = on_saved  # type: ignore[method-assign]
-    return work(rank, "launch.pretrain_gpt", list(words))
+    return work(rank, "triaxis.launch.pretrain_gpt", list(words))
 
 
 @pytest.mark.distributed

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 import torch
 
-import launch.rank.join
-from engine.comm.runtime import RankEnvironment, Runtime
-from engine.config.activations import RecomputeConfig
-from engine.config.run import RuntimeConfig
-from engine.config.section import with_value
-from engine.config.tree import Config
-from engine.errors import ConfigError
-from launch.commands.doctor import ONE_PROCESS
-from launch.rank.join import join, join_run
-from models.predict import rank_memory
+import triaxis.launch.rank.join
 from tests.parity.cases import Case
+from triaxis.engine.comm.runtime import RankEnvironment, Runtime
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.run import RuntimeConfig
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError
+from triaxis.launch.commands.doctor import ONE_PROCESS
+from triaxis.launch.rank.join import join, join_run
+from triaxis.models.predict import rank_memory
 
 ALONE = RankEnvironment(rank=0, local_rank=0, world_size=1, local_world_size=1)
 
@@ -29,7 +29,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[RankEnvironment]:
         found.append(environment)
         return Runtime(environment, torch.device("cpu"))
 
-    monkeypatch.setattr(launch.rank.join, "start", start)
+    monkeypatch.setattr(triaxis.launch.rank.join, "start", start)
     return found
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.errors import ConfigError
-from launch.rank.memory_errors import Place, exhausted
+from triaxis.engine.errors import ConfigError
+from triaxis.launch.rank.memory_errors import Place, exhausted
 
 NCCL = (
     "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with "

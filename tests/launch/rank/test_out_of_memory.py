@@ -7,16 +7,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.comm.topology import Topology
-from engine.errors import OutOfMemoryError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from launch.rank.memory_snapshot import HISTORY_ENTRIES, MemorySnapshot, remember_allocations
-from launch.rank.out_of_memory import explaining_memory
 from tests.harness import run_ranks
 from tests.launch.command_line import events
 from tests.launch.forked_ranks import train_in
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.errors import OutOfMemoryError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.launch.rank.memory_snapshot import HISTORY_ENTRIES, MemorySnapshot, remember_allocations
+from triaxis.launch.rank.out_of_memory import explaining_memory
 
 pytestmark = pytest.mark.distributed
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from engine.comm.agreement import StopFlags
-from engine.comm.stop import Stop, StopRequest
-from launch.rank import sample_text
 from tests.harness import run_ranks
 from tests.models.inference.test_generate import PROMPT
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.comm.agreement import StopFlags
+from triaxis.engine.comm.stop import Stop, StopRequest
+from triaxis.launch.rank import sample_text
 
 pytestmark = pytest.mark.distributed
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from engine.telemetry.outlets.metrics_log import MetricsLog
-from engine.telemetry.record.expert_load import LoadMeter
-from launch.report.experts import MOST_COLUMNS, MOST_EXPERTS, heat_map, load
-from launch.report.record import read_run
 from tests.launch.report.test_report import HOSTILE, STEP, make_run, page_of
+from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
+from triaxis.engine.telemetry.record.expert_load import LoadMeter
+from triaxis.launch.report.experts import MOST_COLUMNS, MOST_EXPERTS, heat_map, load
+from triaxis.launch.report.record import read_run
 
 EVEN, UNEVEN = (10, 10, 10, 10), (4, 16, 10, 10)
 

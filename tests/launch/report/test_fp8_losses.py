@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from launch.report.parts import _worst_underflow, fp8_losses
-from launch.report.record import read_run
+from triaxis.launch.report.parts import _worst_underflow, fp8_losses
+from triaxis.launch.report.record import read_run
 
 LOST = {
     "layers.0.mlp.up": {"input": {"underflow": 0.25, "overflow": 0.0}, "gradient": {"underflow": 0.5, "overflow": 0.0}},

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from launch.report.parts import group_norms
-from launch.report.record import read_run
+from triaxis.launch.report.parts import group_norms
+from triaxis.launch.report.record import read_run
 
 
 def test_a_line_for_each_group_on_measured_steps(tmp_path: Path) -> None:

@@ -7,22 +7,22 @@ from statistics import fmean
 
 import pytest
 
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from engine.errors import ConfigError
-from engine.run.entries import events_file
-from engine.telemetry.outlets.format import significant
-from engine.telemetry.outlets.metrics_log import MetricsLog
-from engine.telemetry.timing.time_split import PARTS, TimeSplit
-from launch import cli
-from launch.report.page import render
-from launch.report.predicted import COMPONENTS_OF
-from launch.report.record import read_run
-from models.predict.step_time.cluster import cluster_of, cluster_of_devices
-from models.predict.step_time.device import device_names, load_device
-from models.predict.step_time.estimate import COMPONENTS, Estimator
 from tests.launch.html_page import Page
 from tests.launch.report.test_report import DEVICE, SPLIT, STEP, TREE, make_run
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.run.entries import events_file
+from triaxis.engine.telemetry.outlets.format import significant
+from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
+from triaxis.engine.telemetry.timing.time_split import PARTS, TimeSplit
+from triaxis.launch import cli
+from triaxis.launch.report.page import render
+from triaxis.launch.report.predicted import COMPONENTS_OF
+from triaxis.launch.report.record import read_run
+from triaxis.models.predict.step_time.cluster import cluster_of, cluster_of_devices
+from triaxis.models.predict.step_time.device import device_names, load_device
+from triaxis.models.predict.step_time.estimate import COMPONENTS, Estimator
 
 
 def said(run: Path, cluster: str | None = None) -> str:

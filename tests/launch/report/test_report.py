@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.tree import Config
-from engine.config.write import to_yaml
-from engine.run.entries import events_file
-from engine.telemetry.outlets.metrics_log import MetricsLog
-from engine.telemetry.record.events import EventLog
-from engine.telemetry.record.metrics import StepMetrics
-from engine.telemetry.timing.time_split import PARTS, TimeSplit
-from launch import cli
-from launch.pictures.charts import MOST_POINTS, thinned, ticks
-from launch.report.page import render
-from launch.report.record import RunRecord, read_run
 from tests.lacking import give_up
 from tests.launch.html_page import Page, self_contained
+from triaxis.engine.config.tree import Config
+from triaxis.engine.config.write import to_yaml
+from triaxis.engine.run.entries import events_file
+from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
+from triaxis.engine.telemetry.record.events import EventLog
+from triaxis.engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.telemetry.timing.time_split import PARTS, TimeSplit
+from triaxis.launch import cli
+from triaxis.launch.pictures.charts import MOST_POINTS, thinned, ticks
+from triaxis.launch.report.page import render
+from triaxis.launch.report.record import RunRecord, read_run
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"
 TREE: dict[str, Any] = {

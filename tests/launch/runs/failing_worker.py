@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import launch.pretrain_gpt as worker
-from engine.run.phases import StepWatcher
-from launch.rank.watchers import Watchers
-from launch.start.process.ending import run_rank
+import triaxis.launch.pretrain_gpt as worker
 from tests import fake_nccl
+from triaxis.engine.run.phases import StepWatcher
+from triaxis.launch.rank.watchers import Watchers
+from triaxis.launch.start.process.ending import run_rank
 
 CULPRIT = 3
 

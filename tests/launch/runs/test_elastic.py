@@ -25,7 +25,7 @@ def test_a_dead_rank_restarts_all_and_they_resume(tmp_path: Path) -> None:
     config = tmp_path / "small.yaml"
     config.write_text(CONFIG)
     run = tmp_path / "runs" / "small"
-    with started(tmp_path, *TORCHRUN, "--module", "launch.pretrain_gpt", "small.yaml") as torchrun:
+    with started(tmp_path, *TORCHRUN, "--module", "triaxis.launch.pretrain_gpt", "small.yaml") as torchrun:
         wait_for_steps(torchrun, run / "metrics.jsonl", 13)
         wait_for_folder(run / "checkpoints" / "step_00000012")
         ranks_of(torchrun)[2].kill()

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.comm.runtime import Runtime
-from engine.config.load import ENVIRONMENT
 from tests.fake_nccl import NAME
 from tests.harness import forked_ranks
 from tests.launch.command_line import ROOT, ended, ranks_of, started, wait_until_gone
 from tests.launch.runs.failing_worker import CULPRIT, fail_on_the_last_rank
+from triaxis.engine.comm.runtime import Runtime
+from triaxis.engine.config.load import ENVIRONMENT
 
 pytestmark = pytest.mark.distributed
 
@@ -39,19 +39,19 @@ ALL_END_SECONDS = 45.0
 
 def train(rank: int, words: Sequence[str], closing_seconds: float, grace_seconds: float) -> None:
     """Be a rank of a training run, and end as one."""
-    import launch.pretrain_gpt as worker
-    import launch.rank.join
-    import launch.start.process.ending
+    import triaxis.launch.pretrain_gpt as worker
+    import triaxis.launch.rank.join
+    import triaxis.launch.start.process.ending
 
     for name in ENVIRONMENT:
         os.environ.pop(name, None)
     places = {"RANK": rank, "WORLD_SIZE": WORLD_SIZE, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": WORLD_SIZE}
     os.environ.update({name: str(number) for name, number in places.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    launch.rank.join.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
-    worker.WayOut = lambda: launch.start.process.ending.WayOut(grace_seconds)
+    triaxis.launch.rank.join.start = lambda environment, config: Runtime(environment, torch.device("cpu"))
+    worker.WayOut = lambda: triaxis.launch.start.process.ending.WayOut(grace_seconds)
     fail_on_the_last_rank(rank, closing_seconds)
-    launch.start.process.ending.run_rank(worker.main, words)
+    triaxis.launch.start.process.ending.run_rank(worker.main, words)
 
 
 def first_end(
@@ -98,7 +98,7 @@ def test_a_rank_whose_closing_hangs_ends_with_its_own_code(tmp_path: Path) -> No
 LAUNCH = """\
 import os, sys
 from pathlib import Path
-from launch.start.launcher import Request, launch
+from triaxis.launch.start.launcher import Request, launch
 sys.exit(launch(Request(Path(sys.argv[1]), tuple(sys.argv[2:]), worker="tests.launch.runs.failing_worker"), os.environ))
 """
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ExitCode
-from engine.resilience.hang.heartbeat import folders_of
-from engine.resilience.hang.watch import HangLimits, hang_report
 from tests.launch.command_line import PRETRAIN, ROOT, ended, events, ranks_of, started, wait_for_steps, wait_until_gone
+from triaxis.engine.errors import ExitCode
+from triaxis.engine.resilience.hang.heartbeat import folders_of
+from triaxis.engine.resilience.hang.watch import HangLimits, hang_report
 
 pytestmark = pytest.mark.distributed
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.config.load import load_config
-from engine.data.corpus.indexed import IndexedWriter
-from engine.run.directory import RunDirectory
-from launch.cli import main
 from tests.harness import run_ranks
 from tests.launch.command_line import records
 from tests.launch.forked_ranks import work
+from triaxis.engine.config.load import load_config
+from triaxis.engine.data.corpus.indexed import IndexedWriter
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.launch.cli import main
 
 pytestmark = pytest.mark.distributed
 
@@ -44,7 +44,7 @@ def train(folder: Path, *words: str) -> str:
 
 def _rank(rank: int, folder: str, words: tuple[str, ...]) -> tuple[int, str, str]:
     os.chdir(folder)
-    return work(rank, "launch.pretrain_gpt", ["small.yaml", *words])
+    return work(rank, "triaxis.launch.pretrain_gpt", ["small.yaml", *words])
 
 
 @pytest.fixture(scope="module")

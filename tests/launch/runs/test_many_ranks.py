@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.config.activations import RecomputeConfig
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.data.corpus.indexed import IndexedWriter
-from engine.step import Engine
-from engine.telemetry.timing.clock_offsets import NUM_ROUNDS
-from engine.train import build
-from launch import pretrain_gpt
 from tests.on_paper import Seen, run_on_paper
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.indexed import IndexedWriter
+from triaxis.engine.step import Engine
+from triaxis.engine.telemetry.timing.clock_offsets import NUM_ROUNDS
+from triaxis.engine.train import build
+from triaxis.launch import pretrain_gpt
 
 pytestmark = pytest.mark.distributed
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from launch import cli
+from triaxis.launch import cli
 
 pytestmark = pytest.mark.distributed
 
@@ -73,7 +73,9 @@ def test_the_first_command_is_eight_ranks(tmp_path):
     assert said["layout"] == "tp=2 pp=2 vpp=2 dp=2"
     assert said["batch"].startswith("32 samples per step = 4 microbatches of 4 x dp 2")
     assert "-m torch.distributed.run --nproc-per-node=8 " in said["launch"]
-    assert said["launch"].endswith("--module launch.start.process.start_rank launch.pretrain_gpt " + said["config"])
+    assert said["launch"].endswith(
+        "--module triaxis.launch.start.process.start_rank triaxis.launch.pretrain_gpt " + said["config"]
+    )
     assert not list(tmp_path.iterdir()), "a dry run starts nothing and leaves nothing"
 
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.load import load_config
 from tests.harness import run_ranks
 from tests.launch.command_line import ROOT
 from tests.launch.forked_ranks import work
+from triaxis.engine.config.load import load_config
 
 pytestmark = pytest.mark.distributed
 
@@ -36,7 +36,7 @@ def train(runs: Path, *words: str, restarts: str = "0") -> tuple[list[int], str]
 
 def _rank(rank: int, words: Sequence[str], restarts: str) -> tuple[int, str, str]:
     os.environ["SLURM_RESTART_COUNT"] = restarts
-    return work(rank, "launch.pretrain_gpt", list(words))
+    return work(rank, "triaxis.launch.pretrain_gpt", list(words))
 
 
 def log_of(runs: Path, attempt: int, rank: int = 0) -> str:
@@ -81,7 +81,7 @@ def test_a_rank_that_cannot_write_its_log_is_named(tmp_path: Path) -> None:
 
 
 def _rank_without_log(rank: int, words: Sequence[str]) -> tuple[int, str, str]:
-    from engine.run.directory import RunDirectory
+    from triaxis.engine.run.directory import RunDirectory
 
     if rank == 1:
         RunDirectory.rank_log = lambda self, rank: Path("/proc/self/nowhere/log")  # type: ignore[method-assign]

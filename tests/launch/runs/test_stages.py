@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.format.manifest import read_manifest
-from engine.config.load import load_config
-from engine.config.stages import at_stage, run_stages
-from engine.data.datasets import open_run_datasets
-from engine.data.ledger import reads_of_step
-from engine.data.skipped import SkippedRanges
 from tests import netns
 from tests.launch.command_line import PRETRAIN, TRIAXIS, ended, events, records, run, started
 from tests.soak.scene import address
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
+from triaxis.engine.checkpoint.format.manifest import read_manifest
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.stages import at_stage, run_stages
+from triaxis.engine.data.datasets import open_run_datasets
+from triaxis.engine.data.ledger import reads_of_step
+from triaxis.engine.data.skipped import SkippedRanges
 
 pytestmark = pytest.mark.distributed
 

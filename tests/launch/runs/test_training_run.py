@@ -17,13 +17,6 @@ from typing import Any
 
 import pytest
 
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.data.corpus.stdlib import Entropies, entropies
-from engine.telemetry.record.metrics import OPTIONAL, StepMetrics
-from engine.telemetry.timing.time_split import PARTS
-from launch.cli import main
-from launch.start.launcher import Request
 from tests.launch.command_line import (
     PRETRAIN,
     ROOT,
@@ -38,6 +31,13 @@ from tests.launch.command_line import (
     wait_until_gone,
 )
 from tests.launch.forked_ranks import fork_ranks_of, train_in
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.stdlib import Entropies, entropies
+from triaxis.engine.telemetry.record.metrics import OPTIONAL, StepMetrics
+from triaxis.engine.telemetry.timing.time_split import PARTS
+from triaxis.launch.cli import main
+from triaxis.launch.start.launcher import Request
 
 pytestmark = pytest.mark.distributed
 
@@ -368,7 +368,7 @@ def test_a_run_that_diverges_stops_before_it_harms_the_weights(tmp_path: Path) -
 def test_the_launcher_of_a_run_that_diverges_blames_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it does with such a code: `tests/launch/start/test_launcher.py`."""
     asked: list[Request] = []
-    monkeypatch.setattr("launch.commands.train.launch", lambda request, variables: asked.append(request))
+    monkeypatch.setattr("triaxis.launch.commands.train.launch", lambda request, variables: asked.append(request))
     main(["train"])
     assert asked[0].explained_codes == (6,)
 
@@ -399,8 +399,10 @@ def test_the_traffic_is_what_the_formulas_say(
 ) -> None:
     words = ["traffic", CONFIG, *layout]
     assert main([*words, "--dry-run"]) == 0
-    assert " --module launch.start.process.start_rank launch.footprint.traffic " in capsys.readouterr().out
-    fork_ranks_of(monkeypatch, "launch.commands.traffic")
+    assert (
+        " --module triaxis.launch.start.process.start_rank triaxis.launch.footprint.traffic " in capsys.readouterr().out
+    )
+    fork_ranks_of(monkeypatch, "triaxis.launch.commands.traffic")
     assert main(words) == 0
     said = capsys.readouterr()
     assert (

@@ -13,27 +13,27 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from engine.comm.topology import Topology
-from engine.config.load import load_config
-from engine.config.telemetry import TelemetryConfig
-from engine.config.tree import Config
-from engine.data.loader import Batches
-from engine.data.synthetic import SyntheticDataset
-from engine.layout.partition import partition
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.run.phases import Phase
-from engine.telemetry.timing.clocks import HostClock
-from engine.telemetry.timing.marks import TimeMarks
-from engine.telemetry.timing.step_times import StepTimes
-from engine.telemetry.timing.time_split import PARTS, Part, TimeSplit
-from engine.train import build
-from launch.doctor.judge import judge
-from launch.doctor.rank import examine
-from launch.doctor.records import Examination, Finding, Level
-from models.gpt.chunk import build_chunks
-from models.predict.traffic import expected_traffic
 from tests import netns
 from tests.harness import run_ranks
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.telemetry import TelemetryConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.data.synthetic import SyntheticDataset
+from triaxis.engine.layout.partition import partition
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.timing.clocks import HostClock
+from triaxis.engine.telemetry.timing.marks import TimeMarks
+from triaxis.engine.telemetry.timing.step_times import StepTimes
+from triaxis.engine.telemetry.timing.time_split import PARTS, Part, TimeSplit
+from triaxis.engine.train import build
+from triaxis.launch.doctor.judge import judge
+from triaxis.launch.doctor.rank import examine
+from triaxis.launch.doctor.records import Examination, Finding, Level
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.traffic import expected_traffic
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")

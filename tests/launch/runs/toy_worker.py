@@ -10,9 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from engine.comm.stop import Stop, StopRequest
-from launch.start.process.failure import AFTER
-from launch.start.process.parent_death import end_with_parent
+from triaxis.engine.comm.stop import Stop, StopRequest
+from triaxis.launch.start.process.failure import AFTER
+from triaxis.launch.start.process.parent_death import end_with_parent
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

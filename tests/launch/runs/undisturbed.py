@@ -5,20 +5,20 @@ from pathlib import Path
 
 import torch
 
-from engine.checkpoint.directory import CheckpointDirectory
-from engine.checkpoint.format.fingerprint import to_text
-from engine.checkpoint.format.manifest import read_manifest
-from engine.checkpoint.shards import fingerprint
-from engine.comm.topology import Topology
-from engine.config.load import load_config
-from engine.config.plan import parallel_sizes
-from engine.data.datasets import open_datasets
-from engine.layout.rank_grid import RankGrid
-from engine.optimizer.lr import learning_rate
-from engine.train import build
-from launch.rank.batches import open_batches
-from models.gpt.chunk import build_chunks
 from tests.harness import run_ranks
+from triaxis.engine.checkpoint.directory import CheckpointDirectory
+from triaxis.engine.checkpoint.format.fingerprint import to_text
+from triaxis.engine.checkpoint.format.manifest import read_manifest
+from triaxis.engine.checkpoint.shards import fingerprint
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.data.datasets import open_datasets
+from triaxis.engine.layout.rank_grid import RankGrid
+from triaxis.engine.optimizer.lr import learning_rate
+from triaxis.engine.train import build
+from triaxis.launch.rank.batches import open_batches
+from triaxis.models.gpt.chunk import build_chunks
 
 NUM_STEPS = 36
 

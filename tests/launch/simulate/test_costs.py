@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.load import load_config
-from engine.config.plan import parallel_sizes, stages_of
-from engine.config.tree import Config
-from engine.data.document_statistics import DocumentStatistics, one_document_per_sample
-from engine.telemetry.record.flops import hardware_flops_per_token, layer_flops
-from launch.simulate.costs import DocumentDraws, flops_costs
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.document_statistics import DocumentStatistics, one_document_per_sample
+from triaxis.engine.telemetry.record.flops import hardware_flops_per_token, layer_flops
+from triaxis.launch.simulate.costs import DocumentDraws, flops_costs
 
 ROOT = Path(__file__).parents[3]
 

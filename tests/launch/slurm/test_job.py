@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ExitCode, TopologyError, TriaxisError
-from launch.slurm.allocation import Job
-from launch.slurm.history import History, Outcome
-from launch.slurm.job import (
+from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
+from triaxis.engine.errors import ExitCode, TopologyError, TriaxisError
+from triaxis.launch.slurm.allocation import Job
+from triaxis.launch.slurm.history import History, Outcome
+from triaxis.launch.slurm.job import (
     NextAttempt,
     Step,
     is_out_of_time,
@@ -20,8 +21,7 @@ from launch.slurm.job import (
     step_words,
     submit_words,
 )
-from launch.slurm.srun_report import StepReport
-from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
+from triaxis.launch.slurm.srun_report import StepReport
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "gpt_tiny.yaml"
 JOB = Job("31", 1, ("node1", "node2"), (4, 4))
@@ -287,7 +287,7 @@ def test_a_job_from_its_variables(slurm: Path) -> None:
 
 
 def test_srun_that_does_not_end_after_a_dead_rank_is_killed(slurm: Path, capfd, monkeypatch) -> None:
-    monkeypatch.setattr("launch.slurm.job.LONGEST_END_SECONDS", 0.5)
+    monkeypatch.setattr("triaxis.launch.slurm.job.LONGEST_END_SECONDS", 0.5)
     srun = slurm / "srun"
     srun.write_text(
         '#!/bin/sh\necho "srun: error: node1: task 1: Exited with exit code 1" >&2\nexec sleep 60 2>/dev/null\n'
@@ -301,7 +301,7 @@ def test_srun_that_does_not_end_after_a_dead_rank_is_killed(slurm: Path, capfd, 
 
 def test_tasks_that_outlive_a_bad_end_are_killed(slurm: Path, capfd, monkeypatch) -> None:
     """SLURM itself would wait for KillWait after its SIGTERM, to which a rank that waits in NCCL does not react."""
-    monkeypatch.setattr("launch.slurm.job.OTHERS_END_SECONDS", 0.2)
+    monkeypatch.setattr("triaxis.launch.slurm.job.OTHERS_END_SECONDS", 0.2)
     srun, scancel = slurm / "srun", slurm / "scancel"
     srun.write_text(
         "#!/bin/bash\n"

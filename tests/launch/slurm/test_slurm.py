@@ -93,7 +93,7 @@ class Run:
         def is_there() -> psutil.Process | None:
             if not all((logs / f"rank_{rank:05d}.log").exists() for rank in (0, 5)):
                 return None
-            return self.slurm.task(5, "launch.cli")
+            return self.slurm.task(5, "triaxis.launch.cli")
 
         def has_come_so_far() -> bool:
             assert "Traceback" not in (logs / "rank_00000.log").read_text(), "rank 0 has failed"

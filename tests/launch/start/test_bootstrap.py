@@ -13,10 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from engine.device.nvidia_driver import Driver
-from launch.start import bootstrap
-from launch.start.bootstrap import TORCH_OF_CUDA, BootstrapError, Checkout, choose, missing_requirements, torch_for
 from tests.lacking import is_strict
+from triaxis.engine.device.nvidia_driver import Driver
+from triaxis.launch.start import bootstrap
+from triaxis.launch.start.bootstrap import (
+    TORCH_OF_CUDA,
+    BootstrapError,
+    Checkout,
+    choose,
+    missing_requirements,
+    torch_for,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 

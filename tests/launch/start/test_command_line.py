@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError
-from launch import cli
-from launch.commands.footprint import read_config
-from launch.start.command_line import CHECKPOINT, CONFIG, CommandParser, add_world_size
 from tests.launch.command_line import ROOT
+from triaxis.engine.errors import ConfigError
+from triaxis.launch import cli
+from triaxis.launch.commands.footprint import read_config
+from triaxis.launch.start.command_line import CHECKPOINT, CONFIG, CommandParser, add_world_size
 
 TINY = str(ROOT / "configs" / "gpt_tiny.yaml")
 

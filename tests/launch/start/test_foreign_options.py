@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.foreign_names import FOREIGN_VALUES, our_name
-from engine.config.load import as_overrides
-from launch.cli import main
-from launch.start.foreign_options import SCRIPT
-from models.interop.megatron.command_line.convert import from_command_line
+from triaxis.engine.config.foreign_names import FOREIGN_VALUES, our_name
+from triaxis.engine.config.load import as_overrides
+from triaxis.launch.cli import main
+from triaxis.launch.start.foreign_options import SCRIPT
+from triaxis.models.interop.megatron.command_line.convert import from_command_line
 
 TINY = "configs/gpt_tiny.yaml"
 MEGATRON = (

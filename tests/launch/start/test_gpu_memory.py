@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from engine.comm.runtime import RankEnvironment
-from engine.errors import ConfigError, TopologyError
-from launch.rank.join import read_config
-from launch.slurm import job as slurm_job
-from launch.start import launcher
-from launch.start.gpu_memory import read_devices
-from launch.start.world import Gpus, decide
-from models.predict.fit import Devices, memory_rule
 from tests.launch.start.test_world import config
+from triaxis.engine.comm.runtime import RankEnvironment
+from triaxis.engine.errors import ConfigError, TopologyError
+from triaxis.launch.rank.join import read_config
+from triaxis.launch.slurm import job as slurm_job
+from triaxis.launch.start import launcher
+from triaxis.launch.start.gpu_memory import read_devices
+from triaxis.launch.start.world import Gpus, decide
+from triaxis.models.predict.fit import Devices, memory_rule
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "gpt_tiny.yaml"
 LLAMA = TINY.with_name("llama3_8b.yaml")

@@ -11,9 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import TopologyError
-from launch.start.hostfile import Host, SshLaunch, is_asked_for, node_variables, passed_on, read_hosts, ssh_words
 from tests.launch.command_line import PRETRAIN, ROOT, ended, records, started, wait_for_steps
+from triaxis.engine.errors import TopologyError
+from triaxis.launch.start.hostfile import (
+    Host,
+    SshLaunch,
+    is_asked_for,
+    node_variables,
+    passed_on,
+    read_hosts,
+    ssh_words,
+)
 
 SECRET = "a-key-that-no-process-list-may-show"
 
@@ -107,7 +115,7 @@ def test_a_host_that_fails_is_named(checkout: Path, capfd) -> None:
 
 def test_hosts_that_outlive_a_failure_are_ended_and_the_failure_is_the_run_s(checkout: Path, monkeypatch) -> None:
     """Ranks of the other hosts may wait in NCCL for those that are gone, and react to no signal that asks them to save."""
-    monkeypatch.setattr("launch.start.hostfile.OTHERS_END_SECONDS", 0.5)
+    monkeypatch.setattr("triaxis.launch.start.hostfile.OTHERS_END_SECONDS", 0.5)
     started_seconds = time.monotonic()
     assert two_hosts(checkout, "stuck").run() == 2
     assert time.monotonic() - started_seconds < 15.0, "alone it would wait for 30 seconds"
@@ -123,7 +131,7 @@ def test_a_host_that_cannot_be_reached_is_named(checkout: Path, capfd, monkeypat
 WAITING = """\
 import os, sys
 from pathlib import Path
-from launch.start.hostfile import Host, SshLaunch
+from triaxis.launch.start.hostfile import Host, SshLaunch
 sys.exit(SshLaunch([Host("node0", 4), Host("node1", 4)], Path.cwd(), ["wait"], os.environ).run())
 """
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.start.import_path import import_variables
 from tests.launch.command_line import PRETRAIN, ROOT, Ended, run
+from triaxis.launch.start.import_path import import_variables
 
 HOSTILE = (
     "launch.py",
@@ -44,7 +44,9 @@ def triaxis(tmp_path: Path) -> tuple[str, str]:
     """The `triaxis` command as pip writes it: a script in another folder."""
     script = tmp_path / "bin" / "triaxis"
     script.parent.mkdir()
-    script.write_text("import sys\nfrom launch.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n")
+    script.write_text(
+        "import sys\nfrom triaxis.launch.cli import main\nif __name__ == '__main__':\n    sys.exit(main())\n"
+    )
     return sys.executable, str(script)
 
 

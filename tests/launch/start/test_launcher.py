@@ -50,8 +50,8 @@ def start(folder: Path, words: list[str], environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.path[:0] = environment["PYTHONPATH"].split(":")
-    from launch.start import launcher
-    from launch.start.launcher import Request, launch
+    from triaxis.launch.start import launcher
+    from triaxis.launch.start.launcher import Request, launch
 
     if "TOY_OTHERS_END_SECONDS" in environment:
         launcher.OTHERS_END_SECONDS = int(environment["TOY_OTHERS_END_SECONDS"])

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 
-from launch.start.open_files import LEAST, MOST
 from tests.launch.command_line import ROOT
+from triaxis.launch.start.open_files import LEAST, MOST
 
 RAISE = """\
 import resource
-from launch.start.open_files import *
+from triaxis.launch.start.open_files import *
 allow_open_files()
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
@@ -31,7 +31,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one(soft: int, hard: int, raised: 
 
 def test_too_low_a_limit_starts_no_ranks() -> None:
     said = limited(
-        ["-m", "launch.cli", "train", "configs/gpt_tiny.yaml", "data.synthetic=true", "parallel.dp=1"], 24, 24
+        ["-m", "triaxis.launch.cli", "train", "configs/gpt_tiny.yaml", "data.synthetic=true", "parallel.dp=1"], 24, 24
     )
     assert said.returncode == 2 and "Traceback" not in said.stderr
     assert "24 files may be open" in said.stderr and f"ulimit -n {LEAST}" in said.stderr

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.data.corpus.indexed import IndexedWriter
-from engine.data.corpus.record import CorpusRecord, record_path
-from engine.device.gpus import Gpus
-from engine.errors import ConfigError, DataError, TopologyError, TriaxisError
-from engine.run.directory import RunDirectory
-from launch import cli
-from launch.start import launcher
-from launch.start.preflight import look_before_training, refuse_without_gpu
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.indexed import IndexedWriter
+from triaxis.engine.data.corpus.record import CorpusRecord, record_path
+from triaxis.engine.device.gpus import Gpus
+from triaxis.engine.errors import ConfigError, DataError, TopologyError, TriaxisError
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.launch import cli
+from triaxis.launch.start import launcher
+from triaxis.launch.start.preflight import look_before_training, refuse_without_gpu
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "gpt_tiny.yaml"
 

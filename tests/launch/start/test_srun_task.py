@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import TopologyError
-from launch.start.srun_task import FIRST_PORT, NUM_PORTS, PORTS_APART, is_rank, rank_variables, tasks_per_node
+from triaxis.engine.errors import TopologyError
+from triaxis.launch.start.srun_task import FIRST_PORT, NUM_PORTS, PORTS_APART, is_rank, rank_variables, tasks_per_node
 
 STEP = {
     "SLURM_PROCID": "11",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from engine.device.gpus import NCCL, Gpus
-from engine.telemetry.record.flops import known_peak
-from launch.start import launcher
-from models.predict.fit import Devices
+from triaxis.engine.device.gpus import NCCL, Gpus
+from triaxis.engine.telemetry.record.flops import known_peak
+from triaxis.launch.start import launcher
+from triaxis.models.predict.fit import Devices
 
 WHERE_TO_STOP = 7
 """The code with which the stand-in for `triaxis prepare` ends."""
@@ -42,7 +42,7 @@ def test_other_data_is_left_alone(prepared: list[str]) -> None:
     """Neither data that an override names nor another program's run is prepared."""
     stops = {"preflight": lambda config, path: "seen"}
     own = launcher.Request(launcher.DEFAULT_CONFIG, ("data.tokenizer=bytes",), trains=True, **stops)
-    other = launcher.Request(launcher.DEFAULT_CONFIG, (), worker="launch.footprint.traffic", **stops)
+    other = launcher.Request(launcher.DEFAULT_CONFIG, (), worker="triaxis.launch.footprint.traffic", **stops)
     assert [launcher.launch(request, {}) for request in (own, other)] == [0, 0]
     assert prepared == []
 
@@ -105,7 +105,7 @@ def shown(request: launcher.Request, **terminal: Any) -> list[str]:
 def test_a_start_leaves_to_rank_0_what_it_says_in_its_turn() -> None:
     quiet, dry = launcher.Request(None, ()), launcher.Request(None, (), dry_run=True)
     assert [line.split()[0] for line in shown(quiet)] == ["config", "ranks"]
-    other = launcher.Request(None, (), worker="launch.footprint.traffic")
+    other = launcher.Request(None, (), worker="triaxis.launch.footprint.traffic")
     assert [line.split()[0] for line in shown(other)] == ["config", "ranks", "layout", "batch"]
     assert [line.split()[0] for line in shown(launcher.Request(None, (), verbose=True))] == [
         "config",

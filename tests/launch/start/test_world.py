@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.device.gpus import GLOO, NCCL, Gpus
-from engine.errors import TopologyError
-from launch.start.launcher import DEFAULT_CONFIG
-from launch.start.world import decide
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.device.gpus import GLOO, NCCL, Gpus
+from triaxis.engine.errors import TopologyError
+from triaxis.launch.start.launcher import DEFAULT_CONFIG
+from triaxis.launch.start.world import decide
 
 
 def config(*overrides: str) -> Config:

@@ -6,15 +6,15 @@ import pytest
 import torch
 import yaml
 
-from engine.config.tree import Config
-from engine.errors import ConfigError
-from engine.layout.rank_grid import ParallelSizes
-from launch.cli import main
-from launch.tuning import calibrate
-from models.predict.step_time.cluster import Cluster
-from models.predict.step_time.device import load_device
-from models.predict.step_time.estimate import Estimator
 from tests.parity.cases import Case
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.launch.cli import main
+from triaxis.launch.tuning import calibrate
+from triaxis.models.predict.step_time.cluster import Cluster
+from triaxis.models.predict.step_time.device import load_device
+from triaxis.models.predict.step_time.estimate import Estimator
 
 
 @pytest.fixture

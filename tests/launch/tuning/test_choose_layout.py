@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.fp8 import Fp8Config
-from engine.config.load import load_config
-from engine.config.plan import parallel_sizes
-from engine.config.section import with_value
-from engine.config.tree import Config, problems
-from engine.errors import ConfigError
-from launch.tuning.choose_layout import (
+from triaxis.engine.config.fp8 import Fp8Config
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.errors import ConfigError
+from triaxis.launch.tuning.choose_layout import (
     MARGIN,
     MOST_BUBBLE,
     TOKENS_OF_A_MICROBATCH,
@@ -20,10 +20,10 @@ from launch.tuning.choose_layout import (
     four_digits,
     legal_layouts,
 )
-from launch.tuning.machine import Machine, written_machine
-from models.predict.communicators import communicator_bytes
-from models.predict.rank_memory import GB, predict, resolve_recompute
-from models.predict.recompute_choice import candidates
+from triaxis.launch.tuning.machine import Machine, written_machine
+from triaxis.models.predict.communicators import communicator_bytes
+from triaxis.models.predict.rank_memory import GB, predict, resolve_recompute
+from triaxis.models.predict.recompute_choice import candidates
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 WEIGHT = {"none": 0, "selective": 1, "full": 2}

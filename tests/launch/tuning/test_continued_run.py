@@ -7,17 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.load import load_config
-from engine.config.plan import batch_plan, planned_steps
-from engine.config.section import Subject
-from engine.config.training import warmup_ends
-from engine.data.corpus.indexed import IndexedTokens, IndexedWriter
-from engine.data.datasets import open_datasets
-from engine.errors import DataError
-from launch.tuning.continued_run import EVAL_STEPS, MOST_STEPS_BETWEEN, PARTS, ContinuedRun, plan_run, to_commented_yaml
-from launch.tuning.machine import Machine
-from launch.tuning.recipe import GPT3, LEAST_STEPS, recipe, warm_up_steps
-from models.specs import num_parameters
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import batch_plan, planned_steps
+from triaxis.engine.config.section import Subject
+from triaxis.engine.config.training import warmup_ends
+from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter
+from triaxis.engine.data.datasets import open_datasets
+from triaxis.engine.errors import DataError
+from triaxis.launch.tuning.continued_run import (
+    EVAL_STEPS,
+    MOST_STEPS_BETWEEN,
+    PARTS,
+    ContinuedRun,
+    plan_run,
+    to_commented_yaml,
+)
+from triaxis.launch.tuning.machine import Machine
+from triaxis.launch.tuning.recipe import GPT3, LEAST_STEPS, recipe, warm_up_steps
+from triaxis.models.specs import num_parameters
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 LLAMA: dict[str, Any] = {

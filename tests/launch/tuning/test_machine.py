@@ -6,10 +6,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from engine.errors import ConfigError
-from launch.start.gpu_memory import MIB
-from launch.tuning.machine import RESIDENT_BYTES, host_memory_bytes, this_machine, written_machine
-from models.predict.rank_memory import GB
+from triaxis.engine.errors import ConfigError
+from triaxis.launch.start.gpu_memory import MIB
+from triaxis.launch.tuning.machine import RESIDENT_BYTES, host_memory_bytes, this_machine, written_machine
+from triaxis.models.predict.rank_memory import GB
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from launch.verify.run import trial
-from launch.verify.sweep import attributed
-from launch.verify.verdict.evidence import Difference, Evidence
-from launch.verify.verdict.judge import Verdict
 from tests.documented import ROOT
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.launch.verify.run import trial
+from triaxis.launch.verify.sweep import attributed
+from triaxis.launch.verify.verdict.evidence import Difference, Evidence
+from triaxis.launch.verify.verdict.judge import Verdict
 
 STEP = 1
 VERDICT = Verdict({}, (Difference(STEP, "loss", "", 3.0, 4.0, 0.3, None, 1e-9),), None)

@@ -5,20 +5,20 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.comm.topology import Topology
-from engine.config.layer_kinds import NORMS
-from engine.config.model import ModelConfig
-from engine.config.section import with_value
-from engine.kernels.fusion import EAGER
-from engine.kernels.registry import Kernels
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.layout.shard_spec import localize
-from engine.tensor_parallel.parameter import ShardedParameter
-from engine.train import build
-from models.gpt.chunk import build_chunks
-from models.gpt.context import BuildContext, Norm
-from models.specs import final_norm_specs
 from tests.parity.cases import Case
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.layer_kinds import NORMS
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.section import with_value
+from triaxis.engine.kernels.fusion import EAGER
+from triaxis.engine.kernels.registry import Kernels
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.layout.shard_spec import localize
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+from triaxis.engine.train import build
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.gpt.context import BuildContext, Norm
+from triaxis.models.specs import final_norm_specs
 
 
 def context_of(model: ModelConfig, without: str = "") -> BuildContext:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.comm.topology import Topology
-from engine.config.tree import Config
-from engine.data.loader import Batches
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.train import build
-from models.gpt.chunk import build_chunks
 from tests.parity.cases import dataset
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.train import build
+from triaxis.models.gpt.chunk import build_chunks
 
 LEAST_COSINE: Mapping[str, tuple[dict[str, Any], float]] = {
     "tensorwise": ({"recipe": "tensorwise"}, 0.985),

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from engine.comm.topology import Topology
-from engine.errors import ModelError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.train import build
-from launch.footprint.run import Footprints
-from models.gpt.attention_core import AttentionCore
-from models.gpt.block import Block
-from models.gpt.chunk import build_chunks
-from models.gpt.mlp import MLP
 from tests.parity.cases import Case, build_rank
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.errors import ModelError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.train import build
+from triaxis.launch.footprint.run import Footprints
+from triaxis.models.gpt.attention_core import AttentionCore
+from triaxis.models.gpt.block import Block
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.gpt.mlp import MLP
 
 Change = Callable[[MLP], object]
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from engine.data.corpus.indexed import IndexedTokens, IndexedWriter
-from engine.errors import DataError
-from models.inference.evaluate import CorpusTokens, ListedTokens, Windows
+from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter
+from triaxis.engine.errors import DataError
+from triaxis.models.inference.evaluate import CorpusTokens, ListedTokens, Windows
 
 BEFORE = 999
 

@@ -9,31 +9,31 @@ from typing import Any
 import pytest
 import torch
 
-import models.gpt.attention_core
-import models.inference.generate as generation
-from engine.checkpoint.directory import find
-from engine.checkpoint.format.manifest import TrainingState
-from engine.checkpoint.import_weights import whole, write_checkpoint
-from engine.comm.topology import Topology
-from engine.config.plan import parallel_sizes
-from engine.config.section import with_value
-from engine.errors import CheckpointError, ConfigError, DivergenceError
-from engine.kernels.attention import attention
-from engine.kernels.registry import Kernels, open_kernels
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.numerics.precision import DTYPES
-from engine.pipeline.executor import Executor
-from engine.pipeline.forwards import of_forward
-from engine.pipeline.lowering import lower
-from models.gpt.chunk import GPTChunk
-from models.gpt.kv_cache import LatentCache
-from models.gpt.moe import MoE
-from models.inference.evaluate import loss_of
-from models.inference.generate import Decoder, Model, Sampling, _batch, generate, sample_token, stream
-from models.inference.load import for_reading, load_model
+import triaxis.models.gpt.attention_core
+import triaxis.models.inference.generate as generation
 from tests.harness import run_ranks
 from tests.parity.cases import Case, load_weights, weights_of
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.checkpoint.directory import find
+from triaxis.engine.checkpoint.format.manifest import TrainingState
+from triaxis.engine.checkpoint.import_weights import whole, write_checkpoint
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.section import with_value
+from triaxis.engine.errors import CheckpointError, ConfigError, DivergenceError
+from triaxis.engine.kernels.attention import attention
+from triaxis.engine.kernels.registry import Kernels, open_kernels
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.engine.pipeline.executor import Executor
+from triaxis.engine.pipeline.forwards import of_forward
+from triaxis.engine.pipeline.lowering import lower
+from triaxis.models.gpt.chunk import GPTChunk
+from triaxis.models.gpt.kv_cache import LatentCache
+from triaxis.models.gpt.moe import MoE
+from triaxis.models.inference.evaluate import loss_of
+from triaxis.models.inference.generate import Decoder, Model, Sampling, _batch, generate, sample_token, stream
+from triaxis.models.inference.load import for_reading, load_model
 
 PROMPT = [3, 1, 4, 1, 5]
 WINDOW = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -171,7 +171,7 @@ def test_one_query_goes_through_the_decoding_kernel_and_a_prompt_through_the_tra
         called.append((kernel, q.shape[2]))
         return attention(kernel, q, *others, **options)
 
-    monkeypatch.setattr(models.gpt.attention_core, "attention", watched)
+    monkeypatch.setattr(triaxis.models.gpt.attention_core, "attention", watched)
     model, kernels = model_with(Case("qwen", num_layers=1, attention="flash"), decoding="math")
     assert kernels.choices.attention == "flash"
     generate(model, PROMPT, 3, temperature=0.0)

@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.attention_kinds import AttentionPattern
-from engine.config.plan import parallel_sizes, stages_of
-from engine.config.tree import Config
-from engine.data.documents import Documents
-from engine.data.loader import MicroBatch
-from engine.step import Engine
-from launch.footprint import run
-from launch.footprint.memory import MemoryWatch
-from launch.footprint.run import Footprint, Footprints
-from models.gpt.chunk import build_chunks
-from models.predict import attention_terms
-from models.predict.activation_memory import kept_bytes, moved_bytes
-from models.predict.layer_terms import block_terms, paper_per_token
 from tests.harness import run_ranks
+from triaxis.engine.config.attention_kinds import AttentionPattern
+from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.step import Engine
+from triaxis.launch.footprint import run
+from triaxis.launch.footprint.memory import MemoryWatch
+from triaxis.launch.footprint.run import Footprint, Footprints
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict import attention_terms
+from triaxis.models.predict.activation_memory import kept_bytes, moved_bytes
+from triaxis.models.predict.layer_terms import block_terms, paper_per_token
 
 GPT = {"position": "learned", "hidden_dropout": 0.1, "attention_dropout": 0.1}
 LLAMA = {

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from models.predict.communicators import (
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.models.predict.communicators import (
     MESSAGE_CHANNELS,
     MIB,
     RING_CHANNELS,

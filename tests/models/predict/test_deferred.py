@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from engine.config.plan import parallel_sizes, stages_of
-from engine.pipeline.actions import Action, Kind
-from engine.pipeline.executor import _Run
-from engine.pipeline.forwards import of_forward
-from models.predict.activation_memory import deferred_bytes
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank
+from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.pipeline.actions import Action, Kind
+from triaxis.engine.pipeline.executor import _Run
+from triaxis.engine.pipeline.forwards import of_forward
+from triaxis.models.predict.activation_memory import deferred_bytes
 
 Waiting = list[tuple[Action, int]]
 """Each `I`, and the bytes of its own storages behind it."""

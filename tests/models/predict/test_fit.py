@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.config.load import load_config
-from engine.config.plan import parallel_sizes
-from engine.config.section import Subject, with_value
-from engine.config.tree import Config, problems
-from engine.errors import ConfigError
-from models.predict.fit import Devices, fitting_changes, memory_line, memory_rule
-from models.predict.rank_memory import GB, Memory, Prediction, predict
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.section import Subject, with_value
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.errors import ConfigError
+from triaxis.models.predict.fit import Devices, fitting_changes, memory_line, memory_rule
+from triaxis.models.predict.rank_memory import GB, Memory, Prediction, predict
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 ONE_NODE = ("parallel.tp=1", "parallel.dp=8", "parallel.sequence_parallel=false")

@@ -5,16 +5,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from engine.config.fp8 import fp8_line
-from engine.config.plan import parallel_sizes
-from engine.errors import ConfigError
-from engine.step import Engine
-from engine.tensor_parallel.fp8_gemms import Fp8Gemms
-from engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from models.predict.rank_memory import predicted_memory
-from models.predict.step_time.cluster import cluster_at
-from models.predict.step_time.estimate import Estimator
 from tests.parity.cases import Case, build_rank
+from triaxis.engine.config.fp8 import fp8_line
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.step import Engine
+from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Gemms
+from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from triaxis.models.predict.rank_memory import predicted_memory
+from triaxis.models.predict.step_time.cluster import cluster_at
+from triaxis.models.predict.step_time.estimate import Estimator
 
 CASES = [
     Case("blocks_of_32", num_layers=2, global_batch_size=1, fp8="mxfp8"),

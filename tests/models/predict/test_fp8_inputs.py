@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from engine.config.plan import parallel_sizes, stages_of
-from engine.config.tree import Config
-from launch.footprint.run import Footprints
-from models.gpt.chunk import build_chunks
-from models.predict.activation_memory import kept_bytes
-from models.predict.rank_memory import predicted_memory
 from tests.models.predict.test_activation_memory import CHEAP, GPT, KEPT, LLAMA, config_of, formula, kept_of_all, parts
 from tests.models.predict.test_latent_memory import BY_BLOCK, FROM_X, latent
 from tests.models.predict.test_rank_memory import most_kept
+from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.launch.footprint.run import Footprints
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.activation_memory import kept_bytes
+from triaxis.models.predict.rank_memory import predicted_memory
 
 FP8 = {"recipe": "tensorwise", "backend": "emulated"}
 GATHER = {"sp": True, "fp8": FP8 | {"gather": "fp8"}}

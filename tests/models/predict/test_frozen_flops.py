@@ -2,12 +2,12 @@
 
 import pytest
 
-from engine.config.plan import parallel_sizes, stages_of
-from engine.config.tree import Config
-from engine.telemetry.record.flops import hardware_flops_per_token, model_flops_per_token
-from launch.simulate.costs import flops_costs
-from models.predict.frozen_flops import unneeded_flops
 from tests.parity.cases import Case
+from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.telemetry.record.flops import hardware_flops_per_token, model_flops_per_token
+from triaxis.launch.simulate.costs import flops_costs
+from triaxis.models.predict.frozen_flops import unneeded_flops
 
 H, F, V, S, LAYERS = 16, 24, 43, 8, 4
 

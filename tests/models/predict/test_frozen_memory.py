@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 
-from engine.config.plan import parallel_sizes, stages_of
-from engine.config.tree import Config
-from models.predict.activation_memory import kept_bytes, moved_bytes
-from models.predict.rank_memory import predict, predicted_memory
-from models.trained_part import TrainedPart
 from tests.harness import run_ranks
 from tests.models.predict.test_activation_memory import CHEAP, GPT, KEPT, LLAMA, config_of, ends_of_all, parts
 from tests.models.predict.test_rank_memory import most_kept
 from tests.parity.cases import Case
+from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.models.predict.activation_memory import kept_bytes, moved_bytes
+from triaxis.models.predict.rank_memory import predict, predicted_memory
+from triaxis.models.trained_part import TrainedPart
 
 LOWER = ("embedding.*", "layers.0.*")
 

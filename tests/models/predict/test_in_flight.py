@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.pipeline.actions import Kind
-from engine.pipeline.schedules import build
-from models.predict.in_flight import peaks_of
+from triaxis.engine.pipeline.actions import Kind
+from triaxis.engine.pipeline.schedules import build
+from triaxis.models.predict.in_flight import peaks_of
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("zb_h1", 1), ("interleaved", 3), ("zbv", 2)]
 

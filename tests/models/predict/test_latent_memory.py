@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from launch.footprint.run import Footprints
-from models.gpt.chunk import build_chunks
-from models.predict.rank_memory import predicted_memory
 from tests.models.predict.test_activation_memory import CHEAP, KEPT, LLAMA, config_of, formula, kept_of_all, parts
 from tests.models.predict.test_rank_memory import deeper, most_kept
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.launch.footprint.run import Footprints
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import predicted_memory
 
 SIZES = {"q_lora_rank": 96, "kv_lora_rank": 72, "qk_nope_head_dim": 40, "qk_rope_head_dim": 16, "v_head_dim": 24}
 FROM_X = {"mla": SIZES | {"q_lora_rank": None}}

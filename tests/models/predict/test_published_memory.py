@@ -4,10 +4,10 @@ from fractions import Fraction
 
 import pytest
 
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from models.predict.layer_terms import block_terms, per_token
-from models.predict.rank_memory import predict
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.models.predict.layer_terms import block_terms, per_token
+from triaxis.models.predict.rank_memory import predict
 
 GIB = 2**30
 

@@ -10,22 +10,22 @@ from typing import Any
 
 import pytest
 
-from engine.config.load import load_config
-from engine.config.plan import batch_plan, parallel_sizes
-from engine.config.section import with_value
-from engine.config.tree import Config, problems
-from engine.layout.rank_grid import ParallelSizes
-from engine.pipeline import schedules
-from engine.pipeline.actions import Kind
-from engine.pipeline.lowering import Post, Program, lower
-from launch.footprint import run
-from launch.footprint.run import Footprint
-from models.predict.rank_memory import predict, predicted_memory, resolve_recompute, savings
 from tests.documented import ROOT
 from tests.harness import run_ranks
 from tests.models.predict.test_activation_memory import AHEAD, CI, GPT, KEPT, LLAMA, SLOW, config_of, ends_of_all, parts
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import batch_plan, parallel_sizes
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Kind
+from triaxis.engine.pipeline.lowering import Post, Program, lower
+from triaxis.launch.footprint import run
+from triaxis.launch.footprint.run import Footprint
+from triaxis.models.predict.rank_memory import predict, predicted_memory, resolve_recompute, savings
 
 
 def deeper(config: Config, **sections: dict[str, Any]) -> Config:

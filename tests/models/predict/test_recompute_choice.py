@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from engine.config.activations import RecomputeConfig
-from engine.config.load import load_config
-from engine.config.plan import parallel_sizes
-from engine.config.section import with_value
-from engine.config.tree import Config, problems
-from engine.errors import ConfigError
-from models.predict.layer_terms import block_terms, per_token
-from models.predict.rank_memory import GB, predicted_memory, resolve_recompute
-from models.predict.recompute_choice import FLOPS_PER_BYTE, candidates, prices, worthwhile_parts
 from tests.documented import ROOT
 from tests.models.predict.test_activation_memory import GPT, LLAMA, config_of, parts
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.errors import ConfigError
+from triaxis.models.predict.layer_terms import block_terms, per_token
+from triaxis.models.predict.rank_memory import GB, predicted_memory, resolve_recompute
+from triaxis.models.predict.recompute_choice import FLOPS_PER_BYTE, candidates, prices, worthwhile_parts
 
 
 def llama_8b(*choices: str) -> Config:

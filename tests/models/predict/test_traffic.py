@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from engine.layout.partition import partition
-from engine.layout.rank_grid import Coordinates
-from models.predict.rank_memory import resolve_recompute
-from models.predict.traffic import Flow, Volume, expected_traffic
 from tests.models.predict.test_activation_memory import LLAMA, config_of
 from tests.models.predict.test_rank_memory import deeper
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.partition import partition
+from triaxis.engine.layout.rank_grid import Coordinates
+from triaxis.models.predict.rank_memory import resolve_recompute
+from triaxis.models.predict.traffic import Flow, Volume, expected_traffic
 
 TP_OPS = ("all_gather", "reduce_scatter")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from engine.optimizer.grad_buffer import GradBuffers
-from engine.pipeline.executor import Executor
 from tests.parity.cases import Case
 from tests.verify import planted
 from tests.verify.planted import DROPOUT, FULL, KV, QK
+from triaxis.engine.optimizer.grad_buffer import GradBuffers
+from triaxis.engine.pipeline.executor import Executor
 
 PP = Case("gpt", pp=2, num_layers=2, global_batch_size=4)
 DP = Case("gpt", dp=2, num_layers=2, global_batch_size=4)

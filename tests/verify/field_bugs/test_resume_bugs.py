@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.optimizer_kinds import StateKind
-from engine.data.loader import Batches
-from engine.optimizer.distributed import DistributedOptimizer
 from tests.checkpoint.runs import Trace, run
 from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
 from tests.planting import Plant, run_planted
+from triaxis.engine.config.optimizer_kinds import StateKind
+from triaxis.engine.data.loader import Batches
+from triaxis.engine.optimizer.distributed import DistributedOptimizer
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

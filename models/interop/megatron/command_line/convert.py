@@ -11,13 +11,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.config.tree import Config, problems
-from engine.config.write import commented_lines
-from engine.errors import ConfigError, shown
-from models.interop.megatron.command_line.model_args import model_fields
-from models.interop.megatron.command_line.other_args import layout_fields, run_fields
-from models.interop.megatron.command_line.parse import Parsed, parse, words_of
-from models.interop.megatron.command_line.training_args import training_fields
+from triaxis.engine.config.tree import Config, problems
+from triaxis.engine.config.write import commented_lines
+from triaxis.engine.errors import ConfigError, shown
+from triaxis.models.interop.megatron.command_line.model_args import model_fields
+from triaxis.models.interop.megatron.command_line.other_args import layout_fields, run_fields
+from triaxis.models.interop.megatron.command_line.parse import Parsed, parse, words_of
+from triaxis.models.interop.megatron.command_line.training_args import training_fields
 
 SOURCE = "the command line of Megatron-LM"
 HEAD_WIDTH = 128

@@ -12,11 +12,11 @@ import math
 from itertools import groupby
 from typing import Any
 
-from engine.config.foreign_names import OF_THE_LAYOUT
-from engine.errors import ConfigError
-from models.interop.megatron.attention_args import LISTS_BY_LAYER
-from models.interop.megatron.command_line.parse import Parsed
-from models.interop.megatron.config import model_section
+from triaxis.engine.config.foreign_names import OF_THE_LAYOUT
+from triaxis.engine.errors import ConfigError
+from triaxis.models.interop.megatron.attention_args import LISTS_BY_LAYER
+from triaxis.models.interop.megatron.command_line.parse import Parsed
+from triaxis.models.interop.megatron.config import model_section
 
 Fields = dict[str, Any]
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from engine.config.foreign_names import NOT_BUILT, OF_THE_LAYOUT
-from models.interop.megatron.config import OFF_ONLY
+from triaxis.engine.config.foreign_names import NOT_BUILT, OF_THE_LAYOUT
+from triaxis.models.interop.megatron.config import OFF_ONLY
 
 Arity = Literal["", "=", "+", "?"]
 """Values of an argument: none, one, any number, at most one."""

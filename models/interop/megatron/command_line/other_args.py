@@ -14,9 +14,9 @@ import re
 import shlex
 from typing import Any
 
-from engine.config.foreign_names import FOREIGN_VALUES
-from engine.program import triaxis
-from models.interop.megatron.command_line.parse import Parsed
+from triaxis.engine.config.foreign_names import FOREIGN_VALUES
+from triaxis.engine.program import triaxis
+from triaxis.models.interop.megatron.command_line.parse import Parsed
 
 Fields = dict[str, Any]
 

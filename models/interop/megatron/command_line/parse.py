@@ -15,10 +15,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigError, shown
-from models.interop.megatron.command_line.flags import FLAGS, MANY, SWITCHES, Flag
-from models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART, Arity, Missing
-from models.interop.megatron.command_line.without_effect import WITHOUT_EFFECT
+from triaxis.engine.errors import ConfigError, shown
+from triaxis.models.interop.megatron.command_line.flags import FLAGS, MANY, SWITCHES, Flag
+from triaxis.models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART, Arity, Missing
+from triaxis.models.interop.megatron.command_line.without_effect import WITHOUT_EFFECT
 
 MOST_LISTED = 10_000
 """Entries of a list that an expression may make."""

@@ -9,8 +9,8 @@
 
 from typing import Any
 
-from models.interop.megatron.command_line.parse import Parsed
-from models.interop.megatron.config import training_sections
+from triaxis.models.interop.megatron.command_line.parse import Parsed
+from triaxis.models.interop.megatron.config import training_sections
 
 Fields = dict[str, Any]
 

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect, within
-from engine.layout.shard_spec import Box
+from triaxis.engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect, within
+from triaxis.engine.layout.shard_spec import Box
 
 
 @st.composite

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.format.direct_io import BLOCK_BYTES, one_ahead, read_range, set_direct, write_direct
-from engine.device.pinned_memory import aligned_buffer
+from triaxis.engine.checkpoint.format.direct_io import BLOCK_BYTES, one_ahead, read_range, set_direct, write_direct
+from triaxis.engine.device.pinned_memory import aligned_buffer
 
 
 def contents_of(lengths: list[int]) -> list[torch.Tensor]:

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checkpoint.format.boxes import flat_boxes
-from engine.checkpoint.format.fingerprint import _weighted_sum, combine, describe, range_fingerprint, to_text
-from engine.numerics.hashing import key64, unsigned
 from tests.engine.checkpoint.samples import Cut, cuts, dtypes, shapes, shard
+from triaxis.engine.checkpoint.format.boxes import flat_boxes
+from triaxis.engine.checkpoint.format.fingerprint import _weighted_sum, combine, describe, range_fingerprint, to_text
+from triaxis.engine.numerics.hashing import key64, unsigned
 
 WORD = 1 << 64
 SIGNED = {

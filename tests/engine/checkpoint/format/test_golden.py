@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.directory import find
-from engine.checkpoint.format.manifest import Kind
-from engine.checkpoint.import_weights import read_tensor
-from engine.checkpoint.inspect.verify import verify
-from engine.config.optimizer_kinds import OPTIMIZERS
 from tests.engine.checkpoint.format import golden
+from triaxis.engine.checkpoint.directory import find
+from triaxis.engine.checkpoint.format.manifest import Kind
+from triaxis.engine.checkpoint.import_weights import read_tensor
+from triaxis.engine.checkpoint.inspect.verify import verify
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
 
 VERSION_1 = Path(__file__).resolve().parents[3] / "golden" / "checkpoint_v1"
 

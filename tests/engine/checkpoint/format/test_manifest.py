@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.directory import CheckpointDirectory, find
-from engine.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, MANIFEST_HASH, Ancestor, read_manifest
-from engine.checkpoint.format.store import load
-from engine.errors import CheckpointError
 from tests.engine.checkpoint.samples import commit, empty, model, shard, training_shards, write_folder
+from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
+from triaxis.engine.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, MANIFEST_HASH, Ancestor, read_manifest
+from triaxis.engine.checkpoint.format.store import load
+from triaxis.engine.errors import CheckpointError
 
 
 @pytest.fixture

@@ -8,10 +8,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from engine.checkpoint.format.manifest import DataFile, read_manifest
-from engine.checkpoint.format.store import PieceReader, Shard, load, write_file
-from engine.checkpoint.import_weights import whole
-from engine.errors import CheckpointError
 from tests.engine.checkpoint.samples import (
     bits,
     cuts,
@@ -24,6 +20,10 @@ from tests.engine.checkpoint.samples import (
     whole_of,
     write_folder,
 )
+from triaxis.engine.checkpoint.format.manifest import DataFile, read_manifest
+from triaxis.engine.checkpoint.format.store import PieceReader, Shard, load, write_file
+from triaxis.engine.checkpoint.import_weights import whole
+from triaxis.engine.errors import CheckpointError
 
 
 @st.composite
@@ -140,7 +140,7 @@ def test_pieces_in_a_row_are_read_at_once(tmp_path: Path, monkeypatch: pytest.Mo
     assert reads == [2 * values.nbytes, values.nbytes]
     assert all(torch.equal(target.values, values.flatten()) for target in targets)
     reads.clear()
-    monkeypatch.setattr("engine.checkpoint.format.store.PIECE_BYTES", 3 * quarter * 8)
+    monkeypatch.setattr("triaxis.engine.checkpoint.format.store.PIECE_BYTES", 3 * quarter * 8)
     load(tmp_path / "a", manifest, targets)
     assert reads == [6 * 2**20, 6 * 2**20, 4 * 2**20, 6 * 2**20, 2 * 2**20]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.data.corpus import prepare as prepare_module
+from triaxis.engine.data.corpus import prepare as prepare_module
 
 SCRIPTS = (
     *(

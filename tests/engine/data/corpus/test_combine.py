@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.data.corpus.combine import bounds_of_shares, merge, split
-from engine.data.corpus.describe import describe
-from engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path
-from engine.data.corpus.prepare import PrepareRequest, prepare
-from engine.data.corpus.record import CorpusRecord, read_record, record_path
-from engine.errors import DataError
 from tests.lacking import need_package
+from triaxis.engine.data.corpus.combine import bounds_of_shares, merge, split
+from triaxis.engine.data.corpus.describe import describe
+from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path
+from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
+from triaxis.engine.data.corpus.record import CorpusRecord, read_record, record_path
+from triaxis.engine.errors import DataError
 
 
 def prepared(output: Path, *texts: str, append_eod: bool = True) -> CorpusRecord:
@@ -171,7 +171,7 @@ def test_a_description_counts_what_is_there(tmp_path: Path) -> None:
 def test_a_large_corpus_is_described_by_evenly_spaced_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.data.corpus.describe.MOST_DOCUMENTS", 10)
+    monkeypatch.setattr("triaxis.engine.data.corpus.describe.MOST_DOCUMENTS", 10)
     with IndexedWriter(tmp_path / "corpus", "<u2") as writer:
         for number in range(100):
             writer.add_document([1] * (number + 1))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.data.corpus.indexed import HEADER, IndexedTokens, IndexedWriter, bin_path, idx_path, smallest_dtype
-from engine.errors import DataError
 from tests.lacking import need_package
+from triaxis.engine.data.corpus.indexed import HEADER, IndexedTokens, IndexedWriter, bin_path, idx_path, smallest_dtype
+from triaxis.engine.errors import DataError
 
 DOCUMENTS = [np.array([1, 2, 3]), np.array([], np.int64), np.array([65535, 0]), np.arange(100)]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.data.corpus.indexed import IndexedTokens, IndexedWriter
-from engine.data.corpus.matching import match_tokenizer
-from engine.data.corpus.prepare import PrepareRequest, prepare
-from engine.data.corpus.record import CorpusRecord, record_path
-from engine.data.corpus.tokenizers import load_tokenizer
-from engine.errors import DataError
+from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter
+from triaxis.engine.data.corpus.matching import match_tokenizer
+from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
+from triaxis.engine.data.corpus.record import CorpusRecord, record_path
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
+from triaxis.engine.errors import DataError
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 SPECIAL = ["<|endoftext|>", "<|turn|>"]

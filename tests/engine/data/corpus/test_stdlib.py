@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.data.corpus import stdlib as corpus
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.prepare import PrepareRequest, prepare
-from engine.data.corpus.stdlib import entropies, stdlib_files
-from engine.errors import DataError
+from triaxis.engine.data.corpus import stdlib as corpus
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
+from triaxis.engine.data.corpus.stdlib import entropies, stdlib_files
+from triaxis.engine.errors import DataError
 
 
 def test_stdlib_files_are_sources_up_to_a_size() -> None:

@@ -15,17 +15,17 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from engine.data.corpus.findings import Findings
-from engine.data.corpus.indexed import IndexedTokens
-from engine.data.corpus.prepare import PrepareRequest, look_at, plan, prepare
-from engine.data.corpus.tiktoken_ranks import PATTERNS
-from engine.data.corpus.tokenizers import load_tokenizer
-from engine.data.corpus.train_bpe import SMALLEST_VOCABULARY, size_to_train, train
-from engine.errors import DataError
-from launch.inference.evaluate import bytes_of
-from launch.inference.text_stream import TextStream
-from models.inference.evaluate import ListedTokens
 from tests.engine.data.corpus.conftest import many_scripts
+from triaxis.engine.data.corpus.findings import Findings
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.prepare import PrepareRequest, look_at, plan, prepare
+from triaxis.engine.data.corpus.tiktoken_ranks import PATTERNS
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
+from triaxis.engine.data.corpus.train_bpe import SMALLEST_VOCABULARY, size_to_train, train
+from triaxis.engine.errors import DataError
+from triaxis.launch.inference.evaluate import bytes_of
+from triaxis.launch.inference.text_stream import TextStream
+from triaxis.models.inference.evaluate import ListedTokens
 
 VOCABULARY = 3000
 SPECIAL = ["<unk>", "<|begin|>", "<|turn|>", "<|endoftext|>"]
@@ -310,11 +310,11 @@ def test_training_is_deterministic(text_file: Path) -> None:
 
 
 def test_training_reads_an_evenly_spread_sample(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.data.corpus.prepare.UNIT_BYTES", 2000)
+    monkeypatch.setattr("triaxis.engine.data.corpus.prepare.UNIT_BYTES", 2000)
     findings = Findings("stop")
     units = plan(look_at((text_file,), findings), "text", findings)
     whole, spread = (train(chosen, 1000, "text", None, "stop") for chosen in (units, units[::4]))
-    monkeypatch.setattr("engine.data.corpus.train_bpe.TRAINING_BYTES", -(-text_file.stat().st_size // 4))
+    monkeypatch.setattr("triaxis.engine.data.corpus.train_bpe.TRAINING_BYTES", -(-text_file.stat().st_size // 4))
     part = train(units, 1000, "text", None, "stop")
     assert len(units) > 12 and whole != part == spread
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.data.corpus.tokenizers import load_tokenizer
-from engine.errors import DataError
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
+from triaxis.engine.errors import DataError
 
 TEXTS = ["the cat sat on the mat and the dog sat on the log", "der Hund bellt, die Katze läuft über das Dach"] * 20
 

@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from engine.config.fp8 import Fp8Config
-from engine.errors import ConfigError
-from engine.kernels.fp8 import products
-from engine.kernels.fp8.block_product import block_product, in_tiles, scales_of
-from engine.kernels.fp8.products import Fp8, emulated_product, open_fp8
-from engine.kernels.fp8.recipes import RECIPES, Quantised
+from triaxis.engine.config.fp8 import Fp8Config
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.kernels.fp8 import products
+from triaxis.engine.kernels.fp8.block_product import block_product, in_tiles, scales_of
+from triaxis.engine.kernels.fp8.products import Fp8, emulated_product, open_fp8
+from triaxis.engine.kernels.fp8.recipes import RECIPES, Quantised
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SIZES = {"blockwise": (256, 384, 640), "mxfp8": (160, 96, 224)}

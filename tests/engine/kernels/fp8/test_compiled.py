@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 
-from engine.comm.topology import Topology
-from engine.config.section import with_value
-from engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, Fp8Format, amax, in_rows, quantise
-from engine.kernels.fusion import EAGER, Fusion
-from engine.kernels.registry import open_kernels
-from engine.layout.rank_grid import ParallelSizes, RankGrid
 from tests.harness import compiler
 from tests.parity.cases import Case
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.section import with_value
+from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, Fp8Format, amax, in_rows, quantise
+from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.kernels.registry import open_kernels
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 
 Block = tuple[int, int] | None
 

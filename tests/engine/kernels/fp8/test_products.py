@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.fp8 import Fp8Config
-from engine.errors import ConfigError
-from engine.kernels.fp8 import products
-from engine.kernels.fp8.products import Fp8, emulated_product, open_fp8, scaled_product
-from engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, Fp8Format, quantise
+from triaxis.engine.config.fp8 import Fp8Config
+from triaxis.engine.errors import ConfigError
+from triaxis.engine.kernels.fp8 import products
+from triaxis.engine.kernels.fp8.products import Fp8, emulated_product, open_fp8, scaled_product
+from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, Fp8Format, quantise
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, Fp8Format, quantise, scale_of
+from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, Fp8Format, quantise, scale_of
 
 
 def numbers_of(exponent_bits: int, mantissa_bits: int, largest: float) -> list[float]:

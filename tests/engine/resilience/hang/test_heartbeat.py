@@ -16,16 +16,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.comm import runtime
-from engine.comm.ledger import NO_PEER, Event, Ledger
-from engine.errors import ExitCode, NoRoomError, TriaxisError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action
-from engine.pipeline.lowering import Post
-from engine.resilience.hang.heartbeat import SIZE, Heartbeat, file_of, folders_of, read_beat
-from engine.resilience.hang.report import RunLayout
-from engine.resilience.hang.watch import (
+from tests.lacking import give_up
+from triaxis.engine.comm import runtime
+from triaxis.engine.comm.ledger import NO_PEER, Event, Ledger
+from triaxis.engine.errors import ExitCode, NoRoomError, TriaxisError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action
+from triaxis.engine.pipeline.lowering import Post
+from triaxis.engine.resilience.hang.heartbeat import SIZE, Heartbeat, file_of, folders_of, read_beat
+from triaxis.engine.resilience.hang.report import RunLayout
+from triaxis.engine.resilience.hang.watch import (
     REPORT,
     HangLimits,
     HangWatch,
@@ -34,9 +35,8 @@ from engine.resilience.hang.watch import (
     may_hang,
     read_status,
 )
-from engine.run.phases import Phase
-from engine.storage.state_files import MOST_BYTES
-from tests.lacking import give_up
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.storage.state_files import MOST_BYTES
 
 CALL = Event("post", 3, "recv", "pp_forward", "activations", None, 8, 2, peer=1)
 SCHEDULE = schedules.build("1f1b", 1, 1, 1)
@@ -129,8 +129,8 @@ def test_heartbeats_are_not_kept_where_others_may_write(tmp_path: Path) -> None:
 FILLED = """
 import json, os, sys
 from pathlib import Path
-from engine.resilience.hang.heartbeat import Heartbeat, folders_of
-from engine.run.phases import Phase
+from triaxis.engine.resilience.hang.heartbeat import Heartbeat, folders_of
+from triaxis.engine.run.phases import Phase
 full = Path("/dev/shm")
 (full / "page").write_bytes(bytes(4096))
 folders = folders_of(Path(sys.argv[1]))

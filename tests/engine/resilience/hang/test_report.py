@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.comm.ledger import NO_PEER
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Schedule
-from engine.resilience.hang.heartbeat import Beat
-from engine.resilience.hang.report import HangReport, RankStatus, RunLayout
+from triaxis.engine.comm.ledger import NO_PEER
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action, Schedule
+from triaxis.engine.resilience.hang.heartbeat import Beat
+from triaxis.engine.resilience.hang.report import HangReport, RankStatus, RunLayout
 
 NUM_MICROBATCHES = 8
 

@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 
-from engine.config.activations import RecomputeConfig
-from engine.config.plan import batch_plan
-from engine.config.section import with_value
-from engine.config.tree import Config
-from engine.context_parallel.deal import windows_of
-from engine.context_parallel.imbalance import work_of_ranks
-from engine.data.document_statistics import DocumentStatistics
-from engine.run.directory import RunDirectory
-from engine.telemetry.outlets.banner import End, Start, show_end, show_start
-from engine.telemetry.outlets.console import Report
-from engine.telemetry.record.flops import cost_of_cp_imbalance
-from engine.telemetry.record.metrics import Meter
-from engine.telemetry.record.parameters import num_parameters
-from models.specs import model_specs
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.plan import batch_plan
+from triaxis.engine.config.section import with_value
+from triaxis.engine.config.tree import Config
+from triaxis.engine.context_parallel.deal import windows_of
+from triaxis.engine.context_parallel.imbalance import work_of_ranks
+from triaxis.engine.data.document_statistics import DocumentStatistics
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.telemetry.outlets.banner import End, Start, show_end, show_start
+from triaxis.engine.telemetry.outlets.console import Report
+from triaxis.engine.telemetry.record.flops import cost_of_cp_imbalance
+from triaxis.engine.telemetry.record.metrics import Meter
+from triaxis.engine.telemetry.record.parameters import num_parameters
+from triaxis.models.specs import model_specs
 
 
 def rows(screen: io.StringIO) -> dict[str, str]:

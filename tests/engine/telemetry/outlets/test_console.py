@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.telemetry.outlets.banner import ladder
-from engine.telemetry.outlets.console import Live, Report
-from engine.telemetry.outlets.format import compact, duration, gigabytes, significant
-from engine.telemetry.outlets.lossy_file import LossyFile, text_over
-from engine.telemetry.outlets.table import columns_of, fitting
-from engine.telemetry.record.metrics import StepMetrics
-from engine.telemetry.timing.time_split import PARTS, TimeSplit
+from triaxis.engine.telemetry.outlets.banner import ladder
+from triaxis.engine.telemetry.outlets.console import Live, Report
+from triaxis.engine.telemetry.outlets.format import compact, duration, gigabytes, significant
+from triaxis.engine.telemetry.outlets.lossy_file import LossyFile, text_over
+from triaxis.engine.telemetry.outlets.table import columns_of, fitting
+from triaxis.engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.telemetry.timing.time_split import PARTS, TimeSplit
 
 MakeMetrics = Callable[..., StepMetrics]
 

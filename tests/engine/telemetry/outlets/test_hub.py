@@ -12,25 +12,25 @@ from typing import Any, Self
 import pytest
 import torch
 
-from engine.config.plan import batch_plan
-from engine.config.telemetry import SINKS, TelemetryConfig
-from engine.config.tree import Config
-from engine.errors import TriaxisError
-from engine.run.directory import RunDirectory
-from engine.run.phases import Phase
-from engine.step_result import StepResult
-from engine.telemetry.observer import TrainingObserver, peak_memory_bytes
-from engine.telemetry.outlets import sink as sink_module
-from engine.telemetry.outlets.console import Report
-from engine.telemetry.outlets.hub import Telemetry, open_telemetry
-from engine.telemetry.outlets.rank_log import OutputChange, RankStreams
-from engine.telemetry.outlets.sink import Sink, chosen_sinks
-from engine.telemetry.outlets.tensorboard import TensorBoardSink
-from engine.telemetry.outlets.wandb import WandbSink
-from engine.telemetry.record.events import EventLog
-from engine.telemetry.record.metrics import Meter, StepMetrics
-from engine.telemetry.timing.phases import Timers
 from tests.full_disk import room_for
+from triaxis.engine.config.plan import batch_plan
+from triaxis.engine.config.telemetry import SINKS, TelemetryConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.step_result import StepResult
+from triaxis.engine.telemetry.observer import TrainingObserver, peak_memory_bytes
+from triaxis.engine.telemetry.outlets import sink as sink_module
+from triaxis.engine.telemetry.outlets.console import Report
+from triaxis.engine.telemetry.outlets.hub import Telemetry, open_telemetry
+from triaxis.engine.telemetry.outlets.rank_log import OutputChange, RankStreams
+from triaxis.engine.telemetry.outlets.sink import Sink, chosen_sinks
+from triaxis.engine.telemetry.outlets.tensorboard import TensorBoardSink
+from triaxis.engine.telemetry.outlets.wandb import WandbSink
+from triaxis.engine.telemetry.record.events import EventLog
+from triaxis.engine.telemetry.record.metrics import Meter, StepMetrics
+from triaxis.engine.telemetry.timing.phases import Timers
 
 MakeConfig = Callable[..., Config]
 MakeMetrics = Callable[..., StepMetrics]
@@ -253,7 +253,7 @@ def open_on_rank_0(config: Config, run: RunDirectory) -> Telemetry:
 
 
 TOY = """
-from engine.telemetry.outlets.sink import Announcement, Sink
+from triaxis.engine.telemetry.outlets.sink import Announcement, Sink
 
 class ToySink(Sink):
     name = "toy"

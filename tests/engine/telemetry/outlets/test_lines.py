@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.comm.topology import Topology
-from engine.config.telemetry import TelemetryConfig
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind
-from engine.run.phases import Phase
-from engine.telemetry.timing.clocks import HostClock, StreamClock
-from engine.telemetry.timing.marks import TimeMarks
-from engine.telemetry.timing.phases import has_line
-from engine.telemetry.timing.step_times import StepTimes
-from engine.telemetry.timing.timeline import Row, Timeline, merge
 from tests.engine.telemetry.timing.test_marks import Device
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.telemetry import TelemetryConfig
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action, Kind
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.timing.clocks import HostClock, StreamClock
+from triaxis.engine.telemetry.timing.marks import TimeMarks
+from triaxis.engine.telemetry.timing.phases import has_line
+from triaxis.engine.telemetry.timing.step_times import StepTimes
+from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
 
 CPU = torch.device("cpu")
 SCHEDULE = schedules.build("1f1b", 1, 1, 1)

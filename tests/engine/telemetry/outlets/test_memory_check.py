@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.comm.topology import Topology
-from engine.config.plan import batch_plan
-from engine.config.tree import Config
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.run.phases import Phase
-from engine.step_result import StepResult
-from engine.telemetry.observer import TrainingObserver
-from engine.telemetry.outlets.console import Report
-from engine.telemetry.outlets.hub import Telemetry
-from engine.telemetry.outlets.memory_check import AFTER_STEPS, Held, MemoryCheck, MemoryComparison, held_on_gpu
-from engine.telemetry.record.events import EventLog
-from engine.telemetry.record.metrics import Meter
 from tests.harness import run_ranks
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.plan import batch_plan
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.step_result import StepResult
+from triaxis.engine.telemetry.observer import TrainingObserver
+from triaxis.engine.telemetry.outlets.console import Report
+from triaxis.engine.telemetry.outlets.hub import Telemetry
+from triaxis.engine.telemetry.outlets.memory_check import AFTER_STEPS, Held, MemoryCheck, MemoryComparison, held_on_gpu
+from triaxis.engine.telemetry.record.events import EventLog
+from triaxis.engine.telemetry.record.metrics import Meter
 
 GB = 10**9
 CPU = torch.device("cpu")

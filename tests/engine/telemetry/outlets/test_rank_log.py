@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from engine.telemetry.outlets.lossy_file import LogPath, LossyFile
+from triaxis.engine.telemetry.outlets.lossy_file import LogPath, LossyFile
 
 PREAMBLE = """
 import os, subprocess, sys
 from pathlib import Path
-from engine.telemetry.outlets.rank_log import rank_log
+from triaxis.engine.telemetry.outlets.rank_log import rank_log
 path, show = Path(sys.argv[1]), sys.argv[2] == "show"
 """
 
@@ -149,7 +149,7 @@ def open_descriptors() -> set[str]:
 
 
 def test_the_streams_of_this_process_come_back(tmp_path: Path) -> None:
-    from engine.telemetry.outlets.rank_log import rank_log
+    from triaxis.engine.telemetry.outlets.rank_log import rank_log
 
     gc.collect()  # files of other tests that wait for the collector would be closed meanwhile
     streams, descriptors = (sys.stdout, sys.stderr), open_descriptors()

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.telemetry.outlets.lossy_file import LossyFile, text_over
-from engine.telemetry.outlets.relay import DROPPED, RESUMED, STOPPED, WHOLE_LINE_SECONDS, Lines, Outlet
 from tests.engine.telemetry.outlets.test_rank_log import PREAMBLE, execute
 from tests.full_disk import room_for
+from triaxis.engine.telemetry.outlets.lossy_file import LossyFile, text_over
+from triaxis.engine.telemetry.outlets.relay import DROPPED, RESUMED, STOPPED, WHOLE_LINE_SECONDS, Lines, Outlet
 
 ROOT = Path(__file__).parents[4]
 

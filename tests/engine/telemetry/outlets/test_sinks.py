@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 
-from engine.config.tree import Config
-from engine.errors import TriaxisError
-from engine.run.directory import RunDirectory
-from engine.run.entries import OLD_FILE
-from engine.telemetry.outlets.hub import Telemetry
-from engine.telemetry.outlets.sections import sections
-from engine.telemetry.outlets.tensorboard import TensorBoardSink
-from engine.telemetry.outlets.wandb import WandbSink, ending_its_process_after
-from engine.telemetry.record.events import EventLog
-from engine.telemetry.record.metrics import StepMetrics
-from engine.telemetry.timing.time_split import PARTS, TimeSplit
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.run.entries import OLD_FILE
+from triaxis.engine.telemetry.outlets.hub import Telemetry
+from triaxis.engine.telemetry.outlets.sections import sections
+from triaxis.engine.telemetry.outlets.tensorboard import TensorBoardSink
+from triaxis.engine.telemetry.outlets.wandb import WandbSink, ending_its_process_after
+from triaxis.engine.telemetry.record.events import EventLog
+from triaxis.engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.telemetry.timing.time_split import PARTS, TimeSplit
 
 MakeConfig = Callable[..., Config]
 MakeMetrics = Callable[..., StepMetrics]

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.tree import Config
-from engine.run.directory import RunDirectory
-from engine.run.entries import OLD_FILE, events_file, events_files
-from engine.storage.redaction import REDACTED, without_secrets
-from engine.telemetry.record.events import ALERTS, Event, EventKind, EventLog, read_events
+from triaxis.engine.config.tree import Config
+from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.run.entries import OLD_FILE, events_file, events_files
+from triaxis.engine.storage.redaction import REDACTED, without_secrets
+from triaxis.engine.telemetry.record.events import ALERTS, Event, EventKind, EventLog, read_events
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

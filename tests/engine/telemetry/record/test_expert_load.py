@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.comm.agreement import NO_FLAGS
-from engine.config.tree import Config
-from engine.run.phases import Phase
-from engine.step_result import PendingResult, StepResult, explain
-from engine.telemetry.observer import TrainingObserver
-from engine.telemetry.outlets.console import Report
-from engine.telemetry.outlets.hub import Telemetry
-from engine.telemetry.outlets.metrics_log import MetricsLog
-from engine.telemetry.outlets.sections import sections
-from engine.telemetry.record.expert_load import MOST_COUNTS, LoadMeter, entropy, max_over_mean
-from engine.telemetry.record.metrics import StepMetrics
 from tests.engine.telemetry.test_observer import meter_of
+from triaxis.engine.comm.agreement import NO_FLAGS
+from triaxis.engine.config.tree import Config
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.step_result import PendingResult, StepResult, explain
+from triaxis.engine.telemetry.observer import TrainingObserver
+from triaxis.engine.telemetry.outlets.console import Report
+from triaxis.engine.telemetry.outlets.hub import Telemetry
+from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
+from triaxis.engine.telemetry.outlets.sections import sections
+from triaxis.engine.telemetry.record.expert_load import MOST_COUNTS, LoadMeter, entropy, max_over_mean
+from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 EVEN, UNEVEN, ONE = (25, 25, 25, 25), (25, 25, 21, 29), (0, 100, 0, 0)
 

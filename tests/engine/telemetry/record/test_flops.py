@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from engine.config.activations import RecomputeConfig
-from engine.config.model import ModelConfig
-from engine.data.document_statistics import DocumentStatistics, one_document_per_sample
-from engine.telemetry.record.flops import (
+from tests.oracle import oracle_loss_sum, oracle_weights
+from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.data.document_statistics import DocumentStatistics, one_document_per_sample
+from triaxis.engine.telemetry.record.flops import (
     CONVENTION,
     attention_share,
     convention,
@@ -20,8 +21,7 @@ from engine.telemetry.record.flops import (
     known_peak,
     model_flops_per_token,
 )
-from models.specs import model_specs
-from tests.oracle import oracle_loss_sum, oracle_weights
+from triaxis.models.specs import model_specs
 
 MLA = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
 

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.comm.collectives import Axis
-from engine.comm.ledger import Ledger
-from engine.config.tree import Config
-from engine.kernels.fp8.recipes import E4M3, quantise
-from engine.kernels.fp8.shares import Lost
-from engine.run.phases import Phase
-from engine.step_result import StepResult
-from engine.telemetry.observer import TrainingObserver
-from engine.telemetry.outlets.console import Report
-from engine.telemetry.outlets.hub import Telemetry
-from engine.telemetry.outlets.metrics_log import MetricsLog
-from engine.telemetry.outlets.sections import sections
-from engine.telemetry.record.metrics import StepMetrics
-from engine.tensor_parallel.fp8_shares import Fp8Counts, Fp8Shares
 from tests.engine.telemetry.test_observer import meter_of
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.config.tree import Config
+from triaxis.engine.kernels.fp8.recipes import E4M3, quantise
+from triaxis.engine.kernels.fp8.shares import Lost
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.step_result import StepResult
+from triaxis.engine.telemetry.observer import TrainingObserver
+from triaxis.engine.telemetry.outlets.console import Report
+from triaxis.engine.telemetry.outlets.hub import Telemetry
+from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
+from triaxis.engine.telemetry.outlets.sections import sections
+from triaxis.engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts, Fp8Shares
 
 
 def counts_of(*linears: str) -> Fp8Counts:

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.telemetry.outlets.metrics_log import MetricsLog
-from engine.telemetry.record import jsonl
-from engine.telemetry.record.events import EventLog
-from engine.telemetry.record.jsonl import JsonLines, heal
-from engine.telemetry.record.metrics import StepMetrics
 from tests.full_disk import room_for
+from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
+from triaxis.engine.telemetry.record import jsonl
+from triaxis.engine.telemetry.record.events import EventLog
+from triaxis.engine.telemetry.record.jsonl import JsonLines, heal
+from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 
 def read(path: Path) -> list[dict[str, object]]:

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from engine.config.load import load_config
-from engine.config.model import ModelConfig
-from engine.layout.partition import partition
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.layout.shard_spec import REDUCE_AXES, localize
-from engine.telemetry.record.parameters import (
+from tests.documented import ROOT
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.layout.partition import partition
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.layout.shard_spec import REDUCE_AXES, localize
+from triaxis.engine.telemetry.record.parameters import (
     MODULES,
     comparison,
     local_counts,
@@ -19,8 +20,7 @@ from engine.telemetry.record.parameters import (
     num_parameters,
     round_counts,
 )
-from models.specs import model_specs, stage_specs
-from tests.documented import ROOT
+from triaxis.models.specs import model_specs, stage_specs
 
 
 def model(**fields: Any) -> ModelConfig:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.layout.rank_grid import Coordinates
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind, Schedule
-from engine.pipeline.simulate import Costs, simulate
-from engine.run.phases import Phase
-from engine.telemetry.timing.bubble import Attribution, num_actions
-from engine.telemetry.timing.marks import Activity
-from engine.telemetry.timing.time_split import PARTS, StepTally, TimeSplit
+from triaxis.engine.layout.rank_grid import Coordinates
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action, Kind, Schedule
+from triaxis.engine.pipeline.simulate import Costs, simulate
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.timing.bubble import Attribution, num_actions
+from triaxis.engine.telemetry.timing.marks import Activity
+from triaxis.engine.telemetry.timing.time_split import PARTS, StepTally, TimeSplit
 
 
 @dataclass(frozen=True)

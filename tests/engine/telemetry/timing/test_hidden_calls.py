@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from engine.comm.collectives import Pending
-from engine.comm.ledger import Ledger
-from engine.comm.staging import Staging, TensorUse
-from engine.comm.topology import Topology
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.pipeline.actions import Action, Kind
-from engine.run.phases import Phase
-from engine.telemetry.timing.clocks import HostClock
-from engine.telemetry.timing.marks import MarkedStep, TimeMarks
 from tests.engine.telemetry.timing.test_marks import Device
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank
+from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.comm.staging import Staging, TensorUse
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.pipeline.actions import Action, Kind
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.timing.clocks import HostClock
+from triaxis.engine.telemetry.timing.marks import MarkedStep, TimeMarks
 
 CPU = torch.device("cpu")
 F0 = Action(Kind.F, 0, 0)

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.comm.collectives import Pending
-from engine.comm.ledger import Ledger
-from engine.pipeline.actions import Action, Kind
-from engine.run.phases import Phase
-from engine.telemetry.timing.clocks import HostClock, StreamClock, clock_of
-from engine.telemetry.timing.marks import Activity, TimeMarks
-from engine.telemetry.timing.time_split import span_of
+from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.pipeline.actions import Action, Kind
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.timing.clocks import HostClock, StreamClock, clock_of
+from triaxis.engine.telemetry.timing.marks import Activity, TimeMarks
+from triaxis.engine.telemetry.timing.time_split import span_of
 
 CPU = torch.device("cpu")
 F0, B0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.run.phases import Phase
-from engine.telemetry.timing.phases import Timers
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.timing.phases import Timers
 
 
 class Clock:

@@ -5,7 +5,7 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.telemetry.timing.slow_ranks import IN_A_ROW, SLOWER_BY, SlowRanks
+from triaxis.engine.telemetry.timing.slow_ranks import IN_A_ROW, SLOWER_BY, SlowRanks
 
 HOSTS = ["a", "a", "b", "b", "c", "c"]
 TWO_STAGES = [0, 0, 0, 1, 1, 1]

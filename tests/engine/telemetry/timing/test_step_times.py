@@ -15,30 +15,30 @@ from typing import Any
 import pytest
 import torch
 
-from engine.comm.collectives import Pending
-from engine.comm.ledger import Event
-from engine.comm.topology import Topology
-from engine.config.telemetry import TelemetryConfig
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind, Placement, Schedule
-from engine.pipeline.executor import Executor
-from engine.pipeline.lowering import lower
-from engine.pipeline.simulate import Costs, simulate
-from engine.pipeline.simulate import Timeline as Timing
-from engine.run.phases import Phase
-from engine.step_result import PendingResult
-from engine.telemetry.timing.clock_offsets import NUM_ROUNDS, measure_offset
-from engine.telemetry.timing.clocks import HostClock
-from engine.telemetry.timing.marks import TimeMarks
-from engine.telemetry.timing.slow_ranks import SlowRanks
-from engine.telemetry.timing.step_times import PURPOSE, StepTimes
-from engine.telemetry.timing.time_split import TimeSplit
-from engine.telemetry.timing.timeline import Row, Timeline, merge
-from engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.comm.ledger import Event
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.telemetry import TelemetryConfig
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule
+from triaxis.engine.pipeline.executor import Executor
+from triaxis.engine.pipeline.lowering import lower
+from triaxis.engine.pipeline.simulate import Costs, simulate
+from triaxis.engine.pipeline.simulate import Timeline as Timing
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.step_result import PendingResult
+from triaxis.engine.telemetry.timing.clock_offsets import NUM_ROUNDS, measure_offset
+from triaxis.engine.telemetry.timing.clocks import HostClock
+from triaxis.engine.telemetry.timing.marks import TimeMarks
+from triaxis.engine.telemetry.timing.slow_ranks import SlowRanks
+from triaxis.engine.telemetry.timing.step_times import PURPOSE, StepTimes
+from triaxis.engine.telemetry.timing.time_split import TimeSplit
+from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
+from triaxis.engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
 
 pytestmark = pytest.mark.distributed
 
@@ -206,7 +206,7 @@ class Measured:
 
 
 def train_a_gpt(rank: int, run: str) -> Measured:
-    """Steps in the order of `engine.train.train`: a step's numbers are read when the next one is posted."""
+    """Steps in the order of `triaxis.engine.train.train`: a step's numbers are read when the next one is posted."""
     clock = RememberingClock()
     marks = TimeMarks(clock)
     engine, batches = build_rank(rank, GPT, [marks])

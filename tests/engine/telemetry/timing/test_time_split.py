@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.layout.rank_grid import Coordinates
-from engine.pipeline import schedules
-from engine.pipeline.actions import Action, Kind
-from engine.pipeline.lowering import Post
-from engine.run.phases import Phase
-from engine.telemetry.timing.bubble import Attribution
-from engine.telemetry.timing.marks import Activity
-from engine.telemetry.timing.time_split import (
+from triaxis.engine.layout.rank_grid import Coordinates
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.actions import Action, Kind
+from triaxis.engine.pipeline.lowering import Post
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.timing.bubble import Attribution
+from triaxis.engine.telemetry.timing.marks import Activity
+from triaxis.engine.telemetry.timing.time_split import (
     PARTS,
     SPANS,
     USUAL,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import TriaxisError
-from engine.pipeline.actions import Action, Kind, Placement
-from engine.pipeline.lowering import Post, Transfer
-from engine.run.phases import Phase
-from engine.telemetry.timing.marks import Activity
-from engine.telemetry.timing.timeline import Row, Timeline, merge
-from launch import cli
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.pipeline.actions import Action, Kind, Placement
+from triaxis.engine.pipeline.lowering import Post, Transfer
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.timing.marks import Activity
+from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
+from triaxis.launch import cli
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.run.phases import Phase
-from engine.telemetry.trace.nvtx import NvtxRanges
-from engine.telemetry.trace.profile import instruction_name
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.trace.nvtx import NvtxRanges
+from triaxis.engine.telemetry.trace.profile import instruction_name
 
 
 class Ranges:

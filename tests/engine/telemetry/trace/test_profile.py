@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config.telemetry import ProfileConfig
-from engine.pipeline.lowering import Post
-from engine.run.phases import Phase
-from engine.telemetry.trace.profile import POST, StepProfiler
 from tests.full_disk import room_for
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.config.telemetry import ProfileConfig
+from triaxis.engine.pipeline.lowering import Post
+from triaxis.engine.run.phases import Phase
+from triaxis.engine.telemetry.trace.profile import POST, StepProfiler
 
 PHASES = (Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER)
 CPU = torch.device("cpu")

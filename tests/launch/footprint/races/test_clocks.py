@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.footprint.races.clocks import Clocks, Operator, Region, Stream, VectorClock, is_over
+from triaxis.launch.footprint.races.clocks import Clocks, Operator, Region, Stream, VectorClock, is_over
 
 NUM_STREAMS = 3
 NUM_BYTES = 8

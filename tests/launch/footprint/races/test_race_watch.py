@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from launch.footprint.races.clocks import Stream
-from launch.footprint.races.report import Race
-from launch.footprint.races.streams import HostReads
-from launch.footprint.races.watch import RaceWatch
+from triaxis.launch.footprint.races.clocks import Stream
+from triaxis.launch.footprint.races.report import Race
+from triaxis.launch.footprint.races.streams import HostReads
+from triaxis.launch.footprint.races.watch import RaceWatch
 
 
 @pytest.fixture

@@ -7,24 +7,24 @@ from typing import Any
 import pytest
 import torch
 
-from engine.activations.offload import HostMemory, SideStream
-from engine.checkpoint.writer import RankWriter
-from engine.comm.backends import Message
-from engine.comm.collectives import Axis, Pending
-from engine.comm.staging import Staging
-from engine.config.plan import parallel_sizes
-from engine.config.section import with_value
-from engine.device.host_copy import FromCuda, HostCopy
-from engine.device.pinned_memory import PinnedPool
-from engine.errors import TopologyError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.pipeline.p2p import Transport
-from launch.footprint.races.check import CheckedRank, check_rank, representative_ranks
-from launch.footprint.races.report import Race
-from launch.footprint.run import Footprints
-from models.gpt.chunk import build_chunks
 from tests.parity.cases import Case
 from tests.parity.test_parity import COVERING, COVERING_TOO
+from triaxis.engine.activations.offload import HostMemory, SideStream
+from triaxis.engine.checkpoint.writer import RankWriter
+from triaxis.engine.comm.backends import Message
+from triaxis.engine.comm.collectives import Axis, Pending
+from triaxis.engine.comm.staging import Staging
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.section import with_value
+from triaxis.engine.device.host_copy import FromCuda, HostCopy
+from triaxis.engine.device.pinned_memory import PinnedPool
+from triaxis.engine.errors import TopologyError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.pipeline.p2p import Transport
+from triaxis.launch.footprint.races.check import CheckedRank, check_rank, representative_ranks
+from triaxis.launch.footprint.races.report import Race
+from triaxis.launch.footprint.run import Footprints
+from triaxis.models.gpt.chunk import build_chunks
 
 ALL_AXES = Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4, global_batch_size=4)
 OFFLOADED = Case("llama", num_layers=2, global_batch_size=2, offload=2)
@@ -294,7 +294,7 @@ def call_before_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stage_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.footprint.races.streams._WatchedStream.wait_stream", lambda self, other: None)
+    monkeypatch.setattr("triaxis.launch.footprint.races.streams._WatchedStream.wait_stream", lambda self, other: None)
 
 
 def reuse_host_memory_without_an_event(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.errors import CheckpointError, ConfigError, DivergenceError, ExitCode, TopologyError
-from launch.start.process.ending import Main, WayOut, exit_code
-from launch.start.process.failure import ExplainedError, code_of
+from triaxis.engine.errors import CheckpointError, ConfigError, DivergenceError, ExitCode, TopologyError
+from triaxis.launch.start.process.ending import Main, WayOut, exit_code
+from triaxis.launch.start.process.failure import ExplainedError, code_of
 
 STUCK_RANK = """
 import sys, threading
-from engine.errors import DivergenceError, OutOfMemoryError
-from launch.start.process.ending import run_rank
+from triaxis.engine.errors import DivergenceError, OutOfMemoryError
+from triaxis.launch.start.process.ending import run_rank
 
 def main(words):
     threading.Thread(target=threading.Event().wait).start()  # the interpreter's teardown would join it

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ExitCode
-from engine.resilience.hang.watch import REPORT
-from launch.start.process.failure import LAST_LINES, RankFailure, describe, describe_hang, first_cause, rank_log
+from triaxis.engine.errors import ExitCode
+from triaxis.engine.resilience.hang.watch import REPORT
+from triaxis.launch.start.process.failure import LAST_LINES, RankFailure, describe, describe_hang, first_cause, rank_log
 
 START_SECONDS = 1_000_000.0
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import api
 
-from launch.start.process.forward_signals import END_RANKS, LEFT_TO_TORCHRUN, ForwardedSignals, NoRanksError
+from triaxis.launch.start.process.forward_signals import END_RANKS, LEFT_TO_TORCHRUN, ForwardedSignals, NoRanksError
 
 handler: Any = vars(api)["_terminate_process_handler"]
 
@@ -70,7 +70,7 @@ def test_another_host_that_failed_ends_torchrun_with_sigterm() -> None:
 def test_ranks_are_killed_though_the_terminal_is_gone() -> None:
     program = (
         "import os, subprocess\n"
-        "from launch.start.process.forward_signals import _kill_ranks, ranks\n"
+        "from triaxis.launch.start.process.forward_signals import _kill_ranks, ranks\n"
         "rank = subprocess.Popen(['sleep', '60'], env=os.environ | {'RANK': '0'})\n"
         "while not ranks(): pass\n"
         "reading, writing = os.pipe(); os.close(reading); os.dup2(writing, 2)\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main
 from tests.launch.command_line import ROOT, TRIAXIS
+from triaxis.launch.cli import main
 
 TINY = str(ROOT / "configs" / "gpt_tiny.yaml")
 
@@ -57,14 +57,14 @@ def test_ctrl_c_while_a_command_is_imported_is_a_word(
     def interrupted(name: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("launch.cli.command_module", interrupted)
+    monkeypatch.setattr("triaxis.launch.cli.command_module", interrupted)
     assert main(["train", TINY]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_ctrl_c_while_a_rank_imports_its_worker_is_a_code(tmp_path: Path) -> None:
     (tmp_path / "worker.py").write_text("raise KeyboardInterrupt\n")
-    ended = shell('"$1" -m launch.start.process.start_rank worker', tmp_path)
+    ended = shell('"$1" -m triaxis.launch.start.process.start_rank worker', tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 
 
@@ -72,6 +72,6 @@ def test_a_rank_prints_no_secret_and_ends_with_the_code_of_its_worker(tmp_path: 
     (tmp_path / "worker.py").write_text(
         "import os\ndef main(words):\n    print(words, os.environ['HF_TOKEN'])\n    raise ValueError(os.environ['HF_TOKEN'])\n"
     )
-    ended = shell('export HF_TOKEN=0123456789ab; "$1" -m launch.start.process.start_rank worker a b', tmp_path)
+    ended = shell('export HF_TOKEN=0123456789ab; "$1" -m triaxis.launch.start.process.start_rank worker a b', tmp_path)
     assert (ended.returncode, ended.stdout) == (1, b"['a', 'b'] [redacted]\n")
     assert b"ValueError: [redacted]" in ended.stderr and b"0123456789ab" not in ended.stderr

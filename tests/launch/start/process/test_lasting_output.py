@@ -8,7 +8,7 @@ import termios
 
 import pytest
 
-from launch.start.process import lasting_output
+from triaxis.launch.start.process import lasting_output
 
 
 def test_a_launcher_ends_while_its_terminal_is_paused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from launch.start.process.failure import describe
-from launch.start.process.named_causes import BUS_ERROR, LOCKED_MEMORY_ADVICE, SHARED_MEMORY_ADVICE, named_causes
 from tests.launch.start.process.test_failure import START_SECONDS, failure, write_log
+from triaxis.launch.start.process.failure import describe
+from triaxis.launch.start.process.named_causes import (
+    BUS_ERROR,
+    LOCKED_MEMORY_ADVICE,
+    SHARED_MEMORY_ADVICE,
+    named_causes,
+)
 
 SHARED = [
     "node7:93:181 [0] misc/shmutils.cc:88 NCCL WARN Error: failed to extend /dev/shm/nccl-AbCdEf to 33030532 bytes",

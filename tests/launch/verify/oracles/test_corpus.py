@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from engine.comm.topology import Topology
-from engine.config.tree import Config
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from launch.verify.oracles.corpus import CORPUS, HEADER, rows_of_steps, with_corpus, write_corpus
-from launch.verify.rank import batches_of_steps
-from launch.verify.samples import MASKED_FRACTION
 from tests.parity.cases import Case
 from tests.verify import loader_bugs
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.launch.verify.oracles.corpus import CORPUS, HEADER, rows_of_steps, with_corpus, write_corpus
+from triaxis.launch.verify.rank import batches_of_steps
+from triaxis.launch.verify.samples import MASKED_FRACTION
 
 
 def written(folder: Path, seed: int = 7) -> Config:

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from engine.config.model import ModelConfig
-from models.interop.huggingface.config import from_hugging_face
+from triaxis.engine.config.model import ModelConfig
+from triaxis.models.interop.huggingface.config import from_hugging_face
 
 LLAMA = {
     "hidden_act": "silu",

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engine.config.model import ModelConfig
-from engine.errors import ConfigError
-from models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face
 from tests.models.interop.huggingface.published import GEMMA_LIKE, LLAMA_LIKE, PUBLISHED, model_of, without
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import ConfigError
+from triaxis.models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face
 
 
 def test_layers_of_a_smollm3_do_not_all_rotate() -> None:

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from engine.config.model import ModelConfig
-from engine.errors import ConfigError
-from models.interop.huggingface.config import from_hugging_face, passed_over, passed_over_notes, text_keys
-from models.interop.huggingface.families import FAMILIES
-from models.specs import model_specs
 from tests.models.interop.huggingface.published import PUBLISHED, model_of, without
 from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import ConfigError
+from triaxis.models.interop.huggingface.config import from_hugging_face, passed_over, passed_over_notes, text_keys
+from triaxis.models.interop.huggingface.families import FAMILIES
+from triaxis.models.specs import model_specs
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from engine.config.model import ModelConfig
-from engine.errors import ConfigError
-from models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face
-from models.specs import layer_specs
 from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import ConfigError
+from triaxis.models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face
+from triaxis.models.specs import layer_specs
 
 V3 = PUBLISHED_EXPERTS["deepseek_v3"][0]
 DENSE = V3 | {"first_k_dense_replace": 61, "num_nextn_predict_layers": 0}

@@ -6,13 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.import_weights import read_tensor
-from engine.config.model import ModelConfig
-from engine.errors import CheckpointError, ConfigError
-from engine.telemetry.record.parameters import num_active
-from models.interop.huggingface.config import family_of, from_hugging_face, passed_over_notes, to_hugging_face
-from models.interop.huggingface.weights import open_folder, plan_export
-from models.specs import num_parameters
 from tests.lacking import need_package
 from tests.models.interop.huggingface.published import LLAMA_LIKE
 from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
@@ -24,6 +17,13 @@ from tests.models.interop.huggingface.test_weights import (
     random_model,
     rewrite,
 )
+from triaxis.engine.checkpoint.import_weights import read_tensor
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import CheckpointError, ConfigError
+from triaxis.engine.telemetry.record.parameters import num_active
+from triaxis.models.interop.huggingface.config import family_of, from_hugging_face, passed_over_notes, to_hugging_face
+from triaxis.models.interop.huggingface.weights import open_folder, plan_export
+from triaxis.models.specs import num_parameters
 
 EXPERTS: dict[str, Any] = {
     **LLAMA_LIKE,

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.errors import CheckpointError
-from models.interop.huggingface.files import TensorPlan, WeightFiles, whole_folder, write_weights
+from triaxis.engine.errors import CheckpointError
+from triaxis.models.interop.huggingface.files import TensorPlan, WeightFiles, whole_folder, write_weights
 
 
 def all_tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import CheckpointError, ConfigError
-from models.interop.huggingface.weights import open_folder
 from tests.models.interop.huggingface.test_mtp import save_with_mtp
 from tests.models.interop.huggingface.test_weights import all_tensors, assert_identical, exported, imported, rewrite
+from triaxis.engine.errors import CheckpointError, ConfigError
+from triaxis.models.interop.huggingface.weights import open_folder
 
 BLOCK = (8, 16)
 """Neither divides all the sizes of the small model."""

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.config.model import ModelConfig
-from engine.errors import CheckpointError, ConfigError
-from models.interop.huggingface.weights import open_folder
 from tests.lacking import need_package
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import CheckpointError, ConfigError
+from triaxis.models.interop.huggingface.weights import open_folder
 
 KEYS: dict[str, Any] = {
     "hidden_size": 64,

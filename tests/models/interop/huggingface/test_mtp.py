@@ -8,14 +8,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.checkpoint.directory import Candidate
-from engine.checkpoint.shards import restore
-from engine.config.model import ModelConfig
-from engine.data.loader import MicroBatch
-from engine.errors import CheckpointError, ConfigError
-from models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face
-from models.interop.huggingface.weights import open_folder
-from models.specs import num_parameters
 from tests.lacking import need_package
 from tests.models.interop.huggingface.miniatures import LENGTH
 from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
@@ -32,6 +24,14 @@ from tests.models.interop.huggingface.test_weights import (
     tokens_of,
 )
 from tests.models.interop.huggingface.wide import wide
+from triaxis.engine.checkpoint.directory import Candidate
+from triaxis.engine.checkpoint.shards import restore
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.errors import CheckpointError, ConfigError
+from triaxis.models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face
+from triaxis.models.interop.huggingface.weights import open_folder
+from triaxis.models.specs import num_parameters
 
 V3 = PUBLISHED_EXPERTS["deepseek_v3"][0]
 OWN = 3

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint.directory import find
-from models.interop.huggingface.files import WeightFiles
-from models.interop.huggingface.weights import open_folder
 from tests.torch_versions import ROOT
+from triaxis.engine.checkpoint.directory import find
+from triaxis.models.interop.huggingface.files import WeightFiles
+from triaxis.models.interop.huggingface.weights import open_folder
 
 INSTALL_SECONDS = 600
 RUN_SECONDS = 600
@@ -72,18 +72,18 @@ def test_it_comes_in_continues_and_goes_out(tmp_path: Path) -> None:
     expected = json.loads(run(*oracle, packages=packages).splitlines()[-1])
 
     ours, of_gguf, target = (tmp_path / name for name in ("ours", "of_gguf", "target"))
-    run("-m", "launch.cli", "convert", "hf-import", str(source), str(ours))
-    run("-m", "launch.cli", "convert", "hf-import", str(gguf), str(of_gguf))
+    run("-m", "triaxis.launch.cli", "convert", "hf-import", str(source), str(ours))
+    run("-m", "triaxis.launch.cli", "convert", "hf-import", str(gguf), str(of_gguf))
     assert find(of_gguf).manifest.fingerprint == find(ours).manifest.fingerprint
     assert open_folder(source).model.tie_embeddings
 
     for layout in ((), ("--tp", "3"), ("--tp", "3", "--pp", "2")):
         prompts = [word for prompt in PROMPTS for word in ("--prompt", prompt)]
         options = ("--temperature", "0", "--max-new-tokens", str(NEW_TOKENS), "--json", *layout)
-        printed = run("-m", "launch.cli", "generate", str(ours), *prompts, *options)
+        printed = run("-m", "triaxis.launch.cli", "generate", str(ours), *prompts, *options)
         assert [json.loads(line)["text"] for line in printed.splitlines()] == expected, layout
 
-    run("-m", "launch.cli", "convert", "hf-export", str(ours), str(target))
+    run("-m", "triaxis.launch.cli", "convert", "hf-export", str(ours), str(target))
     theirs, again = WeightFiles(source), WeightFiles(target)
     assert theirs.tensors == again.tensors and len(again.tensors) == 272
     assert all(torch.equal(theirs.read(name), again.read(name)) for name in theirs.tensors)

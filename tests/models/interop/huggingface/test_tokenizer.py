@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.data.corpus.tokenizers import BytesTokenizer, JsonTokenizer
-from models.interop.huggingface.tokenizer import bytes_tokenizer_json
+from triaxis.engine.data.corpus.tokenizers import BytesTokenizer, JsonTokenizer
+from triaxis.models.interop.huggingface.tokenizer import bytes_tokenizer_json
 
 
 @pytest.fixture(scope="module")

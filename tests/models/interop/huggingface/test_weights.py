@@ -9,30 +9,30 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.directory import Candidate, find
-from engine.checkpoint.format.manifest import TrainingState
-from engine.checkpoint.format.store import Shard
-from engine.checkpoint.import_weights import read_tensor, write_checkpoint
-from engine.checkpoint.shards import fingerprint, restore
-from engine.comm.topology import Topology
-from engine.config.model import ModelConfig
-from engine.config.tree import Config
-from engine.data.loader import MicroBatch
-from engine.errors import CheckpointError, ConfigError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.layout.shard_spec import localize
-from engine.step import Engine
-from engine.train import build
-from models.gpt.chunk import build_chunks
-from models.interop.huggingface.config import family_of, to_hugging_face
-from models.interop.huggingface.families import FAMILIES
-from models.interop.huggingface.files import WeightFiles, write_weights
-from models.interop.huggingface.weights import exchanges, open_folder, plan_export
-from models.specs import model_specs
 from tests.harness import run_ranks
 from tests.lacking import need_package
 from tests.models.interop.huggingface.miniatures import LENGTH, MODELS
 from tests.models.interop.huggingface.wide import wide
+from triaxis.engine.checkpoint.directory import Candidate, find
+from triaxis.engine.checkpoint.format.manifest import TrainingState
+from triaxis.engine.checkpoint.format.store import Shard
+from triaxis.engine.checkpoint.import_weights import read_tensor, write_checkpoint
+from triaxis.engine.checkpoint.shards import fingerprint, restore
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.errors import CheckpointError, ConfigError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.layout.shard_spec import localize
+from triaxis.engine.step import Engine
+from triaxis.engine.train import build
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.interop.huggingface.config import family_of, to_hugging_face
+from triaxis.models.interop.huggingface.families import FAMILIES
+from triaxis.models.interop.huggingface.files import WeightFiles, write_weights
+from triaxis.models.interop.huggingface.weights import exchanges, open_folder, plan_export
+from triaxis.models.specs import model_specs
 
 
 @pytest.fixture(scope="module", autouse=True)

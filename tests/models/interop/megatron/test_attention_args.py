@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from engine.config.model import ModelConfig
-from engine.errors import ConfigError
-from models.interop.megatron.config import differences, megatron_args, model_section
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import ConfigError
+from triaxis.models.interop.megatron.config import differences, megatron_args, model_section
 
 ARGS: dict[str, Any] = {
     "num_layers": 6,

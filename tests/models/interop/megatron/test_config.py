@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from engine.config.model import ModelConfig
-from engine.config.mtp import MTPConfig
-from engine.config.training import OptimizerConfig
-from engine.errors import ConfigError
-from models.interop.megatron.config import differences, megatron_args, model_section, training_sections
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.mtp import MTPConfig
+from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.errors import ConfigError
+from triaxis.models.interop.megatron.config import differences, megatron_args, model_section, training_sections
 
 ARGS = {"lr": 1e-3, "adam_beta1": 0.8, "adam_beta2": 0.999, "adam_eps": 1e-6, "sgd_momentum": 0.7, "train_iters": 5}
 MODEL: dict[str, Any] = {

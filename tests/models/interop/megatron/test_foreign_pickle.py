@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine.errors import CheckpointError
-from models.interop.megatron import writer as megatron_writer
-from models.interop.megatron.files import open_checkpoint
-from models.interop.megatron.foreign_pickle import Inert, read_archive, read_pickle
+from triaxis.engine.errors import CheckpointError
+from triaxis.models.interop.megatron import writer as megatron_writer
+from triaxis.models.interop.megatron.files import open_checkpoint
+from triaxis.models.interop.megatron.foreign_pickle import Inert, read_archive, read_pickle
 
 
 class Runs:
@@ -97,7 +97,7 @@ def test_an_object_beside_the_tensors_is_never_opened(checkpoint, tmp_path):
         ("torch", "load"),
         ("torch", "float32.__class__"),
         ("megatronics", "Thing"),
-        ("models.interop.megatron.foreign_pickle", "Inert"),
+        ("triaxis.models.interop.megatron.foreign_pickle", "Inert"),
         ("collections", "OrderedDict.__init__"),
     ],
 )

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from engine.config.training import OptimizerConfig
-from engine.optimizer.lr import learning_rate
-from models.interop.megatron.schedule import schedule_args, schedule_fields
 from tests.engine.config.bad_configs import config_with
+from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.optimizer.lr import learning_rate
+from triaxis.models.interop.megatron.schedule import schedule_args, schedule_fields
 
 RUN = {"train_iters": 100, "global_batch_size": 16, "seq_length": 32, "min_lr": 1e-5}
 STEP_TOKENS = 16 * 32

@@ -10,27 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.directory import find
-from engine.checkpoint.format.manifest import LossScaleRecord, TrainingState
-from engine.checkpoint.import_weights import read_tensor, write_checkpoint
-from engine.checkpoint.shards import restore
-from engine.comm.topology import Topology
-from engine.config.loss_scale import LossScaleConfig
-from engine.config.model import ModelConfig
-from engine.config.tree import Config
-from engine.data.loader import MicroBatch
-from engine.errors import CheckpointError
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from engine.optimizer.loss_scale import LossScale, ScaleState
-from engine.train import build
-from models.gpt.chunk import build_chunks
-from models.interop.megatron import weights as megatron
-from models.interop.megatron import writer as megatron_writer
-from models.interop.megatron.config import megatron_args, model_section
-from models.interop.megatron.files import open_checkpoint
-from models.interop.megatron.state import common_state, training_args, training_state
-from models.interop.megatron.weights import TRAINING, WEIGHTS, check, check_optimizer, import_shards
 from tests.harness import run_ranks
+from triaxis.engine.checkpoint.directory import find
+from triaxis.engine.checkpoint.format.manifest import LossScaleRecord, TrainingState
+from triaxis.engine.checkpoint.import_weights import read_tensor, write_checkpoint
+from triaxis.engine.checkpoint.shards import restore
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.loss_scale import LossScaleConfig
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.optimizer.loss_scale import LossScale, ScaleState
+from triaxis.engine.train import build
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.interop.megatron import weights as megatron
+from triaxis.models.interop.megatron import writer as megatron_writer
+from triaxis.models.interop.megatron.config import megatron_args, model_section
+from triaxis.models.interop.megatron.files import open_checkpoint
+from triaxis.models.interop.megatron.state import common_state, training_args, training_state
+from triaxis.models.interop.megatron.weights import TRAINING, WEIGHTS, check, check_optimizer, import_shards
 
 pytestmark = pytest.mark.distributed
 

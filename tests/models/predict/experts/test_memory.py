@@ -8,20 +8,20 @@ from random import Random
 import pytest
 import torch
 
-from engine.config.moe import worst_rows
-from engine.config.plan import parallel_sizes, stages_of
-from engine.config.tree import Config
-from engine.expert_parallel import experts
-from launch.footprint.routing import Counts, choices_of_step, known_rows
-from launch.footprint.run import Footprint, Footprints
-from models.gpt.chunk import build_chunks
-from models.predict.activation_memory import kept_bytes, moved_bytes
-from models.predict.experts.memory import BALANCED, worst_load
-from models.predict.rank_memory import predict
-from models.predict.traffic import expected_traffic, measured_traffic
 from tests.harness import run_ranks
 from tests.models.predict.test_rank_memory import most_kept
 from tests.parity.cases import Case
+from triaxis.engine.config.moe import worst_rows
+from triaxis.engine.config.plan import parallel_sizes, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.expert_parallel import experts
+from triaxis.launch.footprint.routing import Counts, choices_of_step, known_rows
+from triaxis.launch.footprint.run import Footprint, Footprints
+from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.activation_memory import kept_bytes, moved_bytes
+from triaxis.models.predict.experts.memory import BALANCED, worst_load
+from triaxis.models.predict.rank_memory import predict
+from triaxis.models.predict.traffic import expected_traffic, measured_traffic
 
 LARGEST_GAP = 0.02
 """Largest distance of the bytes of all tensors at the fullest moment from the predicted ones, over those."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from engine.config.tree import Config, problems
+from triaxis.engine.config.tree import Config, problems
 
 MODEL = {
     "num_layers": 8,

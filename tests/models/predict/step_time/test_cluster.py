@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError
-from models.predict.step_time import cluster, device
-from models.predict.step_time.cluster import cluster_of, load_cluster
+from triaxis.engine.errors import ConfigError
+from triaxis.models.predict.step_time import cluster, device
+from triaxis.models.predict.step_time.cluster import cluster_of, load_cluster
 
 SHIPPED = Path(__file__).resolve().parents[4] / "configs" / "clusters"
 

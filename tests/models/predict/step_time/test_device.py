@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import ConfigError
-from models.predict.step_time.device import device_names, load_device
+from triaxis.engine.errors import ConfigError
+from triaxis.models.predict.step_time.device import device_names, load_device
 
 H100 = load_device("H100-SXM-80GB")
 

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config.plan import parallel_sizes
-from engine.config.tree import Config
-from engine.data.document_statistics import DocumentStatistics
-from engine.pipeline import schedules
-from engine.pipeline.simulate import simulate
-from models.predict.step_time.cluster import Cluster, cluster_of
-from models.predict.step_time.estimate import SIMULATED_ROUNDS, Estimator, StepTime
-from models.predict.step_time.implementation import OURS, Implementation
 from tests.models.predict.step_time.layouts import layout
+from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.document_statistics import DocumentStatistics
+from triaxis.engine.pipeline import schedules
+from triaxis.engine.pipeline.simulate import simulate
+from triaxis.models.predict.step_time.cluster import Cluster, cluster_of
+from triaxis.models.predict.step_time.estimate import SIMULATED_ROUNDS, Estimator, StepTime
+from triaxis.models.predict.step_time.implementation import OURS, Implementation
 
 WIDE = {"hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "vocab_size": 32768}
 

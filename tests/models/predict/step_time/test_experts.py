@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 
-from engine.config.plan import batch_plan, parallel_sizes, stages_of
-from engine.config.tree import Config
-from engine.layout.rank_grid import Coordinates
-from engine.telemetry.record.flops import hardware_flops_per_token
-from models.predict.step_time.cluster import cluster_of
-from models.predict.step_time.estimate import Estimator
-from models.predict.step_time.experts import expert_work
-from models.predict.step_time.facts import head_gemm, layer_work, parameters_of_layer, recomputed_layers
-from models.predict.step_time.implementation import OURS
-from models.predict.traffic import expected_traffic
 from tests.models.predict.step_time.layouts import layout
+from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import Coordinates
+from triaxis.engine.telemetry.record.flops import hardware_flops_per_token
+from triaxis.models.predict.step_time.cluster import cluster_of
+from triaxis.models.predict.step_time.estimate import Estimator
+from triaxis.models.predict.step_time.experts import expert_work
+from triaxis.models.predict.step_time.facts import head_gemm, layer_work, parameters_of_layer, recomputed_layers
+from triaxis.models.predict.step_time.implementation import OURS
+from triaxis.models.predict.traffic import expected_traffic
 
 EXPERTS = {"num_experts": 16, "top_k": 4, "ffn_hidden_size": 64, "shared_experts": 1}
 

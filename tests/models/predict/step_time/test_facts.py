@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.config.plan import batch_plan, parallel_sizes, stages_of
-from engine.layout.rank_grid import Coordinates
-from engine.telemetry.record.flops import hardware_flops_per_token
-from models.predict.rank_memory import resolve_recompute
-from models.predict.step_time.facts import (
+from tests.models.predict.step_time.layouts import layout
+from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
+from triaxis.engine.layout.rank_grid import Coordinates
+from triaxis.engine.telemetry.record.flops import hardware_flops_per_token
+from triaxis.models.predict.rank_memory import resolve_recompute
+from triaxis.models.predict.step_time.facts import (
     context_parallel_wires,
     head_gemm,
     layer_gemms,
@@ -20,10 +21,9 @@ from models.predict.step_time.facts import (
     recomputed_layers,
     tensor_parallel_wires,
 )
-from models.predict.step_time.implementation import OURS
-from models.predict.traffic import expected_traffic
-from models.specs import stage_specs
-from tests.models.predict.step_time.layouts import layout
+from triaxis.models.predict.step_time.implementation import OURS
+from triaxis.models.predict.traffic import expected_traffic
+from triaxis.models.specs import stage_specs
 
 _SIZES = {"kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16}
 LATENTS: dict[str, Any] = {"bias": "none", "position": "rope", "mla": _SIZES | {"q_lora_rank": 40}}

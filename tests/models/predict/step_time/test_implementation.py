@@ -1,8 +1,8 @@
 """Records of software: published sources find theirs, and no device's rate comes from a published run."""
 
-from models.predict.step_time import implementation
-from models.predict.step_time.device import device_names, load_device
-from models.predict.step_time.implementation import implementation_of
+from triaxis.models.predict.step_time import implementation
+from triaxis.models.predict.step_time.device import device_names, load_device
+from triaxis.models.predict.step_time.implementation import implementation_of
 
 
 def test_sources_find_their_software() -> None:

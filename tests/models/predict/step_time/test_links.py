@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.layout.rank_grid import ParallelSizes, RankGrid
-from models.predict.step_time.cluster import cluster_of
-from models.predict.step_time.links import Link, Links
+from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.models.predict.step_time.cluster import cluster_of
+from triaxis.models.predict.step_time.links import Link, Links
 
 
 def links(sizes: ParallelSizes, oversubscription: float = 1.0) -> Links:

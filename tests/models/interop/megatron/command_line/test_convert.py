@@ -7,14 +7,6 @@ from typing import Any
 import pytest
 import yaml
 
-from engine.config.foreign_names import FOREIGN_NAMES
-from engine.config.load import load_config
-from engine.config.tree import Config
-from engine.errors import ConfigError
-from models.interop.megatron.command_line.convert import from_command_line
-from models.interop.megatron.command_line.flags import FLAGS
-from models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART
-from models.specs import num_parameters
 from tests.models.interop.megatron.command_line.changes import (
     BASE,
     BESIDES,
@@ -29,6 +21,14 @@ from tests.models.interop.megatron.command_line.changes import (
     SAVED,
 )
 from tests.models.interop.megatron.command_line.published import DEEPSEEK, GPT3, LLAMA3, MIXTRAL, PUBLISHED, Published
+from triaxis.engine.config.foreign_names import FOREIGN_NAMES
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError
+from triaxis.models.interop.megatron.command_line.convert import from_command_line
+from triaxis.models.interop.megatron.command_line.flags import FLAGS
+from triaxis.models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART
+from triaxis.models.specs import num_parameters
 
 
 def config_of(line: str, **more: Any) -> Config:

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from engine.errors import ConfigError
-from models.interop.megatron.command_line.flags import FLAGS
-from models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART
-from models.interop.megatron.command_line.parse import parse, pattern, words_of
-from models.interop.megatron.command_line.without_effect import WITHOUT_EFFECT
+from triaxis.engine.errors import ConfigError
+from triaxis.models.interop.megatron.command_line.flags import FLAGS
+from triaxis.models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART
+from triaxis.models.interop.megatron.command_line.parse import parse, pattern, words_of
+from triaxis.models.interop.megatron.command_line.without_effect import WITHOUT_EFFECT
 
 
 def test_words_come_from_texts_and_from_files(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Triaxis: 3D-parallel pretraining of GPT models."""
