@@ -19,7 +19,12 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The folder that holds `engine`: a checkout, or site-packages."""
+"""The folder that holds engine/, models/, launch/ and configs/: a checkout, or the installed package."""
+
+IS_CHECKOUT = (ROOT / "pyproject.toml").is_file()
+
+IMPORT_ROOT = ROOT if IS_CHECKOUT else ROOT.parent
+"""The folder that has `triaxis` on the import path: a checkout, or site-packages."""
 
 NAME = "triaxis"
 
@@ -34,9 +39,9 @@ def triaxis(words: str) -> str:
     if shutil.which(NAME):
         program = NAME
     elif beside.is_file():
-        program = shlex.quote(_short(beside))
+        program = shlex.quote(short(beside))
     else:
-        program = f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)} -m triaxis.launch.cli"
+        program = f"PYTHONPATH={shlex.quote(str(IMPORT_ROOT))} {shlex.quote(sys.executable)} -m triaxis.launch.cli"
     return f"{program} {words}"
 
 
@@ -47,7 +52,7 @@ def install(extra: str, *options: str) -> str:
         extra: its name.
         options: for pip.
     """
-    if (ROOT / "pyproject.toml").is_file():
+    if IS_CHECKOUT:
         what = ["-e", f"{ROOT}[{extra}]"]
     else:
         needed = metadata.requires(NAME) or []
@@ -57,18 +62,17 @@ def install(extra: str, *options: str) -> str:
 
 def pip_install(*words: str) -> str:
     """Return the line with which pip installs `words` for this Python."""
-    return shlex.join([_short(Path(sys.executable)), "-m", "pip", "install", *words])
+    return shlex.join([short(Path(sys.executable)), "-m", "pip", "install", *words])
 
 
 def version() -> str:
     """Return the version of this project; a checkout need not be installed."""
-    project = ROOT / "pyproject.toml"
-    if project.is_file():
-        return str(tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"])
+    if IS_CHECKOUT:
+        return str(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
     return metadata.version(NAME)
 
 
-def _short(path: Path) -> str:
-    """Return the path from the current folder, where it leads down from it."""
+def short(path: Path) -> str:
+    """Return the path as seen from the current folder, where it leads down from it."""
     here = Path.cwd()
     return os.path.relpath(path, here) if path.is_relative_to(here) else str(path)

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from triaxis.engine.config.foreign_names import AND_FIELD, has_our_name, our_value, unknown_key
 from triaxis.engine.config.section import Rule, Section
+from triaxis.engine.config.shipped import config_path, nearest_names
 from triaxis.engine.config.stages import StageFields, fields_of, get_field, put_fields, refused_field
 from triaxis.engine.config.tree import FORMAT_VERSION, Config
 from triaxis.engine.config.tree import problems as broken_rules
@@ -76,7 +77,7 @@ def load_config(
     """Read, check and freeze a configuration: YAML < environment < dotted overrides.
 
     Args:
-        path: a YAML file; None: only the environment and the overrides.
+        path: a YAML file, or the name of a shipped one; None: only the environment and the overrides.
         overrides: `section.key=value`, the value in YAML.
         environment: `os.environ` for the names in `ENVIRONMENT`; None: not read.
         world_size, ranks_per_node: the cluster, where it is known, for the rules that depend on it.
@@ -88,7 +89,7 @@ def load_config(
     reading = _Reading()
     source = "the configuration" if path is None else str(path)
     if path is not None:
-        reading.tree = _read_yaml(Path(path))
+        reading.tree = _read_yaml(config_path(path))
     _apply(reading, overrides, environment or {})
     _check_format(reading)
     for name, field_info in Config.model_fields.items():
@@ -185,7 +186,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         there = sorted(path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, [other.name for other in there], n=1, cutoff=0.4)
-        hint = f"Did you mean {path.parent / near[0]}?" if near else "Give the path of a YAML file."
+        near = [str(path.parent / name) for name in near] or nearest_names(path)
+        others = "Give the path of a YAML file, or the name of a shipped one, such as gpt_tiny."
+        hint = f"Did you mean {' or '.join(near)}?" if near else others
         raise ConfigError([f"there is no such file. {hint}"], str(path)) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"it cannot be read as text: {error}. Give the path of a YAML file."], str(path)) from error

@@ -14,14 +14,12 @@ import psutil
 import torch
 
 from triaxis.engine.comm.network import GLOO_VARIABLE
+from triaxis.engine.program import ROOT
 from triaxis.launch.doctor import gpu_map
 from triaxis.launch.doctor.compiler import read_compiler
 from triaxis.launch.doctor.limits import read_limits
 from triaxis.launch.doctor.packages import read_packages
 from triaxis.launch.doctor.records import NetworkFacts, RankFacts
-
-PACKAGE = Path(__file__).resolve().parents[2]
-"""The folder of engine/, models/ and launch/."""
 
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_NUM_THREADS")
 NODES_OWN = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
@@ -162,8 +160,8 @@ def _nvidia_smi() -> tuple[dict[int, dict[int, str]], dict[int, str]]:
 
 def _sources() -> Mapping[str, bytes]:
     folders = ("engine", "models", "launch")
-    paths = sorted(path for folder in folders for path in (PACKAGE / folder).rglob("*.py"))
-    return {str(path.relative_to(PACKAGE)): path.read_bytes() for path in paths}
+    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return {str(path.relative_to(ROOT)): path.read_bytes() for path in paths}
 
 
 def _digest(files: Mapping[str, bytes]) -> str:

@@ -29,6 +29,7 @@ from typing import TextIO
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.tree import Config, require_legal
 from triaxis.engine.errors import ExitCode
+from triaxis.engine.program import ROOT
 from triaxis.engine.run.directory import RunDirectory, run_name
 from triaxis.launch.cli import command_module, command_parser
 from triaxis.launch.commands.train import request
@@ -314,12 +315,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _start(argv: Sequence[str]) -> int:
     script, *words = argv
-    root = Path(__file__).resolve().parents[2]
     if DRY_RUN in words:
-        _show(root, [word for word in words if word != DRY_RUN])
+        _show(ROOT, [word for word in words if word != DRY_RUN])
         return 0
     with lasting_output():
-        return _run(root, script, words)
+        return _run(ROOT, script, words)
 
 
 def _run(root: Path, script: str, words: Sequence[str]) -> int:

@@ -35,9 +35,7 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
 
 from triaxis.engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
 from triaxis.engine.errors import ExitCode
-
-ROOT = Path(__file__).resolve().parents[2]
-"""The checkout."""
+from triaxis.engine.program import ROOT
 
 MISSING = 3
 """Exit code of `--check` where requirements are missing; they are printed, one per line."""

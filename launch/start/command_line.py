@@ -12,11 +12,12 @@ The config comes first by custom; words and options may come in any order. `Comm
 
 import argparse
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from triaxis.engine.config.shipped import config_path, nearest_names
 from triaxis.engine.errors import ConfigError, shown
 from triaxis.engine.layout.rank_rules import MOST_RANKS
 
@@ -112,7 +113,9 @@ class CommandParser(argparse.ArgumentParser):
         self._positionals.title, self._positionals.description = "words", described
         self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
         if subject is CONFIG:
-            self.add_argument("--config", type=Path, metavar="FILE", help="the config, in place of the first word")
+            self.add_argument(
+                "--config", type=config_path, metavar="FILE", help="the config, in place of the first word"
+            )
 
     @property
     def verbs(self) -> tuple[str, ...]:
@@ -155,7 +158,7 @@ class CommandParser(argparse.ArgumentParser):
         paths, overrides, problems = [], [], []
         named = getattr(parsed, subject.name, None)
         for word in parsed.words:
-            path = Path(word)
+            path = config_path(word) if subject is CONFIG else Path(word)
             if subject.exists(path) or ("=" not in word and ("/" in word or path.suffix in subject.endings)):
                 paths.append(path)
             elif "=" in word:
@@ -301,19 +304,13 @@ def _nearest(word: str, names: Iterable[str]) -> str:
 
 
 def _stray(word: str, subject: Subject, options: Iterable[str]) -> str:
-    nearest = near(word, [*options, *(str(path) for path in _configs(subject))])
-    by_stem = next((str(path) for path in _configs(subject) if path.stem == word), None)
-    hint = by_stem or nearest
+    names = nearest_names(word) if subject is CONFIG else []
+    option = near(word, options)
+    hint = " or ".join(names) or option
     return (
         f"{word!r} is neither a {subject.name} that exists, nor an override ({OVERRIDES}, such as train.steps=20), nor an "
         f"option (--help lists them); it would be ignored." + ("" if hint is None else f" Did you mean {hint}?")
     )
-
-
-def _configs(subject: Subject) -> Iterator[Path]:
-    """Yield the configs that a bare word such as `gpt_tiny` may mean."""
-    if subject is CONFIG:
-        yield from sorted(Path("configs").glob("*.yaml"))
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):

@@ -28,10 +28,18 @@ from triaxis.engine.comm.stop import stop_signals
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.tree import require_legal
 from triaxis.engine.errors import TopologyError
+from triaxis.engine.program import IS_CHECKOUT, ROOT
 from triaxis.launch.start.process.failure import AFTER, OTHERS_END_SECONDS
 from triaxis.launch.start.process.forward_signals import END_RANKS
 from triaxis.launch.start.process.lasting_output import lasting_output
 from triaxis.launch.start.srun_task import LOOPBACK
+
+LAUNCHER = (
+    ("bash", str(ROOT / "launch" / "pretrain_gpt.sh"))
+    if IS_CHECKOUT
+    else (sys.executable, "-P", "-m", "triaxis.launch.cli", "train")
+)
+"""The launcher of each host, before the words of the run. The checkout or the installed Python has one path on all hosts."""
 
 VARIABLE = "HOSTFILE"
 DEFAULT_PORT = "29500"
@@ -125,13 +133,13 @@ def node_variables(hosts: Sequence[Host], index: int, variables: Mapping[str, st
     return world | {"MASTER_ADDR": address, "MASTER_PORT": variables.get("MASTER_PORT") or DEFAULT_PORT}
 
 
-def script(root: Path, folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> str:
+def script(folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> str:
     """Return the input of the remote bash: environment, launcher, then names of signals until the stream ends.
 
     In braces, so that bash has read all of it before the names of signals are read from the same stream.
     """
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(variables.items()))
-    command = shlex.join(["bash", str(root / "launch" / "pretrain_gpt.sh"), *words])
+    command = shlex.join(words)
     return (
         "{\n"
         f"cd {shlex.quote(str(folder))} || exit 1\n"
@@ -161,14 +169,12 @@ class SshLaunch:
 
     Args:
         hosts: from `read_hosts`.
-        root: of the checkout, the same path on every host.
-        words: of the command line.
+        words: the command line of each host's launcher.
         variables: this process's environment.
     """
 
-    def __init__(self, hosts: Sequence[Host], root: Path, words: Sequence[str], variables: Mapping[str, str]) -> None:
+    def __init__(self, hosts: Sequence[Host], words: Sequence[str], variables: Mapping[str, str]) -> None:
         self._hosts = hosts
-        self._root = root
         self._words = words
         self._variables = variables
         self._connections: list[subprocess.Popen[str]] = []
@@ -180,7 +186,7 @@ class SshLaunch:
             given = " ".join(
                 f"{name}={value}" for name, value in node_variables(self._hosts, index, self._variables).items()
             )
-            command = shlex.join(["bash", str(self._root / "launch" / "pretrain_gpt.sh"), *self._words])
+            command = shlex.join(self._words)
             print(
                 f"{shlex.join(ssh_words(host, self._variables))}  <<  cd {shlex.quote(str(Path.cwd()))}; {given} {command}"
             )
@@ -206,7 +212,7 @@ class SshLaunch:
                 reader.start()
                 readers.append(reader)
                 exported = passed_on(self._variables) | node_variables(self._hosts, index, self._variables)
-                self._write(connection, script(self._root, Path.cwd(), self._words, exported))
+                self._write(connection, script(Path.cwd(), self._words, exported))
             codes, first_failure = self._wait()
         finally:
             for connection in self._connections:
@@ -280,8 +286,7 @@ def start(config_path: Path, overrides: Sequence[str], flags: Sequence[str], *, 
     world_size = sum(host.slots for host in hosts)
     ranks_per_node = config.runtime.ranks_per_node or hosts[0].slots
     require_legal(config, f"{config_path} on {world_size} ranks of {VARIABLE}", world_size, ranks_per_node)
-    root = Path(__file__).resolve().parents[2]
-    run = SshLaunch(hosts, root, [str(config_path), *overrides, *flags], os.environ)
+    run = SshLaunch(hosts, [*LAUNCHER, str(config_path), *overrides, *flags], os.environ)
     if dry_run:
         run.show()
         return 0

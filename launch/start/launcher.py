@@ -35,7 +35,7 @@ from triaxis.engine.data.corpus.tokenizers import BYTES
 from triaxis.engine.device.gpus import BACKEND_VARIABLE, CPU, DEVICE_VARIABLE, NCCL, find_gpus
 from triaxis.engine.errors import ExitCode, TopologyError
 from triaxis.engine.layout.rank_grid import ParallelSizes
-from triaxis.engine.program import triaxis
+from triaxis.engine.program import ROOT, triaxis
 from triaxis.engine.run.directory import run_name
 from triaxis.engine.telemetry.outlets.format import wrapped
 from triaxis.launch.start.gpu_memory import read_devices
@@ -63,7 +63,7 @@ from triaxis.models.run_rules import RULES_OF_A_RUN
 if TYPE_CHECKING:  # it imports torch
     from triaxis.launch.start.rendezvous import MeetingPlace
 
-DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "gpt_tiny.yaml"
+DEFAULT_CONFIG = ROOT / "configs" / "gpt_tiny.yaml"
 """The config of a command without one, on a machine without GPUs."""
 
 GPU_CONFIG = DEFAULT_CONFIG.with_name("gpt_125m_bytes.yaml")

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import counted
+from triaxis.engine.program import ROOT
 from triaxis.engine.telemetry.outlets.format import in_bytes, significant
 from triaxis.engine.telemetry.record.flops import CONVENTION, Peak, convention, known_peak
 from triaxis.launch.tuning.layouts import Failed, Measured, rank_outcomes
 from triaxis.models.specs import num_parameters
 
-ROOT = Path(__file__).resolve().parents[2]
 CPU_INFO = Path("/proc/cpuinfo")
 COLUMNS, NAME_WIDTH = 100, 10
 """Columns of the block, and of the names before its texts."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from triaxis.engine.program import IMPORT_ROOT
 from triaxis.engine.storage.redaction import blotted
 from triaxis.engine.telemetry.outlets.lossy_file import LogPath, LossyFile, text_over
 from triaxis.engine.telemetry.outlets.relay import DROPPED, END_SECONDS
@@ -27,11 +28,7 @@ from triaxis.engine.telemetry.outlets.relay import DROPPED, END_SECONDS
 _RELAY_ENDS_SECONDS = END_SECONDS + 0.5
 """A child of this rank may still hold the pipe; it must not keep the rank from ending."""
 
-_ROOT = Path(__file__).resolve().parents[3]
-
-_RELAY = (
-    f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from triaxis.engine.telemetry.outlets.relay import main; main()"
-)
+_RELAY = f"import sys; sys.path.append({str(IMPORT_ROOT)!r}); from triaxis.engine.telemetry.outlets.relay import main; main()"
 
 _FOR_THE_RANK = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP})
 """Signals that SLURM or a terminal sends to every process of a job. The relay ignores them and ends after its rank."""

@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 from triaxis.engine.config.yaml_text import read_yaml
 from triaxis.engine.errors import ConfigError
+from triaxis.engine.program import ROOT
 from triaxis.engine.storage.state_files import read_regular
 
 DEVICES = Path("configs/devices")
@@ -254,4 +255,4 @@ def _read(path: Path, changed: int) -> Device:
 
 
 def _folder() -> Path:
-    return Path(__file__).resolve().parents[3] / DEVICES
+    return ROOT / DEVICES

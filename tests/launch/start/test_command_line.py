@@ -59,7 +59,7 @@ def test_a_path_with_an_equals_sign_is_a_config_where_it_exists(tmp_path: Path) 
     [
         (["full"], "'full' is neither a config that exists, nor an override", "Did you mean --full?"),
         (["gpu", "8"], "'8' is neither", "Did you mean --gpus?"),
-        (["gpt_tiny"], "'gpt_tiny' is neither", "Did you mean configs/gpt_tiny.yaml?"),
+        (["gpt_tiney"], "'gpt_tiney' is neither", "Did you mean gpt_tiny"),
     ],
 )
 def test_a_stray_word_gets_what_was_expected_and_the_nearest(

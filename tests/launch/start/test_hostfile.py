@@ -93,7 +93,8 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def two_hosts(checkout: Path, *words: str) -> SshLaunch:
-    return SshLaunch([Host("node0", 4), Host("node1", 4)], checkout, words, os.environ)
+    launcher = ("bash", str(checkout / "launch" / "pretrain_gpt.sh"))
+    return SshLaunch([Host("node0", 4), Host("node1", 4)], [*launcher, *words], os.environ)
 
 
 def test_every_host_gets_its_launcher_and_no_secret_is_on_a_command_line(checkout: Path, capfd) -> None:
@@ -132,7 +133,8 @@ WAITING = """\
 import os, sys
 from pathlib import Path
 from triaxis.launch.start.hostfile import Host, SshLaunch
-sys.exit(SshLaunch([Host("node0", 4), Host("node1", 4)], Path.cwd(), ["wait"], os.environ).run())
+words = ["bash", str(Path.cwd() / "launch" / "pretrain_gpt.sh"), "wait"]
+sys.exit(SshLaunch([Host("node0", 4), Host("node1", 4)], words, os.environ).run())
 """
 
 

@@ -84,12 +84,19 @@ def test_checks_and_workers_import_nothing_from_there(folder: Path, triaxis: tup
     assert (folder / "corpus.bin").exists()
 
 
-def test_the_users_own_path_is_kept_behind_the_checkout() -> None:
+def test_the_users_own_path_comes_before_the_checkout_and_another_triaxis_after_it(tmp_path: Path) -> None:
     assert import_variables({}) == {"PYTHONSAFEPATH": "1", "PYTHONPATH": str(ROOT)}
     own = os.pathsep.join(["/mine", "/yours"])
-    with_root = f"{ROOT}{os.pathsep}{own}"
-    assert import_variables({"PYTHONPATH": own})["PYTHONPATH"] == with_root
-    assert import_variables({"PYTHONPATH": with_root})["PYTHONPATH"] == with_root
-    # In front, packages that bear the name of a module of the standard library would come before it.
+    with_root = f"{own}{os.pathsep}{ROOT}"
+    for given in (own, with_root, f"{ROOT}{os.pathsep}{own}"):
+        assert import_variables({"PYTHONPATH": given})["PYTHONPATH"] == with_root
+    (tmp_path / "triaxis").mkdir()
+    given = os.pathsep.join(["/mine", str(tmp_path), "/yours"])
+    assert import_variables({"PYTHONPATH": given})["PYTHONPATH"].split(os.pathsep)[:3] == [
+        "/mine",
+        str(ROOT),
+        str(tmp_path),
+    ]
+    # Here, packages that bear the name of a module of the standard library would come before it.
     installed = Path(sysconfig.get_path("purelib"))
     assert import_variables({"PYTHONPATH": own}, installed) == {"PYTHONSAFEPATH": "1"}
