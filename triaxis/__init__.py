@@ -1,1 +1,39 @@
-"""Triaxis: 3D-parallel pretraining of GPT models."""
+"""Triaxis: pretraining of GPT models in tensor, pipeline and data parallel.
+
+    triaxis.load_config("gpt_tiny", ["train.steps=20"])     a configuration, with every rule checked
+    triaxis.open_checkpoint("runs/gpt_tiny")["embedding.word.weight"]     a whole tensor, whatever layout saved it
+    triaxis.__version__
+
+Commands do the rest (`triaxis --help`). docs/python.md has one page about these names. Each is imported when it is first used, so
+that a command that needs no torch starts without it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from triaxis.engine.checkpoint.inspect.opened import open_checkpoint
+    from triaxis.engine.config.load import load_config
+
+    __version__: str
+
+__all__ = ["__version__", "load_config", "open_checkpoint"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from triaxis.engine.program import version
+
+        return version()
+    if name == "load_config":
+        from triaxis.engine.config.load import load_config
+
+        return load_config
+    if name == "open_checkpoint":
+        from triaxis.engine.checkpoint.inspect.opened import open_checkpoint
+
+        return open_checkpoint
+    raise AttributeError(f"module 'triaxis' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

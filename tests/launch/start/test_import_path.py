@@ -1,4 +1,6 @@
-"""Modules of the folder where a command is typed never run in place of ours, of torch or of the standard library."""
+"""Modules of the folder where a command is typed never run in place of ours, of torch or of the standard library; nor ours in
+place of the user's own.
+"""
 
 import os
 import sys
@@ -20,7 +22,7 @@ HOSTILE = (
     "multiprocessing.py",
 )
 TINY = (
-    *("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=1", "parallel.sequence_parallel=false"),
+    *("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2", "parallel.sequence_parallel=false"),
     *("model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2", "model.ffn_hidden_size=16"),
     *("model.seq_length=16", "data.synthetic=true", "train.steps=2", "train.global_batch_size=2"),
     *("train.micro_batch_size=1", "train.eval_interval=null", "optimizer.warmup_steps=1", "checkpoint.interval=null"),
@@ -36,6 +38,29 @@ def folder(tmp_path: Path) -> Path:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r} + ' ')\nraise SystemExit(99)\n")
+    return folder
+
+
+OWN = ("engine", "models", "launch", "tests", "configs")
+"""Names of folders of ours that a user's packages may have as well."""
+
+NOTES = """
+import os, engine, models, launch, tests, configs
+if "RANK" in os.environ:
+    owners = {package.OWNER for package in (engine, models, launch, tests, configs)}
+    print(os.environ["RANK"], *owners, file=open(os.environ["NOTES"], "a"))
+"""
+"""The start of every Python process of a user: it imports packages of the user's own, and each rank notes whose they are."""
+
+
+@pytest.fixture
+def own_packages(tmp_path: Path) -> Path:
+    """A folder of a user's packages, for PYTHONPATH."""
+    folder = tmp_path / "own"
+    for name in OWN:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "__init__.py").write_text("OWNER = 'user'\n")
+    (folder / "sitecustomize.py").write_text(NOTES)
     return folder
 
 
@@ -57,10 +82,15 @@ def assert_only_ours(folder: Path, said: Ended) -> None:
 
 
 @pytest.mark.distributed
-def test_a_run_of_the_command_imports_nothing_from_there(folder: Path, triaxis: tuple[str, str]) -> None:
-    said = run(folder, *triaxis, "train", CONFIG, *TINY)
+def test_a_run_imports_nothing_from_there_and_leaves_the_users_own_packages_theirs(
+    folder: Path, triaxis: tuple[str, str], own_packages: Path
+) -> None:
+    notes = folder.parent / "notes"
+    path = os.pathsep.join([str(own_packages), str(ROOT)])
+    said = run(folder, *triaxis, "train", CONFIG, *TINY, PYTHONPATH=path, NOTES=str(notes))
     assert_only_ours(folder, said)
     assert list(folder.glob("runs/*/finished"))
+    assert {"0 user", "1 user"} == set(notes.read_text().splitlines())
 
 
 @pytest.mark.slow

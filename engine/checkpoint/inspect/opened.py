@@ -1,0 +1,67 @@
+"""A checkpoint opened for reading in Python, without its run, its layout or a process group."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from triaxis.engine.checkpoint.directory import find
+from triaxis.engine.checkpoint.import_weights import read_weights
+from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weights
+
+
+class Checkpoint(Mapping[str, torch.Tensor]):
+    """The weights of a checkpoint by name. Each is read from its files when it is asked for, and is kept nowhere.
+
+    Attributes:
+        path: the checkpoint's folder, step_<number>.
+        step: updates of the run until then.
+        config: the resolved configuration of the run; of an import, its `model` section and tokenizer.
+        shapes: of the tensors, by name; padding of the vocabulary is never saved.
+    """
+
+    def __init__(self, path: str | Path, weights: WhichWeights = "trained") -> None:
+        self._found = find(Path(path))
+        check_weights(self._found, weights)
+        self._which: WhichWeights = weights
+        manifest = self._found.manifest
+        self.path: Path = self._found.folder
+        self.step: int = manifest.state.step
+        self.config: Mapping[str, Any] = manifest.config
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(info.shape) for name, info in manifest.tensors.items()
+        }
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return the whole tensor, whatever layout saved it, in the dtype in which it was saved, on the CPU.
+
+        Raises:
+            KeyError: the checkpoint has no such tensor.
+            CheckpointError: its files are missing or damaged.
+        """
+        if name not in self.shapes:
+            raise KeyError(name)
+        return read_weights(self._found, name, self._which)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({str(self.path)!r}, step {self.step}, {len(self):,} tensors)"
+
+
+def open_checkpoint(path: str | Path, weights: WhichWeights = "trained") -> Checkpoint:
+    """Open a checkpoint for reading.
+
+    Args:
+        path: a checkpoint, a folder of checkpoints (its latest is opened), or a run directory.
+        weights: `trained`, or `ema` for their moving average, where the run had `optimizer.ema`.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it has no such weights.
+    """
+    return Checkpoint(path, weights)
