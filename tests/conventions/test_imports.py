@@ -1,6 +1,10 @@
-"""The import contracts of pyproject.toml hold, modules that claim to import no torch do not, and a broken rule would be seen."""
+"""The import contracts of pyproject.toml hold, modules that claim to import no torch do not, and a broken rule would be seen.
+
+Everything of ours is imported as `triaxis.`: a user's own `engine` or `models` may be in the same process.
+"""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -8,8 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
+import pytest
+from mypy.modulefinder import FindModuleCache, SearchPaths
+from mypy.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("engine", "models", "launch")
+BARE = re.compile(
+    r"^(?:engine|models|launch)(?:\.(?!py$)[a-z_]\w*)+(?::\w+)?$"  # a module to import, or to patch
+    r"|(?:^|[\n;\"'])\s*(?:from|import) (?:engine|models|launch)\b(?![/-])"
+    r"|(?:-m|--module) (?:engine|models|launch)\b(?![/-])"
+)
+"""A module of ours in a string without `triaxis.`."""
+
 LINT = "from importlinter.cli import lint_imports_command; lint_imports_command()"
 
 
@@ -27,7 +42,7 @@ def test_the_contracts_are_kept():
 
 def without_torch() -> Iterator[str]:
     """Names of the modules whose docstring claims that they import no torch."""
-    for top in ("engine", "models", "launch"):
+    for top in PRODUCT:
         for path in sorted((ROOT / top).rglob("*.py")):
             claim = ast.get_docstring(ast.parse(path.read_text())) or ""
             if "(no torch" in claim or "standard library only" in claim:
@@ -59,3 +74,58 @@ def test_an_import_against_the_house_is_found(tmp_path):
     assert checked.returncode == 1, checked.stdout + checked.stderr
     assert "triaxis.engine.errors -> triaxis.models.specs" in checked.stdout
     assert "triaxis.engine.errors -> triaxis.engine.config.load" in checked.stdout
+
+
+def bare_imports(source: str) -> Iterator[int]:
+    """Lines that import a module of ours without `triaxis.`, in statements or in strings."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Import(names=names):
+                bare = any(one.name.split(".")[0] in PRODUCT for one in names)
+            case ast.ImportFrom(level=0, module=str(module)):
+                bare = module.split(".")[0] in PRODUCT
+            case ast.Constant(value=str(text)):
+                bare = BARE.search(text) is not None
+            case _:
+                continue
+        if bare:
+            yield node.lineno
+
+
+def test_everything_of_ours_is_imported_as_triaxis() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for top in (*PRODUCT, "tests", "benchmarks", "triaxis")
+        for path in sorted((ROOT / top).rglob("*.py"))
+        if path != Path(__file__)
+        for line in bare_imports(path.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import engine.step",
+        "from models import specs",
+        "patch('engine.train.build')",
+        "SINK = 'engine.telemetry.outlets.wandb:WandbSink'",
+        "run('import sys; from launch.cli import main')",
+        "run('torchrun --module launch.pretrain_gpt')",
+    ],
+)
+def test_a_bare_import_is_found(line: str) -> None:
+    assert list(bare_imports(line)) == [1]
+
+
+@pytest.mark.parametrize("line", ["import triaxis.engine.step", "read('models/Llama')", "note('the engine. Its step')"])
+def test_other_words_are_no_imports(line: str) -> None:
+    assert not list(bare_imports(line))
+
+
+def test_mypy_checks_every_file_of_the_product() -> None:
+    """It does not follow every kind of link: what it would check is asked, as `packages` of pyproject.toml names it."""
+    finder = FindModuleCache(SearchPaths((str(ROOT),), (), (), ()), None, Options())
+    checked = {Path(found.path).resolve() for found in finder.find_modules_recursive("triaxis") if found.path}
+    files = {path for top in PRODUCT for path in (ROOT / top).rglob("*.py")}
+    assert len(files) > 500 and files <= checked, sorted(files - checked)
