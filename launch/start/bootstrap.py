@@ -24,7 +24,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,9 @@ if str(Path(__file__).resolve().parents[2]) not in sys.path:
 
 from triaxis.engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
 from triaxis.engine.errors import ExitCode
-from triaxis.engine.program import ROOT
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout of this file, which may be another than the one on the path."""
 
 MISSING = 3
 """Exit code of `--check` where requirements are missing; they are printed, one per line."""
@@ -49,6 +51,9 @@ TORCH_OF_CUDA = {12: "2.10.0"}
 
 `python -m tests.torch_versions` reads it from the wheels.
 """
+
+CUDA_GB = 2.7
+"""Downloads of torch 2.13.0 for CUDA 13 with its libraries, added up from the sizes that the index gives on 2026-11-26."""
 
 
 class BootstrapError(Exception):
@@ -233,9 +238,42 @@ def _constraints(checkout: Checkout, extras: Sequence[str], torch: "OwnTorch | N
         # It was built for this machine: a requirement that would replace it is an error instead.
         tested["torch"] = f"torch=={torch.version}"
     elif "torch" in lacking:
-        tested["torch"] = f"torch=={torch_for(read_driver(), tested['torch'].partition('==')[2], os.environ)}"
+        tested["torch"] = torch_requirement(
+            read_driver(), tested["torch"].partition("==")[2], os.environ, lambda line: _is_offered(checkout, line)
+        )
         _say(tested["torch"])
     return "".join(f"{line}\n" for name, line in tested.items() if name in lacking or (torch and name == "torch"))
+
+
+def _is_offered(checkout: Checkout, requirement: str) -> bool:
+    """Return whether pip finds the requirement in the indexes that are configured here."""
+    look = ["install", "--dry-run", "--no-deps", "--ignore-installed", "--no-input", "--quiet", requirement]
+    found = subprocess.run([str(checkout.python), "-P", "-m", "pip", *look], capture_output=True, check=False)
+    return found.returncode == 0
+
+
+def torch_requirement(
+    driver: Driver, tested: str, variables: Mapping[str, str], is_offered: Callable[[str], bool]
+) -> str:
+    """Choose a build of torch: for CUDA where this machine has a GPU, else for the CPU, where an index has that.
+
+    Args:
+        driver, tested, variables: as of `torch_for`.
+        is_offered: tells whether an index has what a requirement asks for.
+
+    Raises:
+        BootstrapError: as `torch_for`.
+    """
+    version = torch_for(driver, tested, variables)
+    if driver.num_gpus and not is_hidden(variables):
+        # A build for the CPU has a label behind the version. pip prefers it, unless the version is all that is asked for.
+        exact = f"torch==={version}"
+        return exact if is_offered(exact) else f"torch=={version}"
+    for_cpu = f"torch=={version}+cpu"
+    if is_offered(for_cpu):
+        return for_cpu
+    _say(f"no configured index has a build of torch for the CPU: the one for CUDA is downloaded, about {CUDA_GB} GB")
+    return f"torch=={version}"
 
 
 def _name(requirement: str) -> str:

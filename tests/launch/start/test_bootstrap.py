@@ -23,6 +23,7 @@ from triaxis.launch.start.bootstrap import (
     choose,
     missing_requirements,
     torch_for,
+    torch_requirement,
 )
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -78,9 +79,16 @@ def write_wheel(folder: Path, name: str, version: str) -> None:
 def checkout(tmp_path_factory):
     """A toy project with this repository's bootstrap; tests of this file use it one after another."""
     root = tmp_path_factory.mktemp("a checkout")  # with a space, as in real life
-    for folder in ("launch/start", "engine/device"):
+    for folder in ("launch/start", "engine/device", "triaxis"):
         (root / folder).mkdir(parents=True)
-    modules = ("engine/__init__.py", "engine/errors.py", "engine/device/__init__.py", "engine/device/nvidia_driver.py")
+    (root / "triaxis" / "engine").symlink_to("../engine")
+    modules = (
+        "triaxis/__init__.py",
+        "engine/__init__.py",
+        "engine/errors.py",
+        "engine/device/__init__.py",
+        "engine/device/nvidia_driver.py",
+    )
     for name in ("launch/bootstrap.sh", "launch/start/bootstrap.py", *modules):
         shutil.copy(ROOT / name, root / name)
     (root / "launch" / "constraints.txt").write_text("# tested\ntriaxis-toy-engine==1.5\ntriaxis-toy-tests==1.0\n")
@@ -93,7 +101,7 @@ def checkout(tmp_path_factory):
 
 
 def environment_of(checkout: Checkout) -> dict[str, str]:
-    ours = ("SLURM_", "TRIAXIS_", "TORCHELASTIC_", "PIP_", "RANK")
+    ours = ("SLURM_", "TRIAXIS_", "TORCHELASTIC_", "PIP_", "PYTHONPATH", "RANK")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return environment | {
         "PIP_NO_INDEX": "1",
@@ -256,6 +264,28 @@ def test_a_torch_that_the_driver_runs(version, num_gpus, torch):
     assert torch_for(Driver(version, num_gpus), "2.13.0", {}) == torch
 
 
+CPU, CUDA = "torch==2.13.0+cpu", "torch===2.13.0"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "hidden", "offered", "chosen"),
+    [
+        (0, {}, {CPU, CUDA}, CPU),
+        (0, {}, {CUDA}, "torch==2.13.0"),
+        (8, {"CUDA_VISIBLE_DEVICES": ""}, {CPU, CUDA}, CPU),
+        (8, {}, {CPU, CUDA}, CUDA),
+        (8, {}, {CPU}, "torch==2.13.0"),  # such as an index whose builds have a label for each CUDA
+    ],
+)
+def test_a_build_of_torch_for_this_machine(
+    num_gpus: int, hidden: dict[str, str], offered: set[str], chosen: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    driver = Driver("580.65.06" if num_gpus else "", num_gpus)
+    assert torch_requirement(driver, "2.13.0", hidden, offered.__contains__) == chosen
+    says_how_large = not num_gpus and CPU not in offered
+    assert ("about 2.7 GB" in capsys.readouterr().err) == says_how_large
+
+
 def test_a_driver_that_no_torch_runs_on_says_what_to_do():
     old = Driver("470.57.02", 8)
     with pytest.raises(BootstrapError, match=r"is 470\.57\.02.*driver 525 or newer.*TRIAXIS_PYTHON"):
@@ -270,9 +300,10 @@ def test_what_is_there_is_not_constrained(checkout, tmp_path, monkeypatch):
     assert bootstrap._constraints(checkout, [], kept) == "triaxis-toy-engine==1.5\ntorch==2.11.0a0+nv\n"
     monkeypatch.setattr(bootstrap, "_check", lambda python, extras: ["torch<2.16,>=2.9"])
     monkeypatch.setattr(bootstrap, "read_driver", lambda: Driver("550.54.14", 8))
+    monkeypatch.setattr(bootstrap, "_is_offered", lambda checkout, requirement: True)
     constraints = checkout.constraints.read_text()
     checkout.constraints.write_text(f"{constraints}torch==2.13.0\n")
-    assert bootstrap._constraints(checkout, [], None) == "torch==2.10.0\n"
+    assert bootstrap._constraints(checkout, [], None) == "torch===2.10.0\n"
     checkout.constraints.write_text(constraints)
 
 
