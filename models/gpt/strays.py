@@ -52,7 +52,7 @@ def refuse_strays(chunk: nn.Module, model: ModelConfig, layers: range, held: Map
                 f"{place.path or 'chunk'}, {place.owner.__name__}.{place.attribute}",
                 state,
                 place.name,
-                f"{place.owner.__module__.replace('.', '/')}.py",
+                f"{place.owner.__module__.removeprefix('triaxis.').replace('.', '/')}.py",
                 place.attribute,
             )
     _refuse(list(strays.values()))
@@ -93,7 +93,7 @@ class _Place:
         return replace(self, attribute=f"{self.attribute}.{name}" if self.attribute else str(name))
 
     def at(self, module: nn.Module) -> "_Place":
-        is_ours = type(module).__module__.startswith("models.")
+        is_ours = type(module).__module__.startswith("triaxis.models.")
         return _Place(type(module), self.name) if is_ours else self
 
 

@@ -71,7 +71,7 @@ def test_each_function_of_a_step_is_in_the_table() -> None:
 def test_each_call_of_a_fusion_in_the_engine_is_reached(records: list[tuple[Case, StepRecord]]) -> None:
     """A function that is fused in a place of its own needs a case that goes there."""
     calls = [call for _, record in records for call in record.calls]
-    sites = {(str(Path(file).relative_to(ROOT)), name) for file, name in (call.site for call in calls)}
+    sites = {(str(Path(file).resolve().relative_to(ROOT)), name) for file, name in (call.site for call in calls)}
     named = {call.function.__name__ for call in calls}
     found = list(fusions())
     assert len(found) > 20

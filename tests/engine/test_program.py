@@ -61,7 +61,7 @@ def test_an_extra_is_installed_from_the_checkout(tmp_path: Path, monkeypatch: py
 def test_without_a_checkout_an_extra_is_its_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No index has the project: its name would install somebody else's."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(program, "ROOT", tmp_path)
+    monkeypatch.setattr(program, "IS_CHECKOUT", False)
     monkeypatch.setattr(program.metadata, "requires", lambda name: ["torch>=2.9", 'pyarrow>=15; extra == "text"', "x"])
     assert program.install("text") == f"{sys.executable} -m pip install 'pyarrow>=15'"
 

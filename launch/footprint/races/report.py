@@ -8,7 +8,8 @@ from typing import Literal
 
 import torch
 
-import triaxis.engine
+from triaxis.engine.comm import collectives
+from triaxis.engine.program import ROOT
 from triaxis.launch.footprint.races.clocks import Operator
 
 RaceKind = Literal["unordered read", "unordered overwrite", "unordered writes", "early free"]
@@ -74,17 +75,12 @@ class Origins:
     """Program lines that post operators: the innermost ones outside of torch and of this package."""
 
     def __init__(self) -> None:
-        self._root = Path(triaxis.engine.__file__).parents[1]
-        outside = [
-            Path(torch.__file__).parent,
-            Path(__file__).parent,
-            self._root / "engine" / "comm" / "collectives.py",
-        ]
+        outside = (Path(torch.__file__).parent, Path(__file__).parent, collectives.__file__)
         self._outside = tuple(map(str, outside))
         self._names: dict[CodeType, str] = {}
 
     def of_caller(self) -> str:
-        """Return file and line, the file from the project's root."""
+        """Return file and line, the file as it is in the project."""
         frame = sys._getframe(1)
         while True:
             name = self._names.get(frame.f_code)
@@ -97,6 +93,6 @@ class Origins:
             frame = frame.f_back
 
     def _name(self, file: str) -> str:
-        if file.startswith(self._outside) or not file.startswith(str(self._root)):
+        if file.startswith(self._outside) or not file.startswith(str(ROOT)):
             return ""
-        return str(Path(file).relative_to(self._root))
+        return str(Path(file).relative_to(ROOT)).removeprefix("triaxis/")
