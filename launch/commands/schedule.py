@@ -1,11 +1,13 @@
-"""`triaxis schedule`: look at a pipeline schedule, or prove that it runs; no device, no torch.
+"""`triaxis schedule`: look at a pipeline schedule, prove that it runs, or time it; no device, no torch.
 
 print    pp, vpp, microbatches  ->  the actions of each rank, the lowered program, a timeline in the terminal or as a picture
 check    the same, or a config  ->  complete, in order, free of deadlock under rules stricter than NCCL's
+times    the same, and costs    ->  bubble and waits of each rank, what it keeps, the critical path
 """
 
 import argparse
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +21,11 @@ from triaxis.engine.pipeline.forwards import forward_only
 from triaxis.engine.pipeline.lowering import lower
 from triaxis.engine.pipeline.programs import Programs, schedule_file_runs
 from triaxis.engine.pipeline.simulate import Costs, Timeline, simulate
+from triaxis.engine.pipeline.simulate_program import simulate_program
 from triaxis.engine.pipeline.text import program_to_text, render_timeline, to_text
+from triaxis.engine.telemetry.outlets.format import significant
 from triaxis.launch.pictures.schedule_picture import draw_schedule
+from triaxis.launch.pictures.schedule_times import path_lines, path_summary, rank_table
 from triaxis.launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse
 
 if TYPE_CHECKING:
@@ -36,6 +41,13 @@ CHECK_EXAMPLES = """examples:
   triaxis schedule check --pp 4 --vpp 2 --microbatches 8
   triaxis schedule check configs/gpt_tiny.yaml
   triaxis schedule check configs/gpt_175b.yaml --gpus 1024 parallel.vpp=6
+"""
+TIMES_EXAMPLES = """examples:
+  triaxis schedule times configs/gpt_tiny.yaml
+  triaxis schedule times --pp 4 --microbatches 8 --name zb_h1 --transfer 0.1
+  triaxis schedule times configs/llama3_70b.yaml --gpus 64 --cluster 64xH100
+
+A time is a number of forwards: of a mean layer (by FLOPs) with a config, of a stage without one. With --cluster it is in seconds.
 """
 BACKWARD_COST = 2
 """Of a forward, in pictures and in the bubble that `check` prints: two matrix products for each one of the forward."""
@@ -60,6 +72,17 @@ def add_arguments(parser: CommandParser) -> None:
     words = "(CONFIG [--gpus N] [section.key=value ...] | --pp P [--vpp V] --microbatches M) [options]"
     summary = "prove that a schedule is complete, in order and free of deadlock under rules stricter than NCCL's"
     add_sizes(parser.add_verb("check", summary, words, CHECK_EXAMPLES))
+    summary = "time a step's actions and messages: bubble, critical path, what is kept"
+    times = parser.add_verb("times", summary, words, TIMES_EXAMPLES)
+    add_sizes(times)
+    times.add_argument(
+        "--cluster",
+        metavar="FILE|NxGPU",
+        help="with a config: seconds on this cluster, such as 64xH100 (default: FLOPs)",
+    )
+    times.add_argument(
+        "--transfer", type=float, metavar="T", help="time of a message (default: 0; with --cluster, the cluster's)"
+    )
 
 
 def add_sizes(parser: CommandParser) -> None:
@@ -83,8 +106,11 @@ def add_sizes(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print or check a schedule; 0 when it is right. ScheduleError or ConfigError for one that is not."""
+    """Print, check or time a schedule; 0 when it is right. ScheduleError or ConfigError for one that is not."""
     console = Console(highlight=False, soft_wrap=True)
+    if args.verb == "times":
+        _times(console, args)
+        return 0
     schedules_of_a_run = [asked_for(args)] if args.config is None else _of_config(console, args)
     if args.verb == "print":
         _print(console, schedules_of_a_run[0], args.form, args.out)
@@ -142,9 +168,22 @@ def given_of(args: argparse.Namespace, *names: str) -> list[str]:
 
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     """Build the schedules that a run of this configuration uses: of a training step and of a validation."""
-    from triaxis.engine.config.load import load_config
-    from triaxis.engine.config.plan import batch_plan, data_parallel_size
+    from triaxis.engine.config.plan import batch_plan
     from triaxis.models.trained_part import trained_from
+
+    config, dp = _read(args)
+    note = "" if dp else " (dp is open: --gpus N says another)"
+    parallel, plan = config.parallel, batch_plan(config, dp or usual_dp(config))
+    if args.verb == "check":
+        console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}{note}")
+    training = schedules.of_config(config, parallel.pp, parallel.vpp, plan.num_microbatches, trained_from(config))
+    return [training, forward_only(training.placement, plan.num_microbatches)]
+
+
+def _read(args: argparse.Namespace) -> "tuple[Config, int | None]":
+    """Read the config and its data-parallel size; None where nothing says it."""
+    from triaxis.engine.config.load import load_config
+    from triaxis.engine.config.plan import data_parallel_size
 
     if given := given_of(args, "pp", "vpp", "microbatches", "name"):
         raise ScheduleError(
@@ -158,14 +197,7 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     config = load_config(
         args.config, args.overrides, os.environ, world_size=args.world_size, more_rules=[schedule_file_runs]
     )
-    parallel = config.parallel
-    dp = args.dp or data_parallel_size(parallel, args.world_size)
-    note = "" if dp else " (dp is open: --gpus N says another)"
-    plan = batch_plan(config, dp or usual_dp(config))
-    if args.verb == "check":
-        console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}{note}")
-    training = schedules.of_config(config, parallel.pp, parallel.vpp, plan.num_microbatches, trained_from(config))
-    return [training, forward_only(training.placement, plan.num_microbatches)]
+    return config, args.dp or data_parallel_size(config.parallel, args.world_size)
 
 
 def usual_dp(config: "Config") -> int:
@@ -232,3 +264,49 @@ def _check(console: Console, to_check: list[Schedule]) -> None:
         "early receives: per direction and chunk; "
         f"idle: of the span, a backward taking {BACKWARD_COST} forwards and transfers nothing"
     )
+
+
+def _times(console: Console, args: argparse.Namespace) -> None:
+    """Time the program that a step runs, as it is lowered and sent."""
+    if args.config is None:
+        if args.cluster is not None:
+            raise ScheduleError("--cluster without a config: seconds follow from the sizes of a model. Name a config.")
+        schedule, unit = asked_for(args), "forwards of a stage"
+        costs = Costs.uniform(schedule.placement.num_stages, 1, 1, 1)
+    else:
+        schedule, costs, unit = _of_model(args)
+    costs = costs if args.transfer is None else replace(costs, transfer=args.transfer)
+    timeline = simulate_program(lower(schedule), costs)
+    placement = schedule.placement
+    console.print(
+        f"{schedule.name}, pp {placement.pp}, vpp {placement.vpp}, {schedule.num_microbatches} microbatches; unit of time: {unit}"
+    )
+    console.print(
+        f"span {significant(timeline.span)}, bubble {timeline.largest_bubble_fraction:.2%} of it on the rank that waits most"
+    )
+    console.print(rank_table(timeline))
+    console.print(f"critical path: {path_summary(timeline)}")
+    for line in path_lines(timeline):
+        console.print(f"  {line}", markup=False)
+    console.print(
+        "bubble: what the rank needs is not computed yet; messages: it is computed and on its way; in flight: microbatch-chunks "
+        "whose activations are kept; held: those whose weight gradients wait"
+    )
+
+
+def _of_model(args: argparse.Namespace) -> tuple[Schedule, Costs, str]:
+    """Return the schedule of a config's training step, the costs of its stages, and their unit."""
+    from triaxis.engine.config.plan import parallel_sizes
+    from triaxis.models.predict.step_time.cluster import cluster_at
+    from triaxis.models.predict.step_time.estimate import Estimator
+    from triaxis.models.predict.step_time.flops_costs import UNIT, flops_costs
+    from triaxis.models.trained_part import schedule_of_step
+
+    config, dp = _read(args)
+    parallel = config.parallel.model_copy(update={"dp": dp or usual_dp(config)})
+    sizes = parallel_sizes(config.model_copy(update={"parallel": parallel}))
+    schedule = schedule_of_step(config, sizes)
+    if args.cluster is not None:
+        return schedule, Estimator(cluster_at(args.cluster)).costs(config, sizes), f"seconds on {args.cluster}"
+    across = "" if config.data.attention == "across" else ", as if tokens attended across documents"
+    return schedule, flops_costs(config, sizes), UNIT + across

@@ -37,10 +37,9 @@ DRY_FORMS = [
     # needs a run; tests/launch/report/test_report.py makes some
     (re.compile(r"(triaxis report)\b.*"), r"\1 --help"),
     (re.compile(r"(triaxis data (?:which|repeats))\b.*"), r"\1 --help"),
-    (re.compile(r"(triaxis simulate) --measured\b.*"), r"\1 --help"),
     # quick and harmless: as it is
     (re.compile(r"(bash launch/bootstrap\.sh\b.*)"), r"\1"),
-    (re.compile(r"(triaxis (?:config|topology|schedule|simulate|plan|prepare|data|footprint)\b.*)"), r"\1"),
+    (re.compile(r"(triaxis (?:config|topology|schedule|plan|prepare|data|footprint)\b.*)"), r"\1"),
 ]
 
 

@@ -112,7 +112,6 @@ NOT_RUN = {
     r"triaxis (evaluate|generate|report|timeline|checkpoint) .*": "tests/launch/runs/test_checkpoints_page.py",
     r"triaxis convert .*": "tests/launch/commands/test_convert.py",
     r"triaxis data .*": "tests/launch/commands/test_data.py",
-    r"triaxis simulate --measured .*": "tests/launch/commands/test_simulate.py",
     r"triaxis start-from .*": "tests/launch/commands/test_start_from.py",
     r"triaxis footprint .*": "tests/launch/footprint/test_footprint.py",
     r"(OMP_NUM_THREADS=1 )?triaxis calibrate .*": "tests/launch/tuning/test_calibrate.py",

@@ -1,5 +1,6 @@
 """`triaxis schedule` as a user types it."""
 
+import re
 from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
@@ -144,3 +145,59 @@ def test_a_config_is_printed_as_its_sizes_are(capsys: pytest.CaptureFixture[str]
     of_config = capsys.readouterr().out
     assert main(["schedule", "print", "--pp", "2", "--vpp", "2", "--microbatches", "4"]) == 0
     assert of_config == capsys.readouterr().out
+
+
+def test_times_of_sizes_with_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "times", "--pp", "2", "--microbatches", "2", "--transfer", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    # A forward, its message, two microbatches there and back, the last gradient, its backward of two.
+    assert lines[:2] == [
+        "1f1b, pp 2, vpp 1, 2 microbatches; unit of time: forwards of a stage",
+        "span 11.00, bubble 45.45% of it on the rank that waits most",
+    ]
+    assert [line.split() for line in lines[2:5]] == [
+        ["rank", "busy", "bubble", "messages", "in", "flight"],
+        ["0", "54.5%", "27.3%", "18.2%", "2"],
+        ["1", "54.5%", "36.4%", "9.1%", "1"],
+    ]
+    assert lines[5] == "critical path: forward 27.3%, transfers 18.2%, backward 54.5%"
+    assert lines[6:11] == [
+        "  0.00 to 1.000  rank 0: 0F0",
+        "  1.000 to 2.000  activation of microbatch 0 for stage 1 (rank 0 to 1)",
+        "  2.000 to 8.000  rank 1: 0F0 0B0 0F1 0B1",
+        "  8.000 to 9.000  gradient of microbatch 1 for stage 0 (rank 1 to 0)",
+        "  9.000 to 11.00  rank 0: 0B1",
+    ]
+
+
+def test_times_of_a_config_by_flops_or_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*words: str) -> tuple[str, float]:
+        assert main(["schedule", "times", *words]) == 0
+        out = capsys.readouterr().out
+        unit, span = re.search(r"unit of time: (.*)", out), re.search(r"span ([\d.]+), bubble", out)
+        assert unit is not None and span is not None
+        return unit[1], float(span[1])
+
+    words = ("gpt_tiny", "--dp", "2", "parallel.vpp=1")
+    unit, span = said(*words)
+    assert unit == "forwards of a mean layer (by FLOPs)"
+    assert said(*words, "--transfer", "3")[1] > span
+    assert said(*words, "schedule.name=zb_h1")[1] < span
+    unit, _ = said(*words, "data.attention=within")
+    assert unit.endswith("as if tokens attended across documents")
+    unit, seconds = said("llama3_8b", "--gpus", "64", "--cluster", "64xH100", "parallel.pp=2")
+    assert unit == "seconds on 64xH100" and 0.1 < seconds < 100
+
+
+@pytest.mark.parametrize(
+    ("words", "explained"),
+    [
+        (["--pp", "2"], "--microbatches not given"),
+        (["--pp", "2", "--microbatches", "2", "--cluster", "64xH100"], "--cluster without a config"),
+        (["--pp", "2", "--microbatches", "2", "--transfer", "-1"], "a cost of -1"),
+        (["gpt_tiny", "--pp", "2"], "together with --pp"),
+    ],
+)
+def test_times_of_what_cannot_be_timed(words: list[str], explained: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "times", *words]) == 2
+    assert explained in capsys.readouterr().err

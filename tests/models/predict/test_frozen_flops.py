@@ -6,8 +6,8 @@ from tests.parity.cases import Case
 from triaxis.engine.config.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.telemetry.record.flops import hardware_flops_per_token, model_flops_per_token
-from triaxis.launch.simulate.costs import flops_costs
 from triaxis.models.predict.frozen_flops import unneeded_flops
+from triaxis.models.predict.step_time.flops_costs import flops_costs
 
 H, F, V, S, LAYERS = 16, 24, 43, 8, 4
 

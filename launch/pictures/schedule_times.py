@@ -1,4 +1,4 @@
-"""A simulated step in the terminal: ranks in a table, the critical path in words (no torch here)."""
+"""Times of a step in the terminal: ranks in a table, the critical path in words (no torch here)."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -7,19 +7,18 @@ from rich.table import Table
 
 from triaxis.engine.pipeline.actions import Action, Kind
 from triaxis.engine.pipeline.lowering import Transfer
-from triaxis.engine.pipeline.simulate_program import ProgramTimeline, Segment
+from triaxis.engine.pipeline.simulate_program import ProgramTimeline
 from triaxis.engine.telemetry.outlets.format import significant
 
 MOST_PIECES = 12
 """Pieces of the critical path that are listed; the pattern repeats."""
 
 
-def rank_table(timeline: ProgramTimeline, measured_bubbles: Sequence[float] | None = None) -> Table:
+def rank_table(timeline: ProgramTimeline) -> Table:
     """Make the table of ranks: shares of the span, and what is kept at most."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = ["rank", "busy", "bubble", "messages", *(["posts"] if any(each.posts for each in timeline.waits) else [])]
     held = timeline.peak_held
-    columns += ["in flight", *(["held"] if any(held) else []), *(["measured idle"] if measured_bubbles else [])]
+    columns = ["rank", "busy", "bubble", "messages", "in flight", *(["held"] if any(held) else [])]
     for column in columns:
         table.add_column(column, justify="right")
     for rank, waits in enumerate(timeline.waits):
@@ -28,10 +27,8 @@ def rank_table(timeline: ProgramTimeline, measured_bubbles: Sequence[float] | No
             "busy": f"{timeline.busy(rank) / timeline.span:.1%}",
             "bubble": f"{waits.bubble / timeline.span:.1%}",
             "messages": f"{waits.messages / timeline.span:.1%}",
-            "posts": f"{waits.posts / timeline.span:.1%}",
             "in flight": str(timeline.peak_in_flight[rank]),
             "held": str(held[rank]),
-            "measured idle": f"{measured_bubbles[rank]:.1%}" if measured_bubbles else "",
         }
         table.add_row(*(row[column] for column in columns))
     return table
@@ -41,15 +38,9 @@ def path_summary(timeline: ProgramTimeline) -> str:
     """Return what the critical path consists of: `forward 31.0%, backward 62.1%, transfers 6.9%`."""
     seconds: dict[str, float] = {}
     for piece in timeline.critical_path:
-        name = _kind_of(piece)
+        name = piece.what.kind.words if isinstance(piece.what, Action) else "transfers"
         seconds[name] = seconds.get(name, 0.0) + piece.end - piece.start
     return ", ".join(f"{name} {time / timeline.span:.1%}" for name, time in seconds.items())
-
-
-def _kind_of(piece: Segment) -> str:
-    if isinstance(piece.what, Action):
-        return piece.what.kind.words
-    return "transfers" if isinstance(piece.what, Transfer) else "posts"
 
 
 def path_lines(timeline: ProgramTimeline) -> list[str]:
