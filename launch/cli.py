@@ -32,7 +32,6 @@ GROUPS = {
         "plan": "find the fastest layouts of a config on a cluster, by predicted time and memory",
         "schedule": "print, draw, check or time a pipeline schedule",
         "footprint": "run one rank's step of any layout without the machines: memory, traffic and operators",
-        "traffic": "run one real step; compare bytes and calls per axis with the prediction of the config",
         "verify": "prove that a layout trains the same model as one process, or name what differs",
         "doctor": "compare all nodes, measure the layout's groups, and name what is out of line",
         "calibrate": "measure this machine's device, for predictions of step times",
@@ -44,13 +43,19 @@ GROUPS = {
         "convert": "bring a model in from Hugging Face or Megatron-Core, or take a checkpoint out",
     },
     "look at a run": {
-        "report": "turn a run directory into one HTML page",
-        "timeline": "put the ranks' timelines of a run (telemetry.timeline) together, for Perfetto",
+        "report": "turn a run directory into one HTML page, or its ranks' timelines into one file for Perfetto",
     },
 }
 """Subcommands in the order of `triaxis --help`; a summary also heads the `--help` of its command."""
 
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
+
+RENAMED = {
+    "simulate": "`triaxis schedule times`",
+    "traffic": "`triaxis footprint --measured`",
+    "timeline": "`triaxis report --timeline`",
+}
+"""Commands of version 0.0, and what has taken their place."""
 
 EXAMPLES = """\
 examples:
@@ -173,6 +178,7 @@ def _chosen(arguments: Sequence[str]) -> str:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"Did you mean {near[0]}?" if near else f"The commands are {', '.join(COMMANDS)}."
+        hint = f"It is {RENAMED[name]} now." if name in RENAMED else hint
         parser.error(f"there is no command {name!r}. {hint}")
     return name
 

@@ -2,7 +2,7 @@
 
 inspect       what it holds, where its run stood, what it descends from
 diff          A and B: the first tensor that differs and where in it, and what else is not the same
-verify        every byte against the hashes that were taken while it was written
+check         every byte against the hashes that were taken while it was written
 fingerprint   the number that no layout changes, as stored or from the bytes
 
 A checkpoint is named by its folder, a folder of checkpoints (the latest) or a run directory.
@@ -29,8 +29,8 @@ from triaxis.launch.start.command_line import CommandParser, add_checkpoint
 if TYPE_CHECKING:  # they import torch, which takes a second: not for --help
     from triaxis.engine.checkpoint.directory import Candidate
     from triaxis.engine.checkpoint.format.manifest import Manifest
+    from triaxis.engine.checkpoint.inspect.check import Checked
     from triaxis.engine.checkpoint.inspect.compare import Difference, Values
-    from triaxis.engine.checkpoint.inspect.verify import Verified
 
 INSPECT_EXAMPLES = """examples:
   triaxis checkpoint inspect runs/gpt_tiny
@@ -41,9 +41,9 @@ DIFF_EXAMPLES = """examples:
 
 Exit code 0 if all tensors are equal, 1 if any differs, 2 if one of the two cannot be read.
 """
-VERIFY_EXAMPLES = """examples:
-  triaxis checkpoint verify runs/gpt_tiny
-  triaxis checkpoint verify runs/gpt_tiny/checkpoints/step_00001000
+CHECK_EXAMPLES = """examples:
+  triaxis checkpoint check runs/gpt_tiny
+  triaxis checkpoint check runs/gpt_tiny/checkpoints/step_00001000
 
 Exit code 0 if every byte is as it was written, 1 if any file is damaged, 2 if there is no checkpoint.
 """
@@ -72,9 +72,9 @@ def add_arguments(parser: CommandParser) -> None:
     compare.add_argument("other", type=Path, metavar="B", help="a checkpoint of the same model")
     compare.add_argument("--json", action="store_true", help="for scripts")
 
-    check = parser.add_verb("verify", "read every byte and check its hash", "CHECKPOINT", VERIFY_EXAMPLES)
-    check.set_defaults(verb_function=verify)
-    check.add_argument("path", type=Path, metavar="CHECKPOINT", help="one of them; of a folder or run directory, all")
+    files = parser.add_verb("check", "read every byte and check its hash", "CHECKPOINT", CHECK_EXAMPLES)
+    files.set_defaults(verb_function=check)
+    files.add_argument("path", type=Path, metavar="CHECKPOINT", help="one of them; of a folder or run directory, all")
 
     summary = "print the number that no layout changes"
     number = parser.add_verb("fingerprint", summary, "CHECKPOINT [--recompute]", FINGERPRINT_EXAMPLES)
@@ -136,19 +136,19 @@ def diff(args: argparse.Namespace) -> int:
     return 1 if certain else 0
 
 
-def verify(args: argparse.Namespace) -> int:
+def check(args: argparse.Namespace) -> int:
     """Read every byte of one checkpoint, or of all in a folder; 1 if anything is damaged."""
     from triaxis.engine.checkpoint.directory import folders_at
-    from triaxis.engine.checkpoint.inspect import verify as engine_verify
+    from triaxis.engine.checkpoint.inspect.check import check_files
 
     folders = folders_at(args.path)
     console = _console()
     whole = 0
     for folder in folders:
         with _progress(console, folder.name, _data_bytes(folder)) as progress:
-            verified = engine_verify.verify(folder, progress)
-        _show_verified(console, verified)
-        whole += not verified.problems
+            checked = check_files(folder, progress)
+        _show_checked(console, checked)
+        whole += not checked.problems
     if len(folders) > 1:
         console.print(f"{whole} of {len(folders)} checkpoints are complete and undamaged")
     return 0 if whole == len(folders) else 1
@@ -157,7 +157,7 @@ def verify(args: argparse.Namespace) -> int:
 def fingerprint(args: argparse.Namespace) -> int:
     """Print the fingerprint of each kind; with --recompute compute it from the bytes, and return 1 where it differs."""
     from triaxis.engine.checkpoint.directory import find
-    from triaxis.engine.checkpoint.inspect.verify import recompute
+    from triaxis.engine.checkpoint.inspect.check import recompute
 
     candidate = find(args.path)
     stored = candidate.manifest.fingerprint
@@ -325,7 +325,7 @@ def _difference_lines(difference: "Difference", values: "Values | None") -> Iter
         yield f"dtype {'+'.join(sorted(one.dtypes))} | {'+'.join(sorted(other.dtypes))}"
     assert values is not None, "the first tensor that differs was read"
     if values.first is None:
-        yield "its fingerprints differ and its bytes do not: one manifest is wrong; `triaxis checkpoint verify` names it"
+        yield "its fingerprints differ and its bytes do not: one manifest is wrong; `triaxis checkpoint check` names it"
         return
     index, in_a, in_b = values.first
     yield f"first at {list(index)}: {in_a!r} | {in_b!r}"
@@ -371,9 +371,9 @@ def _diff_as_json(
     }
 
 
-def _show_verified(console: Console, verified: "Verified") -> None:
-    folder, manifest = verified.folder, verified.manifest
-    if manifest is not None and not verified.problems:
+def _show_checked(console: Console, checked: "Checked") -> None:
+    folder, manifest = checked.folder, checked.manifest
+    if manifest is not None and not checked.problems:
         console.print(
             f"{folder}: complete and undamaged; {_size(manifest)}, "
             f"{len(manifest.tensors):,} tensors, master {manifest.fingerprint.get('master', '')}",
@@ -383,7 +383,7 @@ def _show_verified(console: Console, verified: "Verified") -> None:
     console.print(f"{folder}: damaged", style="bold red", markup=False)
     names = [file.name for file in manifest.files] if manifest is not None else []
     told = dict.fromkeys(names, 0)
-    for problem in verified.problems:
+    for problem in checked.problems:
         file = next((name for name in names if name in problem), None)
         if file is not None:
             told[file] += 1
@@ -396,7 +396,7 @@ def _show_verified(console: Console, verified: "Verified") -> None:
 
 
 def _data_bytes(folder: Path) -> int:
-    """Return the total of a progress bar; 0 where the manifest cannot be read (`verify` says why)."""
+    """Return the total of a progress bar; 0 where the manifest cannot be read (`check` says why)."""
     from triaxis.engine.checkpoint.format.manifest import parse_manifest
 
     try:

@@ -23,12 +23,14 @@ from triaxis.engine.telemetry.outlets.format import in_bytes
 from triaxis.launch.start.command_line import (
     CONFIG,
     CommandParser,
+    add_dry_run,
     add_json_file,
     add_world_size,
     check_counts,
     layout_overrides,
     refuse,
 )
+from triaxis.launch.start.launcher import Request, launch
 from triaxis.launch.start.wide_console import wide_console
 
 if TYPE_CHECKING:
@@ -44,10 +46,12 @@ EXAMPLES = """examples:
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=1 --replay
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --rank 5 --real
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --races
+  triaxis footprint configs/gpt_tiny.yaml --measured
 
 The engine's own code runs in one process without the other ranks, so any layout can be examined. Bytes are those
 that tensors hold; an allocator rounds up. Kernels are those of the CPU, whose attention keeps other small tensors than a GPU's.
 With documents, windows or cp, kernels.attention=varlen takes the GPU's. docs/footprint.md says more.
+--measured starts all ranks for one real step. Exit code 1 if the calls or bytes of any rank differ from the config's prediction.
 """
 
 SHOWN_OPS = 4
@@ -58,10 +62,7 @@ NO_RACES, RACES = 0, 1
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.usage = (
-        "triaxis footprint CONFIG [--rank N ... [--real | --races] | --replay] [--layout tp=N,...] [options] "
-        "[section.key=value ...]"
-    )
+    parser.usage = "triaxis footprint CONFIG [--real | --races | --replay | --measured] [options]"
     parser.epilog = EXAMPLES
     parser.takes(CONFIG, "the run to examine")
     add_world_size(parser, "ranks of the run, from which parallel.dp follows where it is open")
@@ -85,13 +86,23 @@ def add_arguments(parser: CommandParser) -> None:
         action="store_true",
         help="instead: run steps on the CPU with a small model and find races between the streams of a GPU run (exit code 1)",
     )
+    parser.add_argument(
+        "--measured",
+        action="store_true",
+        help="instead: start all ranks for a real step; compare bytes and calls per axis with the prediction (exit code 1)",
+    )
+    add_dry_run(parser, "with --measured: print the launch line; start nothing")
     parser.add_argument("--full-size", action="store_true", help="with --races: the config's own sizes, not small ones")
     add_json_file(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the footprint of some ranks, replay all of them, or look for races (exit code 1 where there are some)."""
+    """Print the footprint of some ranks, replay all of them, look for races, or measure all; return the exit code."""
     refuse(_problems(args))
+    if args.measured:
+        overrides = [*args.overrides, *(layout_overrides(args.layout) if args.layout else [])]
+        worker = "triaxis.launch.footprint.traffic"
+        return launch(Request(args.config, tuple(overrides), args.dry_run, worker=worker, trains=True), os.environ)
     check_counts(world_size=args.world_size)
     config = read_config(args)
     if args.races:
@@ -135,6 +146,13 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         for word in ("replay", "real", "full"):
             if getattr(args, word):
                 yield f"--races with --{word}: races are searched in other steps, and --{word} would do nothing. Leave one out."
+    if args.measured:
+        for word in ("rank", "replay", "real", "full", "races", "json", "world_size"):
+            if getattr(args, word):
+                option = word.replace("_", "-")
+                yield f"--measured with --{option}: all ranks run a real step, and --{option} would do nothing. Leave one out."
+    if args.dry_run and not args.measured:
+        yield "--dry-run without --measured: no ranks are started, so there is no line to print. Leave it out, or add --measured."
     if args.full_size and not args.races:
         yield "--full-size without --races: a footprint has the config's own sizes. Leave it out, or add --races."
 

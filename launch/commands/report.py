@@ -1,4 +1,7 @@
-"""`triaxis report`: a run directory as one self-contained HTML page."""
+"""`triaxis report`: a run directory as one self-contained HTML page, or its timelines as one file for Perfetto.
+
+runs/<name>/timeline/attempt_00/rank_*.json   ->   runs/<name>/timeline.json
+"""
 
 import argparse
 import time
@@ -6,8 +9,10 @@ from pathlib import Path
 
 from triaxis.engine.errors import TriaxisError
 from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.telemetry.timing.timeline import merge
 from triaxis.launch.report.page import render
 from triaxis.launch.report.record import read_run
+from triaxis.launch.start.command_line import refuse
 from triaxis.models.predict.step_time.cluster import cluster_at
 
 EXAMPLES = """examples:
@@ -15,12 +20,15 @@ EXAMPLES = """examples:
   triaxis report runs/gpt_tiny --out gpt_tiny.html
   triaxis report runs/llama3_8b --cluster configs/clusters/h100_64.yaml
 
-The page needs no network and no other file, and may be made while the run runs. docs/report.md says what is on it.
+  triaxis report runs/gpt_tiny --timeline
+
+The page needs no network and no other file, and may be made while the run runs. docs/report.md says what is on it. The timeline is
+that of the newest attempt that was traced (telemetry.timeline), also of a run that broke.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "triaxis report RUN_DIR [--cluster FILE|NxGPU] [--out FILE]"
+    parser.usage = "triaxis report RUN_DIR [--cluster FILE|NxGPU] [--out FILE] | --timeline"
     parser.epilog = EXAMPLES
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run directory, such as runs/gpt_tiny")
     parser.add_argument(
@@ -28,11 +36,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|NxGPU",
         help="where the run ran, for predicted seconds beside the measured (default: the GPUs that it recorded)",
     )
+    parser.add_argument(
+        "--timeline", action="store_true", help="instead: put the timelines of all ranks together, for Perfetto"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes (default: RUN_DIR/report.html)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page, whole or not at all; TriaxisError if there is no run, no such cluster, or no place for it."""
+    """Write the page, whole or not at all; TriaxisError if there is no run, no such cluster, or no place for it.
+
+    With --timeline, write that file and name it; TriaxisError where no rank wrote anything.
+    """
+    if args.timeline:
+        useless = [f"--{name}" for name in ("cluster", "out") if getattr(args, name) is not None]
+        refuse(f"{word} with --timeline: it is for the page, which is not made. Leave one out." for word in useless)
+        print(merge(args.run))
+        return 0
     cluster = None if args.cluster is None else cluster_at(args.cluster)
     page = render(read_run(args.run), time.time(), cluster)
     out = args.out or args.run / "report.html"

@@ -1,4 +1,4 @@
-"""The rank of `triaxis traffic`: two training steps on random tokens; the ledger of the second is compared with the formulas."""
+"""The rank of `triaxis footprint --measured`: two steps on random tokens; the ledger of the second against the formulas."""
 
 from collections.abc import Sequence
 from contextlib import closing

@@ -99,7 +99,7 @@ def finish_step_times(times: StepTimes | None, directory: RunDirectory, telemetr
     try:
         merged = merge(directory.path)
     except (OSError, TriaxisError) as error:
-        again = triaxis(f"timeline {shlex.quote(str(directory.path))}")
+        again = triaxis(f"report {shlex.quote(str(directory.path))} --timeline")
         telemetry.say(f"{error}\nThe run is not harmed. Try again:  {again}", "yellow")
         return
     telemetry.say(str(merged))

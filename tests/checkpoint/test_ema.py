@@ -11,8 +11,8 @@ from tests.harness import run_ranks
 from tests.parity.cases import Case
 from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
 from triaxis.engine.checkpoint.format.manifest import write_manifest
+from triaxis.engine.checkpoint.inspect.check import check_files
 from triaxis.engine.checkpoint.inspect.compare import compared_kinds
-from triaxis.engine.checkpoint.inspect.verify import verify
 from triaxis.engine.checkpoint.resume import resume_or_start
 from triaxis.engine.errors import CheckpointError
 
@@ -47,7 +47,7 @@ def test_a_run_resumes_to_the_bit_with_its_average(tmp_path: Path) -> None:
     candidate = find(tmp_path / "cut")
     assert candidate.manifest.kinds == KINDS and set(candidate.manifest.fingerprint) == set(KINDS)
     assert before.fingerprints[2] == candidate.manifest.fingerprint == straight.fingerprints[2]
-    assert verify(candidate.folder, lambda num_bytes: None).problems == ()
+    assert check_files(candidate.folder, lambda num_bytes: None).problems == ()
     after = run(0, WITH, str(tmp_path / "cut"), 4, 1, SAVING, (4,))
     assert after.began == 2
     assert after.fingerprints == {4: straight.fingerprints[4]}

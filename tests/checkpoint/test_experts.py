@@ -16,8 +16,8 @@ from tests.planting import run_planted
 from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
 from triaxis.engine.checkpoint.format.manifest import MANIFEST, Manifest, manifest_problems, read_manifest
 from triaxis.engine.checkpoint.import_weights import read_tensor
+from triaxis.engine.checkpoint.inspect.check import check_files, recompute
 from triaxis.engine.checkpoint.inspect.compare import differences, tensors_of
-from triaxis.engine.checkpoint.inspect.verify import recompute, verify
 from triaxis.engine.checkpoint.resume import resume_or_start
 from triaxis.engine.config.optimizer_kinds import MASTER, OPTIMIZERS
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
@@ -145,7 +145,7 @@ def test_a_checkpoint_without_the_experts_of_a_rank_is_named_and_not_loaded(tmp_
     name = "layers.1.mlp.experts.down.weight"
     assert (
         f"master:{name}: 512 elements saved of 1,024"
-        in verify(tmp_path / f"step_{NUM_BEFORE:08d}", lambda num_bytes: None).problems
+        in check_files(tmp_path / f"step_{NUM_BEFORE:08d}", lambda num_bytes: None).problems
     )
     with pytest.raises(RankFailedError, match=f"{name}: 512 elements saved of 1,024"):
         run_ranks(run, 2, case, str(tmp_path), NUM_STEPS, 1, {})
@@ -171,7 +171,7 @@ def test_a_bias_has_no_moments_and_every_expert_is_there(checkpoint: Path) -> No
     specs = model_specs(ONE.config().model)
     assert kinds == {spec.name: {MASTER} if is_bias(spec.name) else all_kinds for spec in specs}
     assert sum(map(is_bias, kinds)) == 3
-    assert not verify(checkpoint, lambda num_bytes: None).problems
+    assert not check_files(checkpoint, lambda num_bytes: None).problems
     assert recompute(checkpoint, manifest, lambda num_bytes: None) == manifest.fingerprint
     built = engine_of(0, ONE, {"load": str(checkpoint)})
     resume_or_start(built, CheckpointDirectory(checkpoint.parent / "none"), has_saved=False, data={})

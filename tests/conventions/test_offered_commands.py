@@ -96,7 +96,7 @@ OFFERED: dict[str, Offer | str] = {
     ),
     "triaxis train run.yaml": Offer(prints="run.yaml"),
     "triaxis config check run.yaml": Offer(prints="run.yaml: ok"),
-    "triaxis timeline {shlex.quote(str(directory.path))}": "needs the timeline of a run: tests/engine/telemetry/timing",
+    "triaxis report {shlex.quote(str(directory.path))} --timeline": "needs the timeline of a run: tests/engine/telemetry/timing",
     "triaxis convert megatron-import {shlex.quote(args['load'])} imported": "needs a checkpoint of Megatron-LM: "
     "tests/launch/commands/test_convert_megatron.py",
     "install text": NEEDS_A_NETWORK,
@@ -109,7 +109,7 @@ OFFERED: dict[str, Offer | str] = {
 """The lines of messages, and how each is run; or the reason why one is not."""
 
 NOT_RUN = {
-    r"triaxis (evaluate|generate|report|timeline|checkpoint) .*": "tests/launch/runs/test_checkpoints_page.py",
+    r"triaxis (evaluate|generate|report|checkpoint) .*": "tests/launch/runs/test_checkpoints_page.py",
     r"triaxis convert .*": "tests/launch/commands/test_convert.py",
     r"triaxis data .*": "tests/launch/commands/test_data.py",
     r"triaxis start-from .*": "tests/launch/commands/test_start_from.py",
@@ -122,7 +122,7 @@ NOT_RUN = {
 """Examples that need a finished run, a model's folder, files of a kind, a cluster or minutes, and where their like runs. They are
 still read by the command's own parser, with their config and overrides."""
 
-STARTS_RANKS = ("train", "try", "traffic", "verify", "doctor")
+STARTS_RANKS = ("train", "try", "verify", "doctor")
 SLOW = ("triaxis schedule check configs/gpt_175b.yaml", "triaxis plan ", "triaxis prepare --stdlib")
 
 DOCUMENTED = {line for page in PAGES for line in commands(page.read_text())}

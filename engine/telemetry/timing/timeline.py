@@ -7,8 +7,8 @@
     rank 1   | step 12 ...                                                             a row per rank, in the order of the ranks
 
 Actions are named as in the schedule, a group call by what it sends and receives: by the actions that made it and that need it.
-Each rank writes a file of its own; `merge` makes one of them, when the run ends or by `triaxis timeline`. The clocks of the ranks
-are compared before the first of these steps (`triaxis.engine.telemetry.timing.clock_offsets`); each row's name has the error.
+Each rank writes a file of its own; `merge` makes one of them, when the run ends or by `triaxis report --timeline`. Clocks are
+compared before the first of these steps (`triaxis.engine.telemetry.timing.clock_offsets`); each row's name has the error.
 """
 
 import json

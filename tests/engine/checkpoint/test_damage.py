@@ -19,7 +19,7 @@ from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
 from triaxis.engine.checkpoint.format.manifest import MANIFEST, MANIFEST_HASH, TrainingState
 from triaxis.engine.checkpoint.format.store import write_file
 from triaxis.engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
-from triaxis.engine.checkpoint.inspect.verify import verify
+from triaxis.engine.checkpoint.inspect.check import check_files
 from triaxis.engine.errors import CheckpointError
 
 NOBODY = 65534
@@ -93,10 +93,10 @@ def test_damage_is_named_and_the_older_checkpoint_is_whole(
         read_all(newer)
     assert str(newer) in str(raised.value)
     assert name in str(raised.value) or MANIFEST in str(raised.value)
-    verified = verify(newer, lambda num_bytes: None)
+    verified = check_files(newer, lambda num_bytes: None)
     assert any(name in problem for problem in verified.problems)
     read_all(older)
-    assert verify(older, lambda num_bytes: None).problems == ()
+    assert check_files(older, lambda num_bytes: None).problems == ()
 
 
 def test_a_pipe_in_the_place_of_a_file_does_not_hang_the_reader(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_flipped_bit_anywhere_is_seen_by_verify(at: int, tmp_path: Path) -> No
     content = bytearray(path.read_bytes())
     content[at * (len(content) - 1) // 99] ^= 1
     path.write_bytes(content)
-    assert verify(folder, lambda num_bytes: None).problems
+    assert check_files(folder, lambda num_bytes: None).problems
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_a_full_disk_harms_nothing_that_is_there(tmp_path: Path) -> None:
         assert raised.value.errno in (errno.ENOSPC, errno.EFBIG)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_00000001"]
         read_all(tmp_path)
-        assert verify(older, lambda num_bytes: None).problems == ()
+        assert check_files(older, lambda num_bytes: None).problems == ()
         # With room again, the same call succeeds.
         assert write_checkpoint(tmp_path, [whole("w", torch.ones(2**4))], STATE, config={}, source="x").exists()
 

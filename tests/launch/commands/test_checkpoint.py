@@ -153,11 +153,11 @@ def test_nans_and_signs_of_zero(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_verify_reads_all_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = CheckpointDirectory(tmp_path / "run" / "checkpoints")
     folders = [commit(directory, step) for step in (10, 20, 30)]
-    assert run(capsys, "verify", tmp_path / "run")[0] == 0
+    assert run(capsys, "check", tmp_path / "run")[0] == 0
     flip(folders[1] / "rank_00001.safetensors")
     (folders[2] / "rank_00000.safetensors").unlink()
     (folders[2] / "rank_00001.safetensors").write_bytes(b"short")
-    code, out, _ = run(capsys, "verify", directory.path)
+    code, out, _ = run(capsys, "check", directory.path)
     assert code == 1
     assert "step_00000010: complete and undamaged" in out
     assert "step_00000020: damaged" in out
@@ -165,8 +165,8 @@ def test_verify_reads_all_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "rank_00000.safetensors: No such file" in out
     assert "rank_00001.safetensors: 5 bytes on disk" in out
     assert "1 of 3 checkpoints are complete and undamaged" in out
-    assert run(capsys, "verify", folders[0])[0] == 0
-    assert run(capsys, "verify", folders[2])[0] == 1
+    assert run(capsys, "check", folders[0])[0] == 0
+    assert run(capsys, "check", folders[2])[0] == 1
 
 
 def test_verify_sees_a_header_that_other_tools_would_misread(
@@ -176,7 +176,7 @@ def test_verify_sees_a_header_that_other_tools_would_misread(
     path = folder / "rank_00000.safetensors"
     content = path.read_bytes()
     path.write_bytes(content.replace(b'"dtype": "F32"', b'"dtype": "I32"', 1))
-    code, out, _ = run(capsys, "verify", folder)
+    code, out, _ = run(capsys, "check", folder)
     assert code == 1
     assert "its safetensors header has {'dtype': 'I32'" in out
 
@@ -185,7 +185,7 @@ def test_verify_is_not_fooled_by_matching_hashes(tmp_path: Path, capsys: pytest.
     """A writer that recorded a wrong fingerprint, or none of the tensors' own."""
     files = training_shards(model())
     write_folder(tmp_path / "a", files, fingerprint={"master": "0" * 16})
-    code, out, _ = run(capsys, "verify", tmp_path / "a")
+    code, out, _ = run(capsys, "check", tmp_path / "a")
     assert code == 1
     assert "manifest.json: its fingerprint is {'master': '0000000000000000'}" in out
 
@@ -196,7 +196,7 @@ def test_many_faults_of_a_file_are_not_all_told(tmp_path: Path, capsys: pytest.C
     content = path.read_bytes()
     begin = 8 + int.from_bytes(content[:8], "little")
     path.write_bytes(content[:begin] + bytes(len(content) - begin))
-    code, out, _ = run(capsys, "verify", tmp_path / "a")
+    code, out, _ = run(capsys, "check", tmp_path / "a")
     assert code == 1
     assert out.count("does not have the xxh3") == 3
     assert "rank_00000.safetensors: and 66 more" in out
@@ -216,7 +216,7 @@ def test_fingerprints_stored_and_recomputed(tmp_path: Path, capsys: pytest.Captu
     assert f"{manifest.fingerprint['master']} recomputed; it differs from the stored one" in out
 
 
-@pytest.mark.parametrize("verb", ["inspect", "verify", "fingerprint"])
+@pytest.mark.parametrize("verb", ["inspect", "check", "fingerprint"])
 def test_nothing_there_is_unusable(verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, verb, tmp_path / "none")
     assert code == 2

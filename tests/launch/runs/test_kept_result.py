@@ -70,7 +70,7 @@ def test_commands_follow_the_folder_that_the_run_saved_in(
     finished: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(finished[0])
-    for verb in ("inspect", "verify", "fingerprint"):
+    for verb in ("inspect", "check", "fingerprint"):
         assert main(["checkpoint", verb, "runs/run"]) == 0
         assert "error" not in capsys.readouterr().err
 

@@ -397,12 +397,12 @@ def test_a_bad_config_costs_seconds_and_leaves_nothing(tmp_path: Path) -> None:
 def test_the_traffic_is_what_the_formulas_say(
     num_ranks: int, layout: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["traffic", CONFIG, *layout]
+    words = ["footprint", CONFIG, "--measured", *layout]
     assert main([*words, "--dry-run"]) == 0
     assert (
         " --module triaxis.launch.start.process.start_rank triaxis.launch.footprint.traffic " in capsys.readouterr().out
     )
-    fork_ranks_of(monkeypatch, "triaxis.launch.commands.traffic")
+    fork_ranks_of(monkeypatch, "triaxis.launch.commands.footprint")
     assert main(words) == 0
     said = capsys.readouterr()
     assert (

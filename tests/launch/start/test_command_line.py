@@ -93,7 +93,7 @@ def test_a_checkpoint_is_a_folder(tmp_path: Path) -> None:
 
 STARTS_NOTHING = {
     "train": ["--dry-run"],
-    "traffic": ["--dry-run"],
+    "footprint": ["--measured", "--dry-run"],
     "verify": ["--dry-run"],
     "doctor": ["--dry-run"],
     "topology": [],

@@ -9,7 +9,7 @@ from tests.engine.checkpoint.format import golden
 from triaxis.engine.checkpoint.directory import find
 from triaxis.engine.checkpoint.format.manifest import Kind
 from triaxis.engine.checkpoint.import_weights import read_tensor
-from triaxis.engine.checkpoint.inspect.verify import verify
+from triaxis.engine.checkpoint.inspect.check import check_files
 from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
 
 VERSION_1 = Path(__file__).resolve().parents[3] / "golden" / "checkpoint_v1"
@@ -36,7 +36,7 @@ def test_version_1_holds_the_values_that_were_saved(name: str, kind: Kind) -> No
 
 def test_version_1_verifies_and_has_its_fingerprint() -> None:
     folder = find(VERSION_1).folder
-    assert verify(folder, lambda num_bytes: None).problems == ()
+    assert check_files(folder, lambda num_bytes: None).problems == ()
     assert find(VERSION_1).manifest.fingerprint == FINGERPRINT
 
 

@@ -110,10 +110,10 @@ def test_entries_that_no_rank_wrote_are_passed_over_and_a_pipe_is_not_waited_for
 
 
 def test_the_command_says_where_it_is_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["timeline", str(tmp_path)]) != 0
+    assert cli.main(["report", str(tmp_path), "--timeline"]) != 0
     assert "holds no timeline of a rank" in capsys.readouterr().err
     write_row(tmp_path, 0, world_size=1)
-    assert cli.main(["timeline", str(tmp_path)]) == 0
+    assert cli.main(["report", str(tmp_path), "--timeline"]) == 0
     assert str(tmp_path / "timeline.json") in capsys.readouterr().out
 
 
