@@ -12,6 +12,7 @@ import difflib
 import importlib
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -63,8 +64,9 @@ examples:
   triaxis footprint configs/gpt_tiny.yaml --full
   triaxis train configs/gpt_tiny.yaml train.steps=20
 
-A command reads its config (or checkpoint, or run directory) as the first word. Options and overrides (section.key=value) follow in
-any order. `triaxis COMMAND --help` shows the options and examples of a command.
+A command reads its config (or checkpoint, or run directory) as the first word.
+Options and overrides (section.key=value) follow in any order.
+`triaxis COMMAND --help` shows the options and examples of a command.
 """
 
 
@@ -155,7 +157,7 @@ def _chosen(arguments: Sequence[str]) -> str:
     listed = [
         line
         for title, group in GROUPS.items()
-        for line in (f"\n{title}:", *(f"  {name:<12}{summary}" for name, summary in group.items()))
+        for line in (f"\n{title}:", *(_filled(f"  {name:<12}{summary}") for name, summary in group.items()))
     ]
     parser = argparse.ArgumentParser(
         prog="triaxis",
@@ -181,6 +183,10 @@ def _chosen(arguments: Sequence[str]) -> str:
         hint = f"It is {RENAMED[name]} now." if name in RENAMED else hint
         parser.error(f"there is no command {name!r}. {hint}")
     return name
+
+
+def _filled(line: str) -> str:
+    return textwrap.fill(line, 80, subsequent_indent=" " * 14, break_on_hyphens=False)
 
 
 def _show_versions() -> None:

@@ -86,7 +86,10 @@ def add_arguments(parser: CommandParser) -> None:
     add_checkpoint(take, "source")
     take.add_argument("out", type=Path, metavar="OUT_DIR", help="folder to make; it must not exist")
     take.add_argument(
-        "--family", choices=list(FAMILIES), help="architecture to write (default: the first that can express the model)"
+        "--family",
+        choices=list(FAMILIES),
+        metavar="NAME",
+        help=f"architecture to write: {', '.join(FAMILIES)} (default: the first that can express the model)",
     )
     _add_dtype(take, "of the weights in the files (default: source, as they were saved: fp32 masters)")
     take.add_argument(

@@ -12,8 +12,11 @@ The config comes first by custom; words and options may come in any order. `Comm
 
 import argparse
 import difflib
+import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,10 @@ OVERRIDES = "section.key=value"
 EXAMPLES = "examples:\n"
 """The heading of examples below the options."""
 BLANK = "\n\n"
-HELP_COLUMN = 30
+HELP_COLUMN = 27
 """Column of the meanings of options in `--help`."""
-HELP_WIDTH = 110
-"""Columns of `--help`: the examples below the options are about as wide."""
+HELP_WIDTH = 80
+"""Columns of `--help`, the examples below the options included."""
 
 
 LAYOUT_WORDS = {
@@ -108,7 +111,7 @@ class CommandParser(argparse.ArgumentParser):
             (subject.name.upper(), meaning),
             (OVERRIDES, "a field of the configuration, in place of what it says"),
         )
-        described = "\n".join(f"{name:<{HELP_COLUMN - 2}}{text}" for name, text in entries)
+        described = "\n".join(_entry(name, text) for name, text in entries)
         # One argument for argparse, two for people, above the options.
         self._positionals.title, self._positionals.description = "words", described
         self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
@@ -313,9 +316,56 @@ def _stray(word: str, subject: Subject, options: Iterable[str]) -> str:
     )
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """A formatter that keeps the lines of examples and has room for long options."""
+def _entry(name: str, text: str) -> str:
+    """Format a word and its meaning, as argparse formats an option; argparse itself moves it to the right by two columns."""
+    return textwrap.fill(
+        text, HELP_WIDTH - 2, initial_indent=f"{name:<{HELP_COLUMN - 2}}", subsequent_indent=" " * (HELP_COLUMN - 2)
+    )
+
+
+class _Help(argparse.HelpFormatter):
+    """A formatter that keeps columns and examples, fills sentences, and folds what is too wide for `HELP_WIDTH`."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=HELP_COLUMN, width=HELP_WIDTH)
         self._action_max_length = HELP_COLUMN - 2
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = []
+        for is_kept, group in groupby(text.splitlines(), key=_is_kept):
+            if is_kept:
+                lines += [line for long in group for line in folded(long, HELP_WIDTH - len(indent))]
+            else:
+                lines += textwrap.wrap(" ".join(group), HELP_WIDTH - len(indent), break_on_hyphens=False)
+        return "\n".join(f"{indent}{line}" for line in lines)
+
+    def _format_usage(self, usage: str | None, *others: Any) -> str:
+        text = super()._format_usage(usage, *others)
+        if usage is None:
+            return text
+        whole = re.sub(r"\[[^]]*\]", lambda match: match[0].replace(" ", "\0"), text.strip())
+        lines = textwrap.wrap(whole, HELP_WIDTH, subsequent_indent=" " * 9, break_on_hyphens=False)
+        return "\n".join(lines).replace("\0", " ") + "\n\n"
+
+
+def _is_kept(line: str) -> bool:
+    """Return whether a line of a help text stands by itself: an example, a heading, columns, an empty line."""
+    return not line or line.startswith(" ") or line.endswith(":") or "  " in line
+
+
+def folded(line: str, width: int) -> list[str]:
+    """Fold an example that is too wide, as a shell reads it: before an option, else before a word."""
+    if len(line) <= width or not line.startswith("  "):
+        return [line]
+    words = re.findall(r"(?:'[^']*'|\S)+", line)
+    lines = [f"  {words[0]}"]
+    for place, word in enumerate(words[1:], start=1):
+        # An option stays with its value.
+        value = words[place + 1 : place + 2] if word.startswith("-") else []
+        rest = " ".join([word, *(one for one in value if not one.startswith("-"))])
+        if len(lines[-1]) + len(rest) + 3 > width:
+            lines[-1] += " \\"
+            lines.append(f"      {word}")
+        else:
+            lines[-1] += f" {word}"
+    return lines
