@@ -41,7 +41,8 @@ GROUPS = {
         "prepare": "turn text into a .bin/.idx corpus",
         "data": "look into corpora, join and cut them; list the documents that a step has read",
         "checkpoint": "look into checkpoints: contents, differences, damage, fingerprints",
-        "convert": "bring a model in from Hugging Face or Megatron-Core, or take a checkpoint out",
+        "import": "bring a model in from Hugging Face or Megatron-Core",
+        "export": "take a checkpoint out to Hugging Face or Megatron-Core",
     },
     "look at a run": {
         "report": "turn a run directory into one HTML page, or its ranks' timelines into one file for Perfetto",
@@ -55,6 +56,7 @@ RENAMED = {
     "simulate": "`triaxis schedule times`",
     "traffic": "`triaxis footprint --measured`",
     "timeline": "`triaxis report --timeline`",
+    "convert": "`triaxis import` and `triaxis export`",
 }
 """Commands of version 0.0, and what has taken their place."""
 

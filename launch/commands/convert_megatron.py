@@ -1,9 +1,7 @@
-"""`triaxis convert megatron-import | megatron-export`: Megatron-Core `torch_dist` checkpoints; one process, no process group.
+"""Megatron-Core's `torch_dist` checkpoints into ours (`triaxis import`), and out of them (`export`); one process.
 
-    MEGATRON_DIR/iter_0000100  --megatron-import-->  OUT_DIR/step_00000100/ (weights, moments), OUT_DIR/train.yaml
-    checkpoint of any layout   --megatron-export-->  OUT_DIR/iter_0000100/, OUT_DIR/latest_checkpointed_iteration.txt
-
-The verbs belong to `convert.py`, which adds these parsers to its own.
+MEGATRON_DIR/iter_0000100  --import-->  OUT_DIR/step_00000100/ (weights, moments), OUT_DIR/train.yaml
+checkpoint of any layout   --export-->  OUT_DIR/iter_0000100/, OUT_DIR/latest_checkpointed_iteration.txt
 """
 
 import argparse
@@ -25,56 +23,14 @@ from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig, Tra
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import CheckpointError, ConfigError, shown
 from triaxis.engine.program import triaxis
-from triaxis.launch.start.command_line import CommandParser, add_checkpoint, add_weights, refuse
+from triaxis.launch.start.command_line import refuse
 from triaxis.models.interop.megatron.config import differences, megatron_args, model_section, training_sections
 from triaxis.models.specs import num_parameters
-
-IMPORT_EXAMPLES = """examples:
-  triaxis convert megatron-import megatron/checkpoints imported --vocab-size 50257
-  triaxis convert megatron-import megatron/checkpoints/iter_0100000 imported --config mine.yaml
-"""
-EXPORT_EXAMPLES = """examples:
-  triaxis convert megatron-export runs/gpt_tiny exported
-  triaxis convert megatron-export runs/llama/checkpoints/step_00001000 exported --weights-only --dtype bf16
-"""
-DTYPES = ("bf16", "fp16", "fp32")
 
 TRAIN_CONFIG = "train.yaml"
 
 
-def add_verbs(parser: CommandParser) -> None:
-    """Add Megatron's verbs to `triaxis convert`."""
-    summary = "turn a torch_dist checkpoint of Megatron-Core into one to resume or to start from, and a config"
-    words = "MEGATRON_DIR OUT_DIR [--config YAML | --vocab-size N] [options]"
-    bring = parser.add_verb("megatron-import", summary, words, IMPORT_EXAMPLES)
-    bring.add_argument("source", type=Path, metavar="MEGATRON_DIR", help="what --save named, or one iteration in it")
-    bring.add_argument("out", type=Path, metavar="OUT_DIR", help="folder of checkpoints to make; it must not exist")
-    whose = bring.add_mutually_exclusive_group()
-    whose.add_argument(
-        "--config", type=Path, metavar="YAML", help="config of ours for the model (default: from Megatron's arguments)"
-    )
-    whose.add_argument(
-        "--vocab-size", type=int, metavar="N", help="tokens of the tokenizer: rows beyond are padding and are dropped"
-    )
-    _add_weights_only(bring)
-    bring.set_defaults(convert=megatron_import)
-
-    summary = "turn a checkpoint of any layout into a torch_dist checkpoint that Megatron-Core loads in any layout"
-    words = "CHECKPOINT OUT_DIR [--dtype DTYPE] [--weights-only [--weights ema]]"
-    take = parser.add_verb("megatron-export", summary, words, EXPORT_EXAMPLES)
-    add_checkpoint(take, "source")
-    take.add_argument("out", type=Path, metavar="OUT_DIR", help="for Megatron's --load; iterations in it are kept")
-    take.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        help="of the weights (default: the run's; of weights without a run: as they are saved)",
-    )
-    _add_weights_only(take)
-    add_weights(take)
-    take.set_defaults(convert=megatron_export)
-
-
-def megatron_import(args: argparse.Namespace) -> None:
+def import_megatron(args: argparse.Namespace) -> None:
     """Write Megatron's weights, and the optimizer's state where it can be read, as our checkpoint, with a config."""
     from triaxis.engine.checkpoint.format.manifest import TrainingState
     from triaxis.engine.checkpoint.import_weights import write_checkpoint
@@ -138,7 +94,7 @@ def megatron_import(args: argparse.Namespace) -> None:
     console.print(f"  {line}")
 
 
-def megatron_export(args: argparse.Namespace) -> None:
+def export_megatron(args: argparse.Namespace) -> None:
     """Write our checkpoint in Megatron's format, with the optimizer's state where there is one."""
     from triaxis.engine.checkpoint.directory import find
     from triaxis.engine.checkpoint.import_weights import read_tensor, read_weights
@@ -175,7 +131,7 @@ def megatron_export(args: argparse.Namespace) -> None:
                 else read_tensor(candidate.folder, manifest, name, kind)
             ),
             model,
-            dtype=TORCH_DTYPES[dtype] if dtype else None,
+            dtype=None if dtype in (None, "source") else TORCH_DTYPES[dtype],
             has_moments=has_moments,
         ),
         empty_objects(model),
@@ -194,12 +150,6 @@ def megatron_export(args: argparse.Namespace) -> None:
         "--use-distributed-optimizer --override-opt-param-scheduler" if has_moments else "--no-load-optim --no-load-rng"
     )
     console.print(f"  --ckpt-format torch_dist --load {args.out} {resume}")
-
-
-def _add_weights_only(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--weights-only", action="store_true", help="leave the optimizer's state and the iteration behind"
-    )
 
 
 def _model(

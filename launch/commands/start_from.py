@@ -22,7 +22,7 @@ from triaxis.engine.data.corpus.matching import Match, match_tokenizer
 from triaxis.engine.data.corpus.tokenizers import BYTES, TOKENIZER_JSON
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.program import triaxis
-from triaxis.launch.commands.convert import import_source, import_weights
+from triaxis.launch.commands.convert_huggingface import import_source, import_weights
 from triaxis.launch.start.command_line import CommandParser, add_ignore, refuse
 from triaxis.launch.tuning.continued_run import ContinuedRun, plan_run, to_commented_yaml
 from triaxis.launch.tuning.machine import this_machine, written_machine

@@ -215,7 +215,7 @@ def add_json_file(parser: argparse.ArgumentParser, meaning: str = "write all num
     parser.add_argument("--json", type=Path, metavar="FILE", help=meaning)
 
 
-def add_ignore(parser: argparse.ArgumentParser) -> None:
+def add_ignore(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add `--ignore KEY`: an unknown key of a Hugging Face config.json that is let through."""
     parser.add_argument(
         "--ignore",

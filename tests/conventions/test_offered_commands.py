@@ -82,9 +82,7 @@ OFFERED: dict[str, Offer | str] = {
     ),
     "triaxis evaluate {run} --text FILE": Offer({"{run}": SAVED, "FILE": "books/0.txt"}, prints="per byte"),
     "triaxis generate {run} --prompt 'Once upon a time'": Offer({"{run}": SAVED}, prints="Once upon a time"),
-    "triaxis convert hf-export {run} {exported}": Offer(
-        {"{run}": SAVED, "{exported}": "run-hf"}, makes="run-hf/README.md"
-    ),
+    "triaxis export {run} {exported}": Offer({"{run}": SAVED, "{exported}": "run-hf"}, makes="run-hf/README.md"),
     "triaxis config from-megatron {shlex.quote(theirs)} > megatron.yaml": Offer(
         {"{shlex.quote(theirs)}": f"'{MEGATRON} --vocab-size 300'", " > megatron.yaml": ""}, prints="num_layers: 4"
     ),
@@ -97,7 +95,7 @@ OFFERED: dict[str, Offer | str] = {
     "triaxis train run.yaml": Offer(prints="run.yaml"),
     "triaxis config check run.yaml": Offer(prints="run.yaml: ok"),
     "triaxis report {shlex.quote(str(directory.path))} --timeline": "needs the timeline of a run: tests/engine/telemetry/timing",
-    "triaxis convert megatron-import {shlex.quote(args['load'])} imported": "needs a checkpoint of Megatron-LM: "
+    "triaxis import {shlex.quote(args['load'])} imported": "needs a checkpoint of Megatron-LM: "
     "tests/launch/commands/test_convert_megatron.py",
     "install text": NEEDS_A_NETWORK,
     "install hf": NEEDS_A_NETWORK,
@@ -110,7 +108,7 @@ OFFERED: dict[str, Offer | str] = {
 
 NOT_RUN = {
     r"triaxis (evaluate|generate|report|checkpoint) .*": "tests/launch/runs/test_checkpoints_page.py",
-    r"triaxis convert .*": "tests/launch/commands/test_convert.py",
+    r"triaxis (import|export) .*": "tests/launch/commands/test_convert.py",
     r"triaxis data .*": "tests/launch/commands/test_data.py",
     r"triaxis start-from .*": "tests/launch/commands/test_start_from.py",
     r"triaxis footprint .*": "tests/launch/footprint/test_footprint.py",

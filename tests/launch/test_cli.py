@@ -14,8 +14,8 @@ from triaxis.engine.errors import ConfigError, DivergenceError
 from triaxis.launch import cli
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = {"__init__", "convert_megatron"}
-"""Modules in the folder that are no commands: verbs of `convert` stand in one of their own."""
+PARTS = {"__init__", "convert_huggingface", "convert_megatron"}
+"""Modules in the folder that are no commands: what `import` and `export` do, by the library."""
 MODULES = sorted(
     path.stem.replace("_", "-") for path in (ROOT / "launch" / "commands").glob("*.py") if path.stem not in PARTS
 )

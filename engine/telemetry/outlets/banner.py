@@ -214,7 +214,7 @@ def _uses(run: str, exported: str) -> Iterator[str]:
     """Yield the commands that read a run's newest checkpoint; both words are quoted for a shell."""
     yield triaxis(f"evaluate {run} --text FILE")
     yield triaxis(f"generate {run} --prompt 'Once upon a time'")
-    yield triaxis(f"convert hf-export {run} {exported}")
+    yield triaxis(f"export {run} {exported}")
 
 
 def ladder(loss: float | None, val_loss: float | None, entropies: Mapping[str, float]) -> Sequence[str]:

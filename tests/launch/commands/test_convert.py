@@ -1,4 +1,4 @@
-"""`triaxis convert hf-import` and `hf-export`, as a person types them."""
+"""`triaxis import` of Hugging Face folders and `triaxis export` to them, as a person types them."""
 
 import json
 import shlex
@@ -84,12 +84,12 @@ def test_out_in_and_out_again(tmp_path: Path, tokenizer: Path, capsys: pytest.Ca
     """Ours -> theirs, in several files -> ours -> theirs: the same weights, the same tokenizer, and a config to train with."""
     source = checkpoint(tmp_path / "ours", MODEL, str(tokenizer))
     one, two, back = tmp_path / "one", tmp_path / "two", tmp_path / "[back]"
-    text = said(capsys, "convert", "hf-export", source, one, "--max-shard-gb", "0.00002")
+    text = said(capsys, "export", source, one, "--max-shard-gb", "0.00002")
     assert "LlamaForCausalLM" in text and "float32" in text and str(one / "tokenizer.json") in text
     assert len(list(one.glob("*.safetensors"))) > 2
     assert json.loads((one / "config.json").read_text())["eos_token_id"] == 299
 
-    text = said(capsys, "convert", "hf-import", one, back)
+    text = said(capsys, "import", one, back)
     assert f"triaxis train {shlex.quote(str(back / 'train.yaml'))} 'data.train=[[1.0, PREFIX]]'" in text
     assert f"checkpoint.load={back} checkpoint.load_what=weights" in text
     again = find(back)
@@ -105,7 +105,7 @@ def test_out_in_and_out_again(tmp_path: Path, tokenizer: Path, capsys: pytest.Ca
     assert (config.checkpoint.load, config.checkpoint.load_what) == (str(back), "weights")
     assert main(["config", "check", str(back / "train.yaml"), "data.train=[[1.0, corpus]]"]) == 0
 
-    said(capsys, "convert", "hf-export", back, two)
+    said(capsys, "export", back, two)
     assert [path.name for path in two.glob("*.safetensors*")] == ["model.safetensors"]
     first, second = tensors_of(one), tensors_of(two)
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
@@ -120,8 +120,8 @@ def test_a_run_starts_from_imported_weights(
     Its tokenizer is that of the corpus, since none is named; documents end with the token that the corpus was prepared with.
     """
     source = checkpoint(tmp_path / "ours", MODEL, str(tokenizer))
-    said(capsys, "convert", "hf-export", source, tmp_path / "theirs")
-    said(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
+    said(capsys, "export", source, tmp_path / "theirs")
+    said(capsys, "import", tmp_path / "theirs", tmp_path / "back")
     (tmp_path / "text.txt").write_text(TEXT * 9)
     words = ("prepare", "--input", tmp_path / "text.txt", "--output", tmp_path / "corpus", "--workers", 1)
     said(capsys, *words, "--tokenizer", tokenizer, "--eod-token", "!")
@@ -145,7 +145,7 @@ def test_a_run_starts_from_imported_weights(
     assert f"tokenizer: {tokenizer}" in (tmp_path / "runs" / "train" / "config.yaml").read_text()
     [end] = own.encode("!")
     assert (saved.state.data["tokenizer"], saved.state.data["end of documents"]) == (own.identity, str(end))
-    said(capsys, "convert", "hf-export", tmp_path / "runs" / "train", tmp_path / "trained")
+    said(capsys, "export", tmp_path / "runs" / "train", tmp_path / "trained")
     assert json.loads((tmp_path / "trained" / "tokenizer_config.json").read_text())["eos_token"] == "!"
     assert json.loads((tmp_path / "trained" / "config.json").read_text())["eos_token_id"] == end
     assert json.loads((tmp_path / "trained" / "generation_config.json").read_text())["eos_token_id"] == end
@@ -169,7 +169,7 @@ def test_transformers_loads_the_folder_with_its_tokenizer(
     import transformers
 
     source = checkpoint(tmp_path / "ours", {**MODEL, "qk_norm": True})
-    said(capsys, "convert", "hf-export", source, tmp_path / "out", "--tokenizer", tokenizer, "--dtype", "bf16")
+    said(capsys, "export", source, tmp_path / "out", "--tokenizer", tokenizer, "--dtype", "bf16")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16 and model.config.eos_token_id == 299
     master = read_tensor(source, find(source).manifest, "layers.1.mlp.down.weight")
@@ -195,13 +195,13 @@ def test_a_model_of_bytes_reads_text_in_transformers(tmp_path: Path, capsys: pyt
     import transformers
 
     source = checkpoint(tmp_path / "ours", MODEL, "bytes")
-    text = said(capsys, "convert", "hf-export", source, tmp_path / "out")
+    text = said(capsys, "export", source, tmp_path / "out")
     assert f"tokenizer  {tmp_path / 'out' / 'tokenizer.json'}" in text
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert theirs("a  é\n")["input_ids"] == list("a  é\n".encode())
     assert (theirs.eos_token_id, theirs.pad_token_id) == (256, 256)
     assert theirs(["a", "bc"], padding=True)["input_ids"] == [[97, 256], [98, 99]]
-    said(capsys, "convert", "hf-import", tmp_path / "out", tmp_path / "back")
+    said(capsys, "import", tmp_path / "out", tmp_path / "back")
     assert (tmp_path / "back" / "tokenizer.json").is_file()
 
 
@@ -212,7 +212,7 @@ def test_a_qwen2_says_how_its_tokenizer_is_loaded(
     import transformers
 
     source = checkpoint(tmp_path / "ours", {**MODEL, "bias": "qkv"})
-    text = said(capsys, "convert", "hf-export", source, tmp_path / "out", "--tokenizer", tokenizer)
+    text = said(capsys, "export", source, tmp_path / "out", "--tokenizer", tokenizer)
     assert "PreTrainedTokenizerFast.from_pretrained" in text
     theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")
     assert theirs(TEXT)["input_ids"] == load_tokenizer(str(tokenizer)).encode(TEXT)
@@ -222,29 +222,29 @@ def test_what_is_known_of_tokenizers_is_said(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     silent = checkpoint(tmp_path / "silent", MODEL)
-    text = said(capsys, "convert", "hf-export", silent, tmp_path / "a")
+    text = said(capsys, "export", silent, tmp_path / "a")
     assert "none was written" in text and "names no tokenizer; give one with --tokenizer" in text
     assert json.loads((tmp_path / "a" / "config.json").read_text())["eos_token_id"] is None
     in_bytes = checkpoint(tmp_path / "bytes", MODEL, "bytes")
-    said(capsys, "convert", "hf-export", in_bytes, tmp_path / "b")
+    said(capsys, "export", in_bytes, tmp_path / "b")
     assert json.loads((tmp_path / "b" / "config.json").read_text())["eos_token_id"] == 256
     moved = checkpoint(tmp_path / "moved", MODEL, str(tmp_path / "gone.json"))
-    text = said(capsys, "convert", "hf-export", moved, tmp_path / "c")
+    text = said(capsys, "export", moved, tmp_path / "c")
     assert "no tokenizer was written: there is no tokenizer at" in text and not (tmp_path / "c/tokenizer.json").exists()
     assert "there is no tokenizer at" in refused(
-        capsys, "convert", "hf-export", moved, tmp_path / "d", "--tokenizer", tmp_path / "gone.json"
+        capsys, "export", moved, tmp_path / "d", "--tokenizer", tmp_path / "gone.json"
     )
     small = checkpoint(tmp_path / "small", {**MODEL, "vocab_size": 43})
     assert "ids up to 299, and the model 43 tokens" in refused(
-        capsys, "convert", "hf-export", small, tmp_path / "d", "--tokenizer", tokenizer
+        capsys, "export", small, tmp_path / "d", "--tokenizer", tokenizer
     )
     assert not (tmp_path / "d").exists()
     synthetic = checkpoint(tmp_path / "synthetic", {**MODEL, "vocab_size": 43}, "bytes")
     assert "no tokenizer was written: the tokenizer bytes has ids up to 256" in said(
-        capsys, "convert", "hf-export", synthetic, tmp_path / "e"
+        capsys, "export", synthetic, tmp_path / "e"
     )
     # An import without one names the place where it must stand: a run from it would stop there, not go on with bytes.
-    text = said(capsys, "convert", "hf-import", tmp_path / "a", tmp_path / "back")
+    text = said(capsys, "import", tmp_path / "a", tmp_path / "back")
     assert f"has no tokenizer.json: put the model's own at {tmp_path / 'back' / 'tokenizer.json'}" in text
     config = load_config(tmp_path / "back" / "train.yaml", ["data.train=[[1.0, corpus]]"])
     assert config.data.tokenizer == str(tmp_path / "back" / "tokenizer.json")
@@ -255,8 +255,8 @@ def test_a_config_with_dropout_gets_the_kernel_that_can_do_it(
 ) -> None:
     gpt = {**MODEL, "position": "learned", "norm": "layernorm", "activation": "gelu", "bias": "all", "num_kv_heads": 4}
     source = checkpoint(tmp_path / "ours", gpt | {"hidden_dropout": 0.1, "attention_dropout": 0.2})
-    said(capsys, "convert", "hf-export", source, tmp_path / "out")
-    said(capsys, "convert", "hf-import", tmp_path / "out", tmp_path / "back", "--seq-length", 8, "--dtype", "bf16")
+    said(capsys, "export", source, tmp_path / "out")
+    said(capsys, "import", tmp_path / "out", tmp_path / "back", "--seq-length", 8, "--dtype", "bf16")
     config = load_config(tmp_path / "back" / "train.yaml", ["data.train=[[1.0, corpus]]"])
     assert (config.kernels.attention, config.model.attention_dropout) == ("explicit", 0.2)
     assert (config.model.hidden_dropout, config.model.seq_length) == (0.1, 8)
@@ -267,41 +267,41 @@ def test_a_config_with_dropout_gets_the_kernel_that_can_do_it(
 
 def test_what_exists_is_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(tmp_path / "ours", MODEL)
-    said(capsys, "convert", "hf-export", source, tmp_path / "out")
+    said(capsys, "export", source, tmp_path / "out")
     before = sorted(path.stat().st_mtime_ns for path in (tmp_path / "ours").rglob("*"))
-    for words in (("hf-export", source, tmp_path / "out"), ("hf-import", tmp_path / "out", tmp_path / "ours")):
-        assert "is there already and is not empty" in refused(capsys, "convert", *words)
+    for words in (("export", source, tmp_path / "out"), ("import", tmp_path / "out", tmp_path / "ours")):
+        assert "is there already and is not empty" in refused(capsys, *words)
     assert sorted(path.stat().st_mtime_ns for path in (tmp_path / "ours").rglob("*")) == before
 
 
-@pytest.mark.parametrize("verb", ["hf-import", "hf-export"])
+@pytest.mark.parametrize("command", ["import", "export"])
 def test_what_breaks_half_way_leaves_nothing(
-    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = checkpoint(tmp_path / "ours", MODEL)
-    said(capsys, "convert", "hf-export", ours, tmp_path / "theirs")
-    source = {"hf-import": tmp_path / "theirs", "hf-export": ours}[verb]
+    said(capsys, "export", ours, tmp_path / "theirs")
+    source = {"import": tmp_path / "theirs", "export": ours}[command]
 
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("triaxis.models.interop.huggingface.files.write_text", full)
-    assert "No space left on device" in refused(capsys, "convert", verb, source, tmp_path / "out")
+    assert "No space left on device" in refused(capsys, command, source, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
 
 
 def test_mistakes_are_answered_without_a_traceback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = checkpoint(tmp_path / "ours", {**MODEL, "qk_norm": True})
     out = tmp_path / "out"
-    assert "there is no checkpoint to read" in refused(capsys, "convert", "hf-export", tmp_path / "nowhere", out)
-    assert "cannot be read as JSON" in refused(capsys, "convert", "hf-import", tmp_path / "nowhere", out)
-    error = refused(capsys, "convert", "hf-export", source, out, "--family", "llama")
+    assert "there is no checkpoint to read" in refused(capsys, "export", tmp_path / "nowhere", out)
+    assert "cannot be read as JSON" in refused(capsys, "import", tmp_path / "nowhere", out)
+    error = refused(capsys, "export", source, out, "--family", "llama")
     assert "as llama: model.qk_norm = True, there it is False" in error
-    assert "more than 0 bytes" in refused(capsys, "convert", "hf-export", source, out, "--max-shard-gb", "0")
+    assert "more than 0 bytes" in refused(capsys, "export", source, out, "--max-shard-gb", "0")
     nameless = write_checkpoint(
         tmp_path / "nameless", [whole("x", torch.ones(2))], TrainingState.at_start(), config={}, source="test"
     )
-    assert "does not say what model it is" in refused(capsys, "convert", "hf-export", nameless, out)
+    assert "does not say what model it is" in refused(capsys, "export", nameless, out)
     assert not out.exists()
 
 
@@ -311,11 +311,11 @@ def test_weights_that_are_not_finite_are_refused_by_name(
 ) -> None:
     from safetensors.torch import save_file
 
-    said(capsys, "convert", "hf-export", checkpoint(tmp_path / "ours", MODEL), tmp_path / "theirs")
+    said(capsys, "export", checkpoint(tmp_path / "ours", MODEL), tmp_path / "theirs")
     tensors = tensors_of(tmp_path / "theirs")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = value
     save_file(tensors, str(tmp_path / "theirs" / "model.safetensors"))
-    error = refused(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
+    error = refused(capsys, "import", tmp_path / "theirs", tmp_path / "back")
     assert "model.layers.1.mlp.down_proj.weight has 1 of 960 elements that are NaN or infinite" in error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
 
@@ -325,9 +325,7 @@ def test_a_tokenizer_that_is_none_or_does_not_fit_is_refused(
 ) -> None:
     import random
 
-    said(
-        capsys, "convert", "hf-export", checkpoint(tmp_path / "ours", {**MODEL, "vocab_size": 43}), tmp_path / "theirs"
-    )
+    said(capsys, "export", checkpoint(tmp_path / "ours", {**MODEL, "vocab_size": 43}), tmp_path / "theirs")
     beside = tmp_path / "theirs" / "tokenizer.json"
     for content, words in (
         (random.Random(1).randbytes(1000), "is no tokenizer of the Hugging Face"),
@@ -335,7 +333,7 @@ def test_a_tokenizer_that_is_none_or_does_not_fit_is_refused(
         (tokenizer.read_bytes(), "has ids up to 298, and the model 43 tokens"),
     ):
         beside.write_bytes(content)
-        assert words in refused(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
+        assert words in refused(capsys, "import", tmp_path / "theirs", tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
@@ -344,28 +342,28 @@ def test_special_ids_and_the_generation_config_come_out_as_they_went_in(
 ) -> None:
     """Through an import that was moved, typed in one folder and exported in another, with a key that nobody knows."""
     theirs, there = tmp_path / "theirs", tmp_path / "there"
-    said(capsys, "convert", "hf-export", checkpoint(tmp_path / "ours", MODEL), theirs, "--tokenizer", tokenizer)
+    said(capsys, "export", checkpoint(tmp_path / "ours", MODEL), theirs, "--tokenizer", tokenizer)
     keys = json.loads((theirs / "config.json").read_text())
     ids = {"bos_token_id": 7, "eos_token_id": [299, 3], "pad_token_id": None, "unk_token_id": 0}
     (theirs / "config.json").write_text(json.dumps({**keys, **ids, "strange": [1]}))
     generation = b'{"eos_token_id": [299, 3],\r\n "temperature": 0.60}'
     (theirs / "generation_config.json").write_bytes(generation)
-    assert "--ignore strange" in refused(capsys, "convert", "hf-import", theirs, tmp_path / "back")
+    assert "--ignore strange" in refused(capsys, "import", theirs, tmp_path / "back")
     there.mkdir()
     monkeypatch.chdir(tmp_path)
-    text = said(capsys, "convert", "hf-import", "theirs", "back", "--ignore", "strange")
+    text = said(capsys, "import", "theirs", "back", "--ignore", "strange")
     assert "were ignored (--ignore): strange" in text and "passed over: unk_token_id" in text
     assert json.loads((tmp_path / "back" / "hugging_face.json").read_text())["ignored"] == {"strange": [1]}
     (tmp_path / "back").rename(there / "moved")
     monkeypatch.chdir(there)
-    text = said(capsys, "convert", "hf-export", "moved", "out")
+    text = said(capsys, "export", "moved", "out")
     assert "tokenizer  out/tokenizer.json" in text
     assert (there / "out" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
     assert (there / "out" / "generation_config.json").read_bytes() == generation
     written = json.loads((there / "out" / "config.json").read_text())
     assert {key: written.get(key, "absent") for key in ids} == ids
     # With another tokenizer the ids would name other tokens.
-    said(capsys, "convert", "hf-export", "moved", "bytes", "--tokenizer", "bytes")
+    said(capsys, "export", "moved", "bytes", "--tokenizer", "bytes")
     written = json.loads((there / "bytes" / "config.json").read_text())
     assert (written["bos_token_id"], written["eos_token_id"]) == (None, 256)
     assert json.loads((there / "bytes" / "generation_config.json").read_text()) == {
@@ -377,10 +375,10 @@ def test_special_ids_and_the_generation_config_come_out_as_they_went_in(
 def test_a_run_from_an_import_exports_its_special_ids(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said(capsys, "convert", "hf-export", checkpoint(tmp_path / "ours", MODEL, str(tokenizer)), tmp_path / "theirs")
+    said(capsys, "export", checkpoint(tmp_path / "ours", MODEL, str(tokenizer)), tmp_path / "theirs")
     keys = json.loads((tmp_path / "theirs" / "config.json").read_text())
     (tmp_path / "theirs" / "config.json").write_text(json.dumps({**keys, "bos_token_id": 5}))
-    said(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
+    said(capsys, "import", tmp_path / "theirs", tmp_path / "back")
     manifest = find(tmp_path / "back").manifest
     ancestor = Ancestor(
         path=str(tmp_path / "back" / "step_00000000"), step=0, loaded="weights", fingerprint=manifest.fingerprint
@@ -391,5 +389,5 @@ def test_a_run_from_an_import_exports_its_special_ids(
     write_checkpoint(
         tmp_path / "run", shards, TrainingState.at_start(), config=run_config, source="run", lineage=[ancestor]
     )
-    said(capsys, "convert", "hf-export", tmp_path / "run", tmp_path / "out")
+    said(capsys, "export", tmp_path / "run", tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["bos_token_id"] == 5

@@ -1,4 +1,4 @@
-"""`triaxis convert megatron-import | megatron-export`, as they are typed."""
+"""`triaxis import` of Megatron-Core's checkpoints and `triaxis export --to megatron`, as they are typed."""
 
 import json
 import re
@@ -69,7 +69,7 @@ def checkpoint(folder: Path, *, has_moments: bool) -> Path:
 def theirs(tmp_path: Path) -> Path:
     """A checkpoint of Megatron's, with the optimizer's state."""
     checkpoint(tmp_path / "start", has_moments=True)
-    assert main(["convert", "megatron-export", str(tmp_path / "start"), str(tmp_path / "megatron")]) == 0
+    assert main(["export", "--to", "megatron", str(tmp_path / "start"), str(tmp_path / "megatron")]) == 0
     return tmp_path / "megatron"
 
 
@@ -89,7 +89,7 @@ def rewrite(folder: Path, **args: Any) -> None:
 def test_a_run_moves_away_and_back_with_its_optimizer(theirs, tmp_path, capsys):
     assert (theirs / "latest_checkpointed_iteration.txt").read_text() == "3"
     assert open_checkpoint(theirs).args["consumed_train_samples"] == 12
-    assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "back")]) == 0
+    assert main(["import", str(theirs), str(tmp_path / "back")]) == 0
     said = capsys.readouterr().out
     assert "weights and Adam's moments at step 3 (fully_reshardable)" in said
     assert "Megatron's own order is not replayed" in said
@@ -107,8 +107,8 @@ def test_a_loss_scale_moves_away_and_back(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(globals(), "STATE", state)
     checkpoint(tmp_path / "start", has_moments=True)
     theirs, back = tmp_path / "megatron", tmp_path / "back"
-    assert main(["convert", "megatron-export", str(tmp_path / "start"), str(theirs)]) == 0
-    assert main(["convert", "megatron-import", str(theirs), str(back)]) == 0
+    assert main(["export", "--to", "megatron", str(tmp_path / "start"), str(theirs)]) == 0
+    assert main(["import", str(theirs), str(back)]) == 0
     manifest = find(back).manifest
     assert manifest.state == state.model_copy(update={"rng": {}})
     assert manifest.config["precision"]["loss_scale"] == {**scaling, "static": None}
@@ -129,12 +129,12 @@ def test_a_loss_scale_moves_away_and_back(tmp_path, monkeypatch, capsys):
         optimizer = {**opened.common["optimizer"], "grad_scaler": scaler}
         common = {**opened.common, "optimizer": optimizer, "args": Namespace(**opened.args)}
         torch.save(common, opened.folder / "common.pt")
-        assert main(["convert", "megatron-import", str(theirs), str(tmp_path / f"none{number}")]) != 0
+        assert main(["import", str(theirs), str(tmp_path / f"none{number}")]) != 0
         assert re.search(said, " ".join(capsys.readouterr().err.split())), scaler
 
 
 def test_the_config_beside_an_import_is_whole_but_for_the_data(theirs, tmp_path):
-    assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "back")]) == 0
+    assert main(["import", str(theirs), str(tmp_path / "back")]) == 0
     overrides = ["data.synthetic=true"]
     config = load_config(tmp_path / "back" / "train.yaml", overrides, {})
     theirs_too = Config.model_validate(RUN)
@@ -146,8 +146,8 @@ def test_the_config_beside_an_import_is_whole_but_for_the_data(theirs, tmp_path)
 
 def test_weights_go_away_and_back_as_a_release(tmp_path, capsys):
     checkpoint(tmp_path / "start", has_moments=False)
-    for word, source, out in (("export", "start", "megatron"), ("import", "megatron", "back")):
-        assert main(["convert", f"megatron-{word}", str(tmp_path / source), str(tmp_path / out)]) == 0
+    assert main(["export", "--to", "megatron", str(tmp_path / "start"), str(tmp_path / "megatron")]) == 0
+    assert main(["import", str(tmp_path / "megatron"), str(tmp_path / "back")]) == 0
     assert (tmp_path / "megatron" / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert "--no-load-optim" in capsys.readouterr().out
     assert fingerprint(tmp_path / "back") == fingerprint(tmp_path / "start")
@@ -157,7 +157,7 @@ def test_weights_go_away_and_back_as_a_release(tmp_path, capsys):
 def test_weights_only_leaves_the_optimizer_behind_and_dtype_rounds(tmp_path):
     checkpoint(tmp_path / "start", has_moments=True)
     away = ["--weights-only", "--dtype", "bf16"]
-    assert main(["convert", "megatron-export", str(tmp_path / "start"), str(tmp_path / "megatron"), *away]) == 0
+    assert main(["export", "--to", "megatron", str(tmp_path / "start"), str(tmp_path / "megatron"), *away]) == 0
     opened = open_checkpoint(tmp_path / "megatron")
     assert opened.folder.name == "release"
     assert {tensor.dtype for tensor in opened.tensors.values()} == {torch.bfloat16}
@@ -167,7 +167,7 @@ def test_weights_only_leaves_the_optimizer_behind_and_dtype_rounds(tmp_path):
 def test_a_config_of_ours_is_recorded_whole_and_held_against_the_arguments(theirs, tmp_path, capsys):
     mine = tmp_path / "mine.yaml"
     mine.write_text(yaml.safe_dump(RUN))
-    command = ["convert", "megatron-import", str(theirs), str(tmp_path / "back"), "--config", str(mine)]
+    command = ["import", str(theirs), str(tmp_path / "back"), "--config", str(mine)]
     assert main(command) == 0
     assert find(tmp_path / "back").manifest.config == load_config(mine, [], {}).model_dump(mode="json")
     other = {**RUN, "model": {**MODEL, "norm_eps": 1e-6, "rope_base": 5e5}}
@@ -183,7 +183,7 @@ def test_a_config_of_ours_is_recorded_whole_and_held_against_the_arguments(their
 def test_a_checkpoint_without_arguments_needs_a_config(theirs, tmp_path, capsys):
     source = open_checkpoint(theirs)
     rewrite(theirs, **dict.fromkeys(source.args))
-    command = ["convert", "megatron-import", str(theirs), str(tmp_path / "back"), "--weights-only"]
+    command = ["import", str(theirs), str(tmp_path / "back"), "--weights-only"]
     assert main(command) == 2
     assert "holds no arguments of Megatron's" in capsys.readouterr().err
     mine = tmp_path / "mine.yaml"
@@ -192,7 +192,7 @@ def test_a_checkpoint_without_arguments_needs_a_config(theirs, tmp_path, capsys)
 
 
 def test_rows_of_padding_are_dropped_and_named(theirs, tmp_path, capsys):
-    command = ["convert", "megatron-import", str(theirs), str(tmp_path / "back"), "--weights-only"]
+    command = ["import", str(theirs), str(tmp_path / "back"), "--weights-only"]
     assert main([*command, "--vocab-size", "33"]) == 0
     assert "7 rows of embedding.word_embeddings.weight are beyond the model" in capsys.readouterr().out
     assert find(tmp_path / "back").manifest.tensors["head.weight"].shape == (33, 16)
@@ -221,7 +221,7 @@ def test_rows_of_padding_are_dropped_and_named(theirs, tmp_path, capsys):
 )
 def test_a_model_that_is_not_built_is_refused_by_name(theirs, tmp_path, capsys, args, said):
     rewrite(theirs, **args)
-    assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "back")]) == 2
+    assert main(["import", str(theirs), str(tmp_path / "back")]) == 2
     assert said in re.sub(r"\s+", " ", capsys.readouterr().err)
 
 
@@ -247,21 +247,21 @@ def wrong_folders(folder: Path) -> dict[str, str]:
         "fsdp": "stored by torch.distributed.checkpoint alone, or incomplete",
         "gone": "says '9', and iter_0000009 is not there",
         "above": "Give one of its iterations: iter_0000001",
-        "empty": "is no checkpoint of Megatron-Core: it has neither metadata.json nor latest_checkpointed_iteration.txt",
+        "empty": "has neither config.json (Hugging Face) nor latest_checkpointed_iteration.txt or metadata.json",
         "half": ".metadata cannot be read: No such file or directory. Without it",
-        "absent": "there is no such folder",
+        "absent": "No such file or directory",
     }
 
 
 def test_what_is_no_torch_dist_checkpoint_is_refused_with_a_way_out(tmp_path, capsys):
     for name, said in wrong_folders(tmp_path).items():
-        assert main(["convert", "megatron-import", str(tmp_path / name), str(tmp_path / "out")]) == 2
+        assert main(["import", str(tmp_path / name), str(tmp_path / "out")]) == 2
         assert said in capsys.readouterr().err, name
         assert not (tmp_path / "out").exists()
 
 
 def test_an_export_keeps_what_is_there(theirs, tmp_path, capsys):
-    assert main(["convert", "megatron-export", str(tmp_path / "start"), str(theirs)]) == 2
+    assert main(["export", "--to", "megatron", str(tmp_path / "start"), str(theirs)]) == 2
     assert "iter_0000003 is there already" in capsys.readouterr().err
     open_checkpoint(theirs).read("output_layer.weight")
 
@@ -269,8 +269,8 @@ def test_an_export_keeps_what_is_there(theirs, tmp_path, capsys):
 def test_a_large_export_has_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr(megatron_writer, "FILE_BYTES", 20_000)
     checkpoint(tmp_path / "start", has_moments=True)
-    for word, source, out in (("export", "start", "megatron"), ("import", "megatron", "back")):
-        assert main(["convert", f"megatron-{word}", str(tmp_path / source), str(tmp_path / out)]) == 0
+    assert main(["export", "--to", "megatron", str(tmp_path / "start"), str(tmp_path / "megatron")]) == 0
+    assert main(["import", str(tmp_path / "megatron"), str(tmp_path / "back")]) == 0
     assert len(list((tmp_path / "megatron" / "iter_0000003").glob("__0_*.distcp"))) > 2
     assert fingerprint(tmp_path / "back") == fingerprint(tmp_path / "start")
 
@@ -278,7 +278,7 @@ def test_a_large_export_has_several_files(tmp_path, monkeypatch):
 def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     checkpoint(tmp_path / "start", has_moments=True)
-    assert main(["convert", "megatron-export", str(tmp_path / "start"), str(tmp_path / "megatron")]) == 2
+    assert main(["export", "--to", "megatron", str(tmp_path / "start"), str(tmp_path / "megatron")]) == 2
     assert "could not be written: [Errno 28] No space left on device" in capsys.readouterr().err
     assert list((tmp_path / "megatron").iterdir()) == []
 
@@ -298,7 +298,7 @@ def test_what_megatron_cannot_express_is_refused(choices, refusal, tmp_path, cap
     shards = (whole(spec.name, torch.zeros(spec.shape)) for spec in model_specs(model))
     config = {"model": model.model_dump(mode="json")}
     write_checkpoint(tmp_path / "start", shards, TrainingState.at_start(), config=config, source="a test")
-    assert main(["convert", "megatron-export", str(tmp_path / "start"), str(tmp_path / "megatron")]) == 2
+    assert main(["export", "--to", "megatron", str(tmp_path / "start"), str(tmp_path / "megatron")]) == 2
     assert refusal in capsys.readouterr().err
 
 
@@ -307,7 +307,7 @@ def test_what_megatron_cannot_express_is_refused(choices, refusal, tmp_path, cap
 def test_an_imported_run_goes_on_where_it_stood(theirs, tmp_path, monkeypatch):
     """The command that the import prints, typed: 6 steps in all, the first three of them Megatron's."""
     monkeypatch.chdir(tmp_path)
-    assert main(["convert", "megatron-import", str(theirs), "back"]) == 0
+    assert main(["import", str(theirs), "back"]) == 0
     command = ["train", "back/train.yaml", "data.synthetic=true", "runtime.name=moved", "telemetry.log_interval=1"]
     trained = run(tmp_path, *TRIAXIS, *command)
     assert trained.exit_code == 0, trained.err
@@ -334,7 +334,7 @@ def test_an_imported_run_goes_on_where_it_stood(theirs, tmp_path, monkeypatch):
 )
 def test_absurd_arguments_are_refused_in_words(theirs, tmp_path, capsys, args, said):
     rewrite(theirs, **args)
-    assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "out")]) == 2
+    assert main(["import", str(theirs), str(tmp_path / "out")]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert re.search(said, error), error
     assert not (tmp_path / "out").exists()
@@ -348,7 +348,7 @@ def test_an_absurd_optimizer_is_refused_in_words(theirs, tmp_path, capsys, group
     common = torch.load(path, weights_only=False)
     common["optimizer"]["optimizer"]["param_groups"] = groups
     torch.save(common, path)
-    assert main(["convert", "megatron-import", str(theirs), str(tmp_path / "out")]) == 2
+    assert main(["import", str(theirs), str(tmp_path / "out")]) == 2
     assert "Import the weights: --weights-only" in " ".join(capsys.readouterr().err.split())
 
 
@@ -361,8 +361,8 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, capsys):
     shards = (whole(name, values) for name, values in tensors.items())
     tree = {"model": model.model_dump(mode="json")}
     write_checkpoint(tmp_path / "bad", shards, TrainingState.at_start(), config=tree, source="a test")
-    assert main(["convert", "megatron-export", str(tmp_path / "bad"), str(tmp_path / "megatron")]) == 0
-    assert main(["convert", "megatron-import", str(tmp_path / "megatron"), str(tmp_path / "out")]) == 2
+    assert main(["export", "--to", "megatron", str(tmp_path / "bad"), str(tmp_path / "megatron")]) == 0
+    assert main(["import", str(tmp_path / "megatron"), str(tmp_path / "out")]) == 2
     error = " ".join(capsys.readouterr().err.split())
     assert "decoder.layers.mlp.linear_fc2.weight has 1 of 384 elements that are NaN" in error
     assert not (tmp_path / "out").exists()
@@ -377,7 +377,7 @@ def test_the_state_of_another_optimizer_is_not_exported_and_its_weights_are(tmp_
     )
     tree = config.model_dump(mode="json")
     write_checkpoint(tmp_path / "sgd", shards, TrainingState.at_start(), config=tree, source="a test", has_moments=True)
-    export = ["convert", "megatron-export", str(tmp_path / "sgd"), str(tmp_path / "megatron")]
+    export = ["export", "--to", "megatron", str(tmp_path / "sgd"), str(tmp_path / "megatron")]
     assert main(export) == 2
     assert "optimizer.name = sgd: only AdamW's state is written" in " ".join(capsys.readouterr().err.split())
     assert main([*export, "--weights-only"]) == 0

@@ -62,9 +62,9 @@ def test_the_tokenizer_of_a_folder_leaves_whole(tmp_path: Path, chat: Path, caps
     import transformers
 
     model = {**MODEL, "vocab_size": 303}
-    said(capsys, "convert", "hf-export", checkpoint(tmp_path / "ours", model, str(chat)), tmp_path / "theirs")
-    said(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
-    said(capsys, "convert", "hf-export", tmp_path / "back", tmp_path / "again")
+    said(capsys, "export", checkpoint(tmp_path / "ours", model, str(chat)), tmp_path / "theirs")
+    said(capsys, "import", tmp_path / "theirs", tmp_path / "back")
+    said(capsys, "export", tmp_path / "back", tmp_path / "again")
     own = transformers.AutoTokenizer.from_pretrained(chat)
     files = sorted(path for path in chat.rglob("*") if path.is_file())
     for folder in (tmp_path / "theirs", tmp_path / "again"):
@@ -83,7 +83,7 @@ def test_the_end_of_documents_in_training_is_the_end_of_a_text(
 ) -> None:
     """Whatever the folder says, and in all of its files; an import's word counts, because its model learned it elsewhere."""
     source = checkpoint(tmp_path / "ours", {**MODEL, "vocab_size": 303}, str(chat / "tokenizer.json"))
-    text = said(capsys, "convert", "hf-export", source, tmp_path / "out")
+    text = said(capsys, "export", source, tmp_path / "out")
     assert "eos_token is <|endoftext|>, which ended documents in training, and no longer <|turn|>" in text
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         assert json.loads((tmp_path / "out" / name).read_text())["eos_token"] == "<|endoftext|>"
@@ -97,19 +97,19 @@ def test_a_special_token_beyond_the_model_is_no_other_tokenizer(
     """Gemma 3 1B's: no text is encoded to its token for images. It is imported, prepared for, and exported."""
     import tokenizers
 
-    said(capsys, "convert", "hf-export", checkpoint(tmp_path / "ours", MODEL, str(tokenizer)), tmp_path / "theirs")
+    said(capsys, "export", checkpoint(tmp_path / "ours", MODEL, str(tokenizer)), tmp_path / "theirs")
     path = tmp_path / "theirs" / "tokenizer.json"
     more: Any = tokenizers.Tokenizer.from_file(str(path))
     more.add_special_tokens(["<image>"])
     more.save(str(path))
-    text = said(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
+    text = said(capsys, "import", tmp_path / "theirs", tmp_path / "back")
     assert "no embedding for <image>: no text is encoded" in text
     (tmp_path / "text.txt").write_text("an <image> of " + TEXT * 9)
     words = ("prepare", "--input", tmp_path / "text.txt", "--output", tmp_path / "corpus", "--workers", 1)
     assert "301 tokens" in said(capsys, *words, "--tokenizer", tmp_path / "back")
     data = DataConfig(train=[(1.0, str(tmp_path / "corpus"))], split=(1.0, 0.0, 0.0))
     assert open_datasets(data, 16, 1, vocab_size=300).train[0].tokens.max() < 300
-    said(capsys, "convert", "hf-export", tmp_path / "back", tmp_path / "again")
+    said(capsys, "export", tmp_path / "back", tmp_path / "again")
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == path.read_bytes()
 
 
@@ -117,7 +117,7 @@ def test_a_sentencepiece_model_goes_through(tmp_path: Path, capsys: pytest.Captu
     """A folder without tokenizer.json keeps its tokenizer.model, which is the tokenizer of what is trained from it."""
     import sentencepiece
 
-    said(capsys, "convert", "hf-export", checkpoint(tmp_path / "ours", MODEL), tmp_path / "theirs")
+    said(capsys, "export", checkpoint(tmp_path / "ours", MODEL), tmp_path / "theirs")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([TEXT] * 20),
         model_prefix=str(tmp_path / "theirs" / "tokenizer"),
@@ -125,10 +125,10 @@ def test_a_sentencepiece_model_goes_through(tmp_path: Path, capsys: pytest.Captu
         model_type="bpe",
         minloglevel=2,
     )
-    said(capsys, "convert", "hf-import", tmp_path / "theirs", tmp_path / "back")
+    said(capsys, "import", tmp_path / "theirs", tmp_path / "back")
     config = load_config(tmp_path / "back" / "train.yaml", ["data.train=[[1.0, corpus]]"])
     assert config.data.tokenizer == str(tmp_path / "back" / "tokenizer.model")
-    text = said(capsys, "convert", "hf-export", tmp_path / "back", tmp_path / "again")
+    text = said(capsys, "export", tmp_path / "back", tmp_path / "again")
     assert f"tokenizer  {tmp_path / 'again' / 'tokenizer.model'}" in text and "compare its ids" in text
     own = (tmp_path / "theirs" / "tokenizer.model").read_bytes()
     assert (tmp_path / "again" / "tokenizer.model").read_bytes() == own
@@ -156,7 +156,7 @@ def test_another_tokenizer_than_that_of_the_training_is_refused(
     proven = saved("proven", str(tokenizer), tmp_path / "gone")
     lost = saved("lost", "bytes", tmp_path / "gone")
     for source, wrong, given in ((assumed, "bytes", ()), (proven, "bytes", ("bytes",))):
-        export = ("convert", "hf-export", source, tmp_path / "out", *(("--tokenizer", *given) if given else ()))
+        export = ("export", source, tmp_path / "out", *(("--tokenizer", *given) if given else ()))
         option = [f"data.tokenizer={name}" for name in given]
         for command, advice in (
             (export, "--tokenizer "),
@@ -166,7 +166,7 @@ def test_another_tokenizer_than_that_of_the_training_is_refused(
             error = refused(capsys, *command)
             assert f"the tokenizer {wrong} is not that of" in error and f"Give that one: {advice}{tokenizer}" in error
     for number, source in enumerate((assumed, proven, lost)):
-        said(capsys, "convert", "hf-export", source, tmp_path / f"{number}", "--tokenizer", tokenizer)
+        said(capsys, "export", source, tmp_path / f"{number}", "--tokenizer", tokenizer)
         ids = json.loads((tmp_path / f"{number}" / "generation_config.json").read_text())
         assert ids["eos_token_id"] == 299
 
@@ -189,12 +189,12 @@ def test_the_tokenizer_of_a_run_is_found_above_it_or_asked_for(
     config = {"model": model.model_dump(mode="json"), "data": {"tokenizer": "tok/t.json"}}
     write_checkpoint(start / "runs/a/checkpoints", shards, state, config=config, source="a", has_moments=True)
     monkeypatch.chdir(elsewhere)
-    said(capsys, "convert", "hf-export", start / "runs/a/checkpoints", "out")
+    said(capsys, "export", start / "runs/a/checkpoints", "out")
     assert Path("out/tokenizer.json").read_bytes() == tokenizer.read_bytes()
     (start / "tok" / "t.json").write_bytes(tokenizer.read_bytes() + b" ")
-    error = refused(capsys, "convert", "hf-export", start / "runs/a/checkpoints", "more")
+    error = refused(capsys, "export", start / "runs/a/checkpoints", "more")
     assert "names the tokenizer tok/t.json, which is not there" in error and not Path("more").exists()
-    text = said(capsys, "convert", "hf-export", start / "runs/a/checkpoints", "more", "--tokenizer", "none")
+    text = said(capsys, "export", start / "runs/a/checkpoints", "more", "--tokenizer", "none")
     assert "none was written" in text and "no tokenizer was asked for" in text
 
 
@@ -209,11 +209,11 @@ def test_a_folder_and_ranks_are_tokenizers_of_a_checkpoint(
     (start / "tok" / "mine.tiktoken").write_bytes(b"".join(lines))
     monkeypatch.chdir(start)
     folder = checkpoint(start / "runs" / "folder", MODEL, "tok")
-    assert str(start / "tok" / "tokenizer.json") not in said(capsys, "convert", "hf-export", folder, "of_folder")
+    assert str(start / "tok" / "tokenizer.json") not in said(capsys, "export", folder, "of_folder")
     assert Path("of_folder/tokenizer.json").read_bytes() == tokenizer.read_bytes()
     ranks = find(checkpoint(start / "runs" / "ranks", MODEL, r"tok/mine.tiktoken:\w+|\W+"))
     assert recorded_tokenizer(ranks) == rf"{start}/tok/mine.tiktoken:\w+|\W+"
-    text = said(capsys, "convert", "hf-export", ranks.folder, "of_ranks")
+    text = said(capsys, "export", ranks.folder, "of_ranks")
     assert "mine.tiktoken" in text and "is no tokenizer.json, which transformers reads" in text
     assert json.loads(Path("of_ranks/config.json").read_text())["eos_token_id"] == 256
     assert not Path("of_ranks/tokenizer.json").exists()

@@ -107,23 +107,23 @@ def test_the_text_is_that_of_a_model_with_these_weights(two: Two, said: Callable
 
 
 def test_the_export_to_hugging_face_has_these_weights(two: Two, tmp_path: Path, said: Callable[..., str]) -> None:
-    said("convert", "hf-export", two.plain, tmp_path / "plain")
-    told = said("convert", "hf-export", two.averaged, tmp_path / "ema", "--weights", "ema")
-    said("convert", "hf-export", two.averaged, tmp_path / "trained")
+    said("export", two.plain, tmp_path / "plain")
+    told = said("export", two.averaged, tmp_path / "ema", "--weights", "ema")
+    said("export", two.averaged, tmp_path / "trained")
     files = [tmp_path / name / "model.safetensors" for name in ("plain", "ema", "trained")]
     expected, averaged, trained = (file.read_bytes() for file in files)
     assert averaged == expected != trained and "the moving average of its weights" in told
 
 
 def test_the_export_to_megatron_has_these_weights(two: Two, tmp_path: Path, said: Callable[..., str]) -> None:
-    said("convert", "megatron-export", two.averaged, tmp_path / "theirs", "--weights-only", "--weights", "ema")
-    said("convert", "megatron-import", tmp_path / "theirs", tmp_path / "back", "--vocab-size", 257)
+    said("export", "--to", "megatron", two.averaged, tmp_path / "theirs", "--weights-only", "--weights", "ema")
+    said("import", tmp_path / "theirs", tmp_path / "back", "--vocab-size", 257)
     assert find(tmp_path / "back").manifest.fingerprint["master"] == find(two.plain).manifest.fingerprint["master"]
-    assert "left behind" in said("convert", "megatron-export", two.averaged, tmp_path / "training")
+    assert "left behind" in said("export", "--to", "megatron", two.averaged, tmp_path / "training")
     # A run that keeps an average goes on from Megatron's state, which has none.
     config = tmp_path / "mine.yaml"
     config.write_text(json.dumps(find(two.averaged).manifest.config | {"data": {"synthetic": True}}))
-    said("convert", "megatron-import", tmp_path / "training", tmp_path / "all", "--config", config)
+    said("import", tmp_path / "training", tmp_path / "all", "--config", config)
     assert find(tmp_path / "all").manifest.kinds == ("master", "exp_avg", "exp_avg_sq")
 
 
@@ -133,12 +133,12 @@ def test_a_checkpoint_without_an_average_is_refused(
     for words in (
         ("evaluate", two.plain, "--text", text(tmp_path)),
         ("generate", two.plain, "--prompt", "a"),
-        ("convert", "hf-export", two.plain, tmp_path / "out"),
-        ("convert", "megatron-export", two.plain, tmp_path / "out", "--weights-only"),
+        ("export", two.plain, tmp_path / "out"),
+        ("export", "--to", "megatron", two.plain, tmp_path / "out", "--weights-only"),
     ):
         result = say(capsys, monkeypatch, *words, "--weights", "ema")
         assert result.exit_code == 2 and "holds no moving average of the weights" in result.err, words
-    result = say(capsys, monkeypatch, "convert", "megatron-export", two.averaged, tmp_path / "out", "--weights", "ema")
+    result = say(capsys, monkeypatch, "export", "--to", "megatron", two.averaged, tmp_path / "out", "--weights", "ema")
     assert result.exit_code == 2 and "Export them alone: --weights-only" in result.err
     assert not (tmp_path / "out").exists()
 

@@ -113,7 +113,7 @@ def learns_real_text(trained: Finished, much_better: float) -> None:
     ):
         assert f"{value:.4f}  {name}" in out
     assert "  it writes  " in out
-    assert out.splitlines()[-1].endswith("convert hf-export runs/gpt_tiny gpt_tiny-hf")
+    assert out.splitlines()[-1].endswith("export runs/gpt_tiny gpt_tiny-hf")
 
 
 def test_command_1_learns_real_text(command_1: Finished) -> None:

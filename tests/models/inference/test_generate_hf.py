@@ -49,7 +49,7 @@ def test_greedy_text_is_that_of_transformers(model, tmp_path, capsys, monkeypatc
     drawn = save(tmp_path / "drawn", model).weights
     saved = save(tmp_path, model, {name: loudness(name) * weight for name, weight in drawn.items()})
     exported = tmp_path / "exported"
-    assert say(capsys, monkeypatch, "convert", "hf-export", saved.folder, exported, "--dtype", "fp32").exit_code == 0
+    assert say(capsys, monkeypatch, "export", saved.folder, exported, "--dtype", "fp32").exit_code == 0
     written = set()
     for prompt in PROMPTS:
         words = (

@@ -31,7 +31,7 @@ class Missing:
 
 
 _ELSEWHERE = "Megatron-LM itself refuses it"
-_OF_CHECKPOINTS = "it says what is taken from a checkpoint of Megatron-LM: `triaxis convert megatron-import` does so"
+_OF_CHECKPOINTS = "it says what is taken from a checkpoint of Megatron-LM: `triaxis import` does so"
 _OF_BATCHES = (
     "a batch size that grows is a list of stages here, each with a train.global_batch_size: give a few by hand"
 )
@@ -107,9 +107,7 @@ _MORE: Mapping[str, Missing] = {
     "ckpt-step": Missing("=", _OF_CHECKPOINTS),
     "load-main-params-from-ckpt": Missing("", _OF_CHECKPOINTS),
     "override-ckpt-iteration": Missing("=", _OF_CHECKPOINTS),
-    "use-checkpoint-args": Missing(
-        "", "`triaxis convert megatron-import` makes a config from a checkpoint's arguments"
-    ),
+    "use-checkpoint-args": Missing("", "`triaxis import` makes a config from a checkpoint's arguments"),
     "yaml-cfg": Missing("=", "arguments in a file of YAML are not read: give them as options"),
     "skip-train": Missing("", "nothing would be trained: `triaxis evaluate` evaluates a checkpoint"),
     "batch-size": Missing("=", f"{_ELSEWHERE}: it is --micro-batch-size"),

@@ -265,7 +265,7 @@ def _checkpoint(parsed: Parsed) -> Fields:
         parsed.lacks(
             "load",
             "it holds checkpoints of Megatron-LM. Bring one in, and then give checkpoint.load=imported:  "
-            + triaxis(f"convert megatron-import {shlex.quote(args['load'])} imported"),
+            + triaxis(f"import {shlex.quote(args['load'])} imported"),
         )
     return checkpoint
 

@@ -72,8 +72,8 @@ def test_it_comes_in_continues_and_goes_out(tmp_path: Path) -> None:
     expected = json.loads(run(*oracle, packages=packages).splitlines()[-1])
 
     ours, of_gguf, target = (tmp_path / name for name in ("ours", "of_gguf", "target"))
-    run("-m", "triaxis.launch.cli", "convert", "hf-import", str(source), str(ours))
-    run("-m", "triaxis.launch.cli", "convert", "hf-import", str(gguf), str(of_gguf))
+    run("-m", "triaxis.launch.cli", "import", str(source), str(ours))
+    run("-m", "triaxis.launch.cli", "import", str(gguf), str(of_gguf))
     assert find(of_gguf).manifest.fingerprint == find(ours).manifest.fingerprint
     assert open_folder(source).model.tie_embeddings
 
@@ -83,7 +83,7 @@ def test_it_comes_in_continues_and_goes_out(tmp_path: Path) -> None:
         printed = run("-m", "triaxis.launch.cli", "generate", str(ours), *prompts, *options)
         assert [json.loads(line)["text"] for line in printed.splitlines()] == expected, layout
 
-    run("-m", "triaxis.launch.cli", "convert", "hf-export", str(ours), str(target))
+    run("-m", "triaxis.launch.cli", "export", str(ours), str(target))
     theirs, again = WeightFiles(source), WeightFiles(target)
     assert theirs.tensors == again.tensors and len(again.tensors) == 272
     assert all(torch.equal(theirs.read(name), again.read(name)) for name in theirs.tensors)

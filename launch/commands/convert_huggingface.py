@@ -1,10 +1,9 @@
-"""`triaxis convert`: models from other libraries' formats into a checkpoint, and out of one; one process, no process group.
+"""Hugging Face folders into a checkpoint (`triaxis import`), and out of one (`export`); one process, no process group.
 
-    HF_DIR/config.json, *.safetensors  --hf-import-->  OUT_DIR/step_00000000/ (weights), OUT_DIR/train.yaml
-    checkpoint of any layout           --hf-export-->  OUT_DIR/config.json, *.safetensors, tokenizer.json
+    HF_DIR/config.json, *.safetensors  --import-->  OUT_DIR/step_00000000/ (weights), OUT_DIR/train.yaml
+    checkpoint of any layout           --export-->  OUT_DIR/config.json, *.safetensors, tokenizer.json
 
-Both write a folder that is there whole or not at all, and hold a tensor or a few of them in memory at a time. Each verb's parser
-names its function in `convert`; Megatron's verbs are in `convert_megatron.py`.
+Both write a folder that is there whole or not at all, and hold a tensor or a few of them in memory at a time.
 """
 
 import argparse
@@ -25,11 +24,8 @@ from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.data.corpus.tokenizers import SENTENCEPIECE, TOKENIZER_JSON, check_tokenizer
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.program import triaxis
-from triaxis.launch.commands import convert_megatron
-from triaxis.launch.start.command_line import CommandParser, add_checkpoint, add_ignore, add_weights
 from triaxis.launch.tuning.report import git_commit
 from triaxis.models.interop.huggingface.config import family_of, to_hugging_face
-from triaxis.models.interop.huggingface.families import FAMILIES
 from triaxis.models.interop.huggingface.model_card import README, model_card, read_losses
 from triaxis.models.interop.huggingface.record import (
     GENERATION_CONFIG,
@@ -50,69 +46,10 @@ from triaxis.models.specs import num_parameters
 if TYPE_CHECKING:
     from triaxis.models.interop.huggingface.weights import HuggingFaceModel
 
-IMPORT_EXAMPLES = """examples:
-  triaxis convert hf-import models/Qwen3-0.6B checkpoints/qwen3
-  triaxis convert hf-import models/gpt2 checkpoints/gpt2 --seq-length 512 --dtype fp32
-"""
-EXPORT_EXAMPLES = """examples:
-  triaxis convert hf-export runs/gpt_tiny exported/gpt_tiny
-  triaxis convert hf-export runs/llama/checkpoints/step_00001000 exported/llama --dtype bf16 --tokenizer tokenizer.json
-"""
-DTYPES = ("source", "bf16", "fp32")
-"""What `--dtype` may be."""
-
 TRAIN_CONFIG = "train.yaml"
 
 
-def add_arguments(parser: CommandParser) -> None:
-    summary = f"turn a Hugging Face folder ({', '.join(FAMILIES)}) into weights to start from, and a config"
-    words = "HF_DIR OUT_DIR [--seq-length N] [--dtype DTYPE] [--ignore KEY]"
-    bring = parser.add_verb("hf-import", summary, words, IMPORT_EXAMPLES)
-    bring.add_argument("source", type=Path, metavar="HF_DIR", help="folder with config.json and safetensors")
-    bring.add_argument("out", type=Path, metavar="OUT_DIR", help="folder of checkpoints to make; it must not exist")
-    bring.add_argument(
-        "--seq-length",
-        type=int,
-        metavar="N",
-        help="tokens in a training sample (default: the longest of the model)",
-    )
-    _add_dtype(bring, "of the weights in the checkpoint (default: source, as they are in the files)")
-    add_ignore(bring)
-    bring.set_defaults(convert=hf_import)
-
-    summary = "turn a checkpoint of any layout into a folder that transformers loads"
-    words = "CHECKPOINT OUT_DIR [--family NAME] [--dtype DTYPE] [--tokenizer PATH] [options]"
-    take = parser.add_verb("hf-export", summary, words, EXPORT_EXAMPLES)
-    add_checkpoint(take, "source")
-    take.add_argument("out", type=Path, metavar="OUT_DIR", help="folder to make; it must not exist")
-    take.add_argument(
-        "--family",
-        choices=list(FAMILIES),
-        metavar="NAME",
-        help=f"architecture to write: {', '.join(FAMILIES)} (default: the first that can express the model)",
-    )
-    _add_dtype(take, "of the weights in the files (default: source, as they were saved: fp32 masters)")
-    take.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        help="`bytes`, a tokenizer.json or its folder, or `none` (default: what the checkpoint's config names)",
-    )
-    take.add_argument(
-        "--max-shard-gb", type=float, default=5.0, metavar="N", help="largest file, in units of 10^9 bytes (default: 5)"
-    )
-    add_weights(take)
-    take.set_defaults(convert=hf_export)
-    convert_megatron.add_verbs(parser)
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen verb; CheckpointError, ConfigError or DataError where a conversion is impossible."""
-    convert: Callable[[argparse.Namespace], None] = args.convert
-    convert(args)
-    return 0
-
-
-def hf_import(args: argparse.Namespace) -> None:
+def import_huggingface(args: argparse.Namespace) -> None:
     """Write the weights of a Hugging Face folder as our checkpoint, with a config for training."""
     from triaxis.models.interop.huggingface.weights import open_folder
 
@@ -144,7 +81,7 @@ def import_weights(found: "HuggingFaceModel", source: Path, out: Path, dtype: st
         found: the folder `source`, opened.
         source: with config.json and the weights.
         out: the folder to make; it must not exist.
-        dtype: of DTYPES.
+        dtype: `source`, or one of `triaxis.engine.numerics.precision.DTYPES`.
         console: where a bar shows the progress.
 
     Raises:
@@ -186,7 +123,7 @@ def import_source(family: str, source: Path) -> str:
     return f"hf-import of a {family}: {source}"
 
 
-def hf_export(args: argparse.Namespace) -> None:
+def export_huggingface(args: argparse.Namespace) -> None:
     """Write a checkpoint's weights as a folder that transformers loads."""
     from triaxis.engine.checkpoint.directory import find
     from triaxis.models.interop.huggingface.files import whole_folder, write_bytes, write_text, write_weights
@@ -262,12 +199,8 @@ def hf_export(args: argparse.Namespace) -> None:
         console.print(f"note       {note}")
 
 
-def _add_dtype(parser: argparse.ArgumentParser, meaning: str) -> None:
-    parser.add_argument("--dtype", choices=DTYPES, default="source", help=meaning)
-
-
 def _torch_dtype(name: str) -> Any:
-    """Return torch's dtype, or None for `source`."""
+    """Return torch's dtype, or None for `source`, as the weights are saved."""
     from triaxis.engine.numerics.precision import DTYPES as TORCH_DTYPES
 
     return None if name == "source" else TORCH_DTYPES[name]
