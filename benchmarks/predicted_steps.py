@@ -1,6 +1,6 @@
 """Predicted step times beside measured ones, on this machine: the tiny config in twelve layouts of one and two ranks.
 
-    triaxis calibrate  ->  a device's file  ->  Estimator.simulated    beside    a few training steps of each layout (`triaxis try`)
+    triaxis bench --device  ->  a device's file  ->  Estimator.simulated    beside    a few training steps of each layout
 
 Nothing of the measured steps enters a prediction. `order` counts the pairs of layouts whose measured times differ by more than
 10 %, and those that the prediction orders alike.

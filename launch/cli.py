@@ -23,7 +23,7 @@ GROUPS = {
     "train": {
         "train": "start a training run on this machine, these nodes or this SLURM step",
         "start-from": "import a Hugging Face folder, and write a config that trains it further on this machine",
-        "try": "train a few steps on random tokens in some layouts: speed, memory and time of each",
+        "bench": "train a few steps in some layouts: speed, memory and time of each; or measure this device",
         "evaluate": "measure loss and perplexity of a text or corpus under the model of a checkpoint",
         "generate": "continue a prompt with the model of a checkpoint",
     },
@@ -35,7 +35,6 @@ GROUPS = {
         "footprint": "run one rank's step of any layout without the machines: memory, traffic and operators",
         "verify": "prove that a layout trains the same model as one process, or name what differs",
         "doctor": "compare all nodes, measure the layout's groups, and name what is out of line",
-        "calibrate": "measure this machine's device, for predictions of step times",
     },
     "data and checkpoints": {
         "prepare": "turn text into a .bin/.idx corpus",
@@ -54,6 +53,8 @@ COMMANDS = {name: summary for group in GROUPS.values() for name, summary in grou
 
 RENAMED = {
     "simulate": "`triaxis schedule times`",
+    "try": "`triaxis bench`",
+    "calibrate": "`triaxis bench --device`",
     "traffic": "`triaxis footprint --measured`",
     "timeline": "`triaxis report --timeline`",
     "convert": "`triaxis import` and `triaxis export`",

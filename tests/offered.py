@@ -31,9 +31,9 @@ LOOKS_LIKE_A_LINE = re.compile(
 PROSE = (
     "bash {checkout}/launch/bootstrap.sh",
     "triaxis corpus 1",
-    "triaxis calibrate on ",
-    "triaxis calibrate, ",
-    "triaxis try starts its ranks",
+    "triaxis bench --device on ",
+    "triaxis bench --device, ",
+    "triaxis bench starts its ranks",
     "triaxis plan: no device was used",
     "triaxis report from ",
 )

@@ -37,7 +37,7 @@ COMPONENTS_OF: Mapping[Part, tuple[str, ...]] = {
 }
 """Components of `StepTime` that make up each measured part; the model predicts none for some."""
 
-NAME_IT = "`triaxis report --cluster` names one (a file, or 64xH100); `triaxis calibrate` measures a device."
+NAME_IT = "`triaxis report --cluster` names one (a file, or 64xH100); `triaxis bench --device` measures a device."
 
 
 def predicted_beside_measured(run: RunRecord, cluster: Cluster | None) -> str:

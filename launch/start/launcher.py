@@ -164,7 +164,7 @@ def _launch(request: Request, variables: Mapping[str, str]) -> int:
     exit_code = _run_stages(plan, arguments, environment)
     if exit_code == 0 and request.config_path is None and plan.config_path == GPU_CONFIG:
         measured = "measures speed, MFU and memory of a layout, beside the prediction"
-        _row(console, "next", triaxis(f"try {shlex.quote(_near(GPU_CONFIG))}") + f"   {measured}")
+        _row(console, "next", triaxis(f"bench {shlex.quote(_near(GPU_CONFIG))}") + f"   {measured}")
     return exit_code
 
 

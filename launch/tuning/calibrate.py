@@ -14,6 +14,7 @@ Every number is the best of several runs: another program only makes a machine s
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,12 +29,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import yaml
+from rich.console import Console
 
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.elementwise import activation
 from triaxis.engine.kernels.fusion import EAGER
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.storage.redaction import unwritable
 from triaxis.engine.telemetry.record.flops import known_peak
 from triaxis.launch.footprint.real import real_steps
 from triaxis.models.gpt.chunk import build_chunks
@@ -112,6 +117,43 @@ def _multiply(num_threads: int, started: Semaphore) -> None:
         torch.mm(x, x)
 
 
+def write_device(out: Path, name: str, kind: str, num_ranks: int) -> None:
+    """Measure a device and write its file, with a line on standard output for each part and for the rates.
+
+    Args:
+        out: the file to write.
+        name: of the device in plans.
+        kind: `cpu` or `cuda`.
+        num_ranks: as of `measure_device`.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    if kind == "cpu":
+        # As many as a rank has; a bare torch would take all cores.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    console = Console(highlight=False, soft_wrap=True)
+    values = measure_device(name, torch.device(kind), lambda what: console.print(f"  {what} ..."), num_ranks=num_ranks)
+    link = values.pop("collective_gb_per_s")
+    text = f"# Measured by triaxis bench --device on {kind}; rates of ranks with {torch.get_num_threads()} CPU thread(s).\n"
+    text += yaml.safe_dump(values, sort_keys=False, width=200)
+    try:
+        write_atomically(out, [text.encode()])
+    except OSError as error:
+        raise unwritable(f"{out}", error) from error
+    peaks = ", ".join(f"{dtype} {tflops:g} TFLOP/s" for dtype, tflops in values["peak_tflops"].items())
+    console.print(
+        f"wrote {out}: {peaks}; memory {values['memory_gb_per_s']:g} GB/s; host {values['host_us']:g} us per kernel; "
+        f"a call of two ranks {values['collective_us']:g} us"
+    )
+    if math.isfinite(link):
+        console.print(
+            "cluster of two ranks:  "
+            f"{{device: {out}, nodes: 1, gpus_per_node: 2, nvlink_gb_per_s: {link:g}, network_gb_per_s: {link:g}, "
+            f"network_latency_us: {values['collective_us']:g}, oversubscription: 1.0, price_per_gpu_hour: 0.0}}"
+        )
+
+
 def measure_device(
     name: str, device: torch.device, report: Callable[[str], None], *, num_ranks: int = 1
 ) -> dict[str, Any]:
@@ -187,7 +229,7 @@ def _finish(device: torch.device) -> None:
 
 def _source(device: torch.device) -> str:
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    return f"triaxis calibrate, {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, {where}"
+    return f"triaxis bench --device, {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}, {where}"
 
 
 def _gemms(device: torch.device, short: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:

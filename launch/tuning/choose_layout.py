@@ -7,7 +7,7 @@ tp is a power of two within a node and brings sequence parallelism, which sends 
 the ranks. ep is 1 without experts; with ep, tokens go by all-to-all. Its memory follows the load, here an even one; all-gather has
 buffers for the worst load. `recompute.granularity=auto` finds what each layout must recompute. A MARGIN of the memory stays free: a
 prediction has neither the workspace of operators, nor CUDA's context, nor an allocator's rounding. No layout is measured here;
-`triaxis try` does.
+`triaxis bench` does.
 """
 
 from collections.abc import Iterator

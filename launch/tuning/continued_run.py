@@ -189,7 +189,7 @@ def _chosen_sections(run: ContinuedRun) -> Mapping[str, tuple[Any, ...]]:
             f"For {run.machine.name}: the smallest {sizes} with which each rank fits {1 - MARGIN:.0%} of its memory,",
             f"{gigabytes(run.chosen.usable_bytes)}.",
             *wrap(f"{memory_line(run.chosen.prediction)}.", 120),
-            "`triaxis try` measures this and other layouts.",
+            "`triaxis bench` measures this and other layouts.",
         ),
         **({"kernels": (_dispatch(run),)} if has_kernels else {}),
         "recompute": (_recompute(run),),

@@ -1,4 +1,4 @@
-"""Results of `triaxis try` as a block of plain text to paste, and as JSON, with the machine that they are of.
+"""Results of `triaxis bench` as a block of plain text to paste, and as JSON, with the machine that they are of.
 
 torch is imported for its version and the name of the card, after the runs: a process that has queried a GPU holds memory on it.
 """

@@ -32,7 +32,7 @@ DRY_FORMS = [
     (re.compile(rf"({VARIABLES})bash launch/pretrain_gpt\.sh\b(.*)"), r"\1triaxis train\2 --dry-run"),
     (re.compile(r"(bash tests/run\.sh\b.*)"), r"\1 --dry-run"),
     (re.compile(r"(triaxis footprint\b.* --measured\b.*)"), r"\1 --dry-run"),
-    (re.compile(rf"({VARIABLES}triaxis (?:train|try|verify|doctor)\b.*)"), r"\1 --dry-run"),
+    (re.compile(rf"({VARIABLES}triaxis (?:train|bench|verify|doctor)\b.*)"), r"\1 --dry-run"),
     (re.compile(r"(?:sbatch|bash) (launch/slurm/\S+\.sbatch.*)"), r"bash \1 --dry-run"),
     (re.compile(r"make (\w+)"), r"make --dry-run \1"),
     # needs a run; tests/launch/report/test_report.py makes some

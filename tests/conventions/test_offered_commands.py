@@ -89,7 +89,7 @@ OFFERED: dict[str, Offer | str] = {
     "triaxis {shlex.join([*command, *words])}": Offer(
         {"{shlex.join([*command, *words])}": "train run.yaml"}, prints="run.yaml"
     ),
-    "triaxis try {shlex.quote(_near(GPU_CONFIG))}": Offer(
+    "triaxis bench {shlex.quote(_near(GPU_CONFIG))}": Offer(
         {"{shlex.quote(_near(GPU_CONFIG))}": "run.yaml"}, prints="8 on 1 node"
     ),
     "triaxis train run.yaml": Offer(prints="run.yaml"),
@@ -112,7 +112,7 @@ NOT_RUN = {
     r"triaxis data .*": "tests/launch/commands/test_data.py",
     r"triaxis start-from .*": "tests/launch/commands/test_start_from.py",
     r"triaxis footprint .*": "tests/launch/footprint/test_footprint.py",
-    r"(OMP_NUM_THREADS=1 )?triaxis calibrate .*": "tests/launch/tuning/test_calibrate.py",
+    r"(OMP_NUM_THREADS=1 )?triaxis bench --device .*": "tests/launch/tuning/test_calibrate.py",
     r"triaxis prepare --(input|tokenizer) .*": "tests/engine/data/corpus/test_prepare.py",
     r"srun .*|sbatch .*|bash launch/slurm/.*|HOSTFILE=.*": "tests/launch/slurm/test_slurm.py",
     r"bash launch/bootstrap\.sh.*": "tests/launch/start/test_bootstrap.py",
@@ -120,7 +120,7 @@ NOT_RUN = {
 """Examples that need a finished run, a model's folder, files of a kind, a cluster or minutes, and where their like runs. They are
 still read by the command's own parser, with their config and overrides."""
 
-STARTS_RANKS = ("train", "try", "verify", "doctor")
+STARTS_RANKS = ("train", "bench", "verify", "doctor")
 SLOW = ("triaxis schedule check configs/gpt_175b.yaml", "triaxis plan ", "triaxis prepare --stdlib")
 
 DOCUMENTED = {line for page in PAGES for line in commands(page.read_text())}

@@ -24,9 +24,7 @@ from triaxis.engine.storage.state_files import read_regular
 DEVICES = Path("configs/devices")
 """Where devices without a path are looked for."""
 
-NO_DEVICES = (
-    f"This installation has no files of devices: {DEVICES} of the sources has them, and `triaxis calibrate` writes one."
-)
+NO_DEVICES = f"This installation has no {DEVICES}; `triaxis bench --device` writes the file of a device."
 
 Pass = Literal["forward", "backward"]
 
@@ -228,7 +226,7 @@ def load_device(name_or_path: str | Path) -> Device:
     if not path.exists():
         known = device_names()
         there = (
-            f"There are {', '.join(known)}; or give the path of a file from `triaxis calibrate`."
+            f"There are {', '.join(known)}; or give the path of a file from `triaxis bench --device`."
             if known
             else NO_DEVICES
         )

@@ -89,7 +89,7 @@ def test_a_named_cluster_counts_more_than_the_recorded_device(tmp_path: Path) ->
 )
 def test_without_rates_there_is_a_reason_and_a_way(tmp_path: Path, changed: dict[str, object], reason: str) -> None:
     text = said(with_layout(make_run(tmp_path / "demo"), **changed))
-    assert reason in text and "--cluster" in text and "triaxis calibrate" in text
+    assert reason in text and "--cluster" in text and "triaxis bench --device" in text
 
 
 def test_without_a_time_split_nothing_is_compared(tmp_path: Path) -> None:

@@ -89,9 +89,9 @@ def test_the_next_command_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(launcher, "_run_stages", lambda plan, arguments, environment: 0)
     synthetic = ("data.synthetic=true", "train.eval_interval=null")
     assert launcher.launch(launcher.Request(None, synthetic, trains=True), {}) == 0
-    assert "triaxis try configs/gpt_125m_bytes.yaml " in capsys.readouterr().out.splitlines()[-1]
+    assert "triaxis bench configs/gpt_125m_bytes.yaml " in capsys.readouterr().out.splitlines()[-1]
     own = launcher.Request(launcher.GPU_CONFIG, synthetic, trains=True)
-    assert launcher.launch(own, {}) == 0 and "triaxis try" not in capsys.readouterr().out
+    assert launcher.launch(own, {}) == 0 and "triaxis bench" not in capsys.readouterr().out
 
 
 def shown(request: launcher.Request, **terminal: Any) -> list[str]:

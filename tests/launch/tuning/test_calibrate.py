@@ -1,4 +1,4 @@
-"""`triaxis calibrate`: what it writes is a device that predictions read, with the rates that were measured."""
+"""`triaxis bench --device`: what it writes is a device that predictions read, with the rates that were measured."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_measured_device_predicts_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
-    assert main(["calibrate", "--device", "cpu", "--out", str(path)]) == 0
+    assert main(["bench", "--device", "cpu", "--out", str(path)]) == 0
     printed = capsys.readouterr().out
     device = load_device(path)
     assert device.name == "mine" and device.memory_gb > 0.5 and device.collective_us > 0
@@ -59,5 +59,27 @@ def test_ranks_beside_it_slow_a_cpu() -> None:
     assert crowded > alone
 
 
-def test_a_device_file_is_yaml(tmp_path: Path) -> None:
-    assert main(["calibrate", "--out", str(tmp_path / "mine.json")]) == ConfigError.exit_code
+@pytest.mark.parametrize(
+    ("words", "explained"),
+    [
+        (["--device", "--out", "mine.json"], "a device's file ends in .yaml"),
+        (["--device"], "--device without --out"),
+        (
+            ["gpt_tiny", "--device", "--out", "mine.yaml", "--layouts", "tp=2"],
+            "gpt_tiny.yaml, --layouts: the device is",
+        ),
+        (["gpt_tiny", "--out", "mine.yaml"], "--out without --device"),
+        ([], "bench needs a config"),
+    ],
+)
+def test_words_that_do_not_fit_together(
+    words: list[str],
+    explained: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *words]) == ConfigError.exit_code
+    assert explained in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

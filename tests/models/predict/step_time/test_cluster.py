@@ -62,6 +62,6 @@ def test_what_may_be_written_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "device_names", list)
     monkeypatch.setattr(device, "device_names", list)
     for refused in (lambda: cluster_of("64xH100"), lambda: device.load_device("H999")):
-        with pytest.raises(ConfigError, match="This installation has no files of devices") as error:
+        with pytest.raises(ConfigError, match="This installation has no configs/devices") as error:
             refused()
         assert "There are" not in str(error.value)

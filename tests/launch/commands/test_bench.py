@@ -1,4 +1,4 @@
-"""`triaxis try`: layouts are trained for a few steps and ranked, what cannot be trained is listed with its reason."""
+"""`triaxis bench`: layouts are trained for a few steps and ranked, what cannot be trained is listed with its reason."""
 
 import json
 import os
@@ -39,11 +39,11 @@ MACHINE = Machine("NVIDIA H100 80GB HBM3", 8, True, "550.54.15", {"torch": "2.13
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_layouts_are_trained_and_ranked(tmp_path: Path) -> None:
-    words = ("try", str(TINY), "--steps", "3", "--layouts", "tp=2;pp=2;tp=3", "--json", "tried.json")
+    words = ("bench", str(TINY), "--steps", "3", "--layouts", "tp=2;pp=2;tp=3", "--json", "tried.json")
     ended = run(tmp_path, *TRIAXIS, *words, *SMALL, "telemetry.peak_tflops=0.001", RUN_NAME="mine")
     assert ended.exit_code == 0, ended.err
     # The block alone goes to stdout: what the runs say does not.
-    assert ended.out.startswith("command   triaxis try ") and "it writes" not in ended.out
+    assert ended.out.startswith("command   triaxis bench ") and "it writes" not in ended.out
     assert [path.name for path in tmp_path.iterdir()] == ["tried.json"]
 
     tried = json.loads((tmp_path / "tried.json").read_text())
@@ -88,7 +88,7 @@ FAILED = Failed("tp=16", "parallel.tp = 16: too many.\nparallel.dp = 3: too odd.
 
 
 def tried(*outcomes: Measured | Failed) -> Tried:
-    return Tried(["triaxis", "try", "x.yaml", "--layouts", "tp=2;tp=4"], "x", 20, MACHINE, outcomes)
+    return Tried(["triaxis", "bench", "x.yaml", "--layouts", "tp=2;tp=4"], "x", 20, MACHINE, outcomes)
 
 
 def test_layouts_are_ranked_by_what_one_gpu_does() -> None:
@@ -104,7 +104,7 @@ def test_the_block_says_everything_that_a_number_needs() -> None:
     assert [line.split()[0] for line in lines if line[:1].strip()][:4] == ["command", "machine", "model", "1."]
     assert next(index for index, line in enumerate(lines) if line.startswith("1.")) < 9
     text = block.replace("\n          ", " ")
-    assert text.splitlines()[0] == "command   triaxis try x.yaml --layouts 'tp=2;tp=4'"
+    assert text.splitlines()[0] == "command   triaxis bench x.yaml --layouts 'tp=2;tp=4'"
     for part in (
         "8 x NVIDIA H100 80GB HBM3; driver 550.54.15; torch 2.13.0, NCCL 2.27.3; commit 0123456789ab",
         "x: 886,016 parameters, bf16, sequence 128; random tokens, 32 samples per step, 4 per microbatch",
@@ -187,36 +187,36 @@ def test_a_layout_that_breaks_is_listed_with_its_first_error(
 def test_after_a_layout_that_breaks_the_next_is_tried(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(try_layouts, "launch", broken_launch(1))
-    assert main(["try", str(TINY), "--layouts", "tp=1;tp=2"]) == 1
+    assert main(["bench", str(TINY), "--layouts", "tp=1;tp=2"]) == 1
     out, err = capfd.readouterr()
     assert "  tp=1: the GPU is out of memory" in out and "  tp=2: the GPU is out of memory" in out
     assert "layout 2 of 2: tp=2, 20 steps" in err and "  | error: a rank lost its peer" in err
 
 
 def test_the_card_is_named_where_nothing_fits_on_it(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    command = command_module("try")
+    command = command_module("bench")
     monkeypatch.setattr(try_layouts, "launch", broken_launch(2))
     monkeypatch.setattr(command, "find_gpus", lambda variables: Gpus(8))
     monkeypatch.setattr(command, "look_at_machine", lambda *, is_gpu: MACHINE if is_gpu else None)
-    assert main(["try", str(TINY), "--layouts", "tp=1", "runtime.device=cpu"]) == 1
+    assert main(["bench", str(TINY), "--layouts", "tp=1", "runtime.device=cpu"]) == 1
     assert "machine   8 x NVIDIA H100 80GB HBM3; driver 550.54.15" in capfd.readouterr().out
 
 
 def test_one_card_gets_a_layout_that_fits_it(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     """The default layout of gpt_tiny has eight ranks. The command that is printed is tried as it stands."""
-    command = command_module("try")
+    command = command_module("bench")
     monkeypatch.setattr(launcher, "find_gpus", lambda variables: Gpus(1))
     monkeypatch.setattr(launcher, "read_devices", lambda variables: None)
     monkeypatch.setattr(command, "find_gpus", lambda variables: Gpus(1))
     monkeypatch.setattr(command, "look_at_machine", lambda *, is_gpu: MACHINE)
-    assert main(["try", str(TINY), "--steps", "4", "train.seed=3"]) == 1
+    assert main(["bench", str(TINY), "--steps", "4", "train.seed=3"]) == 1
     lines = capfd.readouterr().out.splitlines()
     place = lines.index("not trained:")
     assert "needs 8 GPUs per node and this node shows 1. A layout that fits is tried by" in lines[place + 1]
     words = shlex.split(lines[place + 2])
     assert place + 2 < 10 and words == [
         "triaxis",
-        "try",
+        "bench",
         str(TINY),
         "--steps",
         "4",
@@ -231,7 +231,7 @@ def test_one_card_gets_a_layout_that_fits_it(monkeypatch: pytest.MonkeyPatch, ca
 def test_a_person_who_stops_it_is_obeyed(monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(try_layouts, "launch", broken_launch(130))
-    assert main(["try", str(TINY), "--layouts", "tp=1;tp=2"]) == 130
+    assert main(["bench", str(TINY), "--layouts", "tp=1;tp=2"]) == 130
     out, err = capfd.readouterr()
     assert out == "" and "layout 2 of 2" not in err and "no further layout is tried" in err
 
@@ -251,10 +251,10 @@ def test_the_reason_is_the_first_error(output: str, reason: str) -> None:
 
 def test_a_dry_run_shows_the_launch_of_each_layout(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert main(["try", str(TINY), "--layouts", "tp=1;tp=2,pp=2", "--gpus", "4", "--dry-run"]) == 0
+    assert main(["bench", str(TINY), "--layouts", "tp=1;tp=2,pp=2", "--gpus", "4", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert out.count("--nproc-per-node=4") == 2 and "tp=1 pp=1 vpp=1 dp=4" in out and "tp=2 pp=2 vpp=1 dp=1" in out
-    assert main(["try", str(TINY), "--layouts", "tp=3", "--dry-run"]) == 1
+    assert main(["bench", str(TINY), "--layouts", "tp=3", "--dry-run"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -269,14 +269,14 @@ def test_a_dry_run_shows_the_launch_of_each_layout(monkeypatch: pytest.MonkeyPat
     ],
 )
 def test_mistakes(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["try", str(TINY), *words]) == 2
+    assert main(["bench", str(TINY), *words]) == 2
     assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("variable", ["RANK", "NNODES", "HOSTFILE"])
 def test_other_launchers_are_refused(variable: str, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv(variable, "2")
-    assert main(["try", str(TINY), "--dry-run"]) == 2
+    assert main(["bench", str(TINY), "--dry-run"]) == 2
     assert "starts its ranks itself, on one machine" in capsys.readouterr().err
 
 

@@ -1,5 +1,8 @@
-# ruff: noqa: N999  (a command's module has its name, and is imported by name only)
-"""`triaxis try`: a few training steps of a config in one layout or several, on random tokens; speed, memory and time of each."""
+"""`triaxis bench`: how fast a config trains here, in one layout or several, or how fast the device is.
+
+CONFIG     ->  a few training steps of each layout, on random tokens: speed, memory and time of each
+--device   ->  rates of matrix products, attention, memory and calls, as a device's file for predictions
+"""
 
 import argparse
 import json
@@ -43,26 +46,31 @@ from triaxis.launch.tuning.layouts import (
 from triaxis.launch.tuning.report import Tried, look_at_machine, to_json, to_text
 
 EXAMPLES = """examples:
-  triaxis try configs/gpt_tiny.yaml
-  triaxis try configs/gpt_tiny.yaml --steps 10 --layouts 'tp=1;tp=2;tp=2,pp=2' --json tried.json
-  triaxis try configs/llama3_8b.yaml --gpus 8 --layouts 'tp=1;tp=2,sp=true' model.num_layers=4
+  triaxis bench configs/gpt_tiny.yaml
+  triaxis bench configs/gpt_tiny.yaml --steps 10 --layouts 'tp=1;tp=2;tp=2,pp=2' --json tried.json
+  triaxis bench configs/llama3_8b.yaml --gpus 8 --layouts 'tp=1;tp=2,sp=true' model.num_layers=4
+  triaxis bench --device --out this_machine.yaml
+  OMP_NUM_THREADS=1 triaxis bench --device cpu --out this_cpu.yaml
 
 Each layout is a separate training run on the ranks that `triaxis train` would start on this machine, in a temporary folder: no
 corpus, no warm-up of the learning rate, no checkpoint, no wandb. A layout that is illegal, does not fit or breaks is listed with
 its reason. The block on stdout at the end is made to be pasted. Exit code 0: a layout was trained; 1: none was.
+
+A device's file has the form of configs/devices/*.yaml, and the last line that is printed is a cluster of two ranks of this
+machine. Leave the machine alone meanwhile: it takes about a minute.
 """
 DEFAULT_STEPS = 20
 OWN = "the config's own"
+AUTO = "auto"
 NOTHING_TRAINED = 1
 
 
 def add_arguments(parser: CommandParser) -> None:
     parser.usage = (
-        "triaxis try CONFIG [--steps K] [--layouts 'tp=N,pp=N;...'] [--gpus N] [--json FILE] [--dry-run] "
-        "[section.key=value ...]"
+        "triaxis bench (CONFIG [--layouts 'tp=N,pp=N;...'] [section.key=value ...] | --device --out FILE) [options]"
     )
     parser.epilog = EXAMPLES
-    parser.takes(CONFIG, "model and batch to try")
+    parser.takes(CONFIG, "model and batch to train", required=False)
     parser.add_argument(
         "--steps",
         type=int,
@@ -79,10 +87,71 @@ def add_arguments(parser: CommandParser) -> None:
     add_world_size(parser, "ranks of each layout whose dp is open (default: the GPUs; on a CPU one replica)")
     add_json_file(parser)
     add_dry_run(parser, "print the launch line of each layout; start nothing")
+    device = parser.add_argument_group("the device instead")
+    device.add_argument(
+        "--device",
+        choices=(AUTO, "cpu", "cuda"),
+        nargs="?",
+        const=AUTO,
+        help="measure this machine's device (default: the first GPU where torch can use one, else the CPU)",
+    )
+    device.add_argument("--out", type=Path, metavar="FILE", help="the device's file to write (.yaml)")
+    device.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="ranks that will share a CPU: the others multiply matrices meanwhile (default: 1; no effect on a GPU)",
+    )
+    device.add_argument("--name", metavar="NAME", help="of the device in plans (default: the file's name)")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Try the layouts one after the other, print the block; the exit code says whether any was trained."""
+    """Train the layouts one after the other and print the block, or measure the device; return the exit code.
+
+    Raises:
+        ConfigError: neither a config nor --device, or words of one with the other.
+        OutputError: the device's file cannot be written.
+    """
+    refuse(_problems(args))
+    if args.device is None:
+        return _layouts(args)
+    _device(args)
+    return 0
+
+
+def _problems(args: argparse.Namespace) -> Iterator[str]:
+    of_device = [f"--{name}" for name in ("out", "ranks", "name") if getattr(args, name) is not None]
+    if args.device is None:
+        if of_device:
+            yield f"{', '.join(of_device)} without --device: no device is measured, and nothing would be written. Add --device."
+        elif args.config is None:
+            yield "bench needs a config, such as gpt_tiny, or --device and --out: there is nothing to measure. Name one."
+        return
+    of_config = [str(args.config)] if args.config is not None else []
+    of_config += [f"--{name}" for name in ("layouts", "json") if getattr(args, name) is not None]
+    of_config += ["--gpus"] if args.world_size is not None else []
+    if of_config:
+        yield f"--device with {', '.join(of_config)}: the device is measured without a model. Leave one out."
+    if args.out is None:
+        yield "--device without --out: the rates would be lost. Give the device's file to write, such as --out this_machine.yaml."
+    elif args.out.suffix != ".yaml":
+        yield f"--out {args.out}: a device's file ends in .yaml, or no plan would find it. Rename it."
+
+
+def _device(args: argparse.Namespace) -> None:
+    """Measure this machine's device, and write its file."""
+    from triaxis.launch.tuning.calibrate import write_device
+
+    num_ranks = 1 if args.ranks is None else args.ranks
+    check_counts(ranks=num_ranks)
+    gpus = find_gpus(os.environ)
+    if args.device == "cuda" and not gpus.count:
+        refuse([f"--device cuda: torch finds no GPU here. {gpus.problem or gpus.note} Measure the CPU."])
+    kind = args.device if args.device != AUTO else "cuda" if gpus.count else "cpu"
+    write_device(args.out, args.name or args.out.stem, kind, num_ranks)
+
+
+def _layouts(args: argparse.Namespace) -> int:
     _refuse_other_launchers()
     check_counts(world_size=args.world_size)
     if args.steps < LEAST_STEPS:
@@ -95,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
     if not layouts:
         refuse(["--layouts names none. Write for example --layouts 'tp=1;tp=2'."])
     outcomes: list[Measured | Failed] = []
-    with tempfile.TemporaryDirectory(prefix="triaxis-try-") as name, _ranks(args.world_size):
+    with tempfile.TemporaryDirectory(prefix="triaxis-bench-") as name, _ranks(args.world_size):
         for number, (label, change) in enumerate(zip(layouts, changes, strict=True), start=1):
             if not args.dry_run:
                 print(
@@ -172,7 +241,7 @@ def _words(args: argparse.Namespace, layouts: str | None) -> list[str]:
     options = ["--steps", str(args.steps)]
     options += [] if layouts is None else ["--layouts", layouts]
     options += [] if args.world_size is None else ["--gpus", str(args.world_size)]
-    return ["triaxis", "try", str(args.config), *options, *args.overrides]
+    return ["triaxis", "bench", str(args.config), *options, *args.overrides]
 
 
 def _refuse_other_launchers() -> None:
@@ -185,7 +254,7 @@ def _refuse_other_launchers() -> None:
     if "RANK" in os.environ or is_rank(os.environ) or several:
         why = "under torchrun, srun, HOSTFILE or NNODES each process would try the layouts for itself"
         refuse(
-            [f"triaxis try starts its ranks itself, on one machine: {why}. Start it once, without them."],
+            [f"triaxis bench starts its ranks itself, on one machine: {why}. Start it once, without them."],
             "the environment",
         )
 
