@@ -44,6 +44,7 @@ GROUPS = {
         "export": "take a checkpoint out to Hugging Face or Megatron-Core",
     },
     "look at a run": {
+        "completion": "print the completion of commands and options for a shell",
         "report": "turn a run directory into one HTML page, or its ranks' timelines into one file for Perfetto",
     },
 }
