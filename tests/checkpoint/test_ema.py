@@ -16,6 +16,8 @@ from triaxis.engine.checkpoint.inspect.compare import compared_kinds
 from triaxis.engine.checkpoint.resume import resume_or_start
 from triaxis.engine.errors import CheckpointError
 
+pytestmark = pytest.mark.distributed
+
 WITH = Case("gpt", num_layers=2, global_batch_size=4, micro_batch_size=2, ema=0.75)
 WITHOUT = replace(WITH, ema=None)
 KINDS = ("master", "exp_avg", "exp_avg_sq", "ema")

@@ -24,6 +24,8 @@ from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.mup import mup_fields
 from triaxis.models.specs import model_specs
 
+pytestmark = pytest.mark.distributed
+
 BASE, NARROW, WIDE = 64, 128, 512
 """The base itself is not compared: at its rate a width of 64 is far from the limit of wide models."""
 STEPS = 4

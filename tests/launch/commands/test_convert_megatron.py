@@ -25,6 +25,8 @@ from triaxis.models.interop.megatron import writer as megatron_writer
 from triaxis.models.interop.megatron.files import open_checkpoint
 from triaxis.models.specs import model_specs
 
+pytestmark = pytest.mark.distributed
+
 MODEL = {
     "num_layers": 2,
     "hidden_size": 16,

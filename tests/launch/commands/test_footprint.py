@@ -9,6 +9,8 @@ from tests.launch.command_line import ROOT
 from triaxis.engine.pipeline.p2p import Transport
 from triaxis.launch.cli import main
 
+pytestmark = pytest.mark.distributed
+
 COMMAND = ["footprint", "--config", str(ROOT / "configs" / "gpt_tiny.yaml")]
 
 

@@ -9,6 +9,8 @@ import torch
 from tests.launch.command_line import TRIAXIS, run
 from tests.launch.small_checkpoint import END_OF_DOCUMENT, GPT, LLAMA, Saved, save, say
 
+pytestmark = pytest.mark.distributed
+
 SAMPLED = ("--prompt", "def", "--temperature", "0.8", "--top-k", "50", "--top-p", "0.95", "--seed", "3")
 
 

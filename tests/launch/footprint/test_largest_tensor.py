@@ -14,6 +14,8 @@ from triaxis.launch.footprint.run import Footprints
 from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.predict.rank_memory import resolve_recompute
 
+pytestmark = pytest.mark.distributed
+
 LONG = ROOT / "configs" / "llama3_8b_128k.yaml"
 
 MASKED = (

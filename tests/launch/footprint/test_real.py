@@ -13,6 +13,8 @@ from triaxis.launch.footprint.real import RealSteps, real_steps
 from triaxis.launch.footprint.run import Footprint, Footprints
 from triaxis.models.gpt.chunk import build_chunks
 
+pytestmark = pytest.mark.distributed
+
 RANKS = [
     (Case("gpt", tp=2, pp=2, vpp=2, dp=64, sequence_parallel=True, dtype="fp32", global_batch_size=128), 131),
     (Case("qwen", tp=4, pp=4, dp=2, recompute=("full", "uniform", 1), dtype="bf16"), 31),

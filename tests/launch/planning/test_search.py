@@ -21,6 +21,8 @@ from triaxis.models.predict.recompute_choice import candidates
 from triaxis.models.predict.step_time.cluster import Cluster, cluster_of
 from triaxis.models.predict.step_time.estimate import Estimator
 
+pytestmark = pytest.mark.distributed
+
 MODEL = {"num_layers": 4, "hidden_size": 2048, "num_attention_heads": 16, "seq_length": 2048, "vocab_size": 32000}
 
 

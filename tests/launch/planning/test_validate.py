@@ -15,6 +15,8 @@ from triaxis.launch.planning.standing import CLOSE, standings
 from triaxis.launch.planning.validate import RESOLUTION, Pair, Row, Validation, held_bytes, lines, validate
 from triaxis.models.predict.step_time.implementation import MEGATRON_2021, NEMO, OURS
 
+pytestmark = pytest.mark.distributed
+
 PUBLISHED = Path(__file__).parent / "published_runs.csv"
 
 ROW = {

@@ -25,6 +25,8 @@ from triaxis.models.predict.communicators import communicator_bytes
 from triaxis.models.predict.rank_memory import GB, predict, resolve_recompute
 from triaxis.models.predict.recompute_choice import candidates
 
+pytestmark = pytest.mark.distributed
+
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 WEIGHT = {"none": 0, "selective": 1, "full": 2}
 

@@ -35,6 +35,8 @@ from triaxis.models.inference.evaluate import loss_of
 from triaxis.models.inference.generate import Decoder, Model, Sampling, _batch, generate, sample_token, stream
 from triaxis.models.inference.load import for_reading, load_model
 
+pytestmark = pytest.mark.distributed
+
 PROMPT = [3, 1, 4, 1, 5]
 WINDOW = [3, 1, 4, 1, 5, 9, 2, 6]
 """As many tokens as the models of the parity tests read."""

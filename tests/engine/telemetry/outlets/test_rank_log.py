@@ -10,6 +10,8 @@ import pytest
 
 from triaxis.engine.telemetry.outlets.lossy_file import LogPath, LossyFile
 
+pytestmark = pytest.mark.distributed
+
 PREAMBLE = """
 import os, subprocess, sys
 from pathlib import Path

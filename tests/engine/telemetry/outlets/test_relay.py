@@ -21,6 +21,8 @@ from tests.full_disk import room_for
 from triaxis.engine.telemetry.outlets.lossy_file import LossyFile, text_over
 from triaxis.engine.telemetry.outlets.relay import DROPPED, RESUMED, STOPPED, WHOLE_LINE_SECONDS, Lines, Outlet
 
+pytestmark = pytest.mark.distributed
+
 ROOT = Path(__file__).parents[4]
 
 

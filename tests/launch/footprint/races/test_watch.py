@@ -26,6 +26,8 @@ from triaxis.launch.footprint.races.report import Race
 from triaxis.launch.footprint.run import Footprints
 from triaxis.models.gpt.chunk import build_chunks
 
+pytestmark = pytest.mark.distributed
+
 ALL_AXES = Case("qwen", tp=2, pp=2, vpp=2, dp=2, sequence_parallel=True, num_layers=4, global_batch_size=4)
 OFFLOADED = Case("llama", num_layers=2, global_batch_size=2, offload=2)
 IN_CI = [

@@ -34,6 +34,8 @@ from triaxis.models.interop.huggingface.files import WeightFiles, write_weights
 from triaxis.models.interop.huggingface.weights import exchanges, open_folder, plan_export
 from triaxis.models.specs import model_specs
 
+pytestmark = pytest.mark.distributed
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _transformers() -> None:
