@@ -22,13 +22,13 @@ if TYPE_CHECKING:  # `triaxis --help` imports nothing of ours
 GROUPS = {
     "train": {
         "train": "start a training run on this machine, these nodes or this SLURM step",
-        "start-from": "import a Hugging Face folder, and write a config that trains it further on this machine",
+        "new": "write a config: of a shipped or Hugging Face model, a size, or a Megatron-LM line, for your corpus",
         "bench": "train a few steps in some layouts: speed, memory and time of each; or measure this device",
         "evaluate": "measure loss and perplexity of a text or corpus under the model of a checkpoint",
         "generate": "continue a prompt with the model of a checkpoint",
     },
     "choose and check a layout": {
-        "config": "print or check a configuration, or make one from a Hugging Face config.json",
+        "config": "print or check a configuration",
         "topology": "show ranks, nodes and groups of a layout, as text or as a picture",
         "plan": "find the fastest layouts of a config on a cluster, by predicted time and memory",
         "schedule": "print, draw, check or time a pipeline schedule",
@@ -54,6 +54,7 @@ COMMANDS = {name: summary for group in GROUPS.values() for name, summary in grou
 
 RENAMED = {
     "simulate": "`triaxis schedule times`",
+    "start-from": "`triaxis new --weights`",
     "try": "`triaxis bench`",
     "calibrate": "`triaxis bench --device`",
     "traffic": "`triaxis footprint --measured`",

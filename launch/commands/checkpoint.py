@@ -57,6 +57,7 @@ FIELDS_PER_SECTION = 12
 
 
 def add_arguments(parser: CommandParser) -> None:
+    parser.renamed = {"verify": "`triaxis checkpoint check`"}
     look = parser.add_verb(
         "inspect", "print the contents of a checkpoint", "CHECKPOINT [--tensors] [--json]", INSPECT_EXAMPLES
     )

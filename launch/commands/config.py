@@ -4,48 +4,35 @@ print     YAML < environment < overrides  ->  the resolved tree, with the meanin
 check     the same, and the cluster       ->  every problem at once, or the derived values
 params    the same                        ->  every parameter, its shape and group (`optimizer.groups`)
 mup       the same, and a base width      ->  the config with the fields of muP
-from-hf   a Hugging Face config.json      ->  our model section
-from-megatron   a command line of Megatron-LM  ->  a config, and what has no counterpart
 """
 
 import argparse
 import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 from triaxis.engine.config.context_parallel import gathers_keys, method_line
-from triaxis.engine.config.load import load_config, override
+from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
 from triaxis.engine.config.stages import at_stage, run_stages, with_fields
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.data.datasets import open_datasets
 from triaxis.engine.data.document_statistics import measure_documents
-from triaxis.engine.errors import ConfigError, counted
+from triaxis.engine.errors import counted
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.forwards import of_forward
 from triaxis.engine.pipeline.programs import Programs
-from triaxis.engine.storage.elsewhere import how_to_bring
-from triaxis.engine.storage.json_text import parse_json
 from triaxis.engine.telemetry.outlets.banner import cp_imbalance_line
 from triaxis.engine.telemetry.record.parameters import num_active
 from triaxis.launch.start.command_line import (
     CONFIG,
     CommandParser,
-    Subject,
-    add_ignore,
     add_world_size,
     check_counts,
     refuse,
 )
-from triaxis.models.interop.huggingface.config import from_hugging_face, passed_over_notes
-from triaxis.models.interop.huggingface.families import FAMILIES
-from triaxis.models.interop.megatron.command_line.convert import from_command_line
 from triaxis.models.mup import mup_fields
 from triaxis.models.parameter_groups import Grouped, grouped_parameters, groups_have_parameters
 from triaxis.models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
@@ -66,23 +53,13 @@ PARAMS_EXAMPLES = """examples:
   triaxis config params configs/gpt_tiny.yaml
   triaxis config params configs/llama3_8b.yaml 'optimizer.groups=[{match: "embedding.*", weight_decay: 0.0}]'
 """
-FROM_MEGATRON_EXAMPLES = """examples:
-  triaxis config from-megatron @args.txt --vocab-size 50257 > mine.yaml
-  triaxis config from-megatron @moe_args.txt --vocab-size 50257 --ignore moe-aux-loss-coeff > mine.yaml
-"""
 MUP_EXAMPLES = """examples:
   triaxis config mup configs/gpt_125m.yaml --base-hidden-size 256 model.position=rope > wide.yaml
 """
-FROM_HF_EXAMPLES = """examples:
-  triaxis config from-hf path/to/config.json --seq-length 4096 > model.yaml
-  triaxis config from-hf path/to/config.json model.num_layers=8 > smaller.yaml
-"""
-
-
-CONFIG_JSON = Subject("config_json", Path.is_file, (".json",), "path/to/config.json")
 
 
 def add_arguments(parser: CommandParser) -> None:
+    parser.renamed = {"from-hf": "`triaxis new --from`", "from-megatron": "`triaxis new --from`"}
     summary = "print the resolved configuration, each field with its meaning"
     parser.add_verb("print", summary, "CONFIG [section.key=value ...]", PRINT_EXAMPLES).takes(CONFIG, "the file")
     summary = "report every problem of a configuration at once, or the values that follow from it"
@@ -107,43 +84,10 @@ def add_arguments(parser: CommandParser) -> None:
     mup.takes(CONFIG, "the file, of the width that is trained, with lr and init_std of the base")
     mup.add_argument("--base-hidden-size", type=int, required=True, metavar="N", help="width of the model they are of")
     mup.add_argument("--base-head-dim", type=int, metavar="N", help="size of its heads (default: the same)")
-    summary = "make a model section from a Hugging Face config.json"
-    words = "CONFIG_JSON [--seq-length N] [--ignore KEY] [section.key=value ...]"
-    from_hf = parser.add_verb("from-hf", summary, words, FROM_HF_EXAMPLES)
-    from_hf.takes(CONFIG_JSON, f"of a model of the family {', '.join(FAMILIES)}")
-    from_hf.add_argument(
-        "--seq-length",
-        type=int,
-        metavar="N",
-        help="tokens in a training sample (default: the longest that the model was made for)",
-    )
-    add_ignore(from_hf)
-    summary = "make a config from a command line of Megatron-LM's pretrain_gpt.py"
-    words = "'ARGUMENTS' | @FILE [--vocab-size N] [--ignore NAME]"
-    from_megatron = parser.add_verb("from-megatron", summary, words, FROM_MEGATRON_EXAMPLES)
-    from_megatron.add_argument(
-        "texts", nargs="+", metavar="ARGUMENTS", help="in quotes; @FILE: a file of them, with \\ and # as in a shell"
-    )
-    from_megatron.add_argument(
-        "--vocab-size", type=int, metavar="N", help="tokens of the tokenizer, where ARGUMENTS do not say it"
-    )
-    from_megatron.add_argument(
-        "--ignore",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="pass over an argument without a counterpart, or an unknown one, and list it; may be repeated",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the chosen verb; ConfigError with all problems if there are any."""
-    if args.verb == "from-hf":
-        print(_from_hf(args.config_json, args.overrides, args.seq_length, args.ignore), end="")
-        return 0
-    if args.verb == "from-megatron":
-        print(from_command_line(args.texts, args.vocab_size, args.ignore), end="")
-        return 0
     if args.verb == "print":
         print(to_yaml(load_config(args.config, args.overrides, os.environ), describe=True), end="")
         return 0
@@ -302,19 +246,3 @@ def _stages(config: Config) -> str:
     chosen = f"; {balance_line(config)}" if config.parallel.layers_per_stage == "auto" else ""
     each = f"{counts[0]} each" if len(set(counts)) == 1 else " ".join(map(str, counts))
     return f"{counted(config.model.num_layers, 'layer')} over {counted(len(counts), 'stage')}: {each}{chosen}"
-
-
-def _from_hf(path: Path, overrides: Sequence[str], seq_length: int | None, ignore: Sequence[str]) -> str:
-    try:
-        keys: Any = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        how = how_to_bring(path)
-        raise ConfigError(
-            [f"it cannot be read as JSON: {error}. Give the config.json of a model.{how}"], str(path)
-        ) from error
-    if not isinstance(keys, dict):
-        raise ConfigError(["it is no mapping of keys to values. Give the config.json of a model."], str(path))
-    sections = override(from_hugging_face(keys, seq_length, str(path), ignore), overrides, "the command line")
-    notes = "".join(f"# Note: {note}.\n" for note in passed_over_notes(keys, ignore))
-    text = yaml.safe_dump(sections, sort_keys=False)
-    return f"# From a Hugging Face config.json of the family {keys['model_type']}; add data, train and parallel.\n{notes}{text}"

@@ -14,7 +14,7 @@ import argparse
 import difflib
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -69,7 +69,11 @@ CHECKPOINT = Subject("checkpoint", Path.exists, (), "runs/gpt_tiny")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of one command or verb, with options and words in any order."""
+    """A parser of one command or verb, with options and words in any order.
+
+    Attributes:
+        renamed: verbs of version 0.0, and what has taken their place.
+    """
 
     def __init__(self, **settings: Any) -> None:
         # A shortened option would stop working on the day that another one begins with the same letters.
@@ -78,6 +82,7 @@ class CommandParser(argparse.ArgumentParser):
         self._needs_subject = False
         self._read_without: Path | None = None
         self._verbs: Any = None
+        self.renamed: Mapping[str, str] = {}
 
     def add_verb(self, name: str, summary: str, words: str, examples: str) -> "CommandParser":
         """Add a verb, and its examples to those of the command.
@@ -153,6 +158,8 @@ class CommandParser(argparse.ArgumentParser):
             parsed: argparse.Namespace = self._verbs.choices[verb].parse(arguments[1:])
             setattr(parsed, self._verbs.dest, verb)
             return parsed
+        if verb is not None and verb in self.renamed:
+            self.error(f"there is no {verb!r}: it is {self.renamed[verb]} now")
         if verb is not None and not verb.startswith("-"):
             self.error(f"{verb!r} is none of {', '.join(self.verbs)}{_nearest(verb, self.verbs)}")
         return self.parse_args(arguments)  # --help, or argparse's message that there is no verb

@@ -36,9 +36,7 @@ Parse = Callable[[Sequence[str]], argparse.Namespace]
 DESCRIBES_A_MODEL = frozenset({"num-layers", "hidden-size"})
 """Arguments of Megatron-LM that, without a config of ours, make a command line a whole one of its."""
 
-OF_A_SCRIPT = (
-    "A config is made of a whole command line of Megatron-LM, or of its script: `triaxis config from-megatron --help`"
-)
+OF_A_SCRIPT = "A config is made of a whole command line of Megatron-LM, or of its script: `triaxis new --help`"
 
 
 @dataclass
@@ -209,7 +207,7 @@ def _of_a_whole_line(prog: str, arguments: Sequence[str], unknown: Collection[st
     theirs = shlex.join(word for word in arguments if word not in ours)
     said = (
         "this is a command line of Megatron-LM. Make a config of it, and use that (docs/megatron.md):\n"
-        "       " + triaxis(f"config from-megatron {shlex.quote(theirs)} > megatron.yaml") + "\n"
+        "       " + triaxis(f"new --from {shlex.quote(theirs)} > megatron.yaml") + "\n"
         f"       {_start(prog, ['megatron.yaml', *ours])}"
     )
     try:

@@ -83,7 +83,7 @@ OFFERED: dict[str, Offer | str] = {
     "triaxis evaluate {run} --text FILE": Offer({"{run}": SAVED, "FILE": "books/0.txt"}, prints="per byte"),
     "triaxis generate {run} --prompt 'Once upon a time'": Offer({"{run}": SAVED}, prints="Once upon a time"),
     "triaxis export {run} {exported}": Offer({"{run}": SAVED, "{exported}": "run-hf"}, makes="run-hf/README.md"),
-    "triaxis config from-megatron {shlex.quote(theirs)} > megatron.yaml": Offer(
+    "triaxis new --from {shlex.quote(theirs)} > megatron.yaml": Offer(
         {"{shlex.quote(theirs)}": f"'{MEGATRON} --vocab-size 300'", " > megatron.yaml": ""}, prints="num_layers: 4"
     ),
     "triaxis {shlex.join([*command, *words])}": Offer(
@@ -110,7 +110,7 @@ NOT_RUN = {
     r"triaxis (evaluate|generate|report|checkpoint) .*": "tests/launch/runs/test_checkpoints_page.py",
     r"triaxis (import|export) .*": "tests/launch/commands/test_convert.py",
     r"triaxis data .*": "tests/launch/commands/test_data.py",
-    r"triaxis start-from .*": "tests/launch/commands/test_start_from.py",
+    r"triaxis new .*": "tests/launch/commands/test_new.py",
     r"triaxis footprint .*": "tests/launch/footprint/test_footprint.py",
     r"(OMP_NUM_THREADS=1 )?triaxis bench --device .*": "tests/launch/tuning/test_calibrate.py",
     r"triaxis prepare --(input|tokenizer) .*": "tests/engine/data/corpus/test_prepare.py",

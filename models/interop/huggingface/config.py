@@ -9,6 +9,7 @@ that differs without a message costs more than a deleted line.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,6 +19,8 @@ from triaxis.engine.config.model import MOST_LAYERS, ModelConfig
 from triaxis.engine.config.moe import BalanceConfig
 from triaxis.engine.config.mtp import MTPConfig
 from triaxis.engine.errors import ConfigError
+from triaxis.engine.storage.elsewhere import how_to_bring
+from triaxis.engine.storage.json_text import parse_json
 from triaxis.models.interop.huggingface.attention_keys import attention_differences, attention_keys, read_attention
 from triaxis.models.interop.huggingface.expert_keys import expert_differences, expert_keys, expert_notes, read_experts
 from triaxis.models.interop.huggingface.families import FAMILIES
@@ -150,6 +153,24 @@ def fp8_block(quantization: object) -> tuple[int, int] | None:
     ):
         return None
     return block[0], block[1]
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a config.json as a mapping.
+
+    Raises:
+        ConfigError: it is not there, or no mapping.
+    """
+    try:
+        keys: Any = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        how = how_to_bring(path.parent)
+        raise ConfigError(
+            [f"it cannot be read as JSON: {error}. Give the folder of a model.{how}"], str(path)
+        ) from error
+    if not isinstance(keys, dict):
+        raise ConfigError(["it is no mapping of keys to values. Give the folder of a model."], str(path))
+    return keys
 
 
 def from_hugging_face(

@@ -29,17 +29,16 @@ from triaxis.engine.checkpoint.format.store import DTYPE_NAMES, Shard
 from triaxis.engine.checkpoint.import_weights import read_weights, whole
 from triaxis.engine.checkpoint.inspect.weights import WhichWeights
 from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.errors import CheckpointError, ConfigError, counted
+from triaxis.engine.errors import CheckpointError, counted
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.engine.numerics.precision import accumulation_dtype
-from triaxis.engine.storage.elsewhere import how_to_bring
-from triaxis.engine.storage.json_text import parse_json
 from triaxis.models.interop.finite import check_finite
 from triaxis.models.interop.huggingface.config import (
     QUANTIZATION,
     fp8_block,
     from_hugging_face,
     passed_over_notes,
+    read_config,
     text_keys,
 )
 from triaxis.models.interop.huggingface.families import FAMILIES
@@ -306,24 +305,6 @@ def _files(folder: Path, keys: Mapping[str, Any]) -> WeightFiles | Fp8Files:
     """Open the safetensors of a folder, as bf16 where they are FP8."""
     files, block = WeightFiles(folder), fp8_block(keys.get(QUANTIZATION))
     return files if block is None else Fp8Files(files, block)
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json as a mapping.
-
-    Raises:
-        ConfigError: it is not there, or no mapping.
-    """
-    try:
-        keys: Any = parse_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        how = how_to_bring(path.parent)
-        raise ConfigError(
-            [f"it cannot be read as JSON: {error}. Give the folder of a model.{how}"], str(path)
-        ) from error
-    if not isinstance(keys, dict):
-        raise ConfigError(["it is no mapping of keys to values. Give the folder of a model."], str(path))
-    return keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ def test_a_path_is_none(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     "words",
-    ["config from-hf meta-llama/Llama-3.1-8B", "import meta-llama/Llama-3.1-8B out"],
+    ["new --from meta-llama/Llama-3.1-8B", "import meta-llama/Llama-3.1-8B out"],
 )
 def test_commands_say_so(
     words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

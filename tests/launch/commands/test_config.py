@@ -1,11 +1,9 @@
 """`triaxis config`, and the configs that are shipped."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
 from triaxis.engine.config.load import load_config
@@ -47,18 +45,6 @@ WORLD_SIZES = {
 LONG_PIPELINES = ("gpt_530b", "gpt_1t", "deepseek_v3")
 """A check of their schedules takes a minute or more."""
 TINY = str(CONFIGS / "gpt_tiny.yaml")
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_theta": 500000.0,
-    "vocab_size": 128256,
-}
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -302,52 +288,6 @@ def test_check_reports_everything_at_once_and_exits_2(capsys: pytest.CaptureFixt
     assert "--world-size 0: must be at least 1" in capsys.readouterr().err
 
 
-def test_from_hf_gives_the_model_section_of_the_shipped_llama(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    source, target = tmp_path / "config.json", tmp_path / "llama.yaml"
-    source.write_text(json.dumps(LLAMA))
-    shipped = CONFIGS / "llama3_8b.yaml"
-    rest = shipped.read_text().partition("\ndata:")[2]
-    target.write_text(shown(capsys, "from-hf", str(source)) + "\ndata:" + rest)
-    assert load_config(target) == load_config(shipped)
-
-
-def test_from_hf_takes_overrides(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    source = tmp_path / "config.json"
-    source.write_text(json.dumps(LLAMA))
-    sections = yaml.safe_load(shown(capsys, "from-hf", str(source), "model.num_layers=2", "train.steps=9"))
-    assert sections["model"]["num_layers"] == 2 and sections["train"] == {"steps": 9}
-    assert main(["config", "from-hf", str(source), "model.hidden=2", "model.num_layers=x"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "has 2 problems" in error and "Did you mean model.hidden_size?" in error and "model.num_layers = 'x'" in error
-    )
-
-
-def test_from_hf_says_what_it_passed_over_and_ignored(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    source = tmp_path / "config.json"
-    source.write_text(json.dumps({**LLAMA, "_model_name_or_path": "x", "strange": 1}))
-    lines = shown(capsys, "from-hf", str(source), "--ignore", "strange").splitlines()
-    assert lines[1:3] == [
-        "# Note: keys of config.json that compute nothing were passed over: _model_name_or_path.",
-        "# Note: keys of config.json that are not known here were ignored (--ignore): strange.",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("content", "words"), [("{", "as JSON"), ("[1]", "no mapping"), ('{"model_type": "bert"}', "model_type = 'bert'")]
-)
-def test_from_hf_refuses_what_is_no_config(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str, words: str
-) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(content)
-    assert main(["config", "from-hf", str(path)]) == 2
-    assert words in capsys.readouterr().err
-    assert main(["config", "from-hf", str(tmp_path / "missing.json")]) == 2
-
-
 def test_check_executes_the_programs_of_a_step_and_of_a_validation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -368,21 +308,8 @@ def test_check_executes_the_programs_of_a_step_and_of_a_validation(
     assert checked[1:] == ["interleaved", "interleaved", "forward_only", "forward_only"]
 
 
-def test_from_megatron_prints_a_config_or_everything_without_counterpart(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    line = (
-        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --global-batch-size 8 "
-        "--train-iters 10 --lr 1e-3 --mock-data --bf16 --log-throughput --fp8-format hybrid"
-    )
-    assert main(["config", "from-megatron", line]) == 2
-    error = capsys.readouterr().err
-    assert "has 2 problems" in error and "--vocab-size is missing" in error and "--ignore fp8-format" in error
-    (tmp_path / "args.txt").write_text(line)
-    text = shown(capsys, "from-megatron", f"@{tmp_path}/args.txt", "--vocab-size", "500", "--ignore", "fp8-format")
-    assert "# Without effect here (logging): log-throughput." in text
-    (tmp_path / "config.yaml").write_text(text)
-    assert load_config(tmp_path / "config.yaml").model.vocab_size == 500
-    assert main(["config", "from-megatron", line, "--vocab-size", "500", "--ignore", "lr", "--ignore", "none"]) == 2
-    error = capsys.readouterr().err
-    assert "--ignore none: not among" in error and "--ignore lr: it is no argument without a counterpart" in error
+@pytest.mark.parametrize("verb", ["from-hf", "from-megatron"])
+def test_a_verb_of_before_is_answered_with_its_new_name(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["config", verb, "config.json"])
+    assert f"there is no '{verb}': it is `triaxis new --from` now" in capsys.readouterr().err

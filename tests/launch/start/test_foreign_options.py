@@ -88,7 +88,7 @@ def test_what_has_no_single_word_is_explained(capsys: pytest.CaptureFixture[str]
     assert "here it is parallel.vpp (a number of chunks, not of layers)." in err
     assert "there is no option --nosuch; an override reads" in err
     # Two of them are Megatron-LM's, so there may be a script.
-    assert err.rstrip().endswith("or of its script: `triaxis config from-megatron --help`")
+    assert err.rstrip().endswith("or of its script: `triaxis new --help`")
     assert "\n     triaxis" not in err and "bash" not in err, "nothing to paste works"
     assert "Write telemetry.wandb.project=NAME" in answered(capsys, "--wandb")
     assert "Nearest legal: parallel.tp = 2 or 4." in answered(capsys, "--tp", "3", TINY)
@@ -101,7 +101,7 @@ def test_a_whole_line_of_megatron_becomes_a_config(
     err = answered(capsys, *MEGATRON.split(), "runtime.device=cpu", "--dry-run")
     first, second = [line.strip() for line in err.splitlines() if line.startswith("       triaxis")]
     words = shlex.split(first)
-    assert words[:3] == ["triaxis", "config", "from-megatron"] and words[4:] == [">", "megatron.yaml"]
+    assert words[:3] == ["triaxis", "new", "--from"] and words[4:] == [">", "megatron.yaml"]
     monkeypatch.chdir(tmp_path)
     Path("megatron.yaml").write_text(from_command_line(words[3:4]))
     assert second == "triaxis train megatron.yaml runtime.device=cpu --dry-run"

@@ -1,4 +1,4 @@
-"""`triaxis start-from`: the config that it prints is legal and trains from the folder's weights, on a corpus of their tokenizer."""
+"""`triaxis new`: the config that it prints is legal and trains, from scratch or from a folder's weights, without an edit."""
 
 import contextlib
 import json
@@ -21,9 +21,26 @@ from triaxis.engine.data.corpus.record import record_path
 from triaxis.engine.data.datasets import open_datasets
 from triaxis.launch.cli import main
 from triaxis.models.interop.huggingface.tokenizer import bytes_tokenizer_json
+from triaxis.models.specs import num_parameters
 
+MEGATRON = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 2 --train-iters 10 --lr 1e-3 --lr-warmup-iters 1 --lr-decay-style constant"
+)
 TEXT = "the quick brown fox jumps over the lazy dog 0123456789"
 LENGTH = 32
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
 
 
 @pytest.fixture(scope="module")
@@ -75,12 +92,17 @@ def make_corpus(prefix: str, tokenizer: str, num_documents: int = 20) -> None:
     prepare(PrepareRequest((text,), tokenizer, prefix), num_workers=1, progress=lambda done: None)
 
 
-def start_from(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> tuple[str, str]:
+def new(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> tuple[str, str]:
     """Run the command; return stdout and stderr."""
     capsys.readouterr()
-    assert main(["start-from", *map(str, words)]) == code
+    assert main(["new", *map(str, words)]) == code
     said = capsys.readouterr()
     return said.out, said.err
+
+
+def start_from(capsys: pytest.CaptureFixture[str], folder: object, *words: object, code: int = 0) -> tuple[str, str]:
+    """Run the command for the weights of a folder."""
+    return new(capsys, "--from", folder, "--weights", *words, code=code)
 
 
 def read(text: str) -> Config:
@@ -146,7 +168,7 @@ def test_stdout_is_the_config_and_stderr_says_what_was_chosen(
     assert config.data.tokenizer == str(workplace / "imported" / "tiny" / "tokenizer.json")
     assert (config.checkpoint.load, config.checkpoint.load_what) == (str(workplace / "imported" / "tiny"), "weights")
     assert find(Path("imported/tiny")).manifest.config["model"] == config.model.model_dump(mode="json")
-    assert "# Made by:  triaxis start-from tiny --data corpus --tokens 20B --gpus 64x80GB\n" in out
+    assert "# Made by:  triaxis new --from tiny --weights --data corpus --tokens 20B --gpus 64x80GB\n" in out
     assert "the corpus records this tokenizer" in out and "the corpus records this tokenizer" in err
     assert f"begins: {TEXT[:6]!r}"[:-1] in err and "64 GPUs of 80.0 GB on 8 nodes of 8" in err
     assert "read more than four times" in err
@@ -233,3 +255,109 @@ def test_what_cannot_be_is_refused_and_imports_nothing(
 ) -> None:
     out, err = start_from(capsys, "tiny", "--data", "corpus", *words, code=2)
     assert problem in err and out == "" and not Path("imported").exists()
+
+
+def test_a_shipped_model_or_one_of_a_size_is_planned_for_the_corpus_and_the_machine(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_corpus("bytes", "bytes")
+    out, err = new(capsys, "--from", "gpt_tiny", "--data", "bytes", "--tokens", "10k", "model.num_layers=2")
+    config = read(out)
+    shipped = load_config("gpt_tiny").model
+    assert config.model == shipped.model_copy(update={"num_layers": 2})
+    assert config.data.train == [(1.0, str(workplace / "bytes"))] and config.data.tokenizer == "bytes"
+    assert config.checkpoint.load is None and config.parallel.dp == 2
+    assert "tokenizer  bytes: " in err and "10,000" in err
+    assert "# Made by:  triaxis new --from gpt_tiny --data bytes --tokens 10k model.num_layers=2\n" in out
+
+    out, err = new(capsys, "--size", "1M", "--data", "bytes", "--seq-length", "64")
+    config = read(out)
+    assert config.model.vocab_size == 257 and config.model.seq_length == 64
+    assert num_parameters(config.model) == pytest.approx(10**6, rel=0.05)
+    tokens = 20 * num_parameters(config.model)
+    assert f"{tokens:,}, 20 for each parameter" in err
+    assert main(["config", "check", "run.yaml"]) == 0
+
+
+def test_a_config_json_without_weights_starts_from_scratch(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = new(capsys, "--from", "tiny/config.json", "--data", "corpus", "--tokens", "1M")
+    config = read(out)
+    assert config.model.vocab_size == 301 and config.checkpoint.load is None
+    assert config.data.tokenizer == str(workplace / "tiny" / "tokenizer.json")
+    assert not Path("imported").exists() and "forgets" not in out
+    folder, _ = new(capsys, "--from", "tiny", "--data", "corpus", "--tokens", "1M")
+    assert folder.partition("# Check")[2] == out.partition("# Check")[2]
+
+
+def test_without_a_corpus_a_run_has_random_tokens(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = new(capsys, "--from", "llama3_8b", "--gpus", "64x80GB", "--tokens", "1B")
+    config = read(out)
+    assert config.data.synthetic and config.train.eval_interval is None
+    assert config.parallel.dp is not None and "random tokens" in err
+    assert main(["config", "check", "run.yaml", "--gpu-memory", "80"]) == 0
+
+
+def test_a_command_line_of_megatron_is_taken_whole(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("args.txt").write_text(MEGATRON)
+    out, _ = new(capsys, "--from", "@args.txt", "--vocab-size", "301", "--data", "corpus")
+    config = read(out)
+    assert config.model.num_layers == 2 and config.data.train == [(1.0, "corpus")]
+    assert main(["train", "run.yaml", "--dry-run"]) == 0
+    assert new(capsys, "--from", MEGATRON, "--vocab-size", "301", "--data", "corpus")[0] == out
+
+
+@pytest.mark.parametrize(
+    ("words", "explained"),
+    [
+        (("--from", "gpt_tiney"), "Did you mean gpt_tiny"),
+        (("--from", "gpt_tiny", "--weights"), "--weights: a config has none"),
+        (("--from", "gpt_tiny", "train.steps=3"), "train.steps=3: model, kernels may be given here"),
+        (("--from", "gpt_tiny", "--vocab-size", "5"), "--vocab-size: it is of a command line of Megatron-LM"),
+        (("--from", "gpt_tiny", "--out", "here"), "--out without --weights"),
+        (("--from", "--num-layers 2 --hidden-size 8", "--tokens", "1B"), "--tokens: Megatron's words say it"),
+        (("--size", "1M"), "--size 1000000: no model with a vocabulary of 50,257 tokens"),
+        (("--size", "1M", "--weights"), "--weights or --ignore with --size"),
+    ],
+)
+def test_words_that_do_not_fit_together(
+    workplace: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], explained: str
+) -> None:
+    out, err = new(capsys, *words, code=2)
+    assert explained in err and out == ""
+
+
+def test_a_config_json_gives_the_model_of_the_shipped_config(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("config.json").write_text(json.dumps({**LLAMA_3_8B, "_model_name_or_path": "x", "strange": 1}))
+    words = ("--from", "config.json", "--gpus", "64x80GB", "--tokens", "1B", "--ignore", "strange")
+    out, err = new(capsys, *words)
+    assert read(out).model == load_config("llama3_8b").model
+    assert "keys of config.json that compute nothing were passed over: _model_name_or_path" in err
+    assert "keys of config.json that are not known here were ignored (--ignore): strange" in err
+    assert read(new(capsys, *words, "model.num_layers=2")[0]).model.num_layers == 2
+    _, err = new(capsys, *words, "model.hidden=2", "model.num_layers=x", code=2)
+    assert "has 2 problems" in err and "Did you mean model.hidden_size?" in err and "model.num_layers = 'x'" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [("{", "as JSON"), ("[1]", "no mapping"), ('{"model_type": "bert"}', "model_type = 'bert'")]
+)
+def test_what_is_no_config_json_is_refused(
+    workplace: Path, capsys: pytest.CaptureFixture[str], content: str, words: str
+) -> None:
+    Path("config.json").write_text(content)
+    assert words in new(capsys, "--from", "config.json", code=2)[1]
+    assert "No such file" in new(capsys, "--from", "missing.json", code=2)[1]
+
+
+def test_what_megatron_says_and_has_no_counterpart_is_listed(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"{MEGATRON} --mock-data --bf16 --log-throughput --fp8-format hybrid"
+    _, err = new(capsys, "--from", line, code=2)
+    assert "has 2 problems" in err and "--vocab-size is missing" in err and "--ignore fp8-format" in err
+    text, _ = new(capsys, "--from", line, "--vocab-size", "500", "--ignore", "fp8-format")
+    assert "# Without effect here (logging): log-throughput." in text and read(text).model.vocab_size == 500
+    _, err = new(capsys, "--from", line, "--vocab-size", "500", "--ignore", "lr", "--ignore", "none", code=2)
+    assert "--ignore none: not among" in err and "--ignore lr: it is no argument without a counterpart" in err

@@ -1,4 +1,4 @@
-"""A run that continues from imported weights: its configuration, and that as YAML with the reason of each value (no torch here).
+"""A run of a model on a machine: its configuration, and that as YAML with the reason of each value (no torch here).
 
     model, corpus, tokens, machine  ->  recipe (batch, learning rate)  ->  choose_layout  ->  Config  ->  commented YAML
 
@@ -34,17 +34,17 @@ MOST_STEPS_BETWEEN = 500
 
 
 @dataclass(frozen=True, slots=True)
-class ContinuedRun:
-    """A run from imported weights.
+class PlannedRun:
+    """A run, from imported weights or from scratch.
 
     Attributes:
         config: of the run.
-        own_fields: fields of each section that the model's folder decides.
+        own_fields: fields of each section that the model decides.
         chosen: the layout, with the prediction of its memory.
         recipe: batch and learning rate before a layout rounded the batch.
         machine: that the layout is for.
         num_tokens: asked for.
-        corpus_tokens: in the training corpus.
+        corpus_tokens: in the training corpus; None: the run has random tokens.
         evidence: that the tokenizer is the corpus', as a few words.
     """
 
@@ -54,7 +54,7 @@ class ContinuedRun:
     recipe: Recipe
     machine: Machine
     num_tokens: int
-    corpus_tokens: int
+    corpus_tokens: int | None
     evidence: str
 
     @property
@@ -69,28 +69,28 @@ class ContinuedRun:
 
     @property
     def passes(self) -> float:
-        """Return the number of times that the run reads its corpus."""
-        return self.num_steps * self.tokens_per_step / self.corpus_tokens
+        """Return the number of times that the run reads its corpus; 0 where it has none."""
+        return self.num_steps * self.tokens_per_step / self.corpus_tokens if self.corpus_tokens else 0.0
 
 
 def plan_run(
     sections: Mapping[str, Mapping[str, Any]],
-    corpus: IndexedTokens,
+    corpus: IndexedTokens | None,
     *,
-    tokenizer: str,
+    tokenizer: str | None,
     evidence: str,
-    weights: Path,
+    weights: Path | None,
     num_tokens: int,
     machine: Machine,
-) -> ContinuedRun:
-    """Plan a run that continues from imported weights.
+) -> PlannedRun:
+    """Plan a run of a model.
 
     Args:
-        sections: of the configuration that the model's folder decides, `model` among them.
-        corpus: to train on.
-        tokenizer: for `data.tokenizer`.
+        sections: of the configuration that the model decides, `model` among them.
+        corpus: to train on; None: random tokens.
+        tokenizer: for `data.tokenizer`; None: what the corpus records.
         evidence: that it is the corpus'.
-        weights: folder of checkpoints to start from.
+        weights: folder of checkpoints to start from; None: the run starts from scratch.
         num_tokens: to train on; rounded up to whole steps.
         machine: that the layout is for.
 
@@ -99,7 +99,7 @@ def plan_run(
         DataError: the corpus is shorter than a sample.
     """
     model = ModelConfig.model_validate(sections["model"])
-    if corpus.num_tokens <= model.seq_length:
+    if corpus is not None and corpus.num_tokens <= model.seq_length:
         raise DataError(
             f"{corpus.prefix} has {corpus.num_tokens:,} tokens, and a sample takes {model.seq_length + 1:,}: there is nothing to "
             "learn from. Prepare a larger corpus, or give a shorter --seq-length."
@@ -108,7 +108,9 @@ def plan_run(
     wished = Config.model_validate(
         {
             **sections,
-            "data": {
+            "data": {"synthetic": True}
+            if corpus is None
+            else {
                 "train": [(1.0, str(Path(corpus.prefix).absolute()))],
                 "split": _split(corpus, model.seq_length),
                 "tokenizer": tokenizer,
@@ -116,12 +118,13 @@ def plan_run(
             "train": {"tokens": num_tokens, "global_batch_size": taken.samples_per_step},
             "optimizer": {"lr": taken.lr, "min_lr": taken.min_lr},
             "precision": {"dtype": "bf16" if machine.is_gpu else "fp32"},
-            "checkpoint": {"load": str(weights.absolute()), "load_what": "weights"},
+            "checkpoint": {} if weights is None else {"load": str(weights.absolute()), "load_what": "weights"},
         }
     )
     chosen = choose_layout(wished, machine)
-    return ContinuedRun(
-        _with_length(chosen.config, machine), sections, chosen, taken, machine, num_tokens, corpus.num_tokens, evidence
+    corpus_tokens = None if corpus is None else corpus.num_tokens
+    return PlannedRun(
+        _with_length(chosen.config, machine), sections, chosen, taken, machine, num_tokens, corpus_tokens, evidence
     )
 
 
@@ -130,7 +133,7 @@ def _with_length(config: Config, machine: Machine) -> Config:
     num_steps = planned_steps(config)
     assert num_steps is not None, "the run has its tokens"
     interval = max(1, min(num_steps // PARTS, MOST_STEPS_BETWEEN))
-    eval_interval = interval if config.data.split[1] else None
+    eval_interval = interval if config.data.split[1] and not config.data.synthetic else None
     train = {"steps": num_steps, "tokens": None, "eval_interval": eval_interval, "eval_steps": EVAL_STEPS}
     final = config.model_copy(
         update={
@@ -153,7 +156,7 @@ def _split(corpus: IndexedTokens, seq_length: int) -> tuple[float, float, float]
     return 1.0, 0.0, 0.0
 
 
-def to_commented_yaml(run: ContinuedRun, heading: str) -> str:
+def to_commented_yaml(run: PlannedRun, heading: str) -> str:
     """Return the run as YAML that `load_config` reads back to its config, each value with its reason.
 
     Args:
@@ -172,17 +175,13 @@ def to_commented_yaml(run: ContinuedRun, heading: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _chosen_sections(run: ContinuedRun) -> Mapping[str, tuple[Any, ...]]:
+def _chosen_sections(run: PlannedRun) -> Mapping[str, tuple[Any, ...]]:
     """Return the sections that follow from corpus, tokens and machine: their fields, and remarks above them."""
     which = "first in its table that is as large" if run.recipe.is_as_large else "largest in its table"
     sizes = "tp x pp x ep" if run.config.model.has_experts else "tp x pp"
     has_kernels = bool(_dispatch(run)) and "kernels" not in run.own_fields
     return {
-        "data": (
-            _data(run),
-            f"{run.corpus_tokens:,} tokens, which the run reads {run.passes:,.2f} times. With text as in the model's first",
-            "training as a second entry of `train`, the model forgets less of it (2403.08763).",
-        ),
+        "data": (_data(run), *_about_data(run)),
         "train": (_train(run),),
         "parallel": (
             _parallel(run),
@@ -196,7 +195,11 @@ def _chosen_sections(run: ContinuedRun) -> Mapping[str, tuple[Any, ...]]:
         "optimizer": (
             _optimizer(run),
             f"The peak is that of GPT-3's {run.recipe.row.name}, the {which} (2005.14165, table 2.1),",
-            "warmed up again and decayed again, as in 2403.08763. A higher peak learns faster and forgets more.",
+            *(
+                ["warmed up again and decayed again, as in 2403.08763. A higher peak learns faster and forgets more."]
+                if run.config.checkpoint.load
+                else ["and so is the cosine to a tenth of it; the warm-up is a hundredth of the steps."]
+            ),
         ),
         "precision": (_precision(run),),
         "checkpoint": (_checkpoint(run),),
@@ -208,7 +211,7 @@ Fields = Mapping[str, str | None]
 """Fields of a section in the order of the file, and the comment of each."""
 
 
-def _section(run: ContinuedRun, name: str, fields: Fields, *remarks: str) -> Iterator[str]:
+def _section(run: PlannedRun, name: str, fields: Fields, *remarks: str) -> Iterator[str]:
     """Yield an empty line, the remarks as comments, and the section's fields."""
     section: Section = getattr(run.config, name)
     plain = section.model_dump(mode="json", include=set(fields))
@@ -219,7 +222,19 @@ def _section(run: ContinuedRun, name: str, fields: Fields, *remarks: str) -> Ite
         yield from commented_lines(field, plain[field], comment, "  ")
 
 
-def _data(run: ContinuedRun) -> Fields:
+def _about_data(run: PlannedRun) -> Iterator[str]:
+    if run.corpus_tokens is None:
+        yield "Random tokens, for speed and memory. With --data PREFIX the run has a corpus."
+    elif run.config.checkpoint.load:
+        yield f"{run.corpus_tokens:,} tokens, which the run reads {run.passes:,.2f} times. With text as in the model's first"
+        yield "training as a second entry of `train`, the model forgets less of it (2403.08763)."
+    else:
+        yield f"{run.corpus_tokens:,} tokens, which the run reads {run.passes:,.2f} times."
+
+
+def _data(run: PlannedRun) -> Fields:
+    if run.corpus_tokens is None:
+        return {"synthetic": "random tokens in place of a corpus"}
     held_back = "" if run.config.data.split[1] else " (none held back: too few documents)"
     return {
         "train": "weight and prefix of a .bin/.idx pair",
@@ -228,7 +243,7 @@ def _data(run: ContinuedRun) -> Fields:
     }
 
 
-def _train(run: ContinuedRun) -> Fields:
+def _train(run: PlannedRun) -> Fields:
     train, dp = run.config.train, run.chosen.sizes.dp
     num_microbatches = train.global_batch_size // (train.micro_batch_size * dp)
     batch = f"about those of GPT-3's {run.recipe.row.name}"
@@ -243,7 +258,7 @@ def _train(run: ContinuedRun) -> Fields:
     return fields | (validation if train.eval_interval is not None else {})
 
 
-def _parallel(run: ContinuedRun) -> Fields:
+def _parallel(run: PlannedRun) -> Fields:
     sizes = run.chosen.sizes
     of_experts = {"ep": "ranks that share the experts of a layer"} if run.config.model.has_experts else {}
     return {
@@ -255,7 +270,7 @@ def _parallel(run: ContinuedRun) -> Fields:
     }
 
 
-def _dispatch(run: ContinuedRun) -> Fields:
+def _dispatch(run: PlannedRun) -> Fields:
     if run.config.kernels.dispatch == "auto":
         return {}
     return {
@@ -263,7 +278,7 @@ def _dispatch(run: ContinuedRun) -> Fields:
     }
 
 
-def _recompute(run: ContinuedRun) -> Fields:
+def _recompute(run: PlannedRun) -> Fields:
     usable = gigabytes(run.chosen.usable_bytes)
     rest = f"{usable} without NCCL's buffers" if run.machine.is_gpu else usable
     return {
@@ -272,7 +287,7 @@ def _recompute(run: ContinuedRun) -> Fields:
     }
 
 
-def _optimizer(run: ContinuedRun) -> Fields:
+def _optimizer(run: PlannedRun) -> Fields:
     return {
         "lr": "peak",
         "min_lr": f"at the last step: 1/{LAST_SHARE} of the peak",
@@ -283,7 +298,7 @@ def _optimizer(run: ContinuedRun) -> Fields:
     }
 
 
-def _precision(run: ContinuedRun) -> Fields:
+def _precision(run: PlannedRun) -> Fields:
     return {
         "dtype": "weights and activations; sums and optimizer state are fp32"
         if run.machine.is_gpu
@@ -291,14 +306,13 @@ def _precision(run: ContinuedRun) -> Fields:
     }
 
 
-def _checkpoint(run: ContinuedRun) -> Fields:
-    return {
-        "load": "the imported model",
-        "load_what": "step 0, a fresh optimizer",
+def _checkpoint(run: PlannedRun) -> Fields:
+    loaded = {"load": "the imported model", "load_what": "step 0, a fresh optimizer"}
+    return (loaded if run.config.checkpoint.load else {}) | {
         "interval": "steps between saves",
         "keep_last": "older ones are removed",
     }
 
 
-def _runtime(run: ContinuedRun) -> Fields:
+def _runtime(run: PlannedRun) -> Fields:
     return {"ranks_per_node": "GPUs of a node" if run.machine.is_gpu else "a rank for each core"}

@@ -14,15 +14,15 @@ from triaxis.engine.config.training import warmup_ends
 from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter
 from triaxis.engine.data.datasets import open_datasets
 from triaxis.engine.errors import DataError
-from triaxis.launch.tuning.continued_run import (
+from triaxis.launch.tuning.machine import Machine
+from triaxis.launch.tuning.planned_run import (
     EVAL_STEPS,
     MOST_STEPS_BETWEEN,
     PARTS,
-    ContinuedRun,
+    PlannedRun,
     plan_run,
     to_commented_yaml,
 )
-from triaxis.launch.tuning.machine import Machine
 from triaxis.launch.tuning.recipe import GPT3, LEAST_STEPS, recipe, warm_up_steps
 from triaxis.models.specs import num_parameters
 
@@ -60,7 +60,7 @@ def corpus(prefix: Path, num_documents: int, length: int = 70) -> IndexedTokens:
     return IndexedTokens(prefix)
 
 
-def planned(text: IndexedTokens, machine: str, num_tokens: int = 10**6, **more: dict[str, Any]) -> ContinuedRun:
+def planned(text: IndexedTokens, machine: str, num_tokens: int = 10**6, **more: dict[str, Any]) -> PlannedRun:
     return plan_run(
         {"model": LLAMA} | more,
         text,
@@ -91,7 +91,7 @@ def test_the_yaml_has_the_ranks_of_experts_and_their_dispatch(tmp_path: Path, mo
     assert_yaml_is_the_run(run, tmp_path, "cores for experts")
 
 
-def assert_yaml_is_the_run(run: ContinuedRun, tmp_path: Path, machine: str) -> None:
+def assert_yaml_is_the_run(run: PlannedRun, tmp_path: Path, machine: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(to_commented_yaml(run, "two\nlines"))
     assert load_config(path, [], {}, world_size=MACHINES[machine].num_ranks) == run.config

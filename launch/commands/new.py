@@ -1,0 +1,372 @@
+"""`triaxis new`: a config that trains, each value with its reason, from a model's description, a corpus and a machine.
+
+    a shipped config, or one of yours   its model, on your corpus and machine
+    config.json, or its folder          a Hugging Face model; with --weights it goes on from the folder's weights
+    --size 125M                         a model of so many parameters
+    a command line of Megatron-LM       the run that it describes, and what has no counterpart here
+
+Everything that can be refused is refused before the first weight is copied. All but the YAML is printed on stderr.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from triaxis.engine.config.counts import count
+from triaxis.engine.config.load import load_config, override
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.plan import batch_plan
+from triaxis.engine.config.shipped import config_path, nearest_names
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.matching import MOST_IDS, Match, match_tokenizer
+from triaxis.engine.data.corpus.record import read_record
+from triaxis.engine.data.corpus.tokenizers import BYTES, TOKENIZER_JSON
+from triaxis.engine.errors import CheckpointError
+from triaxis.engine.program import triaxis
+from triaxis.launch.commands.convert_huggingface import import_source, import_weights
+from triaxis.launch.start.command_line import CommandParser, add_ignore, refuse
+from triaxis.launch.tuning.machine import this_machine, written_machine
+from triaxis.launch.tuning.model_of_size import model_of_size
+from triaxis.launch.tuning.planned_run import PlannedRun, plan_run, to_commented_yaml
+from triaxis.models.interop.huggingface.config import from_hugging_face, passed_over_notes, read_config
+from triaxis.models.interop.huggingface.families import FAMILIES
+from triaxis.models.interop.megatron.command_line.convert import from_command_line
+from triaxis.models.predict.fit import memory_line
+from triaxis.models.specs import num_parameters
+
+if TYPE_CHECKING:
+    from triaxis.models.interop.huggingface.weights import HuggingFaceModel
+
+EXAMPLES = """examples:
+  triaxis new --from llama3_8b --data data/corpus/llama3 --tokens 20B --gpus 64x80GB > run.yaml
+  triaxis new --size 125M --data data/stdlib/bytes > run.yaml
+  triaxis new --from models/Qwen3-0.6B/config.json --data data/corpus/qwen > run.yaml
+  triaxis new --from models/Qwen3-0.6B --weights --data data/corpus/qwen --tokens 20B > run.yaml
+  triaxis new --from @megatron_args.txt --vocab-size 50257 > run.yaml
+
+A corpus is made by: triaxis prepare --tokenizer FOLDER --input 'TEXT/*.jsonl' --output PREFIX
+Without --data the run has random tokens, for speed and memory. Without --tokens it has 20 for each parameter (2203.15556).
+"""
+IMPORTED = Path("imported")
+SENTENCEPIECE = "tokenizer.model"
+DEFAULT_SEQ_LENGTH = 8192
+"""Longest samples where none are asked for: those of models made for more would need many times the memory."""
+SIZE_SEQ_LENGTH = 2048
+SIZE_VOCABULARY = 50_257
+"""Sample length and vocabulary of --size, where nothing says others: GPT-3's."""
+TOKENS_PER_PARAMETER = 20
+SHOWN_TOKENS = 24
+MOST_PASSES = 4
+REPEATED = (
+    "text that is read more than four times teaches ever less (2305.16264); more text, or fewer tokens, is better"
+)
+OWN_SECTIONS = ("model", "kernels")
+"""Sections that a model decides, and that an override may change: the rest follows from corpus, tokens and machine."""
+
+OF_MEGATRON = ("vocab_size",)
+NOT_OF_MEGATRON = ("tokens", "gpus", "out", "seq_length", "weights")
+"""Options of a command line of Megatron-LM alone, and those that it leaves nothing to."""
+
+
+@dataclass
+class _Model:
+    """A model to make a config of.
+
+    Attributes:
+        name: what it is, for people.
+        sections: fields of `OWN_SECTIONS`.
+        notes: for people.
+        folder: of a Hugging Face model; None: it has none.
+        found: the folder opened with its weights; None: they are not asked for.
+    """
+
+    name: str
+    sections: Mapping[str, Mapping[str, Any]]
+    notes: Sequence[str] = field(default_factory=list)
+    folder: Path | None = None
+    found: "HuggingFaceModel | None" = None
+
+
+def add_arguments(parser: CommandParser) -> None:
+    parser.usage = (
+        "triaxis new (--from SOURCE [--weights] | --size N) [--data PREFIX] [--tokens N] [--gpus 8x80GB] [options] "
+        "[section.key=value ...] > run.yaml"
+    )
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="a field of the sections model or kernels"
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--from",
+        dest="source",
+        metavar="SOURCE",
+        help="name or path of a config; a Hugging Face folder or config.json of "
+        f"{', '.join(FAMILIES)}; a command line of Megatron-LM in quotes, or @FILE with one",
+    )
+    what.add_argument("--size", metavar="N", help="a model of about so many parameters, such as 125M or 7B")
+    parser.add_argument("--data", metavar="PREFIX", help="the corpus: path of a .bin/.idx pair")
+    parser.add_argument("--tokens", metavar="N", help="tokens to train on: 20B, 500M or 1_000_000")
+    parser.add_argument(
+        "--gpus",
+        metavar="8x80GB",
+        help="GPUs to choose the layout for, and the memory of each in 10^9 bytes; above 8, nodes of 8 (default: this machine)",
+    )
+    parser.add_argument(
+        "--seq-length",
+        type=int,
+        metavar="N",
+        help=f"tokens in a training sample (default: the model's, at most {DEFAULT_SEQ_LENGTH:,} of a Hugging Face model)",
+    )
+    parser.add_argument("--weights", action="store_true", help="go on from the weights of a Hugging Face folder")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help=f"with --weights: folder of the import (default: {IMPORTED}/FOLDER's name)",
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="of Megatron's tokenizer, where its words do not say it"
+    )
+    add_ignore(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the config, with --weights after the import; ConfigError, CheckpointError or DataError where that is impossible."""
+    is_megatron = args.source is not None and args.source.lstrip().startswith(("-", "@"))
+    refuse(_problems(args, is_megatron=is_megatron))
+    if is_megatron:
+        corpus = [] if args.data is None else ["--data-path", shlex.quote(args.data)]
+        print(from_command_line([args.source, *corpus], args.vocab_size, args.ignore), end="", flush=True)
+        return 0
+    machine = this_machine(os.environ) if args.gpus is None else written_machine(args.gpus)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    model = _of_size(args) if args.size is not None else _of_source(args)
+    described = ModelConfig.model_validate(model.sections["model"])
+    num_tokens = (
+        TOKENS_PER_PARAMETER * num_parameters(described) if args.tokens is None else _number(args.tokens, "--tokens")
+    )
+    out = args.out or IMPORTED / (model.folder.resolve().name if model.folder is not None else "model")
+    match = None
+    if args.data is not None:
+        own = tokenizers_of(model.folder) if model.folder is not None else []
+        match = match_tokenizer(args.data, own, described.vocab_size, str(model.folder or model.name))
+    planned = plan_run(
+        model.sections,
+        None if match is None else match.corpus,
+        tokenizer=None if match is None else _lasting_name(match.name, model, out),
+        evidence="" if match is None else match.evidence,
+        weights=out if args.weights else None,
+        num_tokens=num_tokens,
+        machine=machine,
+    )
+    _show(console, args, model, match, planned)
+    if model.found is not None and model.folder is not None:
+        if is_imported(model.found, model.folder, out):
+            console.print(f"weights    {out}, imported before")
+        else:
+            import_weights(model.found, model.folder, out, "source", console)
+            console.print(f"weights    {out}")
+    print(to_commented_yaml(planned, _heading(args, model, planned)), end="", flush=True)
+    if not sys.stdout.isatty():
+        console.print(f"train with the YAML on stdout:  {triaxis('train run.yaml')}")
+    return 0
+
+
+def _problems(args: argparse.Namespace, *, is_megatron: bool) -> list[str]:
+    problems = [
+        f"{word}: {', '.join(OWN_SECTIONS)} may be given here, and the rest follows from corpus, tokens and machine. "
+        f"Give it to `triaxis train` instead, or edit the config."
+        for word in args.overrides
+        if word.partition(".")[0] not in OWN_SECTIONS or "=" not in word
+    ]
+    useless = NOT_OF_MEGATRON if is_megatron else OF_MEGATRON
+    reason = "Megatron's words say it" if is_megatron else "it is of a command line of Megatron-LM"
+    for name in useless:
+        if getattr(args, name) not in (None, False):
+            problems.append(f"--{name.replace('_', '-')}: {reason}, and it would do nothing. Leave it out.")
+    if is_megatron and args.overrides:
+        problems.append(f"{' '.join(args.overrides)}: Megatron's words say all of the run. Give it to `triaxis train`.")
+    if args.size is not None and (args.weights or args.ignore):
+        problems.append("--weights or --ignore with --size: no folder is read. Leave it out, or give --from FOLDER.")
+    if args.out is not None and not args.weights:
+        problems.append("--out without --weights: nothing is imported, and the config goes to stdout. Add --weights.")
+    return problems
+
+
+def _of_size(args: argparse.Namespace) -> _Model:
+    vocab_size = SIZE_VOCABULARY if args.data is None else _vocabulary(args.data)
+    size = _number(args.size, "--size")
+    model = model_of_size(size, vocab_size, args.seq_length or SIZE_SEQ_LENGTH)
+    sections = override({"model": model}, args.overrides, "the command line")
+    return _Model(f"a model of {args.size}", sections)
+
+
+def _vocabulary(prefix: str) -> int:
+    """Return the tokens of a corpus' tokenizer, as it is recorded; else as many as its ids need."""
+    record = read_record(prefix)
+    return record.num_embeddings if record is not None else IndexedTokens(prefix).largest_id(MOST_IDS) + 1
+
+
+def _of_source(args: argparse.Namespace) -> _Model:
+    path = config_path(args.source)
+    if path.suffix in (".yaml", ".yml"):
+        refuse(["--weights: a config has none. Give the folder of a Hugging Face model."] if args.weights else [])
+        refuse([f"--ignore {args.ignore[0]}: it is for a config.json. Leave it out."] if args.ignore else [])
+        return _of_config(path, args)
+    return _of_hugging_face(path, args)
+
+
+def _of_config(path: Path, args: argparse.Namespace) -> _Model:
+    config = load_config(path)
+    own = {name: getattr(config, name).model_dump(mode="json", exclude_defaults=True) for name in OWN_SECTIONS}
+    length = [] if args.seq_length is None else [f"model.seq_length={args.seq_length}"]
+    sections = override(own, [*args.overrides, *length], "the command line")
+    return _Model(f"the model of {path}", {name: fields for name, fields in sections.items() if fields})
+
+
+def _of_hugging_face(path: Path, args: argparse.Namespace) -> _Model:
+    """Read a folder or a config.json, with samples of the asked length or of the model's, at most DEFAULT_SEQ_LENGTH."""
+    if not path.exists() and "/" not in args.source and (names := nearest_names(path)):
+        refuse([f"--from {args.source}: there is no such config or folder. Did you mean {' or '.join(names)}?"])
+    if args.weights:
+        from triaxis.models.interop.huggingface.weights import open_folder  # torch, after the command line is right
+
+        found = open_folder(path, args.seq_length, args.ignore)
+        if args.seq_length is None and found.model.seq_length > DEFAULT_SEQ_LENGTH:
+            found = open_folder(path, DEFAULT_SEQ_LENGTH, args.ignore)
+        refuse(
+            [f"{args.overrides[0]} with --weights: the weights are of the model as it is."] if args.overrides else []
+        )
+        return _Model(f"{path}: {found.family}", found.sections, found.notes, path, found)
+    file = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
+    keys = read_config(file)
+    sections = from_hugging_face(keys, args.seq_length, str(file), args.ignore)
+    if args.seq_length is None and sections["model"]["seq_length"] > DEFAULT_SEQ_LENGTH:
+        sections = from_hugging_face(keys, DEFAULT_SEQ_LENGTH, str(file), args.ignore)
+    sections = override(sections, args.overrides, "the command line")
+    name = f"{file.parent}: {keys.get('model_type')}"
+    return _Model(name, sections, passed_over_notes(keys, args.ignore), file.parent)
+
+
+def tokenizers_of(folder: Path) -> list[str]:
+    """Return the names of a Hugging Face folder's tokenizers for `load_tokenizer`, the preferred one first."""
+    from triaxis.models.interop.huggingface.tokenizer import bytes_tokenizer_json
+
+    names, json_file = [], folder / TOKENIZER_JSON
+    if json_file.is_file():
+        # The folder's own end of documents may be another than the first usual name in the file.
+        names += [str(json_file), str(folder)]
+        if json_file.read_bytes() == bytes_tokenizer_json().encode():
+            names.append(BYTES)
+    if (folder / SENTENCEPIECE).is_file():
+        names.append(str(folder / SENTENCEPIECE))
+    return names
+
+
+def is_imported(found: "HuggingFaceModel", source: Path, out: Path) -> bool:
+    """Return whether `out` holds an import of this very folder and sequence length, newer than all of its files."""
+    from triaxis.engine.checkpoint.directory import find
+    from triaxis.engine.checkpoint.format.manifest import MANIFEST
+
+    if not out.is_dir():
+        return False
+    try:
+        candidate = find(out)
+    except CheckpointError:
+        return False
+    manifest = candidate.manifest
+    newest = max(path.stat().st_mtime_ns for path in (source.iterdir() if source.is_dir() else [source]))
+    return (
+        manifest.content == "weights"
+        and manifest.run == import_source(found.family, source)
+        and manifest.config["model"] == found.model.model_dump(mode="json")
+        and (candidate.folder / MANIFEST).stat().st_mtime_ns > newest
+    )
+
+
+def _number(text: str, option: str) -> int:
+    """Return the number that an option is written for."""
+    try:
+        number = count(text)
+    except ValueError as error:
+        refuse([f"{option} {text}: {error}."])
+    refuse([] if number else [f"{option} {text}: must be at least 1; there would be nothing to train."])
+    assert isinstance(number, int)
+    return number
+
+
+def _lasting_name(name: str, model: _Model, out: Path) -> str:
+    """Return the tokenizer's name for the config: the import's own copy, or a path that holds in any folder."""
+    if model.found is not None and model.folder is not None and name == str(model.folder / TOKENIZER_JSON):
+        return str((out / TOKENIZER_JSON).absolute())
+    return str(Path(name).absolute()) if Path(name).exists() else name
+
+
+def _heading(args: argparse.Namespace, model: _Model, planned: PlannedRun) -> str:
+    source = ["--size", args.size] if args.size is not None else ["--from", args.source]
+    words = ["triaxis", "new", *source, *(["--weights"] if args.weights else [])]
+    for option in ("data", "tokens", "gpus", "out", "seq_length"):
+        if (value := getattr(args, option)) is not None:
+            words += [f"--{option.replace('_', '-')}", str(value)]
+    words += [word for key in args.ignore for word in ("--ignore", key)] + args.overrides
+    what = f"{model.name}, {num_parameters(planned.config.model):,} parameters."
+    return "\n".join(
+        [
+            f"{'Continues from the weights of ' if args.weights else 'Trains '}{what}",
+            f"Made by:  {shlex.join(words)}",
+            f"Check it with:  {triaxis('config check run.yaml')}",
+            f"Train with:     {triaxis('train run.yaml')}",
+        ]
+    )
+
+
+def _show(console: Console, args: argparse.Namespace, model: _Model, match: Match | None, planned: PlannedRun) -> None:
+    """Print the model, the corpus and what was chosen."""
+    config, chosen, sizes = planned.config, planned.chosen, planned.chosen.sizes
+    usable = f"{memory_line(chosen.prediction)}; {chosen.usable_bytes / 10**9:,.1f} GB may be used"
+    warm_up = f"{config.optimizer.warmup_steps:,} steps of warm-up"
+    lines = [
+        ("model", f"{model.name}, {num_parameters(config.model):,} parameters"),
+        *(("note", note) for note in model.notes),
+        ("samples", f"of {config.model.seq_length:,} tokens (--seq-length)"),
+        (
+            "tokens",
+            f"{planned.num_tokens:,}"
+            + ("" if args.tokens else f", {TOKENS_PER_PARAMETER} for each parameter (--tokens)"),
+        ),
+        *_about_corpus(args.data, match, planned),
+        ("machine", planned.machine.name),
+        ("layout", str(sizes)),
+        ("recompute", str(chosen.recompute)),
+        ("memory", usable),
+        ("batch", str(batch_plan(config, sizes.dp))),
+        ("lr", f"{config.optimizer.lr:g} after {warm_up}, {config.optimizer.min_lr:g} at the last step"),
+    ]
+    for name, value in lines:
+        console.print(f"{name:<10} {value}")
+
+
+def _about_corpus(prefix: str | None, match: Match | None, planned: PlannedRun) -> list[tuple[str, str]]:
+    if match is None:
+        return [("corpus", "none: random tokens (--data PREFIX names one)")]
+    size = f"{planned.corpus_tokens:,} tokens in {match.corpus.num_documents:,} documents"
+    return [
+        ("corpus", f"{prefix}: {size}; the run reads it {planned.passes:,.2f} times"),
+        *([("note", REPEATED)] if planned.passes > MOST_PASSES else []),
+        ("tokenizer", f"{planned.config.data.tokenizer}: {match.evidence}"),
+        ("", f"the first document begins: {_beginning(match)}"),
+    ]
+
+
+def _beginning(match: Match) -> str:
+    """Return the first tokens of the corpus as text on one line, so that a person sees that they are words."""
+    corpus: IndexedTokens = match.corpus
+    return repr(match.tokenizer.decode(corpus.tokens(0, 0, SHOWN_TOKENS).tolist()))

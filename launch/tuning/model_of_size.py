@@ -1,0 +1,102 @@
+"""A model of a wished number of parameters (no torch here).
+
+family    Llama's: RMSNorm, SwiGLU of 8/3 of the width, RoPE, no bias; tied below 1B, 8 key heads from 7B
+shape     width over layers as in GPT-3's table 2.1 (2005.14165) at that size, between its rows by the logarithm of the size
+size      of the shapes within 5 % of the wished number, the one nearest to that ratio; embeddings count
+heads     of 32, 64 or 128 dimensions, in numbers that tensor parallelism divides: even, then multiples of 4, then of 8
+"""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import ConfigError, shown
+from triaxis.models.specs import num_parameters
+
+RATIOS = ((125e6, 64.0), (350e6, 42.7), (760e6, 64.0), (1.3e9, 85.3), (2.7e9, 80.0), (6.7e9, 128.0), (175e9, 128.0))
+"""(parameters, width / layers) of GPT-3's models."""
+
+NEAR = 0.05
+LEAST_LAYERS = 2
+MOST_WIDTH = 32_768
+TIED_BELOW = 10**9
+SHARED_KEYS_FROM = 7 * 10**9
+NUM_KV_HEADS = 8
+
+
+def model_of_size(size: int, vocab_size: int, seq_length: int) -> dict[str, Any]:
+    """Return the fields of the section `model`.
+
+    Args:
+        size: parameters that are wished for.
+        vocab_size: of the tokenizer.
+        seq_length: tokens of a sample.
+
+    Raises:
+        ConfigError: no model with this vocabulary has about so many parameters.
+    """
+    shapes = list(_shapes(size, vocab_size, seq_length))
+    near = [shape for shape in shapes if abs(shape[0] / size - 1) <= NEAR]
+    if not near:
+        smallest = min((count for count, *_ in shapes), default=0)
+        raise ConfigError(
+            [
+                f"--size {shown(size)}: no model with a vocabulary of {vocab_size:,} tokens has about so many parameters. "
+                f"The nearest that is larger has {smallest:,}."
+            ]
+        )
+    wished = _ratio(size)
+    _, layers, width, fields = min(near, key=lambda shape: abs(math.log(shape[2] / shape[1] / wished)))
+    return {"num_layers": layers, "hidden_size": width, **fields}
+
+
+def _shapes(size: int, vocab_size: int, seq_length: int) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
+    """Yield (parameters, layers, width, other fields) of the model nearest to `size` at each width."""
+    for width, heads in _widths(size):
+        fields: dict[str, Any] = {
+            "num_attention_heads": heads,
+            "ffn_hidden_size": 64 * round(width * 8 / 3 / 64),
+            "seq_length": seq_length,
+            "vocab_size": vocab_size,
+            "norm": "rmsnorm",
+            "activation": "swiglu",
+            "position": "rope",
+            "bias": "none",
+            "tie_embeddings": size < TIED_BELOW,
+        }
+        if size >= SHARED_KEYS_FROM:
+            fields["num_kv_heads"] = NUM_KV_HEADS
+
+        def count(layers: int, width: int = width, fields: dict[str, Any] = fields) -> int:
+            model = {"num_layers": layers, "hidden_size": width, **fields}
+            return num_parameters(ModelConfig.model_validate(model))
+
+        one = count(1)
+        each = count(2) - one
+        layers = max(LEAST_LAYERS, 1 + round((size - one) / each))
+        yield one + (layers - 1) * each, layers, width, fields
+        if one > 2 * size:
+            return
+
+
+def _widths(size: int) -> Iterator[tuple[int, int]]:
+    """Yield widths and their numbers of heads."""
+    if size < SHARED_KEYS_FROM:
+        yield from ((width, width // 32) for width in range(64, 256, 64))
+        yield from ((width, width // 64) for width in range(256, 2048, 128))
+        yield from ((width, width // 128) for width in range(2048, 5120, 512))
+    else:
+        yield from ((width, width // 128) for width in range(4096, MOST_WIDTH + 1, 1024))
+
+
+def _ratio(size: int) -> float:
+    """Return width over layers at a size."""
+    if size <= RATIOS[0][0]:
+        return RATIOS[0][1]
+    for (low, at_low), (high, at_high) in pairwise(RATIOS):
+        if size <= high:
+            part = math.log(size / low) / math.log(high / low)
+            return math.exp((1 - part) * math.log(at_low) + part * math.log(at_high))
+    return RATIOS[-1][1]
