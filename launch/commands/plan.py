@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         refuse(["plan needs a cluster: give --gpus, such as --gpus 64xH100, or --cluster and its file."])
     tokens = None if args.tokens is None else _tokens(args.tokens)
     cluster = cluster_at(args.gpus or args.cluster)
-    config = load_config(args.config, args.overrides, os.environ, world_size=cluster.num_gpus)
+    config = load_config(args.config, args.overrides, os.environ)
     load = 1.0 if args.expert_load is None else args.expert_load
     if load < 1 or (args.expert_load is not None and not config.model.has_experts):
         refuse([f"--expert-load = {load:g}: it is at least 1, of the experts of a model that has some."])

@@ -3,14 +3,17 @@
 The environment sees the packages of the test environment, and of ours the wheel alone.
 """
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -37,14 +40,22 @@ class Installed:
     bin: Path
     folder: Path
 
-    def run(self, program: str, *words: str) -> Ended:
+    def start(self, program: str, *words: str) -> subprocess.Popen[str]:
         variables = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
         variables |= {"HOME": str(self.folder), "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
-        command = [str(self.bin / program), *words]
-        said = subprocess.run(
-            command, cwd=self.folder, env=variables, capture_output=True, text=True, check=False, timeout=240
+        return subprocess.Popen(
+            [str(self.bin / program), *words],
+            cwd=self.folder,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        return Ended(said.returncode, said.stdout, said.stderr)
+
+    def run(self, program: str, *words: str) -> Ended:
+        with self.start(program, *words) as process:
+            out, err = process.communicate(timeout=240)
+        return Ended(process.returncode, out, err)
 
     def triaxis(self, *words: str) -> str:
         said = self.run("triaxis", *words)
@@ -102,3 +113,55 @@ def test_commands_run_from_an_empty_folder(installed: Installed) -> None:
     assert "TFLOP/s" in installed.triaxis("plan", "llama3_8b", "--gpus", "64xH100")
     assert "tp" in installed.triaxis("topology", "gpt_tiny")
     assert "equal" in installed.triaxis("verify", "gpt_tiny", "--layout", "tp=2", "--steps", "1")
+
+
+MODEL = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 257,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+READ = """
+import sys, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+print(tokenizer.decode(model.generate(**tokenizer("to be", return_tensors="pt"), max_new_tokens=4)[0]))
+"""
+
+
+def test_from_text_to_a_model_in_transformers_without_an_edit(installed: Installed) -> None:
+    """A newcomer's first hour: prepare, new, train, Ctrl-C, resume in another layout, evaluate, export, load, plan."""
+    (installed.folder / "hour").mkdir()
+    user = replace(installed, folder=installed.folder / "hour")
+    (user.folder / "config.json").write_text(json.dumps(MODEL))
+    (user.folder / "text.txt").write_text("to be or not to be, that is the question\n" * 400)
+    user.triaxis("prepare", "--input", "text.txt", "--tokenizer", "bytes", "--output", "data/mine")
+    config = user.triaxis("new", "--from", "config.json", "--data", "data/mine", "--tokens", "40k")
+    (user.folder / "mine.yaml").write_text(config)
+
+    with user.start("triaxis", "train", "mine.yaml", "telemetry.log_interval=1") as training:
+        metrics = user.folder / "runs" / "mine" / "metrics.jsonl"
+        for _ in range(600):
+            if metrics.is_file() and metrics.read_text().count("\n") >= 3:
+                break
+            time.sleep(0.1)
+        training.send_signal(signal.SIGINT)
+        out, err = training.communicate(timeout=120)
+    assert training.returncode != 0 and "Finished" not in out, err
+    assert list(user.folder.glob("runs/mine/checkpoints/step_*")), out + err
+
+    trained = user.triaxis("train", "mine.yaml", "parallel.tp=2", "parallel.dp=1", "parallel.sequence_parallel=true")
+    assert "Finished" in trained and "resum" in trained, trained
+    assert "perplexity" in user.triaxis("evaluate", "runs/mine", "--text", "text.txt")
+    user.triaxis("export", "runs/mine", "mine-hf")
+    read = user.run("python", "-c", READ, "mine-hf")
+    assert read.exit_code == 0 and read.out.startswith("to be"), read.err
+    assert "TFLOP/s" in user.triaxis("plan", "mine.yaml", "--gpus", "8xH100", "precision.dtype=bf16")

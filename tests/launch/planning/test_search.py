@@ -188,6 +188,8 @@ def test_the_command_prints_layouts_and_writes_a_config(tmp_path: Path, capsys: 
     assert not problems(config, 8, 8)
     assert config.train.global_batch_size == load_config(Path("configs/gpt_1p3b.yaml"), [], {}).train.global_batch_size
     assert main(["plan", "configs/gpt_1p3b.yaml", "--gpus", "8xNoSuch"]) == ConfigError.exit_code
+    # A layout of its own, here of 8 ranks, does not bind the search.
+    assert main(["plan", "gpt_tiny", "--gpus", "2xH100", "precision.dtype=bf16", "--top", "1"]) == 0
 
 
 def test_a_margin_stays_free_and_is_said(capsys: pytest.CaptureFixture[str]) -> None:
