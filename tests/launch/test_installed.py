@@ -75,11 +75,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
             shutil.copy(ROOT / name, tmp / "source" / name)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     options = ["--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(tmp), str(tmp / "source")], check=True)
+    # A checkout on the path that is installed would count as the wheel, installed already.
+    alone = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([*pip, "wheel", *options, "--wheel-dir", str(tmp), str(tmp / "source")], env=alone, check=True)
     (wheel,) = tmp.glob("*.whl")
     venv.create(tmp / "env", symlinks=True)
     python = tmp / "env" / "bin" / "python"
-    subprocess.run([*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)], check=True)
+    into = [*pip, "--python", str(python), "install", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(into, env=alone, check=True)
     (own,) = (tmp / "env").glob("lib/python*/site-packages")
     (own / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     folder = tmp / "empty"
