@@ -237,7 +237,8 @@ def _first_failure(mutant: Mutant, tests: Sequence[str]) -> str | None:
             output = _pytest(clone, ["-x", "-q", "-rfE", "--no-header", f"@{listed}"], {}, LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
             return f"hung for {LIMIT_SECONDS} s"
-    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    # Of a test: `ERROR: not found` is of a name that pytest did not find, and no test has noticed anything.
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED tests/", "ERROR tests/"))]
     return failed[0].split(" - ")[0] if failed else None
 
 

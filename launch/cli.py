@@ -44,8 +44,10 @@ GROUPS = {
         "export": "take a checkpoint out to Hugging Face or Megatron-Core",
     },
     "look at a run": {
-        "completion": "print the completion of commands and options for a shell",
         "report": "turn a run directory into one HTML page, or its ranks' timelines into one file for Perfetto",
+    },
+    "the shell": {
+        "completion": "print the completion of commands and options for a shell",
     },
 }
 """Subcommands in the order of `triaxis --help`; a summary also heads the `--help` of its command."""
@@ -61,7 +63,7 @@ RENAMED = {
     "timeline": "`triaxis report --timeline`",
     "convert": "`triaxis import` and `triaxis export`",
 }
-"""Commands of version 0.0, and what has taken their place."""
+"""Commands that had other names before the first release, and what has taken their place."""
 
 EXAMPLES = """\
 examples:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from triaxis.engine.config.run import RuntimeConfig
 from triaxis.engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden, read_driver
 from triaxis.engine.errors import TopologyError, counted
-from triaxis.engine.program import ROOT
+from triaxis.engine.program import IS_CHECKOUT, ROOT
 
 CPU, CUDA = "cpu", "cuda"
 GLOO, NCCL = "gloo", "nccl"
@@ -80,14 +80,17 @@ def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: s
         if driver.runs(major):
             needs += "; this driver is new enough, so something else is wrong"
     own_words = f" (torch: {reason})" if reason else ""
-    checkout = shlex.quote(str(ROOT))
     gpus = counted(driver.num_gpus, "GPU")
+    checkout = shlex.quote(str(ROOT))
+    install = (
+        f"  python3 -m venv --clear {checkout}/.venv && bash {checkout}/launch/bootstrap.sh\n"
+        f"                            installs the versions of launch/constraints.txt, with a torch for this driver\n"
+    )
     return (
         f"{socket.gethostname()} has {gpus} with driver {driver.version or 'of unknown version'}, and torch can use none: "
         f"{needs}{own_words}. The run would train on the CPU, many times slower. Choose one of these:\n"
         f"  TRIAXIS_PYTHON=<python>   uses a Python whose torch fits the driver, such as that of a container\n"
-        f"  python3 -m venv --clear {checkout}/.venv && bash {checkout}/launch/bootstrap.sh\n"
-        f"                            installs the versions of launch/constraints.txt, with a torch for this driver\n"
+        f"{install if IS_CHECKOUT else ''}"
         f"  runtime.device=cpu        trains on the CPU"
     )
 

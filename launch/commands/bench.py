@@ -30,6 +30,7 @@ from triaxis.launch.start.command_line import (
     check_counts,
     layout_overrides,
     refuse,
+    typed,
 )
 from triaxis.launch.start.srun_task import is_rank
 from triaxis.launch.start.world import TooFewGpusError
@@ -120,17 +121,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
-    of_device = [f"--{name}" for name in ("out", "ranks", "name") if getattr(args, name) is not None]
     if args.device is None:
-        if of_device:
+        if of_device := typed(args, "out", "ranks", "name"):
             yield f"{', '.join(of_device)} without --device: no device is measured, and nothing would be written. Add --device."
         elif args.config is None:
             yield "bench needs a config, such as gpt_tiny, or --device and --out: there is nothing to measure. Name one."
         return
-    of_config = [str(args.config)] if args.config is not None else []
-    of_config += [f"--{name}" for name in ("layouts", "json") if getattr(args, name) is not None]
-    of_config += ["--gpus"] if args.world_size is not None else []
-    if of_config:
+    config = [] if args.config is None else [str(args.config)]
+    if of_config := [*config, *args.overrides, *typed(args, "layouts", "json", "world_size", "dry_run")]:
         yield f"--device with {', '.join(of_config)}: the device is measured without a model. Leave one out."
     if args.out is None:
         yield "--device without --out: the rates would be lost. Give the device's file to write, such as --out this_machine.yaml."

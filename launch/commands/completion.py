@@ -14,8 +14,8 @@ EXAMPLES = """examples:
 A new shell has it. For zsh, the folder has to be in fpath, and compinit has to run after that.
 """
 SHELLS = ("bash", "zsh", "tcsh")
-CONFIGS = {"bash": "_triaxis_configs", "zsh": "_files", "tcsh": "f"}
-"""Functions that complete the words of a command: in bash, names of shipped configs beside files."""
+CONFIGS = "_triaxis_configs"
+"""A function for bash that completes the words of a command: names of shipped configs beside files."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -29,13 +29,15 @@ def run(args: argparse.Namespace) -> int:
     import shtab
 
     names = " ".join(shipped_configs())
-    configs = f'_triaxis_configs() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}'
+    configs = f'{CONFIGS}() {{ compgen -W "{names}" -- "$1"; compgen -f -- "$1"; }}'
     print(shtab.complete(_whole_parser(), args.shell, preamble=configs if args.shell == "bash" else ""))
     return 0
 
 
 def _whole_parser() -> argparse.ArgumentParser:
     """Build one parser of all commands. Each is a parser of its own, since a command imports only what it needs."""
+    import shtab
+
     from triaxis.launch.cli import COMMANDS, command_module, command_parser
 
     whole = argparse.ArgumentParser(prog="triaxis")
@@ -46,9 +48,9 @@ def _whole_parser() -> argparse.ArgumentParser:
         for action in _actions(parser):
             if action.dest == "words":
                 action.help = "config, or section.key=value"  # shtab leaves out what has no help
-                action.complete = CONFIGS  # type: ignore[attr-defined]
+                action.complete = {**shtab.FILE, "bash": CONFIGS}  # type: ignore[attr-defined]
             elif action.type is Path:
-                action.complete = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}  # type: ignore[attr-defined]
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
         commands.add_parser(name, parents=[parser], add_help=False, help=summary)
     return whole
 

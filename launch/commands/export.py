@@ -2,11 +2,17 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from triaxis.launch.commands.convert_huggingface import export_huggingface
 from triaxis.launch.commands.convert_megatron import export_megatron
-from triaxis.launch.start.command_line import CommandParser, add_checkpoint, add_weights, refuse
+from triaxis.launch.start.command_line import (
+    CommandParser,
+    add_checkpoint,
+    add_weights,
+    add_weights_only,
+    refuse,
+    typed,
+)
 from triaxis.models.interop.huggingface.families import FAMILIES
 
 EXAMPLES = """examples:
@@ -16,9 +22,9 @@ EXAMPLES = """examples:
   triaxis export runs/llama/checkpoints/step_00001000 exported --to megatron --weights-only --dtype bf16
 """
 HF, MEGATRON = "hf", "megatron"
-OF_HF: dict[str, Any] = {"family": None, "tokenizer": None, "max_shard_gb": None}
-OF_MEGATRON: dict[str, Any] = {"weights_only": False}
-"""Options of one form alone, and their values where they are not given."""
+OF_HF = ("family", "tokenizer", "max_shard_gb")
+OF_MEGATRON = ("weights_only",)
+"""Options of one form alone."""
 
 SHARD_GB = 5.0
 
@@ -57,19 +63,15 @@ def add_arguments(parser: CommandParser) -> None:
     hf.add_argument(
         "--max-shard-gb", type=float, metavar="N", help=f"largest file, in 10^9 bytes (default: {SHARD_GB:g})"
     )
-    megatron = parser.add_argument_group("to Megatron-Core")
-    megatron.add_argument(
-        "--weights-only", action="store_true", help="leave the optimizer's state and the iteration behind"
-    )
+    add_weights_only(parser.add_argument_group("to Megatron-Core"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Export the checkpoint; CheckpointError, ConfigError or DataError where that is impossible."""
     other, useless = (HF, OF_HF) if args.to == MEGATRON else (MEGATRON, OF_MEGATRON)
     problems = [
-        f"--{name.replace('_', '-')} with --to {args.to}: it is for --to {other}, and would do nothing. Leave it out."
-        for name, absent in useless.items()
-        if getattr(args, name) != absent
+        f"{option} with --to {args.to}: it is for --to {other}, and would do nothing. Leave it out."
+        for option in typed(args, *useless)
     ]
     if args.to == HF and args.dtype == "fp16":
         problems.append(

@@ -29,6 +29,7 @@ from triaxis.launch.start.command_line import (
     check_counts,
     layout_overrides,
     refuse,
+    typed,
 )
 from triaxis.launch.start.launcher import Request, launch
 from triaxis.launch.start.wide_console import wide_console
@@ -143,14 +144,11 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.replay and args.real:
         yield "--replay with --real: a replay runs nothing on a device, and no time would be shown. Leave one out."
     if args.races:
-        for word in ("replay", "real", "full"):
-            if getattr(args, word):
-                yield f"--races with --{word}: races are searched in other steps, and --{word} would do nothing. Leave one out."
+        for option in typed(args, "replay", "real", "full"):
+            yield f"--races with {option}: races are searched in other steps, and {option} would do nothing. Leave one out."
     if args.measured:
-        for word in ("rank", "replay", "real", "full", "races", "json", "world_size"):
-            if getattr(args, word):
-                option = word.replace("_", "-")
-                yield f"--measured with --{option}: all ranks run a real step, and --{option} would do nothing. Leave one out."
+        for option in typed(args, "rank", "replay", "real", "full", "races", "json", "world_size"):
+            yield f"--measured with {option}: all ranks run a real step, and {option} would do nothing. Leave one out."
     if args.dry_run and not args.measured:
         yield "--dry-run without --measured: no ranks are started, so there is no line to print. Leave it out, or add --measured."
     if args.full_size and not args.races:

@@ -3,12 +3,11 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from triaxis.engine.errors import CheckpointError
 from triaxis.launch.commands.convert_huggingface import import_huggingface
 from triaxis.launch.commands.convert_megatron import import_megatron
-from triaxis.launch.start.command_line import CommandParser, add_ignore, refuse
+from triaxis.launch.start.command_line import CommandParser, add_ignore, add_weights_only, refuse, typed
 
 EXAMPLES = """examples:
   triaxis import models/Qwen3-0.6B checkpoints/qwen3
@@ -19,11 +18,10 @@ EXAMPLES = """examples:
 SOURCE is a folder with config.json and safetensors, or a .gguf file. Or it is what Megatron's --save named (torch_dist), or one
 iteration in it; the optimizer's state comes along then, so that the run can be resumed.
 """
-OF_HUGGING_FACE: dict[str, Any] = {"seq_length": None, "dtype": None, "ignore": []}
-OF_MEGATRON: dict[str, Any] = {"config": None, "vocab_size": None, "weights_only": False}
-"""Options of one kind of source alone, and their values where they are not given."""
+OF_HUGGING_FACE = ("seq_length", "dtype", "ignore")
+OF_MEGATRON = ("config", "vocab_size", "weights_only")
+"""Options of one kind of source alone."""
 
-SIGNS_OF_MEGATRON = ("latest_checkpointed_iteration.txt", "iter_[0-9]*", "metadata.json", "common.pt", ".metadata")
 SIGNS_OF_A_MODEL = ("config.json", "*.safetensors", "*.gguf", "*.bin")
 
 
@@ -48,14 +46,14 @@ def add_arguments(parser: CommandParser) -> None:
     whose.add_argument(
         "--vocab-size", type=int, metavar="N", help="tokens of the tokenizer: rows beyond are padding and are dropped"
     )
-    megatron.add_argument(
-        "--weights-only", action="store_true", help="leave the optimizer's state and the iteration behind"
-    )
+    add_weights_only(megatron)
 
 
 def run(args: argparse.Namespace) -> int:
     """Import the model; CheckpointError, ConfigError or DataError where that is impossible."""
-    is_megatron = any(any(args.source.glob(name)) for name in SIGNS_OF_MEGATRON)
+    from triaxis.models.interop.megatron.files import is_megatron_checkpoint  # torch, after the command line is right
+
+    is_megatron = is_megatron_checkpoint(args.source)
     if args.source.is_dir() and not is_megatron and not any(any(args.source.glob(name)) for name in SIGNS_OF_A_MODEL):
         raise CheckpointError(
             f"{args.source} has neither config.json (Hugging Face) nor latest_checkpointed_iteration.txt or metadata.json "
@@ -63,9 +61,8 @@ def run(args: argparse.Namespace) -> int:
         )
     kind, useless = ("Megatron-Core", OF_HUGGING_FACE) if is_megatron else ("Hugging Face", OF_MEGATRON)
     refuse(
-        f"--{name.replace('_', '-')}: {args.source} is a checkpoint of {kind}, and the option says nothing of it. Leave it out."
-        for name, absent in useless.items()
-        if getattr(args, name) != absent
+        f"{option}: {args.source} is a model of {kind}, and the option says nothing of it. Leave it out."
+        for option in typed(args, *useless)
     )
     args.dtype = args.dtype or "source"
     import_megatron(args) if is_megatron else import_huggingface(args)

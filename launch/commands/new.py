@@ -31,7 +31,7 @@ from triaxis.engine.data.corpus.tokenizers import BYTES, TOKENIZER_JSON
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.program import triaxis
 from triaxis.launch.commands.convert_huggingface import import_source, import_weights
-from triaxis.launch.start.command_line import CommandParser, add_ignore, refuse
+from triaxis.launch.start.command_line import CommandParser, add_ignore, refuse, typed
 from triaxis.launch.tuning.machine import this_machine, written_machine
 from triaxis.launch.tuning.model_of_size import model_of_size
 from triaxis.launch.tuning.planned_run import PlannedRun, plan_run, to_commented_yaml
@@ -70,9 +70,15 @@ REPEATED = (
 OWN_SECTIONS = ("model", "kernels")
 """Sections that a model decides, and that an override may change: the rest follows from corpus, tokens and machine."""
 
-OF_MEGATRON = ("vocab_size",)
-NOT_OF_MEGATRON = ("tokens", "gpus", "out", "seq_length", "weights")
-"""Options of a command line of Megatron-LM alone, and those that it leaves nothing to."""
+SIZE, CONFIG, HUGGING_FACE, MEGATRON = "--size", "a config", "a Hugging Face model", "a command line of Megatron-LM"
+"""Kinds of sources."""
+USELESS: Mapping[str, tuple[str, ...]] = {
+    SIZE: ("weights", "ignore", "vocab_size"),
+    CONFIG: ("weights", "ignore", "vocab_size"),
+    HUGGING_FACE: ("vocab_size",),
+    MEGATRON: ("tokens", "gpus", "out", "seq_length", "weights"),
+}
+"""Options that each kind leaves nothing to."""
 
 
 @dataclass
@@ -140,15 +146,15 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the config, with --weights after the import; ConfigError, CheckpointError or DataError where that is impossible."""
-    is_megatron = args.source is not None and args.source.lstrip().startswith(("-", "@"))
-    refuse(_problems(args, is_megatron=is_megatron))
-    if is_megatron:
+    kind = _kind(args)
+    refuse(_problems(args, kind))
+    if kind == MEGATRON:
         corpus = [] if args.data is None else ["--data-path", shlex.quote(args.data)]
         print(from_command_line([args.source, *corpus], args.vocab_size, args.ignore), end="", flush=True)
         return 0
     machine = this_machine(os.environ) if args.gpus is None else written_machine(args.gpus)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-    model = _of_size(args) if args.size is not None else _of_source(args)
+    model = {SIZE: _of_size, CONFIG: _of_config, HUGGING_FACE: _of_hugging_face}[kind](args)
     described = ModelConfig.model_validate(model.sections["model"])
     num_tokens = (
         TOKENS_PER_PARAMETER * num_parameters(described) if args.tokens is None else _number(args.tokens, "--tokens")
@@ -180,24 +186,36 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _problems(args: argparse.Namespace, *, is_megatron: bool) -> list[str]:
-    problems = [
-        f"{word}: {', '.join(OWN_SECTIONS)} may be given here, and the rest follows from corpus, tokens and machine. "
-        f"Give it to `triaxis train` instead, or edit the config."
-        for word in args.overrides
-        if word.partition(".")[0] not in OWN_SECTIONS or "=" not in word
-    ]
-    useless = NOT_OF_MEGATRON if is_megatron else OF_MEGATRON
-    reason = "Megatron's words say it" if is_megatron else "it is of a command line of Megatron-LM"
-    for name in useless:
-        if getattr(args, name) not in (None, False):
-            problems.append(f"--{name.replace('_', '-')}: {reason}, and it would do nothing. Leave it out.")
-    if is_megatron and args.overrides:
-        problems.append(f"{' '.join(args.overrides)}: Megatron's words say all of the run. Give it to `triaxis train`.")
-    if args.size is not None and (args.weights or args.ignore):
-        problems.append("--weights or --ignore with --size: no folder is read. Leave it out, or give --from FOLDER.")
+def _kind(args: argparse.Namespace) -> str:
+    if args.size is not None:
+        return SIZE
+    if args.source.lstrip().startswith(("-", "@")):
+        return MEGATRON
+    return CONFIG if _path(args).suffix in (".yaml", ".yml") else HUGGING_FACE
+
+
+def _path(args: argparse.Namespace) -> Path:
+    """Return the path of the source: a folder of the user's comes before a shipped config of that name."""
+    path = Path(args.source)
+    return path if path.is_dir() else config_path(path)
+
+
+def _problems(args: argparse.Namespace, kind: str) -> list[str]:
+    problems = [f"{option} with {kind}: it would do nothing. Leave it out." for option in typed(args, *USELESS[kind])]
+    if args.overrides and (kind == MEGATRON or args.weights):
+        what = "Megatron's words say all of the run" if kind == MEGATRON else "the weights are of the model as it is"
+        problems.append(f"{' '.join(args.overrides)}: {what}. Give it to `triaxis train` instead.")
+    else:
+        problems += [
+            f"{word}: {', '.join(OWN_SECTIONS)} may be given here, and the rest follows from corpus, tokens and machine. "
+            "Give it to `triaxis train` instead, or edit the config."
+            for word in args.overrides
+            if word.partition(".")[0] not in OWN_SECTIONS or "=" not in word
+        ]
     if args.out is not None and not args.weights:
         problems.append("--out without --weights: nothing is imported, and the config goes to stdout. Add --weights.")
+    if kind == HUGGING_FACE and not _path(args).exists() and (names := nearest_names(args.source)):
+        problems.append(f"--from {args.source}: there is no such config or folder. Did you mean {' or '.join(names)}?")
     return problems
 
 
@@ -215,16 +233,8 @@ def _vocabulary(prefix: str) -> int:
     return record.num_embeddings if record is not None else IndexedTokens(prefix).largest_id(MOST_IDS) + 1
 
 
-def _of_source(args: argparse.Namespace) -> _Model:
-    path = config_path(args.source)
-    if path.suffix in (".yaml", ".yml"):
-        refuse(["--weights: a config has none. Give the folder of a Hugging Face model."] if args.weights else [])
-        refuse([f"--ignore {args.ignore[0]}: it is for a config.json. Leave it out."] if args.ignore else [])
-        return _of_config(path, args)
-    return _of_hugging_face(path, args)
-
-
-def _of_config(path: Path, args: argparse.Namespace) -> _Model:
+def _of_config(args: argparse.Namespace) -> _Model:
+    path = _path(args)
     config = load_config(path)
     own = {name: getattr(config, name).model_dump(mode="json", exclude_defaults=True) for name in OWN_SECTIONS}
     length = [] if args.seq_length is None else [f"model.seq_length={args.seq_length}"]
@@ -232,19 +242,15 @@ def _of_config(path: Path, args: argparse.Namespace) -> _Model:
     return _Model(f"the model of {path}", {name: fields for name, fields in sections.items() if fields})
 
 
-def _of_hugging_face(path: Path, args: argparse.Namespace) -> _Model:
+def _of_hugging_face(args: argparse.Namespace) -> _Model:
     """Read a folder or a config.json, with samples of the asked length or of the model's, at most DEFAULT_SEQ_LENGTH."""
-    if not path.exists() and "/" not in args.source and (names := nearest_names(path)):
-        refuse([f"--from {args.source}: there is no such config or folder. Did you mean {' or '.join(names)}?"])
+    path = _path(args)
     if args.weights:
         from triaxis.models.interop.huggingface.weights import open_folder  # torch, after the command line is right
 
         found = open_folder(path, args.seq_length, args.ignore)
         if args.seq_length is None and found.model.seq_length > DEFAULT_SEQ_LENGTH:
             found = open_folder(path, DEFAULT_SEQ_LENGTH, args.ignore)
-        refuse(
-            [f"{args.overrides[0]} with --weights: the weights are of the model as it is."] if args.overrides else []
-        )
         return _Model(f"{path}: {found.family}", found.sections, found.notes, path, found)
     file = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
     keys = read_config(file)

@@ -12,14 +12,13 @@ from triaxis.engine.storage.files import write_atomically
 from triaxis.engine.telemetry.timing.timeline import merge
 from triaxis.launch.report.page import render
 from triaxis.launch.report.record import read_run
-from triaxis.launch.start.command_line import refuse
+from triaxis.launch.start.command_line import refuse, typed
 from triaxis.models.predict.step_time.cluster import cluster_at
 
 EXAMPLES = """examples:
   triaxis report runs/gpt_tiny
   triaxis report runs/gpt_tiny --out gpt_tiny.html
   triaxis report runs/llama3_8b --cluster configs/clusters/h100_64.yaml
-
   triaxis report runs/gpt_tiny --timeline
 
 The page needs no network and no other file, and may be made while the run runs. docs/report.md says what is on it. The timeline is
@@ -48,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     With --timeline, write that file and name it; TriaxisError where no rank wrote anything.
     """
     if args.timeline:
-        useless = [f"--{name}" for name in ("cluster", "out") if getattr(args, name) is not None]
+        useless = typed(args, "cluster", "out")
         refuse(f"{word} with --timeline: it is for the page, which is not made. Leave one out." for word in useless)
         print(merge(args.run))
         return 0

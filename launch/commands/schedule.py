@@ -26,7 +26,7 @@ from triaxis.engine.pipeline.text import program_to_text, render_timeline, to_te
 from triaxis.engine.telemetry.outlets.format import significant
 from triaxis.launch.pictures.schedule_picture import draw_schedule
 from triaxis.launch.pictures.schedule_times import path_lines, path_summary, rank_table
-from triaxis.launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse
+from triaxis.launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse, typed
 
 if TYPE_CHECKING:
     from triaxis.engine.config.tree import Config
@@ -127,7 +127,7 @@ def asked_for(args: argparse.Namespace) -> Schedule:
     """
     from triaxis.engine.config.layout import schedule_problems
 
-    if useless := [*given_of(args, "dp", "world_size"), *args.overrides]:
+    if useless := [*typed(args, "dp", "world_size"), *args.overrides]:
         raise ScheduleError(
             f"{', '.join(useless)} without a config: --microbatches counts those of one pipeline already, so it would do nothing. "
             "Leave it out, or name a config."
@@ -161,11 +161,6 @@ def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:
         )
 
 
-def given_of(args: argparse.Namespace, *names: str) -> list[str]:
-    """Return those of the options that were typed."""
-    return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
-
-
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     """Build the schedules that a run of this configuration uses: of a training step and of a validation."""
     from triaxis.engine.config.plan import batch_plan
@@ -185,7 +180,7 @@ def _read(args: argparse.Namespace) -> "tuple[Config, int | None]":
     from triaxis.engine.config.load import load_config
     from triaxis.engine.config.plan import data_parallel_size
 
-    if given := given_of(args, "pp", "vpp", "microbatches", "name"):
+    if given := typed(args, "pp", "vpp", "microbatches", "name"):
         raise ScheduleError(
             f"{args.config} together with {', '.join(given)}: the configuration says these sizes, and two answers would leave "
             "open what was checked. Give one of them; a size of the configuration is changed with an override, such as "

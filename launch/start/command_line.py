@@ -72,7 +72,7 @@ class CommandParser(argparse.ArgumentParser):
     """A parser of one command or verb, with options and words in any order.
 
     Attributes:
-        renamed: verbs of version 0.0, and what has taken their place.
+        renamed: verbs that had other names before the first release, and what has taken their place.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -212,6 +212,13 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_weights_only(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add `--weights-only`, of Megatron-Core's checkpoints."""
+    parser.add_argument(
+        "--weights-only", action="store_true", help="leave the optimizer's state and the iteration behind"
+    )
+
+
 def add_dry_run(parser: argparse.ArgumentParser, meaning: str = "print the launch line; start nothing") -> None:
     """Add `--dry-run`."""
     parser.add_argument("--dry-run", action="store_true", help=meaning)
@@ -231,6 +238,19 @@ def add_ignore(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
         metavar="KEY",
         help="let a key of config.json through that is not known here, if it does not change the model; may be repeated",
     )
+
+
+def typed(args: argparse.Namespace, *names: str) -> list[str]:
+    """Return those of the options that were typed, as they are typed.
+
+    Args:
+        args: parsed; an option that was not typed is None, False or an empty list.
+        names: of the options, with `_` for `-`.
+    """
+    given = ((name, getattr(args, name)) for name in names)
+    return [
+        f"--{name.replace('_', '-')}" for name, value in given if not (value is None or value is False or value == [])
+    ]
 
 
 def above(name: str, number: int, most: int, reason: str) -> list[str]:

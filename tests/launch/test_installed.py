@@ -40,8 +40,8 @@ class Installed:
     bin: Path
     folder: Path
 
-    def start(self, program: str, *words: str) -> subprocess.Popen[str]:
-        variables = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+    def start(self, program: str, *words: str, **more: str) -> subprocess.Popen[str]:
+        variables = {name: value for name, value in environment().items() if name != "PYTHONPATH"} | more
         variables |= {"HOME": str(self.folder), "PATH": f"{self.bin}{os.pathsep}{os.environ['PATH']}"}
         return subprocess.Popen(
             [str(self.bin / program), *words],
@@ -52,8 +52,8 @@ class Installed:
             text=True,
         )
 
-    def run(self, program: str, *words: str) -> Ended:
-        with self.start(program, *words) as process:
+    def run(self, program: str, *words: str, **more: str) -> Ended:
+        with self.start(program, *words, **more) as process:
             out, err = process.communicate(timeout=240)
         return Ended(process.returncode, out, err)
 
@@ -114,8 +114,15 @@ def test_commands_run_from_an_empty_folder(installed: Installed) -> None:
     assert "Finished: 2 steps" in trained, trained
     assert list(installed.folder.glob("runs/*/checkpoints/step_00000002"))
     assert "TFLOP/s" in installed.triaxis("plan", "llama3_8b", "--gpus", "64xH100")
-    assert "tp" in installed.triaxis("topology", "gpt_tiny")
+    assert "8 ranks" in installed.triaxis("topology", "gpt_tiny")
     assert "equal" in installed.triaxis("verify", "gpt_tiny", "--layout", "tp=2", "--steps", "1")
+
+
+def test_hosts_start_the_package_where_there_is_no_checkout(installed: Installed) -> None:
+    (installed.folder / "hosts").write_text("node0 slots=4\nnode1 slots=4\n")
+    said = installed.run("triaxis", "train", "gpt_tiny", "--dry-run", HOSTFILE="hosts")
+    assert said.exit_code == 0, said.err
+    assert said.out.count(f"{installed.bin / 'python'} -P -m triaxis.launch.cli train ") == 2
 
 
 MODEL = {

@@ -28,6 +28,9 @@ from triaxis.engine.storage.json_text import parse_json
 from triaxis.models.interop.megatron.foreign_pickle import Inert, Name, read_archive, read_pickle
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_SIGNS = (TRACKER, "iter_[0-9]*", "metadata.json", "common.pt", ".metadata")
+"""Entries of a folder by which it is one of Megatron's, whole or not."""
+
 _TRACKER_CHARACTERS = 64
 """More than the tracker file can have: an iteration or the word `release`."""
 
@@ -195,6 +198,11 @@ def find_iteration(path: Path) -> Path:
             f"{', '.join(sorted(entry.name for entry in path.glob('iter_*'))) or 'none'}."
         )
     return folder
+
+
+def is_megatron_checkpoint(path: Path) -> bool:
+    """Return whether a folder has something of a Megatron checkpoint; `open_checkpoint` says what it lacks."""
+    return any(any(path.glob(name)) for name in _SIGNS)
 
 
 def open_checkpoint(path: Path) -> TorchDist:

@@ -96,3 +96,11 @@ def test_the_backend_follows_the_device() -> None:
     assert backend_of(RuntimeConfig(), CPU) == GLOO
     with pytest.raises(TopologyError, match=r"collectives = nccl.*runtime\.collectives=auto"):
         backend_of(RuntimeConfig(collectives="nccl"), CPU)
+
+
+def test_an_installation_without_a_checkout_offers_no_script(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    assert "launch/bootstrap.sh" in why_unusable(OLD, "2.13.0", "13.0")
+    monkeypatch.setattr(gpus, "IS_CHECKOUT", False)
+    said = why_unusable(OLD, "2.13.0", "13.0")
+    assert "bootstrap" not in said and "runtime.device=cpu" in said

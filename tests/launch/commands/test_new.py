@@ -310,13 +310,18 @@ def test_a_command_line_of_megatron_is_taken_whole(workplace: Path, capsys: pyte
     ("words", "explained"),
     [
         (("--from", "gpt_tiney"), "Did you mean gpt_tiny"),
-        (("--from", "gpt_tiny", "--weights"), "--weights: a config has none"),
+        (("--from", "gpt_tiny", "--weights"), "--weights with a config: it would do nothing"),
         (("--from", "gpt_tiny", "train.steps=3"), "train.steps=3: model, kernels may be given here"),
-        (("--from", "gpt_tiny", "--vocab-size", "5"), "--vocab-size: it is of a command line of Megatron-LM"),
+        (("--from", "gpt_tiny", "--vocab-size", "5"), "--vocab-size with a config: it would do nothing"),
         (("--from", "gpt_tiny", "--out", "here"), "--out without --weights"),
-        (("--from", "--num-layers 2 --hidden-size 8", "--tokens", "1B"), "--tokens: Megatron's words say it"),
+        (("--from", "gpt_tiny", "--weights", "--out", "here", "--vocab-size", "0"), "has 2 problems"),
+        (("--from", "tiny", "--weights", "model.num_layers=1"), "the weights are of the model as it is"),
+        (
+            ("--from", "--num-layers 2 --hidden-size 8", "--tokens", "1B"),
+            "--tokens with a command line of Megatron-LM: it would do nothing",
+        ),
         (("--size", "1M"), "--size 1000000: no model with a vocabulary of 50,257 tokens"),
-        (("--size", "1M", "--weights"), "--weights or --ignore with --size"),
+        (("--size", "1M", "--weights"), "--weights with --size: it would do nothing"),
     ],
 )
 def test_words_that_do_not_fit_together(
