@@ -214,7 +214,8 @@ def _problems(args: argparse.Namespace, kind: str) -> list[str]:
         ]
     if args.out is not None and not args.weights:
         problems.append("--out without --weights: nothing is imported, and the config goes to stdout. Add --weights.")
-    if kind == HUGGING_FACE and not _path(args).exists() and (names := nearest_names(args.source)):
+    is_name = kind == HUGGING_FACE and "/" not in args.source and not _path(args).exists()
+    if is_name and (names := nearest_names(args.source)):
         problems.append(f"--from {args.source}: there is no such config or folder. Did you mean {' or '.join(names)}?")
     return problems
 
