@@ -36,7 +36,7 @@ from triaxis.engine.config.telemetry import TelemetryConfig
 from triaxis.engine.layout.rank_grid import RankGrid
 from triaxis.engine.pipeline.actions import Action, Kind, Schedule
 from triaxis.engine.run.garbage import GarbageCollection
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.timing.bubble import Attribution, num_actions
 from triaxis.engine.telemetry.timing.clocks import HostClock
 from triaxis.engine.telemetry.timing.marks import TimeMarks
@@ -99,11 +99,11 @@ def compare(stepping: Stepping, most_rounds: int, seconds: float, log_interval: 
         nonlocal steps_made
         # One engine makes both kinds of steps.
         topology.ledger._observers, engine.executor.observers = (marks,), (marks.instruction,)
-        times.phase(Phase.DATA)
+        times.enter(StepPart.DATA)
         microbatches = batches.next_step()
-        times.phase(Phase.FORWARD_BACKWARD)
+        times.enter(StepPart.FORWARD_BACKWARD)
         counts = engine.forward_backward(microbatches)
-        times.phase(Phase.OPTIMIZER)
+        times.enter(StepPart.OPTIMIZER)
         engine.update(counts, LEARNING_RATE).wait()
         times.end_step()
         steps_made += 1
@@ -157,7 +157,7 @@ def seconds_per_mark(num_marks: int = 5_000) -> float:
     for _ in range(5):
         marks, tally = TimeMarks(clock), StepTally()
         marks.begin(0, is_marked=True)
-        marks.phase(Phase.FORWARD_BACKWARD)
+        marks.enter(StepPart.FORWARD_BACKWARD)
         marks.instruction(Action(Kind.F, 0, 0))
         start = time.thread_time()
         for _ in range(num_marks // 2):

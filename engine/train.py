@@ -35,7 +35,7 @@ from triaxis.engine.pipeline.executor import Executor, InstructionObserver
 from triaxis.engine.pipeline.forwards import of_forward
 from triaxis.engine.pipeline.programs import Programs
 from triaxis.engine.run.garbage import GarbageCollection
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.run.validation import StepSource, Validation, ValidationObserver
 from triaxis.engine.step import Chunk, Engine
 from triaxis.engine.step_limits import StepLimits
@@ -217,14 +217,14 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
     with GarbageCollection(engine.config.runtime.gc_interval) as garbage:
         for step in range(first_step, first_step if stops else end_step):
             is_last, validates = step + 1 == end_step, validation.is_due(step)
-            observer.phase(Phase.DATA)
+            observer.enter(StepPart.DATA)
             microbatches = batches.next_step()
             observer.on_batch(microbatches)
 
-            observer.phase(Phase.FORWARD_BACKWARD)
+            observer.enter(StepPart.FORWARD_BACKWARD)
             counts = engine.forward_backward(microbatches)
 
-            observer.phase(Phase.OPTIMIZER)
+            observer.enter(StepPart.OPTIMIZER)
             run.guard.before_update(step)
             lr = learning_rate(
                 stage.tokens_before(step), plan.tokens_per_step, engine.config.optimizer, plan.num_tokens
@@ -240,13 +240,13 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
             is_validated = not validates or validation.make(step)
             stops = stop.agreed is not None and not (is_validated and is_last)
 
-            observer.phase(Phase.CHECKPOINT)
+            observer.enter(StepPart.CHECKPOINT)
             consumed, ends = batches.consumed_samples, is_last or stops
             checkpoints.after_step(step + 1, consumed, lr, is_last=ends, validation_is_due=not is_validated)
             garbage.after_step(step + 1)
             if stops:
                 break
-    observer.phase(Phase.CHECKPOINT)
+    observer.enter(StepPart.CHECKPOINT)
     checkpoints.finish()
     if stops:
         return stop.agreed

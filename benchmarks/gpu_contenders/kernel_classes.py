@@ -1,7 +1,8 @@
 """Time of a traced step by class of kernel, from a trace of torch's profiler (no torch here).
 
-A kernel's class is what launched it where that says more than its name (the optimizer's phase; cross-entropy, norms and attention
-by their operator), else its name. Idle is what is left of a step that was not traced: tracing makes the host slow, not the kernels.
+A kernel's class is what launched it where that says more than its name (the optimizer's part of a step; cross-entropy, norms and
+attention by their operator), else its name. Idle is what is left of a step that was not traced: tracing makes the host slow, not
+the kernels.
 """
 
 import gzip
@@ -53,8 +54,8 @@ BY_LAUNCHER = (
 )
 """Names of operators and of autograd functions, on the thread that launched the kernel."""
 
-OPTIMIZER_PHASE = re.compile(r"^optimizer$")
-"""The phase of the training loop (`triaxis.engine.train`)."""
+OPTIMIZER_PART = re.compile(r"^optimizer$")
+"""The part of a step (`triaxis.engine.train`)."""
 
 BY_NAME = (
     _rule("optimizer", r"(?i)multi_tensor_apply|fused_?adam|adam_?w?_"),
@@ -79,7 +80,7 @@ def classify(name: str, launchers: Sequence[str] = ()) -> str:
     certain = _first(BY_NAME_FIRST, [name])
     if certain == "communication":
         return certain
-    if any(OPTIMIZER_PHASE.search(each) for each in launchers):
+    if any(OPTIMIZER_PART.search(each) for each in launchers):
         return "optimizer"
     return certain or _first(BY_LAUNCHER, launchers) or _first(BY_NAME, [name]) or "other"
 
@@ -146,7 +147,7 @@ def breakdown(path: Path, num_steps: int, step_seconds: float) -> dict[str, Any]
     kernels = [event for event in kernels if event["args"]["correlation"] >= first]
     if not kernels:
         return None
-    telling = [*(pattern for _, pattern in BY_LAUNCHER), OPTIMIZER_PHASE]
+    telling = [*(pattern for _, pattern in BY_LAUNCHER), OPTIMIZER_PART]
     ranges = _Ranges(
         event
         for event in events

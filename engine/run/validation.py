@@ -15,7 +15,7 @@ from contextlib import closing
 from typing import Any, Protocol
 
 from triaxis.engine.comm.stop import StopRequest
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step import Engine
 
 
@@ -33,7 +33,7 @@ class ValidationObserver(Protocol):
 
     def on_validation(self, step: int, loss: float) -> None: ...
     def on_validation_left_out(self, step: int) -> None: ...
-    def phase(self, phase: Phase) -> None: ...
+    def enter(self, part: StepPart) -> None: ...
 
 
 class Validation:
@@ -76,7 +76,7 @@ class Validation:
         assert self._open_batches is not None, "a validation without batches"
         self._num_made = 0
         if self._stop.agreed is None:
-            self._observer.phase(Phase.VALIDATION)
+            self._observer.enter(StepPart.VALIDATION)
             with closing(self._open_batches()) as source:
                 loss = self._engine.evaluate(self._batches(source))
             if self._num_made == self._num_batches:

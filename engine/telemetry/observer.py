@@ -1,6 +1,6 @@
-"""The observer of the training loop: clocks the phases, makes each step's record, hands it to `Telemetry`.
+"""The observer of the training loop: clocks the parts, makes each step's record, hands it to `Telemetry`.
 
-    engine.train.train --phase, end_step, on_step, on_validation--> TrainingObserver --StepMetrics--> Telemetry
+    engine.train.train --enter, end_step, on_step, on_validation--> TrainingObserver --StepMetrics--> Telemetry
 
 A step's time ends when the host is through with it; its numbers may come a step later. The loop counts steps from 0; everything
 that is written down counts the steps that are done, from 1.
@@ -23,15 +23,15 @@ from triaxis.engine.device.host_copy import to_device
 from triaxis.engine.errors import counted
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.optimizer.group_norms import GroupNorms
-from triaxis.engine.run.phases import Phase, StepWatcher
+from triaxis.engine.run.step_parts import StepPart, StepWatcher
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 from triaxis.engine.telemetry.outlets.memory_check import MemoryCheck
 from triaxis.engine.telemetry.record.expert_load import LoadMeter
 from triaxis.engine.telemetry.record.metrics import Meter
-from triaxis.engine.telemetry.timing.phases import Timers
 from triaxis.engine.telemetry.timing.slow_ranks import SlowRanks
 from triaxis.engine.telemetry.timing.step_times import StepTimes
+from triaxis.engine.telemetry.timing.timers import Timers
 from triaxis.engine.tensor_parallel.fp8_shares import Fp8Shares
 
 
@@ -39,7 +39,7 @@ from triaxis.engine.tensor_parallel.fp8_shares import Fp8Shares
 class _Ended:
     """A step whose numbers are not known yet."""
 
-    spans_seconds: dict[Phase, float]
+    spans_seconds: dict[StepPart, float]
     unix_time_seconds: float
     peak_memory_bytes: int
     cp_imbalance: float | None
@@ -51,8 +51,8 @@ class TrainingObserver:
 
     Attributes:
         meter: what a step's time means for this model.
-        timers: the clock of the phases.
-        watchers: follow the phases; `times` among them.
+        timers: the clock of the parts.
+        watchers: follow the parts; `times` among them.
         times: measure where the time of the steps goes, on all ranks; None: the configuration has no use for it.
         slow_ranks: compares the ranks, on the logging rank.
         memory: compares the ranks' memory with a prediction, once; None: there is nothing to compare.
@@ -94,19 +94,19 @@ class TrainingObserver:
         for watcher in self.watchers:
             watcher.begin(steps_made)
 
-    def phase(self, phase: Phase) -> None:
-        """Follow the loop to its next phase."""
-        if phase is not Phase.VALIDATION:
+    def enter(self, part: StepPart) -> None:
+        """Follow the loop to its next part."""
+        if part is not StepPart.VALIDATION:
             self.telemetry.flush()
         if self.telemetry.report is not None:
-            self.telemetry.report.phase(Phase.VALIDATION if phase is Phase.VALIDATION else "training")
-        if phase is Phase.OPTIMIZER and self.norms is not None:
+            self.telemetry.report.phase(StepPart.VALIDATION if part is StepPart.VALIDATION else "training")
+        if part is StepPart.OPTIMIZER and self.norms is not None:
             self.norms.before_update()
-        if phase is Phase.FORWARD_BACKWARD and self.fp8 is not None:
+        if part is StepPart.FORWARD_BACKWARD and self.fp8 is not None:
             self.fp8.before_step()
-        self.timers.phase(phase)
+        self.timers.enter(part)
         for watcher in self.watchers:
-            watcher.phase(phase)
+            watcher.enter(part)
 
     def on_batch(self, microbatches: Sequence[MicroBatch]) -> None:
         """Note how the attention work of the step that begins is dealt to the ranks that share its rows."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from triaxis.engine.run.directory import RunDirectory
-from triaxis.engine.run.phases import Phase, StepWatcher
+from triaxis.engine.run.step_parts import StepPart, StepWatcher
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 
 LOOK_SECONDS = 1.0
@@ -38,7 +38,7 @@ class DirectoryWatch(StepWatcher):
         self._failed = False
         self._num_said = 0
 
-    def phase(self, phase: Phase) -> None:
+    def enter(self, part: StepPart) -> None:
         """Look at the directory, at most once in `LOOK_SECONDS`.
 
         Raises:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from triaxis.engine.pipeline.executor import InstructionObserver
 from triaxis.engine.run.directory import RunDirectory
-from triaxis.engine.run.phases import Phase, StepWatcher
+from triaxis.engine.run.step_parts import StepPart, StepWatcher
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 from triaxis.engine.telemetry.timing.clocks import clock_of
 from triaxis.engine.telemetry.timing.marks import TimeMarks
@@ -81,8 +81,8 @@ class TraceNotice(StepWatcher):
     telemetry: Telemetry
     is_reported: bool = False
 
-    def phase(self, phase: Phase) -> None:
-        """Report the trace if it was written since the phase before."""
+    def enter(self, part: StepPart) -> None:
+        """Report the trace if it was written since the part before."""
         self.close()
 
     def close(self) -> None:

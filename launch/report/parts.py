@@ -201,17 +201,17 @@ def times(run: RunRecord) -> str:
             for each, row in zip(split, rows, strict=True)
         ]
     else:
-        phases = [each for each in run.steps if isinstance(each.get("spans_seconds"), Mapping)]
-        if not phases:
+        timed = [each for each in run.steps if isinstance(each.get("spans_seconds"), Mapping)]
+        if not timed:
             return MISSING.format("No times are recorded.")
-        labels = list(dict.fromkeys(str(name) for each in phases for name in each["spans_seconds"]))
-        rows = [[_zero(number(each, "spans_seconds", name)) for name in labels] for each in phases]
+        labels = list(dict.fromkeys(str(name) for each in timed for name in each["spans_seconds"]))
+        rows = [[_zero(number(each, "spans_seconds", name)) for name in labels] for each in timed]
         said = (
-            "Phases of the logging rank's host, in seconds per step. Waits in its forward and backward are not split: "
-            "no step of this run has a time split."
+            "Parts of a step by the clock of the logging rank's host, in seconds per step. Waits in its forward and backward are "
+            "not split: no step of this run has a time split."
         )
         labels = [name.replace("_", " ") for name in labels]
-        columns = [(number(each, "step"), number(each, "step"), row) for each, row in zip(phases, rows, strict=True)]
+        columns = [(number(each, "step"), number(each, "step"), row) for each, row in zip(timed, rows, strict=True)]
     means = {name: sum(row[place] for row in rows) / len(rows) for place, name in enumerate(labels)}
     whole = sum(means.values()) or 1.0
     table = "".join(

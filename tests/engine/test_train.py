@@ -145,7 +145,7 @@ class Loop:
 
     # The observer
 
-    def phase(self, name: str) -> None: ...
+    def enter(self, name: str) -> None: ...
 
     def on_batch(self, microbatches: Sequence[Any]) -> None:
         pass

@@ -19,7 +19,7 @@ from tests.parity.cases import Case, build_rank
 from tests.parity.test_parity import SMALL
 from triaxis.engine.checkpoint.shards import fingerprint
 from triaxis.engine.errors import DivergenceError
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step import Engine
 from triaxis.engine.telemetry.timing.clocks import HostClock
 from triaxis.engine.telemetry.timing.marks import TimeMarks
@@ -81,7 +81,7 @@ def waits_and_marks(rank: int, case: Case, plant: bool) -> tuple[list[str], int]
         engine.train_step(batches.next_step(), 1e-3)
     microbatches = batches.next_step()
     times.begin(1, is_marked=True)
-    times.phase(Phase.FORWARD_BACKWARD)
+    times.enter(StepPart.FORWARD_BACKWARD)
     with Reads() as reads, Copies(reads.names):
         counts = engine.forward_backward(microbatches)
         result = engine.update(counts, 1e-3)

@@ -9,7 +9,7 @@ The file is written once before it is mapped. A store into a page that /dev/shm 
 write fails with an error instead, and the rank takes the folder for temporary files. Docker gives all processes 64 MB of /dev/shm.
 
     words (int64)    0 layout  1 rank  2 pid  3 attempt  4 beats  5 step  6 position  7 peer  8 begun  9 started
-    texts            128.. phase   160.. op   192.. axis   224.. purpose, each padded with zeros to its end
+    texts            128.. part   160.. op   192.. axis   224.. purpose, each padded with zeros to its end
 
 `step` counts from 1. `position` is the number of the action of the rank's schedule that runs, from 1; 0: none runs. (Actions and
 not instructions, since programs with early and with late receives share their actions.)
@@ -34,7 +34,7 @@ from triaxis.engine.comm.ledger import NO_PEER, Event
 from triaxis.engine.errors import NoRoomError, TriaxisError
 from triaxis.engine.pipeline.actions import Action
 from triaxis.engine.pipeline.lowering import Instruction
-from triaxis.engine.run.phases import FIRST, Phase, StepWatcher
+from triaxis.engine.run.step_parts import FIRST, StepPart, StepWatcher
 from triaxis.engine.storage.state_files import read_regular
 
 LAYOUT = 0x0154_5249_4158_0001
@@ -43,8 +43,8 @@ LAYOUT = 0x0154_5249_4158_0001
 SIZE = 320
 _WORDS = ("layout", "rank", "pid", "attempt", "beats", "step", "position", "peer", "begun", "started")
 _BEATS, _STEP, _POSITION, _PEER, _BEGUN = map(_WORDS.index, ("beats", "step", "position", "peer", "begun"))
-_TEXTS = {"phase": 128, "op": 160, "axis": 192, "purpose": 224}
-_TEXT_BYTES = {"phase": 32, "op": 32, "axis": 32, "purpose": 96}
+_TEXTS = {"part": 128, "op": 160, "axis": 192, "purpose": 224}
+_TEXT_BYTES = {"part": 32, "op": 32, "axis": 32, "purpose": 96}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Beat:
     Attributes:
         beats: how often the activity has changed; equal numbers mean that the rank does not move.
         step: counts from 1; 0 before the first.
-        phase: of the training loop; "" before the first.
+        part: of the training loop; "" before the first.
         position: of the action of its schedule that runs, from 1; 0: none runs.
         op, axis, purpose: of the call that it waits for; "" where it waits for none.
         peer: index on the axis of the other end of a send or receive; NO_PEER for a collective.
@@ -67,7 +67,7 @@ class Beat:
     attempt: int
     beats: int
     step: int
-    phase: str
+    part: str
     position: int
     op: str
     axis: str
@@ -155,13 +155,13 @@ class Heartbeat(StepWatcher):
         self._texts: dict[tuple[str, str], bytes] = {}
         self._num_actions = 0
 
-    def phase(self, phase: Phase) -> None:
-        """Follow the loop to its next phase; a step begins with its first one."""
-        if phase == FIRST:
+    def enter(self, part: StepPart) -> None:
+        """Follow the loop to its next part; a step begins with its first one."""
+        if part == FIRST:
             self._words[_STEP] += 1
             self._words[_BEGUN] += 1
         self._words[_POSITION] = 0
-        self._write("phase", phase)
+        self._write("part", part)
         self._words[_BEATS] += 1
 
     def begin(self, steps_made: int) -> None:

@@ -19,12 +19,12 @@ from triaxis.engine.layout.rank_grid import RankGrid
 from triaxis.engine.pipeline.actions import Action, Schedule
 from triaxis.engine.pipeline.lowering import feeding_transfer
 from triaxis.engine.resilience.hang.heartbeat import Beat
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 
 _SHOWN = 12
 """Ranks that are described one by one."""
 
-_PHASES = ("", Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER, Phase.VALIDATION, Phase.CHECKPOINT)
+_PARTS = ("", StepPart.DATA, StepPart.FORWARD_BACKWARD, StepPart.OPTIMIZER, StepPart.VALIDATION, StepPart.CHECKPOINT)
 """Of a step, in order."""
 
 
@@ -78,7 +78,7 @@ class HangReport:
         return silent or [rank for rank in sorted(waited_for) if not self._targets[rank]] or self._behind()
 
     def _behind(self) -> list[int]:
-        """List ranks in an earlier phase than others, where none waits on its host (GPUs: the devices do); [] if all are in one."""
+        """List ranks in an earlier part than others, where none waits on its host (GPUs: the devices do); [] if all are in one."""
         if any(self._targets):
             return []
         places = [_place(each.beat) for each in self._statuses]
@@ -214,19 +214,19 @@ class HangReport:
         beat = status.beat
         if beat is None:
             return "was not seen"
-        if beat.phase == Phase.DATA:
+        if beat.part == StepPart.DATA:
             return f"is reading the data of step {beat.step:,}"
-        if beat.phase == Phase.FORWARD_BACKWARD and (action := self._action(beat)) is not None:
+        if beat.part == StepPart.FORWARD_BACKWARD and (action := self._action(beat)) is not None:
             chunk = f", chunk {action.chunk}," if self._layout.grid.sizes.vpp > 1 else ""
             return f"is in the {action.kind.words} of microbatch {action.microbatch}{chunk} of step {beat.step:,}"
-        if beat.phase == Phase.FORWARD_BACKWARD:
+        if beat.part == StepPart.FORWARD_BACKWARD:
             return f"is between forwards and backwards of step {beat.step:,}"
-        if beat.phase in (Phase.VALIDATION, Phase.CHECKPOINT):
-            return f"is in the {beat.phase} after step {beat.step:,}"
-        return f"is in the {beat.phase} of step {beat.step:,}" if beat.phase else "is not in a step yet"
+        if beat.part in (StepPart.VALIDATION, StepPart.CHECKPOINT):
+            return f"is in the {beat.part} after step {beat.step:,}"
+        return f"is in the {beat.part} of step {beat.step:,}" if beat.part else "is not in a step yet"
 
     def _schedule(self, beat: Beat) -> Schedule:
-        return self._layout.forward_schedule if beat.phase == Phase.VALIDATION else self._layout.train_schedule
+        return self._layout.forward_schedule if beat.part == StepPart.VALIDATION else self._layout.train_schedule
 
     def _action(self, beat: Beat) -> Action | None:
         """Return the action of its schedule that a rank is in; None: in none."""
@@ -251,7 +251,7 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 def _place(beat: Beat | None) -> tuple[int, int]:
-    """Return how far a rank has come: step, and phase of it."""
+    """Return how far a rank has come: step, and part of it."""
     if beat is None:
         return (0, 0)
-    return (beat.step, _PHASES.index(beat.phase) if beat.phase in _PHASES else len(_PHASES))
+    return (beat.step, _PARTS.index(beat.part) if beat.part in _PARTS else len(_PARTS))

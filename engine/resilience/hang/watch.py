@@ -33,7 +33,7 @@ from typing import Any
 from triaxis.engine.errors import ExitCode
 from triaxis.engine.resilience.hang.heartbeat import Beat, Heartbeat, started_at
 from triaxis.engine.resilience.hang.report import HangReport, RankStatus, RunLayout
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.storage.files import write_atomically
 from triaxis.engine.storage.redaction import without_secrets
 from triaxis.engine.storage.state_files import read_object
@@ -271,7 +271,7 @@ class HangWatch:
 
 def may_hang(beat: Beat) -> bool:
     """Return whether a rank that does not move may hang: not before its first step, and not while it writes to its disk."""
-    return bool(beat.phase) and (beat.phase != Phase.CHECKPOINT or bool(beat.op))
+    return bool(beat.part) and (beat.part != StepPart.CHECKPOINT or bool(beat.op))
 
 
 def write_status(path: Path, status: RankStatus) -> None:

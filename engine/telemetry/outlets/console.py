@@ -21,7 +21,7 @@ from rich.text import Text
 from triaxis.engine.telemetry.outlets.format import duration, wrapped
 from triaxis.engine.telemetry.outlets.table import MEMORY, Table, cells, columns_of
 from triaxis.engine.telemetry.record.metrics import StepMetrics
-from triaxis.engine.telemetry.timing.phases import has_line
+from triaxis.engine.telemetry.timing.timers import has_line
 
 Rows = Sequence[tuple[str, str]]
 """Labels and values; a value may have several lines."""

@@ -15,7 +15,7 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.kernels.fp8.shares import LostByLinear
 from triaxis.engine.optimizer.norms import Norms
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.record.expert_load import ExpertsRecord
 from triaxis.engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
 from triaxis.engine.telemetry.timing.time_split import TimeSplit
@@ -49,7 +49,7 @@ class StepMetrics:
         lr: with which the weights were updated.
         grad_norm: global, before clipping.
         step_time_seconds: from the end of the last step to the end of this one, without validation.
-        spans_seconds: the same time by phase; they add up to it.
+        spans_seconds: the same time by part; they add up to it.
         tokens_per_second: of the whole job, masked tokens included.
         model_tflops_per_device: model FLOPs, causal, logical vocabulary (`triaxis.engine.telemetry.record.flops`).
         hardware_tflops_per_device: with recomputed forwards and the padded vocabulary.
@@ -170,13 +170,13 @@ class Meter:
         loss_tokens: int,
         lr: float,
         grad_norm: float,
-        spans_seconds: Mapping[Phase, float],
+        spans_seconds: Mapping[StepPart, float],
         unix_time_seconds: float,
         peak_memory_bytes: int,
         cp_imbalance: float | None = None,
     ) -> StepMetrics:
         """Make the record of a step that has ended; `step` counts from 1."""
-        spans = {phase.value: seconds for phase, seconds in spans_seconds.items() if phase is not Phase.VALIDATION}
+        spans = {part.value: seconds for part, seconds in spans_seconds.items() if part is not StepPart.VALIDATION}
         step_time_seconds = sum(spans.values())
         tokens_per_second = self._plan.tokens_per_step / step_time_seconds
         teratokens_per_device = tokens_per_second / self._world_size / 1e12

@@ -1,11 +1,11 @@
 """The activities of a rank in time: a mark wherever one ends and the next begins (no torch here).
 
-    phase         data | forward_backward                             | optimizer          | other
+    part         data | forward_backward                             | optimizer          | other
     instruction        | 0F0               | post | 0F1     | 0B0 ... |                    |
     wait               |     | tp |        |      |  | pp |           |         | world |  |
     marks         ^    ^     ^    ^        ^      ^  ^    ^ ^         ^         ^       ^  ^
 
-Between two marks the rank does one thing, so a step is cut without gaps, by construction. Phases come from the training loop,
+Between two marks the rank does one thing, so a step is cut without gaps, by construction. Parts come from the training loop,
 instructions from the executor, waits for calls and reads by the host from the ledger. A mark is a reading of the host's clock where
 waits stop the host, and a CUDA event where they stop a stream (`triaxis.engine.telemetry.timing.clocks`). An event has no
 time until the device has reached it, so marks are read when the numbers of their step are, and never waited for.
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple, Protocol
 
 from triaxis.engine.comm.ledger import Event
 from triaxis.engine.pipeline.lowering import Instruction
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 
 
 class Activity(NamedTuple):
     """The activity of a rank between two marks: the innermost of the three. `wait` is for a call, or for a read by the host."""
 
-    phase: Phase
+    part: StepPart
     instruction: Instruction | None = None
     wait: Event | None = None
 
@@ -83,7 +83,7 @@ class MarkedStep:
 
 
 class TimeMarks:
-    """The marks of one rank, which follow its phases, instructions and waits (`triaxis.engine.comm.ledger.WaitObserver`).
+    """The marks of one rank, which follow its parts, instructions and waits (`triaxis.engine.comm.ledger.WaitObserver`).
 
     No step is marked before `begin`. In a step that is not marked, nothing is done.
     """
@@ -91,7 +91,7 @@ class TimeMarks:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self._step = 0
-        self._phase = Phase.OTHER
+        self._part = StepPart.OTHER
         self._instruction: Instruction | None = None
         self._running: MarkedStep | None = None
         self._ended: deque[MarkedStep] = deque()
@@ -99,12 +99,12 @@ class TimeMarks:
     def begin(self, steps_made: int, *, is_marked: bool) -> None:
         """Begin after `steps_made` steps, where a run begins or goes back to; forget what was marked and not taken."""
         self._ended.clear()
-        self._phase, self._instruction = Phase.OTHER, None
+        self._part, self._instruction = StepPart.OTHER, None
         self._start(steps_made + 1, is_marked)
 
-    def phase(self, phase: Phase) -> None:
-        """Follow the loop to its next phase."""
-        self._phase, self._instruction = phase, None
+    def enter(self, part: StepPart) -> None:
+        """Follow the loop to its next part."""
+        self._part, self._instruction = part, None
         self._switch(None)
 
     def instruction(self, instruction: Instruction | None) -> None:
@@ -115,7 +115,7 @@ class TimeMarks:
     def under_way(self, posted: Event, handles: Sequence[Any]) -> None:
         """Mark a call that may be hidden, and its end once it is over."""
         running = self._running
-        if running is None or posted.axis != "cp" or self._phase is not Phase.FORWARD_BACKWARD:
+        if running is None or posted.axis != "cp" or self._part is not StepPart.FORWARD_BACKWARD:
             return
         call = CallMarks(self.clock.mark(), [])
         running.calls.append(call)
@@ -140,7 +140,7 @@ class TimeMarks:
 
     def end_step(self, *, next_is_marked: bool) -> None:
         """End the running step and begin the next one; both share one mark, so that no time between them is lost."""
-        self._phase, self._instruction = Phase.OTHER, None
+        self._part, self._instruction = StepPart.OTHER, None
         mark = None
         if self._running is not None:
             mark = self.clock.mark()
@@ -170,4 +170,4 @@ class TimeMarks:
         running = self._running
         if running is not None:
             running.marks.append(self.clock.mark() if mark is None else mark)
-            running.activities.append(Activity(self._phase, self._instruction, wait))
+            running.activities.append(Activity(self._part, self._instruction, wait))

@@ -26,13 +26,13 @@ from triaxis.engine.config.telemetry import TelemetryConfig
 from triaxis.engine.device.host_copy import HostCopy, to_device
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.pipeline.actions import Schedule
-from triaxis.engine.run.phases import Phase, StepWatcher
+from triaxis.engine.run.step_parts import StepPart, StepWatcher
 from triaxis.engine.telemetry.timing.bubble import Attribution, num_actions
 from triaxis.engine.telemetry.timing.clock_offsets import measure_offset
 from triaxis.engine.telemetry.timing.marks import MarkedStep, TimeMarks
-from triaxis.engine.telemetry.timing.phases import has_line
 from triaxis.engine.telemetry.timing.time_split import StepTally, TimeSplit
 from triaxis.engine.telemetry.timing.timeline import Timeline
+from triaxis.engine.telemetry.timing.timers import has_line
 
 PURPOSE = "telemetry"
 """Label of the gathered times in the ledger."""
@@ -88,14 +88,14 @@ class StepTimes(StepWatcher):
         self._compare_clocks()
         self._marks.begin(steps_made, is_marked=self._is_marked(steps_made + 1))
 
-    def phase(self, phase: Phase) -> None:
-        """Follow the loop to its next phase."""
-        self._marks.phase(phase)
+    def enter(self, part: StepPart) -> None:
+        """Follow the loop to its next part."""
+        self._marks.enter(part)
 
     def end_step(self) -> None:
         """End a step, whose work the host has posted."""
         self._step += 1
-        self._marks.phase(Phase.OTHER)
+        self._marks.enter(StepPart.OTHER)
         self._compare_clocks()
         self._marks.end_step(next_is_marked=self._is_marked(self._step + 1))
 

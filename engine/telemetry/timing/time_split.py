@@ -31,7 +31,7 @@ from typing import Any, Literal, get_args
 from triaxis.engine.comm.ledger import HOST_READ, REPLICA_GRADIENTS, Event
 from triaxis.engine.pipeline.actions import Action
 from triaxis.engine.pipeline.lowering import Post
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.timing.marks import Activity
 
 Part = Literal[
@@ -63,14 +63,14 @@ USUAL = len(SPANS)
 
 def span_of(activity: Activity) -> str | None:
     """Return which of `SPANS` an activity belongs to; None: to no step."""
-    phase, instruction, wait = activity
-    if phase is Phase.VALIDATION:
+    part, instruction, wait = activity
+    if part is StepPart.VALIDATION:
         return None
-    if phase not in (Phase.FORWARD_BACKWARD, Phase.OPTIMIZER):
-        return phase if phase in (Phase.DATA, Phase.CHECKPOINT) else Phase.OTHER
+    if part not in (StepPart.FORWARD_BACKWARD, StepPart.OPTIMIZER):
+        return part if part in (StepPart.DATA, StepPart.CHECKPOINT) else StepPart.OTHER
     if wait is not None:
         return _span_of_wait(wait)
-    if phase is Phase.OPTIMIZER:
+    if part is StepPart.OPTIMIZER:
         return "optimizer"
     if instruction is None:
         return "other"
@@ -181,7 +181,7 @@ class StepTally:
                 way.ends_wait += seconds
             instruction = activity.instruction
             # A step that is made again between two steps, to find what is not finite in it, is none of the pipeline's.
-            if instruction is None or activity.phase is not Phase.FORWARD_BACKWARD:
+            if instruction is None or activity.part is not StepPart.FORWARD_BACKWARD:
                 continue
             if not has_begun:
                 has_begun, way.begin = True, start

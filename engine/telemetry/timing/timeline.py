@@ -71,7 +71,7 @@ class Timeline:
         times = [seconds - self._origin_seconds for seconds in clock_seconds]
         self._slice(f"step {step}", "step", times[0], times[-1], {})
         layers: list[tuple[str, list[Any]]] = [
-            ("phase", [activity.phase for activity in activities]),
+            ("part", [activity.part for activity in activities]),
             ("instruction", [activity.instruction for activity in activities]),
             ("wait", [activity.wait for activity in activities]),
         ]
@@ -113,8 +113,8 @@ class Timeline:
         if layer == "wait":
             name = f"wait {what.axis}" if what.axis else "host read"
             self._slice(name, "wait", start, stop, {"purpose": what.purpose, "op": what.op})
-        elif layer == "phase":
-            self._slice(what, "phase", start, stop, {})
+        elif layer == "part":
+            self._slice(what, "part", start, stop, {})
         else:
             self._slice(*_titled(what, self._row), start, stop, {})
 

@@ -1,4 +1,4 @@
-"""NVTX ranges for Nsight Systems, named as a trace of the profiler is: steps, phases of the loop, instructions of the program.
+"""NVTX ranges for Nsight Systems, named as a trace of the profiler is: steps, parts of the loop, instructions of the program.
 
     | step 12                                                                        |   from its data to the next step's
     | data |            forward_backward            | optimizer | checkpoint |
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from triaxis.engine.pipeline.lowering import Instruction
-from triaxis.engine.run.phases import FIRST, Phase, StepWatcher
+from triaxis.engine.run.step_parts import FIRST, StepPart, StepWatcher
 from triaxis.engine.telemetry.trace.profile import instruction_name
 
 
@@ -36,14 +36,14 @@ class NvtxRanges(StepWatcher):
         """Count steps from here."""
         self._step = steps_made
 
-    def phase(self, phase: Phase) -> None:
-        """Follow the loop to its next phase; a step begins with its first one."""
-        if phase == FIRST:
+    def enter(self, part: StepPart) -> None:
+        """Follow the loop to its next part; a step begins with its first one."""
+        if part == FIRST:
             self._step += 1
             self._pop_to(0)
             self._push_range(f"step {self._step}")
         self._pop_to(1)
-        self._push_range(phase)
+        self._push_range(part)
 
     def instruction(self, instruction: Instruction | None) -> None:
         """End the range of the instruction before, and begin that of this one."""

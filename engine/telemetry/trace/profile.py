@@ -1,6 +1,6 @@
 """A trace of some steps of one rank, by torch's profiler: operators and kernels, inside ranges named as the schedule names them.
 
-    | data |            forward_backward            | optimizer | checkpoint |        phases of the loop
+    | data |            forward_backward            | optimizer | checkpoint |        parts of the loop
            | 0F0 | post | 0F1 | 0B0 | post | ...                                      instructions of the rank's program
 
 A trace opens in https://ui.perfetto.dev or chrome://tracing. While steps are traced they are slower, so their times are good for
@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from triaxis.engine.config.telemetry import ProfileConfig
 from triaxis.engine.pipeline.lowering import Instruction, Post
-from triaxis.engine.run.phases import FIRST, Phase, StepWatcher
+from triaxis.engine.run.step_parts import FIRST, StepPart, StepWatcher
 
 POST = "post"
 """Range of a group call; sends and receives of its messages are in it."""
@@ -45,16 +45,16 @@ class StepProfiler(StepWatcher):
         self._step = 0
         self.written: Path | None = None
         self._profile: profile | None = None
-        self._phase: record_function | None = None
+        self._part: record_function | None = None
         self._instruction: record_function | None = None
 
     def begin(self, steps_made: int) -> None:
         """Count steps from here; those that are traced already are not traced again."""
         self._step = steps_made
 
-    def phase(self, phase: Phase) -> None:
-        """Follow the loop to its next phase; traced steps begin and end here."""
-        if phase == FIRST:
+    def enter(self, part: StepPart) -> None:
+        """Follow the loop to its next part; traced steps begin and end here."""
+        if part == FIRST:
             self._step += 1
             if self._step in self._steps and self._profile is None:
                 self._profile = profile(activities=self._activities)
@@ -63,7 +63,7 @@ class StepProfiler(StepWatcher):
                 self.close()
         if self._profile is not None:
             self._leave()
-            self._phase = _entered(phase)
+            self._part = _entered(part)
 
     def instruction(self, instruction: Instruction | None) -> None:
         """End the range of the instruction before, and begin that of this one."""
@@ -94,9 +94,9 @@ class StepProfiler(StepWatcher):
     def _leave(self) -> None:
         """End the ranges that are open; after an error in a step there may be two."""
         self.instruction(None)
-        if self._phase is not None:
-            self._phase.__exit__(None, None, None)
-            self._phase = None
+        if self._part is not None:
+            self._part.__exit__(None, None, None)
+            self._part = None
 
 
 def _entered(name: str) -> record_function:

@@ -14,7 +14,7 @@ from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.context_parallel.imbalance import imbalance, work_of_ranks
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
@@ -42,7 +42,7 @@ def test_a_record_has_the_imbalance_of_its_own_step(
     steps = [[[[3, 9, 4], [16]], [[15, 1], [1, 15]]], [[[2, 14], [16]]]]
     cut = ContextCut(2, 0, {None: 2})
     for number, step in enumerate([*steps, None]):
-        observer.phase(Phase.DATA)
+        observer.enter(StepPart.DATA)
         whole = [replace(batch_of([[16]]), documents=None)]
         observer.on_batch([cut(batch_of(rows)) for rows in step] if step else [cut(each) for each in whole])
         observer.end_step()
@@ -60,7 +60,7 @@ def test_overflows_are_counted(make_config: Callable[..., Config], monkeypatch: 
     monkeypatch.setattr(telemetry, "step", records.append)
     observer = TrainingObserver(telemetry, meter_of(make_config(parallel={"dp": 1})), torch.device("cpu"))
     for step, (scale, has_overflowed) in enumerate([(8.0, True), (4.0, False), (4.0, True), (None, False)]):
-        observer.phase(Phase.DATA)
+        observer.enter(StepPart.DATA)
         observer.end_step()
         observer.on_step(step, StepResult(3.0, 0.5, 100, loss_scale=scale, has_overflowed=has_overflowed), lr=0.1)
     assert [(record.loss_scale, record.num_overflows) for record in records] == [(8, 1), (4, 1), (4, 2), (None, None)]
@@ -72,7 +72,7 @@ def test_outliers_are_counted(make_config: Callable[..., Config], monkeypatch: p
     monkeypatch.setattr(telemetry, "step", records.append)
     observer = TrainingObserver(telemetry, meter_of(make_config(parallel={"dp": 1})), torch.device("cpu"))
     for step, outlier in enumerate(["", "loss 9 is above 4", "", "gradient norm 7 is above 2"]):
-        observer.phase(Phase.DATA)
+        observer.enter(StepPart.DATA)
         observer.end_step()
         observer.on_step(step, StepResult(3.0, 0.5, 100, outlier=outlier), lr=0.1)
     assert [record.num_outliers for record in records] == [None, 1, 1, 2]
@@ -92,7 +92,7 @@ def test_flops_per_second_count_global_tokens_and_all_ranks(make_config: Callabl
             loss_tokens=1,
             lr=0.1,
             grad_norm=1.0,
-            spans_seconds={Phase.FORWARD_BACKWARD: 2.0},
+            spans_seconds={StepPart.FORWARD_BACKWARD: 2.0},
             unix_time_seconds=0.0,
             peak_memory_bytes=0,
         )

@@ -9,7 +9,7 @@ from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.errors import ConfigError
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.record.metrics import Meter
 from triaxis.launch.cli import main
 from triaxis.launch.planning import search as planning
@@ -233,7 +233,7 @@ def test_mfu_is_that_of_a_run_with_these_seconds() -> None:
             "unix_time_seconds": 0.0,
             "peak_memory_bytes": 0,
         }
-        metrics = meter.measure(1, spans_seconds={Phase.FORWARD_BACKWARD: best.time.seconds}, **step)
+        metrics = meter.measure(1, spans_seconds={StepPart.FORWARD_BACKWARD: best.time.seconds}, **step)
         assert best.model_tflops == pytest.approx(metrics.model_tflops_per_device)
         assert Plan(CLUSTER, 0).mfu(best) == pytest.approx(metrics.mfu)
 

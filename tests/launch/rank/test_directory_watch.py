@@ -14,7 +14,7 @@ from triaxis.engine.config.load import load_config
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError
 from triaxis.engine.run.directory import RunDirectory
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
 from triaxis.engine.telemetry.record.events import EventLog, read_events
@@ -38,7 +38,7 @@ class Watched:
 
     def look(self) -> None:
         self.seconds += LOOK_SECONDS
-        self.watch.phase(Phase.DATA)
+        self.watch.enter(StepPart.DATA)
 
     def kinds(self) -> list[str]:
         return [event.kind for event in read_events(self.directory.path).events]
@@ -142,7 +142,7 @@ def test_a_look_is_rare(tmp_path: Path) -> None:
     run = Watched(tmp_path)
     run.look()
     shutil.rmtree(run.directory.path)
-    run.watch.phase(Phase.DATA)
+    run.watch.enter(StepPart.DATA)
     assert not run.directory.path.exists()
 
 

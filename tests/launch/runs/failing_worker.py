@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import triaxis.launch.pretrain_gpt as worker
 from tests import fake_nccl
-from triaxis.engine.run.phases import StepWatcher
+from triaxis.engine.run.step_parts import StepWatcher
 from triaxis.launch.rank.watchers import Watchers
 from triaxis.launch.start.process.ending import run_rank
 
@@ -25,7 +25,7 @@ class Failing(StepWatcher):
         self._closing_seconds = closing_seconds
         self._step = 0
 
-    def phase(self, name: str) -> None:
+    def enter(self, name: str) -> None:
         self._step += name == "data"
 
     def instruction(self, instruction: object) -> None:

@@ -23,7 +23,7 @@ from triaxis.engine.data.loader import Batches
 from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.layout.partition import partition
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.timing.clocks import HostClock
 from triaxis.engine.telemetry.timing.marks import TimeMarks
 from triaxis.engine.telemetry.timing.step_times import StepTimes
@@ -195,11 +195,11 @@ def split_steps(rank: int, hosts: Sequence[str], sizes: ParallelSizes) -> list[T
     times.begin(0)
     splits = []
     for step in range(1, NUM_SPLIT_STEPS + 1):
-        times.phase(Phase.DATA)
+        times.enter(StepPart.DATA)
         microbatches = batches.next_step()
-        times.phase(Phase.FORWARD_BACKWARD)
+        times.enter(StepPart.FORWARD_BACKWARD)
         counts = engine.forward_backward(microbatches)
-        times.phase(Phase.OPTIMIZER)
+        times.enter(StepPart.OPTIMIZER)
         engine.update(counts, 1e-3).wait()
         times.end_step()
         split = times.on_step(step)

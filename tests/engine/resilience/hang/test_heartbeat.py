@@ -35,7 +35,7 @@ from triaxis.engine.resilience.hang.watch import (
     may_hang,
     read_status,
 )
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.storage.state_files import MOST_BYTES
 
 CALL = Event("post", 3, "recv", "pp_forward", "activations", None, 8, 2, peer=1)
@@ -50,8 +50,8 @@ def heartbeat(tmp_path: Path) -> Heartbeat:
 
 def test_another_process_reads_what_the_rank_does(heartbeat: Heartbeat) -> None:
     heartbeat.begin(411)
-    heartbeat.phase(Phase.DATA)
-    heartbeat.phase(Phase.FORWARD_BACKWARD)
+    heartbeat.enter(StepPart.DATA)
+    heartbeat.enter(StepPart.FORWARD_BACKWARD)
     heartbeat.instruction(Action.parse("0F0"))
     heartbeat.instruction(Post("forward", ()))
     assert heartbeat.read().position == 0, "a post is no action of the schedule"
@@ -60,7 +60,7 @@ def test_another_process_reads_what_the_rank_does(heartbeat: Heartbeat) -> None:
     ledger.wait_begins(CALL)
     beat = read_beat(heartbeat.path)
     assert beat is not None and beat == heartbeat.read()
-    assert (beat.rank, beat.attempt, beat.step, beat.phase, beat.position) == (0, 2, 412, "forward_backward", 2)
+    assert (beat.rank, beat.attempt, beat.step, beat.part, beat.position) == (0, 2, 412, "forward_backward", 2)
     assert beat.begun == 1
     assert (beat.op, beat.axis, beat.purpose, beat.peer) == ("recv", "pp_forward", "activations", 1)
     ledger.wait_ends(CALL)
@@ -130,14 +130,14 @@ FILLED = """
 import json, os, sys
 from pathlib import Path
 from triaxis.engine.resilience.hang.heartbeat import Heartbeat, folders_of
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 full = Path("/dev/shm")
 (full / "page").write_bytes(bytes(4096))
 folders = folders_of(Path(sys.argv[1]))
 beat = Heartbeat(folders, rank=3, attempt=1)
-beat.phase(Phase.FORWARD_BACKWARD)
+beat.enter(StepPart.FORWARD_BACKWARD)
 seen = Heartbeat(folders, rank=4, attempt=1).of_rank(3, 1)
-print(json.dumps([[str(folder) for folder in folders], str(beat.path), beat.passed_over, seen.phase, os.listdir(full)]))
+print(json.dumps([[str(folder) for folder in folders], str(beat.path), beat.passed_over, seen.part, os.listdir(full)]))
 """
 """A rank where another program has filled /dev/shm, and its neighbour."""
 
@@ -167,11 +167,11 @@ def in_small_shared_memory(program: str, *arguments: str, temporary: Path) -> su
 def test_where_shared_memory_is_full_the_heartbeat_is_a_temporary_file(tmp_path: Path) -> None:
     ran = in_small_shared_memory(FILLED, str(tmp_path / "run"), temporary=tmp_path)
     assert ran.returncode == 0, f"signal {-ran.returncode} (SIGBUS is {signal.SIGBUS}): {ran.stderr}"
-    folders, path, passed_over, phase, left = json.loads(ran.stdout)
+    folders, path, passed_over, part, left = json.loads(ran.stdout)
     assert Path(folders[0]).parent == Path("/dev/shm") and Path(folders[1]).parent == tmp_path
     assert path == str(file_of(Path(folders[1]), 3))
     assert passed_over == [f"{folders[0]}: No space left on device"]
-    assert phase == "forward_backward" and left == ["page"]
+    assert part == "forward_backward" and left == ["page"]
 
 
 def test_without_any_room_there_are_words(tmp_path: Path) -> None:
@@ -223,9 +223,9 @@ def test_a_beat_is_a_matter_of_microseconds(heartbeat: Heartbeat) -> None:
 
 def test_standing_still_counts_where_it_says_something(heartbeat: Heartbeat) -> None:
     assert not may_hang(heartbeat.read()), "before the first step"
-    heartbeat.phase(Phase.DATA)
+    heartbeat.enter(StepPart.DATA)
     assert may_hang(heartbeat.read())
-    heartbeat.phase(Phase.CHECKPOINT)
+    heartbeat.enter(StepPart.CHECKPOINT)
     assert not may_hang(heartbeat.read()), "its own disk is slow"
     heartbeat.wait_begins(CALL)
     assert may_hang(heartbeat.read())
@@ -290,7 +290,7 @@ def test_a_lone_rank_that_stands_still_says_so_and_leaves(heartbeat: Heartbeat, 
         left.set()
         threading.Event().wait()  # as a process that is gone: nothing comes after it
 
-    heartbeat.phase(Phase.DATA)
+    heartbeat.enter(StepPart.DATA)
     watch = HangWatch(heartbeat, ALONE, tmp_path / "hang", LIMITS, lambda step, text: told.append(text), leave=leave)
     watch.start()
     assert left.wait(30.0)
@@ -299,7 +299,7 @@ def test_a_lone_rank_that_stands_still_says_so_and_leaves(heartbeat: Heartbeat, 
     assert "rank 0 (pp 0, dp 0, tp 0) is reading the data of step 1" in text
     report = hang_report(tmp_path / "hang")
     assert report is not None and (report["reporter"], report["text"]) == (0, text)
-    assert json.loads((tmp_path / "hang" / "rank_00000.answers.json").read_text())["beat"]["phase"] == "data"
+    assert json.loads((tmp_path / "hang" / "rank_00000.answers.json").read_text())["beat"]["part"] == "data"
     assert not heartbeat.path.exists()
 
 
@@ -327,7 +327,7 @@ def test_a_file_of_another_name_does_not_stop_the_watch(heartbeat: Heartbeat, tm
     folder.mkdir()
     (folder / "rank_other.answers.json").touch()
     left = threading.Event()
-    heartbeat.phase("data")
+    heartbeat.enter("data")
     limits = HangLimits(0.05, 0.05, 0.01, 0.5)
     watch = HangWatch(heartbeat, ALONE, folder, limits, lambda step, text: None, leave=lambda code: left.set())
     watch.start()
@@ -339,13 +339,13 @@ def test_a_rank_that_goes_on_takes_its_words_back(heartbeat: Heartbeat, tmp_path
     two = RunLayout(RankGrid(ParallelSizes(dp=2)), {"world": [(0, 1)]}, SCHEDULE, SCHEDULE)
     folder, limits = tmp_path / "hang", HangLimits(0.2, 60.0, 0.02, 60.0)
     for _ in range(3):  # the third step is the first with the limit of all others
-        heartbeat.phase(Phase.DATA)
+        heartbeat.enter(StepPart.DATA)
     watch = HangWatch(heartbeat, two, folder, limits, lambda step, text: None, leave=lambda code: None)
     said = io.StringIO()
     with redirect_stderr(said):
         watch.start()
         _until(lambda: (folder / "rank_00000.answers.json").exists())
-        heartbeat.phase(Phase.FORWARD_BACKWARD)
+        heartbeat.enter(StepPart.FORWARD_BACKWARD)
         _until(lambda: not (folder / "rank_00000.answers.json").exists())
         _until(lambda: "went on" in said.getvalue())
     watch.close()
@@ -358,7 +358,7 @@ def test_a_rank_of_long_steps_is_not_ended(heartbeat: Heartbeat, tmp_path: Path)
     watch = HangWatch(heartbeat, ALONE, folder, limits, lambda step, text: None, leave=lambda code: None)
     watch.start()
     for _ in range(4):
-        heartbeat.phase(Phase.DATA)
+        heartbeat.enter(StepPart.DATA)
         time.sleep(0.2)
         assert not list(folder.glob("*.answers.json"))
     watch.close()
@@ -371,7 +371,7 @@ def test_one_rank_of_a_node_lists_the_words_of_all(tmp_path: Path, monkeypatch: 
     folder.mkdir()
     (folder / "rank_00000.answers.json").write_text("{}")
     heartbeat = Heartbeat([tmp_path / "shm"], 1, 0)
-    heartbeat.phase(Phase.DATA)
+    heartbeat.enter(StepPart.DATA)
     left: list[int] = []
     watch = HangWatch(heartbeat, three, folder, LIMITS, lambda step, text: None, leave=left.append)
     ranks = watch._ranks

@@ -27,9 +27,9 @@ def position(schedule: Schedule, pp: int, action: str) -> int:
     return schedule.actions[pp].index(Action.parse(action)) + 1
 
 
-def beat(rank: int, phase: str, call: tuple[str, str, str] = ("", "", ""), peer: int = NO_PEER, at: int = 0) -> Beat:
+def beat(rank: int, part: str, call: tuple[str, str, str] = ("", "", ""), peer: int = NO_PEER, at: int = 0) -> Beat:
     op, axis, purpose = call
-    return Beat(rank, 1000 + rank, 0, 50, 412, phase, at, op, axis, purpose, peer, 2, 0)
+    return Beat(rank, 1000 + rank, 0, 50, 412, part, at, op, axis, purpose, peer, 2, 0)
 
 
 def report(where: RunLayout, statuses: Sequence[RankStatus]) -> tuple[str, list[str], list[int]]:
@@ -141,7 +141,7 @@ def test_a_rank_that_nobody_has_seen_is_said_to_be_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "statuses"),
+    ("part", "statuses"),
     [
         ("", "is not in a step yet"),
         ("checkpoint", "is in the checkpoint after step 412"),
@@ -149,9 +149,9 @@ def test_a_rank_that_nobody_has_seen_is_said_to_be_so() -> None:
         ("forward_backward", "is between forwards and backwards of step 412"),
     ],
 )
-def test_every_phase_has_words(phase: str, statuses: str) -> None:
+def test_every_part_has_words(part: str, statuses: str) -> None:
     where = scene(tp=1, pp=1, dp=1)
-    _, lines, _ = report(where, [RankStatus(0, beat(0, phase), True, 300.0)])
+    _, lines, _ = report(where, [RankStatus(0, beat(0, part), True, 300.0)])
     assert lines == [f"  rank 0 (pp 0, dp 0, tp 0) {statuses}"]
 
 

@@ -18,7 +18,7 @@ from triaxis.engine.config.telemetry import SINKS, TelemetryConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError
 from triaxis.engine.run.directory import RunDirectory
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.observer import TrainingObserver, peak_memory_bytes
 from triaxis.engine.telemetry.outlets import sink as sink_module
@@ -30,7 +30,7 @@ from triaxis.engine.telemetry.outlets.tensorboard import TensorBoardSink
 from triaxis.engine.telemetry.outlets.wandb import WandbSink
 from triaxis.engine.telemetry.record.events import EventLog
 from triaxis.engine.telemetry.record.metrics import Meter, StepMetrics
-from triaxis.engine.telemetry.timing.phases import Timers
+from triaxis.engine.telemetry.timing.timers import Timers
 
 MakeConfig = Callable[..., Config]
 MakeMetrics = Callable[..., StepMetrics]
@@ -401,17 +401,17 @@ def test_the_observer_counts_from_1_and_keeps_validation_out_of_the_step_time(ma
         Telemetry(lines, sinks=[sink]), meter(make_config()), torch.device("cpu"), Timers(clock)
     )
     for step in range(3):
-        observer.phase(Phase.DATA)
+        observer.enter(StepPart.DATA)
         clock.seconds += 0.5
-        observer.phase(Phase.FORWARD_BACKWARD)
+        observer.enter(StepPart.FORWARD_BACKWARD)
         clock.seconds += 1.5
         observer.end_step()
         observer.on_step(step, StepResult(loss=3.0 - step, grad_norm=0.5, num_tokens=100), lr=0.1)
         if step == 1:
-            observer.phase(Phase.VALIDATION)
+            observer.enter(StepPart.VALIDATION)
             clock.seconds += 60.0
             observer.on_validation(step, 2.25)
-    observer.phase(Phase.DATA)
+    observer.enter(StepPart.DATA)
     assert [record.step for record in sink.records] == [1, 2, 3]
     assert [record.val_loss for record in sink.records] == [None, 2.25, None]
     for record in sink.records:
@@ -430,7 +430,7 @@ def test_speeds_follow_from_flops_devices_and_peak(make_config: MakeConfig) -> N
             loss_tokens=128,
             lr=0.1,
             grad_norm=1.0,
-            spans_seconds={Phase.FORWARD_BACKWARD: 2.0},
+            spans_seconds={StepPart.FORWARD_BACKWARD: 2.0},
             unix_time_seconds=1.0,
             peak_memory_bytes=1,
         )

@@ -12,12 +12,12 @@ from triaxis.engine.config.telemetry import TelemetryConfig
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Action, Kind
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.timing.clocks import HostClock, StreamClock
 from triaxis.engine.telemetry.timing.marks import TimeMarks
-from triaxis.engine.telemetry.timing.phases import has_line
 from triaxis.engine.telemetry.timing.step_times import StepTimes
 from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
+from triaxis.engine.telemetry.timing.timers import has_line
 
 CPU = torch.device("cpu")
 SCHEDULE = schedules.build("1f1b", 1, 1, 1)
@@ -53,11 +53,11 @@ class Run:
         """Steps up to `until`; the numbers of a step are read when the next one is posted, but those of the last one at once."""
         told = self.posted
         while self.posted < until:
-            for phase in (Phase.DATA, Phase.FORWARD_BACKWARD):
-                self.times.phase(phase)
+            for part in (StepPart.DATA, StepPart.FORWARD_BACKWARD):
+                self.times.enter(part)
             self.marks.instruction(Action(Kind.F, 0, 0))
             self.marks.instruction(None)
-            self.times.phase(Phase.OPTIMIZER)
+            self.times.enter(StepPart.OPTIMIZER)
             self.times.end_step()
             self.posted += 1
             for step in self._read(told, until, read_late):
@@ -65,7 +65,7 @@ class Run:
                 split = self.times.on_step(step)
                 if split is not None:
                     self.lines[step] = (split.first_step, split.last_step)
-            self.times.phase(Phase.CHECKPOINT)
+            self.times.enter(StepPart.CHECKPOINT)
         return self.lines
 
     def _read(self, told: int, until: int, read_late: bool) -> Iterable[int]:

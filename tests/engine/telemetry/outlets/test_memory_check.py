@@ -13,7 +13,7 @@ from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.plan import batch_plan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
@@ -50,7 +50,7 @@ def test_the_log_has_one_line_and_one_event(make_config: Callable[..., Config], 
     meter = Meter(config, plan, layers_per_chunk=[2], world_size=1, device_name="cpu", attempt=0)
     observer = TrainingObserver(Telemetry(report, EventLog(path, 0)), meter, CPU, memory=check)
     for step in range(4):
-        observer.phase(Phase.DATA)
+        observer.enter(StepPart.DATA)
         observer.end_step()
         observer.on_step(step, StepResult(loss=3.0, grad_norm=0.5, num_tokens=100), lr=0.1)
     (line,) = [line for line in screen.getvalue().splitlines() if line.startswith("memory")]

@@ -12,7 +12,7 @@ import torch
 from tests.engine.telemetry.test_observer import meter_of
 from triaxis.engine.comm.agreement import NO_FLAGS
 from triaxis.engine.config.tree import Config
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import PendingResult, StepResult, explain
 from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
@@ -92,7 +92,7 @@ def test_the_observer_writes_the_load_of_each_step(make_config: Callable[..., Co
     experts = LoadMeter((3,), num_steps=2, log_interval=10)
     observer = TrainingObserver(Telemetry(report, None, [log]), meter_of(config), torch.device("cpu"), experts=experts)
     for step, load in enumerate((EVEN, UNEVEN)):
-        observer.phase(Phase.DATA)
+        observer.enter(StepPart.DATA)
         observer.end_step()
         observer.on_step(step, StepResult(3.0, 0.5, 100, load=(load,)), lr=0.1)
     observer.telemetry.close()

@@ -14,7 +14,7 @@ from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.fp8.recipes import E4M3, quantise
 from triaxis.engine.kernels.fp8.shares import Lost
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
@@ -90,10 +90,10 @@ def test_the_observer_writes_the_shares_of_measured_steps(make_config: Callable[
     observer.begin(0)
     x = torch.tensor([[1.0, 1e-9]])
     for step in range(2):
-        observer.phase(Phase.FORWARD_BACKWARD)
+        observer.enter(StepPart.FORWARD_BACKWARD)
         if counts.is_open:
             counts.add("layers.0.mlp.down", "weight", x, quantise(x, E4M3, None, has_powers=False, largest=None))
-        observer.phase(Phase.OPTIMIZER)
+        observer.enter(StepPart.OPTIMIZER)
         observer.end_step()
         observer.on_step(step, StepResult(3.0, 0.5, 100), lr=0.1)
     observer.telemetry.close()

@@ -12,7 +12,7 @@ from triaxis.engine.layout.rank_grid import Coordinates
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Action, Kind, Schedule
 from triaxis.engine.pipeline.simulate import Costs, simulate
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.timing.bubble import Attribution, num_actions
 from triaxis.engine.telemetry.timing.marks import Activity
 from triaxis.engine.telemetry.timing.time_split import PARTS, StepTally, TimeSplit
@@ -25,7 +25,7 @@ class Call:
     purpose: str = ""
 
 
-PHASE = Phase.FORWARD_BACKWARD
+PART = StepPart.FORWARD_BACKWARD
 RECEIVE = Call("recv", "pp_forward")
 TP = Call("all_reduce", "tp", "mlp forward")
 CP = Call("all_gather", "cp", "keys and values forward")
@@ -75,15 +75,15 @@ class Run:
             activities, nows = walks[place.dp][place.pp]
             peer = place.cp * self.tp + place.tp
             done = activities[peer]
-            done.append((Activity(Phase.OPTIMIZER, wait=STEP), max(spans) - nows[peer] + self.latency))
-            done.append((Activity(Phase.OPTIMIZER), 0.25 * (1 + place.pp)))
+            done.append((Activity(StepPart.OPTIMIZER, wait=STEP), max(spans) - nows[peer] + self.latency))
+            done.append((Activity(StepPart.OPTIMIZER), 0.25 * (1 + place.pp)))
             ranks.append(done)
         return ranks, spans
 
     def _walk(self, durations: Sequence[Sequence[float]]) -> list[tuple[list[Doings], list[float]]]:
         """By pp rank: what its peers do, and when each is through with its last action."""
         placement, peers = self.schedule.placement, range(self.peers)
-        stages = [([[(Activity(Phase.DATA), begin)] for _ in peers], [begin] * self.peers) for begin in self.begins]
+        stages = [([[(Activity(StepPart.DATA), begin)] for _ in peers], [begin] * self.peers) for begin in self.begins]
         made: dict[tuple[int, Kind, int], list[float]] = {}
         done = [0] * placement.pp
         while done != [len(row) for row in self.schedule.actions]:
@@ -105,13 +105,13 @@ class Run:
                     met = [max(ready[at : at + self.tp]) for at in first]
                     for peer in peers:
                         if ready[peer] > nows[peer]:
-                            activities[peer].append((Activity(PHASE, action, RECEIVE), ready[peer] - nows[peer]))
-                        activities[peer].append((Activity(PHASE, action), half))
+                            activities[peer].append((Activity(PART, action, RECEIVE), ready[peer] - nows[peer]))
+                        activities[peer].append((Activity(PART, action), half))
                         if self.tp > 1:
-                            activities[peer].append((Activity(PHASE, action, TP), met[peer] - ready[peer]))
+                            activities[peer].append((Activity(PART, action, TP), met[peer] - ready[peer]))
                         if self.cp > 1:
-                            activities[peer].append((Activity(PHASE, action, CP), max(ready) - met[peer]))
-                        activities[peer].append((Activity(PHASE, action), half))
+                            activities[peer].append((Activity(PART, action, CP), max(ready) - met[peer]))
+                        activities[peer].append((Activity(PART, action), half))
                         nows[peer] = max(ready) + 2 * half
                     if action.kind is not Kind.W:
                         made[stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch] = list(nows)
@@ -222,10 +222,10 @@ def test_waits_inside_an_action_lengthen_it_for_the_schedule_but_are_not_compute
     """Two ranks, one microbatch: 0F0 on rank 0 takes 1 s and waits 1 s for tp or cp; what rank 1 then waits is the schedule's."""
     schedule = schedules.build("1f1b", 2, 1, 1)
     f0, b0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
-    first = [(Activity(PHASE, f0), 0.5), (Activity(PHASE, f0, call), 1.0), (Activity(PHASE, f0), 0.5)]
-    first += [(Activity(PHASE, b0, RECEIVE), 2.5), (Activity(PHASE, b0), 1.0)]
-    second = [(Activity(PHASE, f0, RECEIVE), 2.25), (Activity(PHASE, f0), 1.0), (Activity(PHASE, b0), 1.0)]
-    second += [(Activity(Phase.OPTIMIZER, wait=STEP), 1.25)]
+    first = [(Activity(PART, f0), 0.5), (Activity(PART, f0, call), 1.0), (Activity(PART, f0), 0.5)]
+    first += [(Activity(PART, b0, RECEIVE), 2.5), (Activity(PART, b0), 1.0)]
+    second = [(Activity(PART, f0, RECEIVE), 2.25), (Activity(PART, f0), 1.0), (Activity(PART, b0), 1.0)]
+    second += [(Activity(StepPart.OPTIMIZER, wait=STEP), 1.25)]
     split = split_of(schedule, [Coordinates(0, 0, 0, 0), Coordinates(1, 0, 0, 0)], [[first, second]])
     assert [rank["compute"] for rank in split.ranks] == [2.0, 2.0]
     part = "exposed_tp" if call is TP else "exposed_cp"
@@ -240,12 +240,12 @@ def test_a_rank_that_computes_longer_than_its_peer_has_waited_for_no_message_in_
     """Rank 2 gets its input earlier than rank 3 and takes longer, but stands in no tensor-parallel call: it is slow."""
     schedule = schedules.build("1f1b", 2, 1, 1)
     f0, b0 = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0)
-    fed = [(Activity(PHASE, f0), 1.0), (Activity(PHASE, b0, RECEIVE), 3.0), (Activity(PHASE, b0), 1.0)]
+    fed = [(Activity(PART, f0), 1.0), (Activity(PART, b0, RECEIVE), 3.0), (Activity(PART, b0), 1.0)]
     slow, prompt = (
-        [(Activity(PHASE, f0, RECEIVE), wait), (Activity(PHASE, f0), 3.0 - wait), (Activity(PHASE, b0), 1.0)]
+        [(Activity(PART, f0, RECEIVE), wait), (Activity(PART, f0), 3.0 - wait), (Activity(PART, b0), 1.0)]
         for wait in (1.0, 1.5)
     )
-    ends = [(Activity(Phase.OPTIMIZER, wait=STEP), 1.0)]
+    ends = [(Activity(StepPart.OPTIMIZER, wait=STEP), 1.0)]
     places = [Coordinates(pp, 0, 0, tp) for pp in range(2) for tp in range(2)]
     split = split_of(schedule, places, [[fed, fed, slow + ends, prompt + ends]])
     assert [parts["exposed_tp"] for parts in split.ranks] == [0.0] * 4
@@ -257,11 +257,11 @@ def test_the_sum_over_first_and_last_stage_is_exposed_dp_beyond_the_wait_for_the
     """Tied embeddings: rank 1 is through 1 s earlier, then both need 0.5 s for the sum and all ranks 0.25 s to agree."""
     schedule = schedules.build("1f1b", 2, 1, 1)
     f0, b0, ends = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Call("all_reduce", "ends", "replica gradients")
-    agree = (Activity(Phase.OPTIMIZER, wait=STEP), 0.25)
-    first = [(Activity(PHASE, f0), 1.0), (Activity(PHASE, b0, RECEIVE), 2.0), (Activity(PHASE, b0), 1.0)]
-    first += [(Activity(PHASE, None, ends), 0.5), agree]
-    last = [(Activity(PHASE, f0, RECEIVE), 1.0), (Activity(PHASE, f0), 1.0), (Activity(PHASE, b0), 1.0)]
-    last += [(Activity(PHASE, None, ends), 1.5), agree]
+    agree = (Activity(StepPart.OPTIMIZER, wait=STEP), 0.25)
+    first = [(Activity(PART, f0), 1.0), (Activity(PART, b0, RECEIVE), 2.0), (Activity(PART, b0), 1.0)]
+    first += [(Activity(PART, None, ends), 0.5), agree]
+    last = [(Activity(PART, f0, RECEIVE), 1.0), (Activity(PART, f0), 1.0), (Activity(PART, b0), 1.0)]
+    last += [(Activity(PART, None, ends), 1.5), agree]
     split = split_of(schedule, [Coordinates(0, 0, 0, 0), Coordinates(1, 0, 0, 0)], [[first, last]])
     found = [[parts[part] for part in ("compute", "bubble", "exposed_dp", "other")] for parts in split.ranks]
     assert found == [[2.0, 2.0, 0.5, 0.25], [2.0, 2.0, 0.5, 0.25]]
@@ -271,10 +271,10 @@ def test_at_the_end_only_what_a_rank_waits_beyond_the_others_is_for_the_stage_th
     """Rank 1 is through 1 s earlier, reduces gradients for 0.5 s, and waits 0.5 s more than rank 0, for whom it takes 0.25 s."""
     schedule = schedules.build("1f1b", 2, 1, 1)
     f0, b0, reduce = Action(Kind.F, 0, 0), Action(Kind.B, 0, 0), Call("reduce_scatter", "dp", "gradients")
-    first = [(Activity(PHASE, f0), 1.0), (Activity(PHASE, b0, RECEIVE), 2.0), (Activity(PHASE, b0), 1.0)]
-    first += [(Activity(Phase.OPTIMIZER, wait=STEP), 0.25)]
-    last = [(Activity(PHASE, f0, RECEIVE), 1.0), (Activity(PHASE, f0), 1.0), (Activity(PHASE, b0), 1.0)]
-    last += [(Activity(PHASE, None, reduce), 0.5), (Activity(Phase.OPTIMIZER, wait=STEP), 0.75)]
+    first = [(Activity(PART, f0), 1.0), (Activity(PART, b0, RECEIVE), 2.0), (Activity(PART, b0), 1.0)]
+    first += [(Activity(StepPart.OPTIMIZER, wait=STEP), 0.25)]
+    last = [(Activity(PART, f0, RECEIVE), 1.0), (Activity(PART, f0), 1.0), (Activity(PART, b0), 1.0)]
+    last += [(Activity(PART, None, reduce), 0.5), (Activity(StepPart.OPTIMIZER, wait=STEP), 0.75)]
     split = split_of(schedule, [Coordinates(0, 0, 0, 0), Coordinates(1, 0, 0, 0)], [[first, last]])
     found = [[parts[part] for part in ("bubble", "exposed_pp", "exposed_dp", "other")] for parts in split.ranks]
     assert found == [[2.0, 0.0, 0.0, 0.25], [1.5, 0.0, 0.5, 0.25]]

@@ -18,7 +18,7 @@ from triaxis.engine.comm.staging import Staging, TensorUse
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.pipeline.actions import Action, Kind
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.timing.clocks import HostClock
 from triaxis.engine.telemetry.timing.marks import MarkedStep, TimeMarks
 
@@ -30,7 +30,7 @@ PURPOSE = "keys and values forward"
 def begun(clock: Any) -> TimeMarks:
     marks = TimeMarks(clock)
     marks.begin(1, is_marked=True)
-    marks.phase(Phase.FORWARD_BACKWARD)
+    marks.enter(StepPart.FORWARD_BACKWARD)
     marks.instruction(F0)
     return marks
 
@@ -85,11 +85,11 @@ def followed_step(rank: int) -> tuple[list[tuple[float, float]], list[tuple[floa
     engine, batches = build_rank(rank, case, [marks])
     marks.begin(1, is_marked=True)
     microbatches = batches.next_step()
-    marks.phase(Phase.FORWARD_BACKWARD)
+    marks.enter(StepPart.FORWARD_BACKWARD)
     engine.topology.ledger.reset()
     counts = engine.forward_backward(microbatches)
     posted = engine.topology.ledger.posted
-    marks.phase(Phase.OPTIMIZER)
+    marks.enter(StepPart.OPTIMIZER)
     engine.update(counts, 1e-3).wait()
     step = ended(marks)
     batches.close()
@@ -148,7 +148,7 @@ def test_on_a_stream_the_end_is_an_event_behind_the_call(axis: str, calls: list[
 
 def test_calls_of_validations_are_not_followed() -> None:
     marks = begun(HostClock())
-    marks.phase(Phase.VALIDATION)
+    marks.enter(StepPart.VALIDATION)
     ledger = Ledger([marks])
     ledger.under_way(ledger.post("all_gather", "cp", PURPOSE, torch.zeros(1), 2), [object()])
     assert ended(marks).calls == []

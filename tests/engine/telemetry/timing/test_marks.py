@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from triaxis.engine.comm.collectives import Pending
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.pipeline.actions import Action, Kind
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.timing.clocks import HostClock, StreamClock, clock_of
 from triaxis.engine.telemetry.timing.marks import Activity, TimeMarks
 from triaxis.engine.telemetry.timing.time_split import span_of
@@ -62,16 +62,16 @@ class Call:
         return False
 
 
-def test_phases_instructions_and_waits_become_what_a_rank_did() -> None:
+def test_parts_instructions_and_waits_become_what_a_rank_did() -> None:
     device = Device()
     clock = device.clock()
     marks = TimeMarks(clock)
     ledger = Ledger([marks])
     marks.begin(2, is_marked=True)
     device.work(0.5)
-    marks.phase(Phase.DATA)
+    marks.enter(StepPart.DATA)
     device.work(1.0)
-    marks.phase(Phase.FORWARD_BACKWARD)
+    marks.enter(StepPart.FORWARD_BACKWARD)
     marks.instruction(F0)
     device.work(2.0)
     posted = ledger.post("all_reduce", "tp", "mlp forward", torch.zeros(1), 2)
@@ -88,13 +88,13 @@ def test_phases_instructions_and_waits_become_what_a_rank_did() -> None:
     marked = marks.take(3)
     assert marked is not None and marks.take(3) is None
     assert marked.activities == [
-        Activity(Phase.OTHER),
-        Activity(Phase.DATA),
-        Activity(Phase.FORWARD_BACKWARD),
-        Activity(Phase.FORWARD_BACKWARD, F0),
-        Activity(Phase.FORWARD_BACKWARD, F0, posted),
-        Activity(Phase.FORWARD_BACKWARD, F0),
-        Activity(Phase.FORWARD_BACKWARD),
+        Activity(StepPart.OTHER),
+        Activity(StepPart.DATA),
+        Activity(StepPart.FORWARD_BACKWARD),
+        Activity(StepPart.FORWARD_BACKWARD, F0),
+        Activity(StepPart.FORWARD_BACKWARD, F0, posted),
+        Activity(StepPart.FORWARD_BACKWARD, F0),
+        Activity(StepPart.FORWARD_BACKWARD),
     ]
     assert clock.elapsed(marked.marks) == [0.0, 0.5, 1.5, 1.5, 3.5, 7.5, 15.5, 31.5]
     # Nothing is waited for but the last event, which stands behind everything that was read.
@@ -106,7 +106,7 @@ def test_a_read_by_the_host_is_marked_from_its_beginning_to_its_end() -> None:
     marks = TimeMarks(device.clock())
     ledger = Ledger([marks])
     marks.begin(0, is_marked=True)
-    marks.phase(Phase.FORWARD_BACKWARD)
+    marks.enter(StepPart.FORWARD_BACKWARD)
     marks.instruction(F0)
     device.work(2.0)
     with ledger.host_read("experts counts"):
@@ -121,7 +121,7 @@ def test_a_read_by_the_host_is_marked_from_its_beginning_to_its_end() -> None:
     assert marked is not None
     times = marks.clock.elapsed(marked.marks)
     (place,) = [place for place, activity in enumerate(marked.activities) if activity.wait is not None]
-    assert marked.activities[place] == Activity(Phase.FORWARD_BACKWARD, F0, mark)
+    assert marked.activities[place] == Activity(StepPart.FORWARD_BACKWARD, F0, mark)
     assert span_of(marked.activities[place]) == "host_read"
     assert (times[place], times[place + 1]) == (2.0, 2.25)
     assert span_of(marked.activities[place + 1]) == "compute" and times[place + 2] == 3.25
@@ -134,7 +134,7 @@ def test_a_step_that_nobody_wants_costs_no_event() -> None:
     per_step = []
     for step in range(1, 6):
         before = device.num_events
-        marks.phase(Phase.FORWARD_BACKWARD)
+        marks.enter(StepPart.FORWARD_BACKWARD)
         marks.instruction(B0)
         marks.instruction(None)
         marks.end_step(next_is_marked=step + 1 in (2, 4))
@@ -150,17 +150,17 @@ def test_a_step_that_nobody_wants_costs_no_event() -> None:
 def test_going_back_forgets_what_was_not_taken_and_counts_anew() -> None:
     marks = TimeMarks(HostClock())
     marks.begin(10, is_marked=True)
-    marks.phase(Phase.DATA)
+    marks.enter(StepPart.DATA)
     marks.end_step(next_is_marked=True)
-    marks.phase(Phase.DATA)
+    marks.enter(StepPart.DATA)
     marks.begin(4, is_marked=True)
-    marks.phase(Phase.DATA)
+    marks.enter(StepPart.DATA)
     marks.end_step(next_is_marked=True)
     assert marks.take(4) is None
     again = marks.take(5)
-    assert again is not None and again.activities == [Activity(Phase.OTHER), Activity(Phase.DATA)]
+    assert again is not None and again.activities == [Activity(StepPart.OTHER), Activity(StepPart.DATA)]
     marks.close()
-    marks.phase(Phase.DATA)
+    marks.enter(StepPart.DATA)
     marks.end_step(next_is_marked=False)
     assert marks.take(6) is None
 
@@ -181,7 +181,7 @@ def test_steps_follow_each_other_without_a_gap(calls: list[Any]) -> None:
         elif isinstance(call, Action):
             marks.instruction(call)
         else:
-            marks.phase(call)
+            marks.enter(call)
     end = None
     for step in range(1, calls.count("end") + 2):
         marked = marks.take(step)

@@ -29,7 +29,7 @@ from triaxis.engine.pipeline.executor import Executor
 from triaxis.engine.pipeline.lowering import lower
 from triaxis.engine.pipeline.simulate import Costs, simulate
 from triaxis.engine.pipeline.simulate import Timeline as Timing
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import PendingResult
 from triaxis.engine.telemetry.timing.clock_offsets import NUM_ROUNDS, measure_offset
 from triaxis.engine.telemetry.timing.clocks import HostClock
@@ -102,10 +102,10 @@ def sleep_through_steps(rank: int, sleepers: Sleepers) -> list[TimeSplit]:
     splits = []
     for step in range(1, NUM_STEPS + 1):
         seconds = sleepers.forward_seconds[rank] if step not in (1, NUM_STEPS) else 0.0
-        times.phase(Phase.DATA)
-        times.phase(Phase.FORWARD_BACKWARD)
+        times.enter(StepPart.DATA)
+        times.enter(StepPart.FORWARD_BACKWARD)
         executor.run(program, range(sleepers.num_microbatches), chunk)
-        times.phase(Phase.OPTIMIZER)
+        times.enter(StepPart.OPTIMIZER)
         topology.axis("world").all_reduce(torch.zeros(3), "step").wait()
         times.end_step()
         split = times.on_step(step)
@@ -236,14 +236,14 @@ def train_a_gpt(rank: int, run: str) -> Measured:
         del unread[: len(done)]
 
     for step in range(1, NUM_STEPS + 1):
-        times.phase(Phase.DATA)
+        times.enter(StepPart.DATA)
         microbatches = batches.next_step()
-        times.phase(Phase.FORWARD_BACKWARD)
+        times.enter(StepPart.FORWARD_BACKWARD)
         counts = engine.forward_backward(microbatches)
-        times.phase(Phase.OPTIMIZER)
+        times.enter(StepPart.OPTIMIZER)
         unread.append((step, engine.update(counts, 1e-3)))
         read(step == NUM_STEPS)
-        times.phase(Phase.CHECKPOINT)
+        times.enter(StepPart.CHECKPOINT)
     times.finish()
     times.close()
     batches.close()
@@ -308,8 +308,8 @@ def test_a_row_of_the_timeline_holds_the_actions_of_its_rank_in_their_order(
             inside = [event for event in mine if is_inside(event, step)]
             actions = sorted((event for event in inside if event["cat"] == "action"), key=lambda event: event["ts"])
             assert [event["name"] for event in actions] == rank.actions
-            phases = {event["name"] for event in inside if event["cat"] == "phase"}
-            assert phases == {"other", "checkpoint", "data", "forward_backward", "optimizer"}
+            parts = {event["name"] for event in inside if event["cat"] == "part"}
+            assert parts == {"other", "checkpoint", "data", "forward_backward", "optimizer"}
             waits = {event["name"] for event in inside if event["cat"] == "wait"}
             assert waits >= {"wait tp", "wait dp", "wait world"}
         # A row is read as nested slices: whatever overlaps is inside.

@@ -12,7 +12,7 @@ from triaxis.engine.layout.rank_grid import Coordinates
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Action, Kind
 from triaxis.engine.pipeline.lowering import Post
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.timing.bubble import Attribution
 from triaxis.engine.telemetry.timing.marks import Activity
 from triaxis.engine.telemetry.timing.time_split import (
@@ -42,31 +42,34 @@ STEP = Call("all_reduce", "world", "step")
 @pytest.mark.parametrize(
     ("activity", "span"),
     [
-        (Activity(Phase.DATA), "data"),
-        (Activity(Phase.CHECKPOINT), "checkpoint"),
-        (Activity(Phase.CHECKPOINT, wait=STEP), "checkpoint"),
-        (Activity(Phase.OTHER), "other"),
-        (Activity(Phase.VALIDATION, F0), None),
-        (Activity(Phase.VALIDATION, F0, RECEIVE), None),
-        (Activity(Phase.OPTIMIZER), "optimizer"),
-        (Activity(Phase.OPTIMIZER, wait=STEP), "end_wait"),
-        (Activity(Phase.FORWARD_BACKWARD), "other"),
-        (Activity(Phase.FORWARD_BACKWARD, F0), "compute"),
-        (Activity(Phase.FORWARD_BACKWARD, Post("forward", ())), "exposed_pp"),
-        (Activity(Phase.FORWARD_BACKWARD, F0, RECEIVE), "input_wait"),
-        (Activity(Phase.FORWARD_BACKWARD, F0, Call("recv", "pp_backward")), "input_wait"),
-        (Activity(Phase.FORWARD_BACKWARD, None, Call("send", "pp_forward")), "exposed_pp"),
-        (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_reduce", "tp", "cross-entropy max")), "exposed_tp"),
-        (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_gather", "cp", "keys and values forward")), "exposed_cp"),
-        (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_to_all", "experts", "experts counts")), "exposed_ep"),
-        (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_reduce", "sample", "fractions")), "exposed_ep"),
-        (Activity(Phase.FORWARD_BACKWARD, F0, Call("host_read", "", "experts counts")), "host_read"),
-        (Activity(Phase.VALIDATION, F0, Call("host_read", "", "experts counts")), None),
-        (Activity(Phase.FORWARD_BACKWARD, F0, Call("all_gather", "dp", "parameters")), "exposed_dp"),
-        (Activity(Phase.FORWARD_BACKWARD, None, Call("reduce_scatter", "dp", "gradients")), "exposed_dp"),
-        (Activity(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "tp", "replica gradients")), "exposed_dp"),
-        (Activity(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "kv_replicas", "replica gradients")), "exposed_dp"),
-        (Activity(Phase.FORWARD_BACKWARD, None, Call("all_reduce", "ends", "replica gradients")), "ends_wait"),
+        (Activity(StepPart.DATA), "data"),
+        (Activity(StepPart.CHECKPOINT), "checkpoint"),
+        (Activity(StepPart.CHECKPOINT, wait=STEP), "checkpoint"),
+        (Activity(StepPart.OTHER), "other"),
+        (Activity(StepPart.VALIDATION, F0), None),
+        (Activity(StepPart.VALIDATION, F0, RECEIVE), None),
+        (Activity(StepPart.OPTIMIZER), "optimizer"),
+        (Activity(StepPart.OPTIMIZER, wait=STEP), "end_wait"),
+        (Activity(StepPart.FORWARD_BACKWARD), "other"),
+        (Activity(StepPart.FORWARD_BACKWARD, F0), "compute"),
+        (Activity(StepPart.FORWARD_BACKWARD, Post("forward", ())), "exposed_pp"),
+        (Activity(StepPart.FORWARD_BACKWARD, F0, RECEIVE), "input_wait"),
+        (Activity(StepPart.FORWARD_BACKWARD, F0, Call("recv", "pp_backward")), "input_wait"),
+        (Activity(StepPart.FORWARD_BACKWARD, None, Call("send", "pp_forward")), "exposed_pp"),
+        (Activity(StepPart.FORWARD_BACKWARD, F0, Call("all_reduce", "tp", "cross-entropy max")), "exposed_tp"),
+        (Activity(StepPart.FORWARD_BACKWARD, F0, Call("all_gather", "cp", "keys and values forward")), "exposed_cp"),
+        (Activity(StepPart.FORWARD_BACKWARD, F0, Call("all_to_all", "experts", "experts counts")), "exposed_ep"),
+        (Activity(StepPart.FORWARD_BACKWARD, F0, Call("all_reduce", "sample", "fractions")), "exposed_ep"),
+        (Activity(StepPart.FORWARD_BACKWARD, F0, Call("host_read", "", "experts counts")), "host_read"),
+        (Activity(StepPart.VALIDATION, F0, Call("host_read", "", "experts counts")), None),
+        (Activity(StepPart.FORWARD_BACKWARD, F0, Call("all_gather", "dp", "parameters")), "exposed_dp"),
+        (Activity(StepPart.FORWARD_BACKWARD, None, Call("reduce_scatter", "dp", "gradients")), "exposed_dp"),
+        (Activity(StepPart.FORWARD_BACKWARD, None, Call("all_reduce", "tp", "replica gradients")), "exposed_dp"),
+        (
+            Activity(StepPart.FORWARD_BACKWARD, None, Call("all_reduce", "kv_replicas", "replica gradients")),
+            "exposed_dp",
+        ),
+        (Activity(StepPart.FORWARD_BACKWARD, None, Call("all_reduce", "ends", "replica gradients")), "ends_wait"),
     ],
     ids=str,
 )
@@ -86,8 +89,8 @@ def split_of(tallies: Sequence[StepTally]) -> TimeSplit:
 
 def test_without_a_pipeline_nothing_is_bubble() -> None:
     rows = [
-        [(Activity(Phase.FORWARD_BACKWARD, F0), 1.0), (Activity(Phase.OPTIMIZER, wait=STEP), 0.5)],
-        [(Activity(Phase.FORWARD_BACKWARD, F0), 1.4), (Activity(Phase.OPTIMIZER, wait=STEP), 0.1)],
+        [(Activity(StepPart.FORWARD_BACKWARD, F0), 1.0), (Activity(StepPart.OPTIMIZER, wait=STEP), 0.5)],
+        [(Activity(StepPart.FORWARD_BACKWARD, F0), 1.4), (Activity(StepPart.OPTIMIZER, wait=STEP), 0.1)],
     ]
     tallies = [StepTally(), StepTally()]
     for tally, row in zip(tallies, rows, strict=True):
@@ -103,7 +106,11 @@ def test_without_a_pipeline_nothing_is_bubble() -> None:
 def test_means_are_per_step_and_validation_is_in_none() -> None:
     tally = StepTally()
     for step, seconds in ((2, 1.0), (3, 3.0)):
-        activities = [Activity(Phase.VALIDATION, F0), Activity(Phase.DATA), Activity(Phase.FORWARD_BACKWARD, F0)]
+        activities = [
+            Activity(StepPart.VALIDATION, F0),
+            Activity(StepPart.DATA),
+            Activity(StepPart.FORWARD_BACKWARD, F0),
+        ]
         tally.add(step, activities, [0.0, 50.0, 50.0 + seconds, 50.0 + 2 * seconds])
     split = split_of([tally])
     assert (split.first_step, split.last_step) == (2, 3)
@@ -114,7 +121,7 @@ def test_means_are_per_step_and_validation_is_in_none() -> None:
 def test_a_step_that_was_held_up_does_not_make_a_rank_look_slow() -> None:
     tally = StepTally()
     for step, seconds in ((2, 1.0), (3, 9.0), (4, 1.5)):
-        tally.add(step, [Activity(Phase.FORWARD_BACKWARD, F0)], [0.0, seconds])
+        tally.add(step, [Activity(StepPart.FORWARD_BACKWARD, F0)], [0.0, seconds])
     split = split_of([tally])
     assert split.usual_compute == (1.5,)
     assert split.ranks[0]["compute"] == pytest.approx(11.5 / 3)
@@ -139,12 +146,12 @@ def test_calls_of_context_parallelism_are_hidden_where_the_rank_does_not_wait_fo
     """From 1 to 5 and from 3 to 9 of 10 seconds a call is under way; from 4 to 5 and from 8 to 9 the rank waits."""
     gather = Call("all_gather", "cp", "keys and values forward")
     activities = [
-        Activity(Phase.FORWARD_BACKWARD, F0, wait)
+        Activity(StepPart.FORWARD_BACKWARD, F0, wait)
         for wait in (None, gather, None, Call("all_reduce", "tp"), gather, None)
     ]
     tallies = [StepTally(), StepTally()]
     tallies[0].add(2, activities, [0.0, 4.0, 5.0, 6.0, 8.0, 9.0, 10.0], [(1.0, 5.0), (3.0, 9.0), (9.5, 9.25)])
-    tallies[1].add(2, [Activity(Phase.FORWARD_BACKWARD, F0)], [0.0, 10.0])
+    tallies[1].add(2, [Activity(StepPart.FORWARD_BACKWARD, F0)], [0.0, 10.0])
     places = [Coordinates(0, 0, rank, 0) for rank in range(2)]
     rows = np.array([tally.numbers(0) for tally in tallies])
     split = Attribution(schedules.build("1f1b", 1, 1, 2), places).work_out(rows, 2, 2)
@@ -180,10 +187,10 @@ def test_a_step_that_is_made_again_to_find_what_is_not_finite_is_no_part_of_the_
     """It is made between two steps, through the same executor: its actions are more than a step's schedule has."""
     tally = StepTally()
     activities = [
-        Activity(Phase.OTHER, F0),
-        Activity(Phase.OTHER, F0, RECEIVE),
-        Activity(Phase.FORWARD_BACKWARD, F0),
-        Activity(Phase.OPTIMIZER, wait=STEP),
+        Activity(StepPart.OTHER, F0),
+        Activity(StepPart.OTHER, F0, RECEIVE),
+        Activity(StepPart.FORWARD_BACKWARD, F0),
+        Activity(StepPart.OPTIMIZER, wait=STEP),
     ]
     tally.add(3, activities, [0.0, 4.0, 5.0, 7.0, 8.0])
     numbers = tally.numbers(1)

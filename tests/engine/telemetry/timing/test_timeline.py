@@ -10,7 +10,7 @@ import pytest
 from triaxis.engine.errors import TriaxisError
 from triaxis.engine.pipeline.actions import Action, Kind, Placement
 from triaxis.engine.pipeline.lowering import Post, Transfer
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.timing.marks import Activity
 from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
 from triaxis.launch import cli
@@ -35,15 +35,15 @@ def write_row(run: Path, rank: int, world_size: int = 2, attempt: int = 0) -> No
     path = run / "timeline" / f"attempt_{attempt:02d}" / f"rank_{rank:05d}.json"
     timeline = Timeline(range(7, 8), row, path)
     timeline.set_clock(1000.0, 25e-6 * rank)
-    phase = "forward_backward"
+    part = "forward_backward"
     activities = [
-        Activity(Phase.DATA),
-        Activity(phase, F3),
-        Activity(phase, F3, TP),
-        Activity(phase, F3, READ),
-        Activity(phase, F3),
+        Activity(StepPart.DATA),
+        Activity(part, F3),
+        Activity(part, F3, TP),
+        Activity(part, F3, READ),
+        Activity(part, F3),
     ]
-    activities += [Activity(phase, POST), Activity(phase, B1), Activity(phase, BACK), Activity(Phase.OPTIMIZER)]
+    activities += [Activity(part, POST), Activity(part, B1), Activity(part, BACK), Activity(StepPart.OPTIMIZER)]
     timeline.add(7, activities, [1000.0 + 0.1 * place for place in range(len(activities) + 1)])
     timeline.write()
     written = path.stat().st_mtime_ns
@@ -65,9 +65,9 @@ def test_a_row_has_nested_slices_named_as_in_the_schedule(tmp_path: Path) -> Non
     first = [(each["cat"], each["name"], each["ts"], each["dur"]) for each in slices if each["tid"] == 0]
     assert first == [
         ("step", "step 7", 0.0, 900000.0),
-        ("phase", "data", 0.0, 100000.0),
-        ("phase", "forward_backward", 100000.0, 700000.0),
-        ("phase", "optimizer", 800000.0, 100000.0),
+        ("part", "data", 0.0, 100000.0),
+        ("part", "forward_backward", 100000.0, 700000.0),
+        ("part", "optimizer", 800000.0, 100000.0),
         ("action", "1F3", 100000.0, 400000.0),
         ("transfer", "receive 2F3 from pp 1, send 0F2 to pp 1", 500000.0, 100000.0),
         ("action", "0B1", 600000.0, 100000.0),

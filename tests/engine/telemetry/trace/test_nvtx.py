@@ -7,7 +7,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.trace.nvtx import NvtxRanges
 from triaxis.engine.telemetry.trace.profile import instruction_name
 
@@ -28,11 +28,13 @@ class Ranges:
 
 
 def run_steps(
-    nvtx: NvtxRanges, steps: int, phases: Sequence[Phase] = (Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER)
+    nvtx: NvtxRanges,
+    steps: int,
+    parts: Sequence[StepPart] = (StepPart.DATA, StepPart.FORWARD_BACKWARD, StepPart.OPTIMIZER),
 ) -> None:
     for _ in range(steps):
-        for phase in phases:
-            nvtx.phase(phase)
+        for part in parts:
+            nvtx.enter(part)
 
 
 def test_steps_are_counted_from_one_and_hold_their_phases() -> None:
@@ -55,9 +57,9 @@ def follow_a_step(rank: int, case: Case) -> tuple[list[tuple[int, str]], list[st
     engine.executor.observers = (nvtx.instruction,)
     for _ in range(2):
         ranges.seen.clear()
-        nvtx.phase(Phase.DATA)
+        nvtx.enter(StepPart.DATA)
         microbatches = batches.next_step()
-        nvtx.phase(Phase.FORWARD_BACKWARD)
+        nvtx.enter(StepPart.FORWARD_BACKWARD)
         engine.train_step(microbatches, 1e-3)
     nvtx.close()
     engine.evaluate([batches.next_step()])
@@ -67,7 +69,7 @@ def follow_a_step(rank: int, case: Case) -> tuple[list[tuple[int, str]], list[st
 
 
 @pytest.mark.distributed
-def test_actions_are_named_as_the_schedule_names_them_inside_their_phase() -> None:
+def test_actions_are_named_as_the_schedule_names_them_inside_their_part() -> None:
     for seen, names, still_open in run_ranks(follow_a_step, 2, Case("gpt", pp=2, vpp=2, global_batch_size=4)):
         assert seen == [(0, "step 2"), (1, "data"), (1, "forward_backward"), *((2, name) for name in names)]
         assert "0F0" in names and "1B3" in names and "post" in names

@@ -1,4 +1,4 @@
-"""Traces: which steps are in one, and that its ranges are the schedule's instructions inside the loop's phases."""
+"""Traces: which steps are in one, and that its ranges are the schedule's instructions inside the loop's parts."""
 
 import gzip
 import json
@@ -16,10 +16,10 @@ from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 from triaxis.engine.config.telemetry import ProfileConfig
 from triaxis.engine.pipeline.lowering import Post
-from triaxis.engine.run.phases import Phase
+from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.trace.profile import POST, StepProfiler
 
-PHASES = (Phase.DATA, Phase.FORWARD_BACKWARD, Phase.OPTIMIZER)
+PARTS = (StepPart.DATA, StepPart.FORWARD_BACKWARD, StepPart.OPTIMIZER)
 CPU = torch.device("cpu")
 
 Range = tuple[str, float, float]
@@ -48,20 +48,20 @@ def test_the_named_steps_are_traced_and_no_other(tmp_path: Path, steps_made: int
     profiler = StepProfiler(ProfileConfig(start=3, steps=2), path, CPU)
     profiler.begin(steps_made)
     for step in range(steps_made + 1, 7):
-        for phase in PHASES:
-            profiler.phase(phase)
+        for part in PARTS:
+            profiler.enter(part)
             torch.ones(step).add_(step)
     profiler.close()
     assert profiler.written == (path if traced else None) and path.exists() == bool(traced)
     if traced:
-        assert [name for name, _, _ in ranges_of(path)] == list(PHASES) * len(traced)
-        assert Counter(name for name, _, _ in operators_of(path))["aten::add_"] == len(PHASES) * len(traced)
+        assert [name for name, _, _ in ranges_of(path)] == list(PARTS) * len(traced)
+        assert Counter(name for name, _, _ in operators_of(path))["aten::add_"] == len(PARTS) * len(traced)
 
 
 def test_a_run_that_ends_early_leaves_what_it_traced(tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     profiler = StepProfiler(ProfileConfig(start=1, steps=100), path, CPU)
-    profiler.phase(Phase.DATA)
+    profiler.enter(StepPart.DATA)
     profiler.close()
     profiler.close()
     assert [name for name, _, _ in ranges_of(path)] == ["data"]
@@ -69,7 +69,7 @@ def test_a_run_that_ends_early_leaves_what_it_traced(tmp_path: Path) -> None:
 
 def test_a_trace_without_room_is_a_line_and_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profiler = StepProfiler(ProfileConfig(start=1, steps=1), tmp_path / "trace.json.gz", CPU)
-    profiler.phase(Phase.DATA)
+    profiler.enter(StepPart.DATA)
     with room_for(0):
         profiler.close()
     assert "the trace could not be written, training goes on" in capsys.readouterr().err and profiler.written is None
@@ -81,9 +81,9 @@ def trace_a_step(rank: int, case: Case, folder: str) -> list[str]:
     profiler = StepProfiler(ProfileConfig(start=2, steps=1), Path(folder) / f"{rank}.json.gz", CPU)
     engine.executor.observers = (profiler.instruction,)
     for _ in range(3):
-        profiler.phase(Phase.DATA)
+        profiler.enter(StepPart.DATA)
         microbatches = batches.next_step()
-        profiler.phase(Phase.FORWARD_BACKWARD)
+        profiler.enter(StepPart.FORWARD_BACKWARD)
         engine.train_step(microbatches, 1e-3)
     profiler.close()
     batches.close()
@@ -97,12 +97,12 @@ def test_ranges_are_the_instructions_of_the_rank_in_their_order(tmp_path: Path) 
     for rank, expected in enumerate(run_ranks(trace_a_step, 2, case, str(tmp_path))):
         path = tmp_path / f"{rank}.json.gz"
         (data, *instructions) = ranges_of(path)
-        (phase, *instructions) = instructions
-        assert (data[0], phase[0]) == ("data", "forward_backward")
+        (part, *instructions) = instructions
+        assert (data[0], part[0]) == ("data", "forward_backward")
         assert [name for name, _, _ in instructions] == expected
         assert "0F0" in expected and "1B3" in expected
         for (_, start, end), (_, after, _) in pairwise(instructions):
-            assert phase[1] <= start <= end <= after, "one after the other, inside the phase"
+            assert part[1] <= start <= end <= after, "one after the other, inside the part"
         # Work is inside the range that caused it.
         backward = next(each for each in instructions if each[0] == "1B0")
         assert any(name == "aten::mm" and backward[1] <= start <= backward[2] for name, start, _ in operators_of(path))

@@ -1,11 +1,11 @@
-"""The phases of the training loop, and what follows them (no torch here)."""
+"""The parts of the training loop, and what follows them (no torch here)."""
 
 from enum import StrEnum
 
 from triaxis.engine.pipeline.lowering import Instruction
 
 
-class Phase(StrEnum):
+class StepPart(StrEnum):
     """A part of a training step, or of the time between steps; the value is its name in records, traces and reports."""
 
     DATA = "data"
@@ -15,11 +15,11 @@ class Phase(StrEnum):
     VALIDATION = "validation"
     """Time that belongs to no step."""
     OTHER = "other"
-    """The rest, for which the loop has set no other phase."""
+    """The rest, for which the loop has set no other part."""
 
 
-FIRST = Phase.DATA
-"""The first phase of a step."""
+FIRST = StepPart.DATA
+"""The first part of a step."""
 
 
 class StepWatcher:
@@ -28,8 +28,8 @@ class StepWatcher:
     def begin(self, steps_made: int) -> None:
         """Follow the run from where it has made `steps_made` steps: at its start, and after a rollback."""
 
-    def phase(self, phase: Phase) -> None:
-        """Follow the loop to its next phase."""
+    def enter(self, part: StepPart) -> None:
+        """Follow the loop to its next part."""
 
     def instruction(self, instruction: Instruction | None) -> None:
         """Follow the executor to its next instruction; None: it has run the last."""
