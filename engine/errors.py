@@ -34,8 +34,8 @@ class ExitCode(IntEnum):
 
     No rank ends with it before all have agreed and the state is on the disk.
     """
-    NEXT_STAGE = 76
-    """A stage of the run has ended and is saved: as REQUEUE, but to be started again at once (our launchers do)."""
+    NEXT_PHASE = 76
+    """A phase of the run has ended and is saved: as REQUEUE, but to be started again at once (our launchers do)."""
     INTERRUPTED = 130
     """A person's Ctrl-C: saved."""
 

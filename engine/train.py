@@ -166,7 +166,7 @@ def build(
 
 
 def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = False) -> tuple[Stop | None, int]:
-    """Train from `consumed_samples` on to the last step of the engine's stage, or until all ranks agree to stop.
+    """Train from `consumed_samples` on to the last step of the engine's phase, or until all ranks agree to stop.
 
     A step that the guard wants undone sends the run back to a checkpoint, as often as `resilience.max_rollbacks` allows.
 
@@ -182,7 +182,7 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
         SaveError: the last checkpoint could not be written; on every rank.
     """
     while True:
-        run.observer.begin(run.engine.plan.stage.step_after(consumed_samples))
+        run.observer.begin(run.engine.plan.phase.step_after(consumed_samples))
         with closing(run.open_batches(consumed_samples)) as batches:
             try:
                 stopped = train_steps(run, batches, validation_is_due=validation_is_due)
@@ -196,16 +196,16 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
 def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: bool = False) -> Stop | None:
     """Make the steps that follow the batches' `consumed_samples`; returns why the run stopped, None after its last step.
 
-    The samples of a step depend on `consumed_samples` alone. Where the run has stages, these are the steps of the engine's one: at
-    its end the run is saved and stops, because the next stage may have another batch, another sequence length or another layout.
+    The samples of a step depend on `consumed_samples` alone. Where the run has phases, these are the steps of the engine's one: at
+    its end the run is saved and stops, because the next phase may have another batch, another sequence length or another layout.
 
     A step's numbers are read when the next one is posted; before a validation, a fingerprint or a save they are read at once. A
     stop that was agreed in a step comes after the one that is posted by then: it is saved whatever the interval. A stop also ends
     a validation (`engine/run/validation.py`): its step is saved, and the next attempt validates first.
     """
     engine, observer, checkpoints, stop = run.engine, run.observer, run.checkpoints, run.stop
-    plan, stage = engine.plan, engine.plan.stage
-    end_step, first_step = stage.end_step, stage.step_after(batches.consumed_samples)
+    plan, phase = engine.plan, engine.plan.phase
+    end_step, first_step = phase.end_step, phase.step_after(batches.consumed_samples)
     validation = Validation(engine, run.open_validation, observer, stop)
     in_flight, stops = StepsInFlight(), False
 
@@ -227,7 +227,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
             observer.enter(StepPart.OPTIMIZER)
             run.guard.before_update(step)
             lr = learning_rate(
-                stage.tokens_before(step), plan.tokens_per_step, engine.config.optimizer, plan.num_tokens
+                phase.tokens_before(step), plan.tokens_per_step, engine.config.optimizer, plan.num_tokens
             )
             flags = StepFlags(checkpoints.flags(), stop.flags())
             in_flight.post(step, lr, engine.update(counts, lr, flags, run.guard.limits(step)))
@@ -250,7 +250,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
     checkpoints.finish()
     if stops:
         return stop.agreed
-    return None if end_step == plan.num_steps else Stop.NEXT_STAGE
+    return None if end_step == plan.num_steps else Stop.NEXT_PHASE
 
 
 def _after_update(run: TrainingRun, finished: FinishedStep) -> None:

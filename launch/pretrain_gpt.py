@@ -54,8 +54,8 @@ from triaxis.launch.rank.hang_watch import open_hang_watch
 from triaxis.launch.rank.join import Rank, join_run
 from triaxis.launch.rank.memory_snapshot import open_memory_snapshot
 from triaxis.launch.rank.out_of_memory import explaining_memory
+from triaxis.launch.rank.phase import config_of_phase
 from triaxis.launch.rank.sample_text import write_sample
-from triaxis.launch.rank.stage import config_of_stage
 from triaxis.launch.rank.step_times import (
     finish_step_times,
     open_fp8_shares,
@@ -81,11 +81,11 @@ def main(argv: Sequence[str]) -> int:
     words = [word for word in argv if word != FROM_SCRATCH]
     stem, from_scratch = Path(words[0]).stem, FROM_SCRATCH in argv
 
-    def choose_stage(config: Config, environment: RankEnvironment) -> Config:
+    def choose_phase(config: Config, environment: RankEnvironment) -> Config:
         first = is_first_start(environment)
-        return config_of_stage(config, stem, environment, from_scratch=from_scratch, is_first_start=first)
+        return config_of_phase(config, stem, environment, from_scratch=from_scratch, is_first_start=first)
 
-    with WayOut() as way_out, join_run(words, trains=True, choose_stage=choose_stage) as rank:
+    with WayOut() as way_out, join_run(words, trains=True, choose_phase=choose_phase) as rank:
         refuse_without_gpu(rank.config, has_gpu=rank.topology.device.type == "cuda")
         first = is_first_start(rank.runtime.environment)
         directory = open_directory(rank, stem, from_scratch=from_scratch, is_first_start=first)
@@ -217,8 +217,8 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
             unbroken=unbroken_corpora(attempt.datasets.train) if reads_documents(config.data) else (),
         )
         show_start(telemetry.report, directory, attempt.meter, start)
-    # Stages have samples of their own; those of the stage before are no change of the data.
-    name = engine.plan.stage.name
+    # Phases have samples of their own; those of the phase before are no change of the data.
+    name = engine.plan.phase.name
     data = {f"samples of {name}" if name else "samples": attempt.datasets.fingerprint}
     if not config.data.synthetic:
         tokenizer = load_tokenizer(config.data.tokenizer_name)
@@ -295,7 +295,7 @@ def _report(
     config, plan, loss, val_loss = engine.config, engine.plan, observer.loss, observer.val_loss
     telemetry.flush()
     held, memory = peak_memory_of_ranks(engine.topology), measured_memory(engine, attempt.held_before)
-    step = plan.num_steps if stopped is None else plan.stage.step_after(consumed_samples)
+    step = plan.num_steps if stopped is None else plan.phase.step_after(consumed_samples)
     saved = directory.checkpoints(config).step_folder(step) if config.checkpoint.saves else None
     if stopped is not None:
         say_stopped(telemetry, stopped, step, saved=saved, peak_memory_bytes=held)

@@ -26,7 +26,7 @@ from triaxis.engine.checkpoint.shards import LoadWhat, fingerprint, loaded_kinds
 from triaxis.engine.comm.texts import announce, gather_text
 from triaxis.engine.config.groups import is_frozen_by
 from triaxis.engine.config.optimizer_kinds import EMA, MASTER
-from triaxis.engine.config.stages import stage_at
+from triaxis.engine.config.phases import phase_at
 from triaxis.engine.data.corpus.tokenizers import BytesTokenizer
 from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.errors import CheckpointError
@@ -218,7 +218,7 @@ def _resume_point(
         lineage += (Ancestor(path=path, step=step, loaded=chosen.what, fingerprint=manifest.fingerprint),)
     differences: list[str] = []
     if chosen.what == "all":
-        _check_stage(engine, chosen.folder, state)
+        _check_phase(engine, chosen.folder, state)
         differences += layout_differences(manifest.layout, describe_layout(engine))
         differences += [str(change) for change in changes(manifest.config, engine.config) if change.verdict == "meant"]
         differences += schedule_change(manifest.config, engine.config, state.consumed_tokens)
@@ -230,16 +230,16 @@ def _resume_point(
     )
 
 
-def _check_stage(engine: Engine, folder: Path, state: TrainingState) -> None:
-    """Refuse a checkpoint of another stage than the one that these ranks were started for.
+def _check_phase(engine: Engine, folder: Path, state: TrainingState) -> None:
+    """Refuse a checkpoint of another phase than the one that these ranks were started for.
 
     Raises:
         CheckpointError: naming both.
     """
-    here, there = engine.plan.stage, stage_at(engine.config, state.consumed_tokens)
+    here, there = engine.plan.phase, phase_at(engine.config, state.consumed_tokens)
     if here.number != there.number:
         raise CheckpointError(
-            f"{folder} belongs to the stage {there.name}, and these ranks were started for {here.name}: a newer checkpoint "
+            f"{folder} belongs to the phase {there.name}, and these ranks were started for {here.name}: a newer checkpoint "
             "has become unusable since, and the layout may be another one. Give the same command again."
         )
 

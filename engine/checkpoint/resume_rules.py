@@ -16,9 +16,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
+from triaxis.engine.config.phases import PHASE_FIELDS, fields_of, past_differs
 from triaxis.engine.config.plan import planned_steps, planned_tokens
 from triaxis.engine.config.section import Section, Verdict
-from triaxis.engine.config.stages import STAGE_FIELDS, fields_of, past_differs
 from triaxis.engine.config.tree import Config, resume_verdict
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.storage.redaction import tree_without_secrets
@@ -56,13 +56,13 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
     asked = dict(flat(tree_without_secrets(config.model_dump(mode="json"))))
     sections = {"", *(key.rpartition(".")[0] for key in saved)}
     asked_sections = {key.rpartition(".")[0] for key in asked}
-    # Their values follow from the stages, which are compared as a whole.
-    staged = {key for entry in (*saved.get("stages", ()), *config.stages) for key in fields_of(entry)}
+    # Their values follow from the phases, which are compared as a whole.
+    of_phases = {key for entry in (*saved.get("phases", ()), *config.phases) for key in fields_of(entry)}
     found = []
     for key in [*asked, *(key for key in saved if key not in asked)]:
         verdict = resume_verdict(config, key)
         has_default = verdict == "layout" or key.rpartition(".")[0] in sections
-        if any(key == name or key.startswith(f"{name}.") for name in staged):
+        if any(key == name or key.startswith(f"{name}.") for name in of_phases):
             continue
         was = saved[key] if key in saved else _default(key) if has_default else ABSENT
         now = asked.get(key, ABSENT)
@@ -76,8 +76,8 @@ def lengthening(config: Config, num_steps: int) -> str:
     """Return the words of a command under which a run that has made `num_steps` steps makes as many again."""
     accept = list(config.checkpoint.accept)
     tokens, steps = planned_tokens(config), planned_steps(config)
-    if config.stages:
-        key, words = "stages", "a larger `until` of its last stage and"
+    if config.phases:
+        key, words = "phases", "a larger `until` of its last phase and"
     elif config.train.tokens is not None and tokens and steps:
         key, words = "train.tokens", f"train.tokens={2 * num_steps * (tokens // steps)}"
     else:
@@ -93,7 +93,7 @@ def accepting(names: Sequence[str]) -> str:
 
 
 def refuse_other_past(there: Mapping[str, Any], config: Config, consumed_tokens: int, source: str) -> None:
-    """Refuse stages under which the tokens that were consumed would have been read in another way.
+    """Refuse phases under which the tokens that were consumed would have been read in another way.
 
     Args:
         there: the configuration that the tokens were read with, as JSON.
@@ -104,7 +104,7 @@ def refuse_other_past(there: Mapping[str, Any], config: Config, consumed_tokens:
     Raises:
         CheckpointError: other samples or batches would have been read, or what was read is not recorded.
     """
-    if consumed_tokens == 0 or not (there.get("stages") or config.stages):
+    if consumed_tokens == 0 or not (there.get("phases") or config.phases):
         return
     try:
         saved = Config.model_validate({key: value for key, value in there.items() if key != "format_version"})
@@ -113,8 +113,8 @@ def refuse_other_past(there: Mapping[str, Any], config: Config, consumed_tokens:
         difference = "its configuration is not whole, so what it has read is unknown"
     if difference is not None:
         raise CheckpointError(
-            f"{source} has consumed {consumed_tokens:,} tokens in another way than the stages of this run say: {difference}. "
-            "Samples would be repeated or left out silently. Let the stages up to there be those that were trained; change what is "
+            f"{source} has consumed {consumed_tokens:,} tokens in another way than the phases of this run say: {difference}. "
+            "Samples would be repeated or left out silently. Let the phases up to there be those that were trained; change what is "
             "ahead."
         )
 
@@ -143,9 +143,9 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
                 "  (The moments of one optimizer mean nothing to another. For the weights alone, in another run:"
             )
             lines.append("  checkpoint.load_what=weights)")
-        if staged := [change.key for change in never if change.key in STAGE_FIELDS]:
+        if phased := [change.key for change in never if change.key in PHASE_FIELDS]:
             lines.append(
-                f"  (A run may change {' and '.join(staged)} on its way as a stage: let `stages` begin with what was trained,"
+                f"  (A run may change {' and '.join(phased)} on its way as a phase: let `phases` begin with what was trained,"
             )
             lines.append("  until the tokens that are consumed, and give the next one the new value.)")
     if unmeant:

@@ -196,7 +196,7 @@ class CheckpointSaver:
         self._saving = TrainingState(
             step=step,
             consumed_samples=consumed_samples,
-            consumed_tokens=plan.stage.tokens_before(step),
+            consumed_tokens=plan.phase.tokens_before(step),
             num_updates=self._engine.optimizer.num_updates,
             lr=lr,
             rng={
@@ -325,8 +325,8 @@ class CheckpointSaver:
 
 
 def _recorded(config: Config) -> dict[str, Any]:
-    """Return the configuration as JSON; a run without stages records none, as before there were stages."""
-    return config.model_dump(mode="json", exclude=set() if config.stages else {"stages"})
+    """Return the configuration as JSON; a run without phases records none, as before there were phases."""
+    return config.model_dump(mode="json", exclude=set() if config.phases else {"phases"})
 
 
 def _text(error: BaseException) -> str:

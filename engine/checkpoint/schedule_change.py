@@ -25,12 +25,12 @@ def schedule_change(there: Mapping[str, Any], config: Config, consumed_tokens: i
     tokens_there, tokens_here = planned_tokens(saved), planned_tokens(config)
     if tokens_there is None or tokens_here is None:
         return
-    # A step has as many tokens in both: only stages may change that, and then no length is given in steps.
+    # A step has as many tokens in both: only phases may change that, and then no length is given in steps.
     step_tokens = config.train.global_batch_size * config.model.seq_length
     falls = fall_of(saved.optimizer, step_tokens, tokens_there), fall_of(config.optimizer, step_tokens, tokens_here)
     rate_there = learning_rate(consumed_tokens, step_tokens, saved.optimizer, tokens_there)
     rate_here = learning_rate(consumed_tokens, step_tokens, config.optimizer, tokens_here)
-    unit, size = ("token", 1) if config.stages else ("step", step_tokens)
+    unit, size = ("token", 1) if config.phases else ("step", step_tokens)
     if falls[0] != falls[1]:
         yield "learning rate: falls {} there, {} here".format(*(_in_words(fall, unit, size) for fall in falls))
     if rate_there != rate_here:

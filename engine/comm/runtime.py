@@ -230,7 +230,7 @@ def _meet(environment: RankEnvironment, config: RuntimeConfig) -> dist.Store:
     is_server = environment.rank == 0 and not hosted_by_launcher
     timeout = timedelta(seconds=config.timeout_seconds)
     store = open_store(interface, environment.master_port, timeout, is_server=is_server)
-    # A launcher's store outlives the stages of a run, each of which it starts under a name of its own.
+    # A launcher's store outlives the phases of a run, each of which it starts under a name of its own.
     start = os.environ.get("TORCHELASTIC_RUN_ID", "none") if hosted_by_launcher else "none"
     return dist.PrefixStore(f"{start}/attempt/{environment.restart_count}", store)
 

@@ -29,8 +29,8 @@ class Stop(Enum):
 
     PREEMPTED = "preempted"
     INTERRUPTED = "interrupted"
-    NEXT_STAGE = "next stage"
-    """Not asked for by anyone: the stage has ended, and the next one begins with ranks of its own."""
+    NEXT_PHASE = "next phase"
+    """Not asked for by anyone: the phase has ended, and the next one begins with ranks of its own."""
 
 
 STOP_OF_SIGNAL = {

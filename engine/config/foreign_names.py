@@ -12,6 +12,7 @@ An unknown key is refused with the name that was probably meant:
 import difflib
 from collections.abc import Mapping, Sequence
 
+from triaxis.engine.config.earlier import RENAMED
 from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.config.tree import Config
 
@@ -112,8 +113,8 @@ FOREIGN_NAMES = {
     # Megatron-LM: training
     "train_iters": "train.steps",
     "train_samples": "train.tokens (samples x model.seq_length)",
-    "rampup_batch_size": "stages (a few, each with a train.global_batch_size)",
-    "step_batch_size_schedule": "stages (each with a train.global_batch_size)",
+    "rampup_batch_size": "phases (a few, each with a train.global_batch_size)",
+    "step_batch_size_schedule": "phases (each with a train.global_batch_size)",
     "eval_iters": "train.eval_steps",
     "data_path": "data.train",
     "train_data_path": "data.train",
@@ -256,9 +257,6 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
     "runtime.device": {"gpu": "cuda"},
 }
 """Values as others write them, in small letters, and ours, by field."""
-
-RENAMED: dict[str, str] = {}
-"""Our own earlier names, dotted, and today's. None yet: 0.1 is the first release."""
 
 ALWAYS_ON = {
     "use_distributed_optimizer": "the optimizer state is always sharded over dp (ZeRO-1)",

@@ -16,10 +16,11 @@ from typing import Annotated, Any, TypeVar, get_args
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from triaxis.engine.config.earlier import translated
 from triaxis.engine.config.foreign_names import AND_FIELD, has_our_name, our_value, unknown_key
+from triaxis.engine.config.phases import PhaseFields, fields_of, get_field, put_fields, refused_field
 from triaxis.engine.config.section import Rule, Section
 from triaxis.engine.config.shipped import config_path, nearest_names
-from triaxis.engine.config.stages import StageFields, fields_of, get_field, put_fields, refused_field
 from triaxis.engine.config.tree import FORMAT_VERSION, Config
 from triaxis.engine.config.tree import problems as broken_rules
 from triaxis.engine.config.yaml_text import read_yaml
@@ -90,6 +91,8 @@ def load_config(
     source = "the configuration" if path is None else str(path)
     if path is not None:
         reading.tree = _read_yaml(config_path(path))
+        if reading.tree.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
+            reading.tree = translated(reading.tree)
     _apply(reading, overrides, environment or {})
     _check_format(reading)
     for name, field_info in Config.model_fields.items():
@@ -102,9 +105,9 @@ def load_config(
         config = _valid_part(reading.tree, error)
         reading.problems += _type_problems(error, reading.origins)
         # Their fields are values of other sections, of which some have none.
-        config.__dict__.pop("stages", None)
+        config.__dict__.pop("phases", None)
     else:
-        config = _complete_stages(reading, config)
+        config = _complete_phases(reading, config)
     reading.problems += broken_rules(config, world_size, ranks_per_node, more_rules)
     if reading.problems:
         raise ConfigError(reading.problems, source)
@@ -129,41 +132,41 @@ def override(sections: Mapping[str, Any], overrides: Sequence[str], source: str)
     return reading.tree
 
 
-def _complete_stages(reading: _Reading, config: Config) -> Config:
-    """Give every stage every field that one of them has, and the config those of `train.stage`, or of the first stage."""
-    if not config.stages:
+def _complete_phases(reading: _Reading, config: Config) -> Config:
+    """Give every phase every field that one of them has, and the config those of `train.phase`, or of the first phase."""
+    if not config.phases:
         return config
-    base = config.model_dump(mode="json", exclude={"stages"})
-    own = [_own_fields(reading, base, entry) for entry in config.stages]
+    base = config.model_dump(mode="json", exclude={"phases"})
+    own = [_own_fields(reading, base, entry) for entry in config.phases]
     keys = dict.fromkeys(key for fields in own for key in fields)
     reading.problems += [
-        f"{key} ({reading.origins[key]}): every stage has a value of its own for it, so this one would have no effect. Change the "
-        "stages."
+        f"{key} ({reading.origins[key]}): every phase has a value of its own for it, so this one would have no effect. Change the "
+        "phases."
         for key in keys
         if key in reading.origins and all(key in fields for fields in own)
     ]
     completed = []
-    for entry, fields in zip(config.stages, own, strict=True):
+    for entry, fields in zip(config.phases, own, strict=True):
         values = _with_fields(base, fields).model_dump(mode="json")
         completed.append(
             {"name": entry["name"], "until": entry["until"]} | {key: get_field(values, key) for key in keys}
         )
-    name = config.train.stage or completed[0]["name"]
+    name = config.train.phase or completed[0]["name"]
     current = next((entry for entry in completed if entry["name"] == name), completed[0])
-    return _with_fields({**base, "stages": completed}, {**fields_of(current), "train.stage": name})
+    return _with_fields({**base, "phases": completed}, {**fields_of(current), "train.phase": name})
 
 
-def _own_fields(reading: _Reading, base: Mapping[str, Any], entry: StageFields) -> dict[str, Any]:
-    """Return the fields of a stage as they are given; one that it cannot have, or of a wrong type, is a problem."""
+def _own_fields(reading: _Reading, base: Mapping[str, Any], entry: PhaseFields) -> dict[str, Any]:
+    """Return the fields of a phase as they are given; one that it cannot have, or of a wrong type, is a problem."""
     known, fields = list(Config.dotted_names()), dict[str, Any]()
     for key, value in fields_of(entry).items():
         if why := refused_field(key, known):
-            reading.problems.append(f"stage {entry['name']}: {key}{why}.")
+            reading.problems.append(f"phase {entry['name']}: {key}{why}.")
             continue
         try:
             _with_fields(base, {**fields, key: value})
         except ValidationError as error:
-            reading.problems += [f"stage {entry['name']}: {problem}" for problem in _type_problems(error, {})]
+            reading.problems += [f"phase {entry['name']}: {problem}" for problem in _type_problems(error, {})]
         else:
             fields[key] = value
     return fields

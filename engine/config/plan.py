@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from triaxis.engine.config.phases import RunPhase, current_phase, run_phases
 from triaxis.engine.config.stage_work import head_work, layer_work
-from triaxis.engine.config.stages import RunStage, current_stage, run_stages
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.layout.balance import balance, even_counts, largest_work
 from triaxis.engine.layout.partition import StageLayers, partition
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the sections import this module
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """The batch arithmetic of a run in one of its stages.
+    """The batch arithmetic of a run in one of its phases.
 
     Attributes:
         global_batch_size: samples per optimizer step, over all ranks; the same number as `samples_per_step`.
@@ -31,7 +31,7 @@ class BatchPlan:
         tokens_per_step: labels in a step, masked ones included.
         num_steps: optimizer steps of the whole run.
         num_tokens: tokens of the whole run.
-        stage: place of the stage in the run; of a run without stages, the run.
+        phase: place of the phase in the run; of a run without phases, the run.
     """
 
     global_batch_size: int
@@ -42,7 +42,7 @@ class BatchPlan:
     tokens_per_step: int
     num_steps: int
     num_tokens: int
-    stage: RunStage
+    phase: RunPhase
 
     def __str__(self) -> str:
         microbatches = counted(self.num_microbatches, "microbatch", "microbatches")
@@ -53,10 +53,10 @@ class BatchPlan:
 
     @property
     def _steps(self) -> str:
-        stage = self.stage
-        num_steps = stage.end_step - stage.first_step
+        phase = self.phase
+        num_steps = phase.end_step - phase.first_step
         steps = f"{counted(num_steps, 'step')} = {num_steps * self.tokens_per_step:,} tokens"
-        return f"{steps} of the stage {stage.name}" if stage.name else steps
+        return f"{steps} of the phase {phase.name}" if phase.name else steps
 
 
 def partial_batch(train: "TrainConfig", dp: int | None) -> str | None:
@@ -76,8 +76,8 @@ def batch_plan(config: "Config", dp: int) -> BatchPlan:
     Raises:
         ConfigError: the global batch is not whole microbatches on every pipeline: `dp` is not that of the checked config.
     """
-    train, stages = config.train, run_stages(config)
-    assert stages, "a checked config has one length"
+    train, phases = config.train, run_phases(config)
+    assert phases, "a checked config has one length"
     if rule := partial_batch(train, dp):
         raise ConfigError([f"train.global_batch_size = {train.global_batch_size}: {rule}."])
     return BatchPlan(
@@ -87,22 +87,22 @@ def batch_plan(config: "Config", dp: int) -> BatchPlan:
         num_microbatches=train.global_batch_size // (train.micro_batch_size * dp),
         samples_per_step=train.global_batch_size,
         tokens_per_step=train.global_batch_size * config.model.seq_length,
-        num_steps=stages[-1].end_step,
-        num_tokens=stages[-1].end_token,
-        stage=current_stage(config),
+        num_steps=phases[-1].end_step,
+        num_tokens=phases[-1].end_token,
+        phase=current_phase(config),
     )
 
 
 def planned_steps(config: "Config") -> int | None:
     """Return the optimizer steps of the run; None where its length is not given, or given twice."""
-    stages = run_stages(config)
-    return stages[-1].end_step if stages else None
+    phases = run_phases(config)
+    return phases[-1].end_step if phases else None
 
 
 def planned_tokens(config: "Config") -> int | None:
     """Return the tokens of the run in whole steps; None where it has no length, or two."""
-    stages = run_stages(config)
-    return stages[-1].end_token if stages else None
+    phases = run_phases(config)
+    return phases[-1].end_token if phases else None
 
 
 def data_parallel_size(parallel: "ParallelConfig", world_size: int | None) -> int | None:

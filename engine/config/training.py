@@ -54,7 +54,7 @@ LENGTH = OnResume("meant", is_layout=_length_is_free)
 
 
 class TrainConfig(Section):
-    """Length and batches of a run. Give `steps`, `tokens` or the stages of the run, one of them."""
+    """Length and batches of a run. Give `steps`, `tokens` or the phases of the run, one of them."""
 
     steps: Annotated[Count | None, LENGTH] = Field(None, gt=0, le=MOST_STEPS, description="length in optimizer steps")
     tokens: Annotated[Count | None, LENGTH] = Field(
@@ -62,8 +62,8 @@ class TrainConfig(Section):
     )
     global_batch_size: Count = Field(gt=0, description="samples per optimizer step, over all ranks")
     micro_batch_size: Annotated[Count, LAYOUT] = Field(1, gt=0, description="samples per forward of one pipeline")
-    stage: Annotated[str | None, LAYOUT] = Field(
-        None, description="stage whose fields these are; a training run finds it by its consumed tokens"
+    phase: Annotated[str | None, LAYOUT] = Field(
+        None, description="phase whose fields these are; a training run finds it by its consumed tokens"
     )
     seed: Annotated[int, MEANT] = Field(1234, ge=0, description="seed of initial weights, data order and dropout")
     eval_interval: Annotated[Count | None, LAYOUT] = Field(
@@ -169,13 +169,13 @@ def microbatches_can_be_listed(subject: Subject) -> Iterator[Problem]:
 
 
 def run_has_one_length(subject: Subject) -> Iterator[Problem]:
-    train, stages = subject.config.train, subject.config.stages
-    if stages:
+    train, phases = subject.config.train, subject.config.phases
+    if phases:
         for key in ("steps", "tokens"):
             if getattr(train, key) is not None:
                 yield subject.problem(
                     f"train.{key}",
-                    f"the stages are given too, and the last one ends the run at {stages[-1]['until']:,} tokens: one of both would "
+                    f"the phases are given too, and the last one ends the run at {phases[-1]['until']:,} tokens: one of both would "
                     "be ignored",
                     {f"train.{key}": [None]},
                 )

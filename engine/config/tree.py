@@ -27,16 +27,16 @@ from triaxis.engine.config.activations import ACTIVATION_RULES, KernelsConfig, O
 from triaxis.engine.config.data import DATA_RULES, DataConfig
 from triaxis.engine.config.layout import LAYOUT_RULES, ParallelConfig, ScheduleConfig
 from triaxis.engine.config.model import MODEL_RULES, ModelConfig
+from triaxis.engine.config.phase_rules import PHASE_RULES
+from triaxis.engine.config.phases import PhaseFields, at_phase
 from triaxis.engine.config.run import RUN_RULES, CheckpointConfig, ResilienceConfig, RuntimeConfig
 from triaxis.engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject, Verdict, with_value
-from triaxis.engine.config.stage_rules import STAGE_RULES
-from triaxis.engine.config.stages import StageFields, at_stage
 from triaxis.engine.config.telemetry import TELEMETRY_RULES, TelemetryConfig
 from triaxis.engine.config.training import TRAINING_RULES, OptimizerConfig, PrecisionConfig, TrainConfig
 from triaxis.engine.errors import ConfigError
 
-FORMAT_VERSION = 1
-"""Version of the configuration file, raised when a key changes its meaning. `RENAMED` lists keys that changed only their name."""
+FORMAT_VERSION = 2
+"""Version of the configuration file, raised when a key changes its name or its meaning (`engine/config/earlier.py`)."""
 
 NUM_NAMED = 2
 """Legal values that a message names per field."""
@@ -62,7 +62,7 @@ class Config(Section):
     telemetry: TelemetryConfig = TelemetryConfig()
     resilience: ResilienceConfig = ResilienceConfig()
     runtime: RuntimeConfig = RuntimeConfig()
-    stages: Annotated[list[StageFields], MEANT] = Field(
+    phases: Annotated[list[PhaseFields], MEANT] = Field(
         default_factory=list, description="parts of the run in order, each to `until` tokens, with fields of its own"
     )
 
@@ -75,7 +75,7 @@ RULES: tuple[Rule, ...] = (
     *ACTIVATION_RULES,
     *RUN_RULES,
     *TELEMETRY_RULES,
-    *STAGE_RULES,
+    *PHASE_RULES,
 )
 """The rules that need only the configuration, by section."""
 
@@ -83,7 +83,7 @@ RULES: tuple[Rule, ...] = (
 def problems(
     config: Config, world_size: int | None = None, ranks_per_node: int | None = None, more_rules: Sequence[Rule] = ()
 ) -> list[str]:
-    """Return every broken rule as a readable line; an empty list means a legal config, in every stage of its run.
+    """Return every broken rule as a readable line; an empty list means a legal config, in every phase of its run.
 
     Args:
         config: what to check.
@@ -94,9 +94,9 @@ def problems(
     found = [str(problem) for problem in broken_rules(config, world_size, ranks_per_node, more_rules)]
     if not is_whole(config):
         return found
-    for name in (entry["name"] for entry in config.stages if entry["name"] != config.train.stage):
-        here = broken_rules(at_stage(config, name), world_size, ranks_per_node, more_rules)
-        found += [f"stage {name}: {problem}" for problem in map(str, here) if problem not in found]
+    for name in (entry["name"] for entry in config.phases if entry["name"] != config.train.phase):
+        here = broken_rules(at_phase(config, name), world_size, ranks_per_node, more_rules)
+        found += [f"phase {name}: {problem}" for problem in map(str, here) if problem not in found]
     return found
 
 

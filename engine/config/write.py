@@ -26,8 +26,8 @@ def to_yaml(config: Config, *, describe: bool = False) -> str:
 def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:
     for name, about in type(section).model_fields.items():
         value = getattr(section, name)
-        if name == "stages":
-            yield from _stage_lines(
+        if name == "phases":
+            yield from _phase_lines(
                 section.model_dump(mode="json", include={name})[name], about.description if describe else None
             )
             continue
@@ -41,15 +41,15 @@ def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:
         yield from commented_lines(name, plain, about.description if describe else None, indent)
 
 
-def _stage_lines(stages: Sequence[Mapping[str, Any]], comment: str | None) -> Iterator[str]:
-    """Yield the lines of the stages, one for each."""
-    if not stages:
-        yield from commented_lines("stages", [], comment, "")
+def _phase_lines(phases: Sequence[Mapping[str, Any]], comment: str | None) -> Iterator[str]:
+    """Yield the lines of the phases, one for each."""
+    if not phases:
+        yield from commented_lines("phases", [], comment, "")
         return
-    yield f"{'stages:':<{COMMENT_COLUMN}}  # {comment}" if comment else "stages:"
-    for stage in stages:
+    yield f"{'phases:':<{COMMENT_COLUMN}}  # {comment}" if comment else "phases:"
+    for phase in phases:
         text = yaml.dump(
-            stage, Dumper=_ShortLists, default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False
+            phase, Dumper=_ShortLists, default_flow_style=True, allow_unicode=True, width=10_000, sort_keys=False
         )
         yield f"  - {text.strip()}"
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from triaxis.engine.config.data import DataConfig
-from triaxis.engine.config.stages import DataSegment, data_segments
+from triaxis.engine.config.phases import DataSegment, data_segments
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.blend import Blend, counts_of
 from triaxis.engine.data.corpus.indexed import IndexedTokens
@@ -140,7 +140,7 @@ def open_datasets(
 
 
 def open_run_datasets(config: Config) -> Datasets:
-    """Open the datasets of a run in the stage whose fields its configuration has; see `open_datasets`."""
+    """Open the datasets of a run in the phase whose fields its configuration has; see `open_datasets`."""
     return open_datasets(
         config.data,
         config.model.seq_length,

@@ -9,7 +9,7 @@ was made on any number of ranks, with any number of restarts, has read what this
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from triaxis.engine.config.stages import RunStage
+from triaxis.engine.config.phases import RunPhase
 from triaxis.engine.data.blend import Blend
 from triaxis.engine.data.remainder import ContinuedStream
 from triaxis.engine.data.samples import DocumentPart, SampleSource, SampleStream
@@ -41,15 +41,15 @@ class SampleRead:
         return tuple(part for piece in self.pieces for part in piece)
 
 
-def reads_of_step(step: int, stage: RunStage, source: SampleSource, skipped: SkippedRanges) -> Iterator[SampleRead]:
+def reads_of_step(step: int, phase: RunPhase, source: SampleSource, skipped: SkippedRanges) -> Iterator[SampleRead]:
     """Yield the samples of a step, which counts from 1, in order.
 
     Args:
-        stage: of the run, in which the step is.
-        source: the blend of that stage, by ids of the run (`Datasets.train_after`).
+        phase: of the run, in which the step is.
+        source: the blend of that phase, by ids of the run (`Datasets.train_after`).
     """
-    first = stage.samples_before(step - 1)
-    for position, sample_id in enumerate(skipped.ids(first, stage.samples_per_step), start=first):
+    first = phase.samples_before(step - 1)
+    for position, sample_id in enumerate(skipped.ids(first, phase.samples_per_step), start=first):
         yield read_of(source, sample_id, position)
 
 

@@ -13,7 +13,7 @@ one sample wherever the epoch was cut.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from triaxis.engine.config.stages import RunStage, at_stage, run_stages
+from triaxis.engine.config.phases import RunPhase, at_phase, run_phases
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.ledger import SampleRead, read_of, reads_of_step
 from triaxis.engine.data.samples import SampleSource
@@ -41,12 +41,12 @@ class ReadSpan:
     config: Config
     skipped: SkippedRanges
 
-    def parts(self) -> Iterator[tuple[RunStage, Config, range]]:
-        """Yield (stage, config in it, steps from 0) of each stage that the span has steps of."""
-        for stage in run_stages(self.config):
-            steps = range(max(self.first_step, stage.first_step), min(self.end_step, stage.end_step))
+    def parts(self) -> Iterator[tuple[RunPhase, Config, range]]:
+        """Yield (phase, config in it, steps from 0) of each phase that the span has steps of."""
+        for phase in run_phases(self.config):
+            steps = range(max(self.first_step, phase.first_step), min(self.end_step, phase.end_step))
             if steps:
-                yield stage, at_stage(self.config, stage.name) if stage.name else self.config, steps
+                yield phase, at_phase(self.config, phase.name) if phase.name else self.config, steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +117,18 @@ def reads_of_run(
     jumps: list[str] = []
     next_position, num_samples, configs = 0, 0, dict[str, Config]()
     for span in spans:
-        for stage, config, steps in span.parts():
+        for phase, config, steps in span.parts():
             source = open_source(config, span.skipped)
-            if (position := stage.samples_before(steps.start)) != next_position:
+            if (position := phase.samples_before(steps.start)) != next_position:
                 jumps.append(
                     f"step {steps.start + 1:,} ({attempt_name(span.attempt)}) begins with sample {position:,} of the run, and "
                     f"{next_position:,} were consumed before it"
                 )
             for step in steps:
-                for one in reads_of_step(step + 1, stage, source, span.skipped):
+                for one in reads_of_step(step + 1, phase, source, span.skipped):
                     configs.setdefault(one.corpus, config)
                     _add(read, one, step + 1)
-            last = stage.samples_before(steps.stop)
+            last = phase.samples_before(steps.stop)
             for sample_id in _skipped_between(span.skipped, position, last):
                 _add(left_out, read_of(source, sample_id, position), 0)
             num_samples, next_position = num_samples + last - position, last

@@ -10,7 +10,7 @@ name, which the run's config.yaml and its checkpoints record. A run on synthetic
 from collections.abc import Sequence
 
 from triaxis.engine.config.model import BYTES_VOCABULARY
-from triaxis.engine.config.stages import at_stage
+from triaxis.engine.config.phases import at_phase
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import idx_path
 from triaxis.engine.data.corpus.matching import find_recorded, recorded_as
@@ -46,9 +46,9 @@ def recorded_end(config: Config, tokenizer: Tokenizer) -> int:
 
 
 def corpora_of(config: Config) -> list[str]:
-    """Return the prefixes of the corpora of all stages of a run, each once; none for synthetic data."""
-    stages = [at_stage(config, entry["name"]).data for entry in config.stages] or [config.data]
-    named = ([*data.train, *(data.valid or ())] for data in stages if not data.synthetic)
+    """Return the prefixes of the corpora of all phases of a run, each once; none for synthetic data."""
+    phases = [at_phase(config, entry["name"]).data for entry in config.phases] or [config.data]
+    named = ([*data.train, *(data.valid or ())] for data in phases if not data.synthetic)
     return list(dict.fromkeys(prefix for corpora in named for _, prefix in corpora))
 
 

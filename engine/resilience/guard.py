@@ -132,10 +132,10 @@ class Guard:
     def samples(self, step: int) -> tuple[int, int]:
         """Return the range [first, stop) of sample ids of a step."""
         plan = self._engine.plan
-        return self._history.skipped.span(plan.stage.samples_before(step), plan.samples_per_step)
+        return self._history.skipped.span(plan.phase.samples_before(step), plan.samples_per_step)
 
     def _locate(self, step: int) -> Finding:
-        with closing(self._open_batches(self._engine.plan.stage.samples_before(step))) as source:
+        with closing(self._open_batches(self._engine.plan.phase.samples_before(step))) as source:
             return locate(self._engine, source.next_step())
 
     def _check_replicas(self, step: int) -> None:

@@ -62,7 +62,7 @@ class Validation:
 
     def is_due(self, step: int) -> bool:
         """Return whether a validation follows step number `step` (from 0)."""
-        interval, end_step = self._engine.config.train.eval_interval, self._engine.plan.stage.end_step
+        interval, end_step = self._engine.config.train.eval_interval, self._engine.plan.phase.end_step
         if self._open_batches is None or interval is None:
             return False
         return (step + 1) % interval == 0 or step + 1 == end_step

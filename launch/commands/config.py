@@ -13,8 +13,8 @@ from itertools import groupby
 
 from triaxis.engine.config.context_parallel import gathers_keys, method_line
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.phases import at_phase, run_phases, with_fields
 from triaxis.engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
-from triaxis.engine.config.stages import at_stage, run_stages, with_fields
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.data.datasets import open_datasets
@@ -116,12 +116,12 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"{args.config}: ok")
     shown: list[tuple[str, str]] = []
-    for stage in run_stages(config):
-        config = at_stage(config, stage.name) if config.stages else config
+    for phase in run_phases(config):
+        config = at_phase(config, phase.name) if config.phases else config
         derived = _derived(config, args.world_size, args.ranks_per_node, devices)
-        if stage.name:
+        if phase.name:
             print(
-                f"stage {stage.name}: tokens {stage.first_token:,} to {stage.end_token:,}, steps to {stage.end_step:,}"
+                f"phase {phase.name}: tokens {phase.first_token:,} to {phase.end_token:,}, steps to {phase.end_step:,}"
             )
         for name, value in derived:
             if (name, value) not in shown:

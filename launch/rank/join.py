@@ -9,8 +9,8 @@ from datetime import timedelta
 from triaxis.engine.comm.runtime import RankEnvironment, Runtime, start
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.phases import at_phase
 from triaxis.engine.config.plan import parallel_sizes, rank_grid
-from triaxis.engine.config.stages import at_stage
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.run_tokenizer import with_tokenizer
 from triaxis.launch.start.gpu_memory import memory_rules
@@ -24,7 +24,7 @@ class Rank:
     """One rank of a run, connected.
 
     Attributes:
-        config: as it was read, in the stage that this rank trains.
+        config: as it was read, in the phase that this rank trains.
         resolved: `config` without an `auto` of recomputation; engines are built from it.
     """
 
@@ -66,14 +66,14 @@ def join_run(
     words: Sequence[str],
     *,
     trains: bool = False,
-    choose_stage: Callable[[Config, RankEnvironment], Config] | None = None,
+    choose_phase: Callable[[Config, RankEnvironment], Config] | None = None,
 ) -> Iterator[Rank]:
     """Read the configuration of a worker from its words, and join its run; arguments and errors are those of `read_config`.
 
     A rank that torchrun has started ends with its launcher. One that trains resolves the run's tokenizer (`with_tokenizer`).
 
     Args:
-        choose_stage: as in `join`.
+        choose_phase: as in `join`.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -83,7 +83,7 @@ def join_run(
         config, note = with_tokenizer(config)
         if note is not None and environment.rank == 0:
             print(f"note: {note}")
-    with join(config, environment, choose_stage) as rank:
+    with join(config, environment, choose_phase) as rank:
         yield rank
 
 
@@ -91,23 +91,23 @@ def join_run(
 def join(
     config: Config,
     environment: RankEnvironment,
-    choose_stage: Callable[[Config, RankEnvironment], Config] | None = None,
+    choose_phase: Callable[[Config, RankEnvironment], Config] | None = None,
 ) -> Iterator[Rank]:
     """Join the process group and build the topology; leave both after success.
 
-    A recomputation that cannot fit is refused before any rank connects, in every stage of the run.
+    A recomputation that cannot fit is refused before any rank connects, in every phase of the run.
 
     Args:
-        choose_stage: returns the config in the stage that the ranks train, the same on every rank; None: the config is of it.
+        choose_phase: returns the config in the phase that the ranks train, the same on every rank; None: the config is of it.
 
     After an exception neither is left, because destroying a NCCL communicator waits for sends and receives that no peer will
     meet any more: the process has to end (`triaxis.launch.start.process.ending.run_rank`).
     """
-    stages = [at_stage(config, stage["name"]) for stage in config.stages] if choose_stage else [config]
-    for stage in stages:
-        resolve_recompute(stage, parallel_sizes(stage, environment.world_size))
+    phases = [at_phase(config, phase["name"]) for phase in config.phases] if choose_phase else [config]
+    for phase in phases:
+        resolve_recompute(phase, parallel_sizes(phase, environment.world_size))
     runtime = start(environment, config.runtime)
-    config = config if choose_stage is None else choose_stage(config, environment)
+    config = config if choose_phase is None else choose_phase(config, environment)
     sizes = parallel_sizes(config, environment.world_size)
     resolved = resolve_recompute(config, sizes)
     topology = Topology(

@@ -4,8 +4,8 @@ import argparse
 import json
 from pathlib import Path
 
+from triaxis.engine.config.phases import at_phase, run_phases
 from triaxis.engine.config.plan import planned_steps
-from triaxis.engine.config.stages import at_stage, run_stages
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.matching import find_recorded
@@ -50,10 +50,10 @@ def which_documents(args: argparse.Namespace) -> int:
         refuse([f"--step {args.step}: the run has the steps 1 to {num_steps:,}."])
     span = span_of(run, config, args.step)
     config, skipped = span.config, span.skipped
-    stage = next(stage for stage in run_stages(config) if args.step <= stage.end_step)
-    config = at_stage(config, stage.name) if config.stages else config
+    phase = next(phase for phase in run_phases(config) if args.step <= phase.end_step)
+    config = at_phase(config, phase.name) if config.phases else config
     datasets = open_run_datasets(config)
-    reads = list(reads_of_step(args.step, stage, datasets.train_after(skipped), skipped))
+    reads = list(reads_of_step(args.step, phase, datasets.train_after(skipped), skipped))
     tokenizers = {read.corpus: _tokenizer(read.corpus, config) for read in reads} if args.text else {}
     if args.json:
         print(json.dumps([_as_json(read, tokenizers.get(read.corpus)) for read in reads]))

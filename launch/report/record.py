@@ -233,7 +233,7 @@ def _end(events: Sequence[Event], *, has_successor: bool) -> str:
     kinds = {event.kind: event for event in events}
     if "finished" in kinds:
         return "finished"
-    for kind in ("stopped", "stage_ended"):
+    for kind in ("stopped", "phase_ended", "stage_ended"):
         if kind in kinds:
             return str(kinds[kind].details.get("reason", "stopped"))
     if "failed" in kinds:

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from triaxis.engine.config.stages import with_fields
+from triaxis.engine.config.earlier import translated
+from triaxis.engine.config.phases import with_fields
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.repeats import ReadSpan
 from triaxis.engine.data.skipped import SkippedRanges
@@ -25,7 +26,7 @@ def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
     for (attempt, skipped), records in groupby(run.steps, key=origin):
         steps = [record["step"] for record in records]
         reads = begun[attempt].details.get("reads") if attempt in begun else None
-        made = with_fields(config, reads) if isinstance(reads, dict) else config
+        made = with_fields(config, translated(reads)) if isinstance(reads, dict) else config
         # Steps in the middle that no record is left of show as a jump.
         for _, run_of_steps in groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0]):
             group = [step for _, step in run_of_steps]

@@ -35,7 +35,7 @@ class Outcome(Enum):
 
     FINISHED = "finished"
     PREEMPTED = "preempted"  # all ranks agreed, saved, and ended with the requeue code
-    NEXT_STAGE = "next stage"  # a stage of the run has ended and is saved
+    NEXT_PHASE = "next phase"  # a phase of the run has ended and is saved
     STOPPED = "stopped"  # stopped before it trained, or too late to save
     FAILED = "failed"  # a rank or a node died
     MISTAKE = "mistake"

@@ -169,9 +169,9 @@ def judge(code: int, report: StepReport, received: signal.Signals | None) -> Out
     """Return how an attempt ended. One rank's exit code decides where ranks end with it only together."""
     if report.has_code(ExitCode.REQUEUE):
         return Outcome.PREEMPTED
-    if report.has_code(ExitCode.NEXT_STAGE):
-        # Ranks that were asked to stop at the edge leave no time for another stage in this allocation.
-        return Outcome.NEXT_STAGE if received is None else Outcome.PREEMPTED
+    if report.has_code(ExitCode.NEXT_PHASE):
+        # Ranks that were asked to stop at the edge leave no time for another phase in this allocation.
+        return Outcome.NEXT_PHASE if received is None else Outcome.PREEMPTED
     if report.has_code(ExitCode.INTERRUPTED):
         return Outcome.INTERRUPTED
     if code == 0:
@@ -337,11 +337,11 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
         history.begin(job.number, job.restart, job.nodes, newest_step(directory, config))
         code = step.run(step_words(root, asked, os.environ), step_variables(job, os.environ))
         outcome = judge(code, step.report, step.received)
-        if outcome is not Outcome.NEXT_STAGE:
+        if outcome is not Outcome.NEXT_PHASE:
             break
         history.end(outcome, newest_step(directory, config), [])
         say(
-            f"a stage has ended and is saved (step {newest_step(directory, config)}); the next one starts in this allocation"
+            f"a phase has ended and is saved (step {newest_step(directory, config)}); the next one starts in this allocation"
         )
         # What this job has saved by now is not to be set aside.
         step, asked = _listening(job), [word for word in asked if word != FROM_SCRATCH]

@@ -161,7 +161,7 @@ def _launch(request: Request, variables: Mapping[str, str]) -> int:
             print(instead)
             return 0
     sys.stdout.flush()  # before the ranks write to the same place
-    exit_code = _run_stages(plan, arguments, environment)
+    exit_code = _run_phases(plan, arguments, environment)
     if exit_code == 0 and request.config_path is None and plan.config_path == GPU_CONFIG:
         measured = "measures speed, MFU and memory of a layout, beside the prediction"
         _row(console, "next", triaxis(f"bench {shlex.quote(_near(GPU_CONFIG))}") + f"   {measured}")
@@ -314,13 +314,13 @@ def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, st
     return 0
 
 
-def _run_stages(plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the ranks, and again for each further stage of the run; return the exit code."""
+def _run_phases(plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run the ranks, and again for each further phase of the run; return the exit code."""
     os.environ.update(environment)
     from triaxis.launch.start.rendezvous import MeetingPlace
 
     place, words = MeetingPlace(), list(arguments)
-    while (code := _run_torchrun(plan, words, place)) == ExitCode.NEXT_STAGE:
+    while (code := _run_torchrun(plan, words, place)) == ExitCode.NEXT_PHASE:
         # What this command has saved by now is not to be set aside.
         words = [word for word in words if word != FROM_SCRATCH]
     return code

@@ -28,7 +28,7 @@ TIMEOUT = timedelta(minutes=15)
 
 
 class MeetingPlace:
-    """The store of a run's launchers, which the ranks use as well; it stays over the stages of the run.
+    """The store of a run's launchers, which the ranks use as well; it stays over the phases of the run.
 
     The launchers of other nodes may be a stage ahead or behind: a store that ended with each stage would be found half gone.
     """

@@ -25,6 +25,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from triaxis.engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect
+from triaxis.engine.config.earlier import translated
 from triaxis.engine.config.optimizer_kinds import MASTER, OPTIMIZERS, STATE_KINDS, OptimizerName, StateKind, state_kinds
 from triaxis.engine.config.training import MOST_STEPS
 from triaxis.engine.data.skipped import Ranges
@@ -63,9 +64,10 @@ FileName = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}\.safetensors$")]
 
 
 def _of_sections(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration of sections, with the list of its stages if it has some."""
+    """Return a configuration of sections, with the list of its phases if it has some, in today's names."""
+    config = translated(config)
     for name, value in config.items():
-        if not isinstance(value, list if name == "stages" else dict):
+        if not isinstance(value, list if name == "phases" else dict):
             raise ValueError(f"config.{name} is a {type(value).__name__}")
     return config
 

@@ -12,7 +12,7 @@ from triaxis.engine.checkpoint.format.fingerprint import describe
 from triaxis.engine.checkpoint.format.manifest import Kind
 from triaxis.engine.checkpoint.resume import ResumePoint
 from triaxis.engine.comm.stop import Stop
-from triaxis.engine.config.stages import reading_fields
+from triaxis.engine.config.phases import reading_fields
 from triaxis.engine.config.tree import Config
 from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.telemetry.outlets.format import gigabytes
@@ -128,10 +128,10 @@ def say_stopped(
         saved: the checkpoint of that step; None: the run saves nothing.
         peak_memory_bytes: the most that each rank held.
     """
-    kind: EventKind = "stage_ended" if stop is Stop.NEXT_STAGE else "stopped"
+    kind: EventKind = "phase_ended" if stop is Stop.NEXT_PHASE else "stopped"
     telemetry.event(kind, step=step, reason=stop.value, peak_memory_bytes=list(peak_memory_bytes))
-    if stop is Stop.NEXT_STAGE:
-        telemetry.say(f"the stage ends with step {step:,} and is saved; the next one begins", "green")
+    if stop is Stop.NEXT_PHASE:
+        telemetry.say(f"the phase ends with step {step:,} and is saved; the next one begins", "green")
         return
     rest = (
         "nothing is saved (checkpoint.interval=never), so the same command starts at step 0 again"

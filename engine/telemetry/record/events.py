@@ -67,7 +67,7 @@ EventKind = Literal[
     "memory",
     "hang",
     "stopped",
-    "stage_ended",
+    "phase_ended",
     "failed",
     "attempt_ended",
     "finished",

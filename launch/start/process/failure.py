@@ -17,7 +17,7 @@ from triaxis.launch.start.process.named_causes import named_causes
 AFTER = {
     Stop.PREEMPTED: ExitCode.REQUEUE,
     Stop.INTERRUPTED: ExitCode.INTERRUPTED,
-    Stop.NEXT_STAGE: ExitCode.NEXT_STAGE,
+    Stop.NEXT_PHASE: ExitCode.NEXT_PHASE,
 }
 """Exit codes of a run that all ranks have agreed to stop."""
 

@@ -8,9 +8,9 @@ import yaml
 
 from tests.engine.config.bad_expert_configs import BAD_EXPERTS
 from tests.engine.config.bad_latents import BAD_LATENTS
+from tests.engine.config.bad_phases import BAD_PHASES
 from tests.engine.config.bad_rates import BAD_RATES
 from tests.engine.config.bad_scales import BAD_SCALES
-from tests.engine.config.bad_stages import BAD_STAGES
 from triaxis.engine.config.tree import Config
 
 MIXED_SCHEDULE = Path(__file__).parents[2] / "parity" / "mixed_schedule.txt"
@@ -46,7 +46,7 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     ),
     **BAD_LATENTS,
     **BAD_RATES,
-    **BAD_STAGES,
+    **BAD_PHASES,
     "lengths of documents that a corpus has": (
         ["data.synthetic_document_length=9"],
         {},

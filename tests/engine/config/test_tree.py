@@ -23,7 +23,7 @@ def fields(verdict: str, *overrides: str) -> set[str]:
 def test_a_speed_setting_may_always_change() -> None:
     assert fields("layout") == {
         "model.vocab_multiple", "model.init_std", "data.cache_dir", "data.tokenizer",
-        "train.micro_batch_size", "train.stage", "train.eval_interval", "train.eval_steps", "optimizer.bucket_bytes",
+        "train.micro_batch_size", "train.phase", "train.eval_interval", "train.eval_steps", "optimizer.bucket_bytes",
         "precision.masters", "precision.fp8.backend", "precision.fp8.gather",
         "parallel", "schedule", "recompute", "offload", "kernels", "checkpoint", "telemetry", "resilience", "runtime",
     }  # fmt: skip
@@ -40,7 +40,7 @@ def test_the_shape_of_the_model_the_samples_of_a_step_and_the_optimizer_never_ch
 
 def test_the_length_of_a_run_may_change_where_no_learning_rate_depends_on_it() -> None:
     length = {"train.steps", "train.tokens"}
-    assert length | {"stages"} <= fields("meant")
+    assert length | {"phases"} <= fields("meant")
     for free in ("optimizer.lr_schedule=constant", "optimizer.decay_steps=9"):
         assert length <= fields("layout", free) and not length & fields("meant", free)
 

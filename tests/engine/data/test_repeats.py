@@ -1,4 +1,4 @@
-"""The ledger of a run: random runs of five attempts, three stages and two rollbacks read each token once, and a repeat is named."""
+"""The ledger of a run: random runs of five attempts, three phases and two rollbacks read each token once, and a repeat is named."""
 
 from itertools import groupby
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.stages import at_stage, run_stages
+from triaxis.engine.config.phases import at_phase, run_phases
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedWriter
 from triaxis.engine.data.datasets import open_run_datasets
@@ -23,7 +23,7 @@ NUM_STEPS = 34
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    """Three stages over two corpora of 2,000 tokens: 12 steps of 4 samples, 12 of another blend, 10 of longer samples."""
+    """Three phases over two corpora of 2,000 tokens: 12 steps of 4 samples, 12 of another blend, 10 of longer samples."""
     folder = tmp_path_factory.mktemp("corpora")
     for number, name in enumerate(("web", "code")):
         ends = np.cumsum(np.random.default_rng(number).integers(1, 61, 200))
@@ -37,11 +37,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
         f"data={{train: [[2.0, {web}], [1.0, {code}]], split: [1, 0, 0], cache_dir: {folder / 'cache'}}}",
         "train={global_batch_size: 4}",
         "checkpoint.interval=5",
-        f"stages=[{{name: a, until: 768}}, {{name: b, until: 1536, data.train: [[1.0, {code}], [3.0, {web}]]}}, "
+        f"phases=[{{name: a, until: 768}}, {{name: b, until: 1536, data.train: [[1.0, {code}], [3.0, {web}]]}}, "
         "{name: c, until: 2736, model.seq_length: 40, train.global_batch_size: 3}]",
     ]
     config = load_config(None, words)
-    assert run_stages(config)[-1].end_step == NUM_STEPS
+    assert run_phases(config)[-1].end_step == NUM_STEPS
     return config
 
 
@@ -60,7 +60,7 @@ def test_random_runs_read_each_token_once(
 ) -> None:
     found = reads_of(spans_of(config, attempts, dict(rollbacks)))
     assert (found.repeats, found.jumps) == ([], [])
-    assert found.num_samples == run_stages(config)[-1].samples_before(NUM_STEPS)
+    assert found.num_samples == run_phases(config)[-1].samples_before(NUM_STEPS)
     for epoch in found.epochs:
         assert epoch.labels == NUM_TOKENS - 1
         assert epoch.left_out >= 0
@@ -86,8 +86,8 @@ def test_an_attempt_that_forgets_a_skipped_sample_repeats_one(config: Config) ->
 
 
 def test_a_batch_that_changes_on_the_way_is_a_jump(config: Config) -> None:
-    entries = [{**entry, "train.global_batch_size": 8} for entry in config.stages]
-    larger = at_stage(config, "a").model_copy(update={"stages": entries})
+    entries = [{**entry, "train.global_batch_size": 8} for entry in config.phases]
+    larger = at_phase(config, "a").model_copy(update={"phases": entries})
     found = reads_of([ReadSpan(0, 4, 0, config, SkippedRanges()), ReadSpan(4, 6, 1, larger, SkippedRanges())])
     assert found.jumps == ["step 5 (attempt 2) begins with sample 32 of the run, and 16 were consumed before it"]
 
@@ -113,10 +113,10 @@ def spans_of(config: Config, attempts: list[tuple[int, int]], rollbacks: dict[in
         end = NUM_STEPS if number == len(attempts) - 1 else min(NUM_STEPS, len(made) + num_steps)
         while len(made) < end:
             step = len(made)
-            stage = next(stage for stage in run_stages(config) if step < stage.end_step)
+            phase = next(phase for phase in run_phases(config) if step < phase.end_step)
             if step in rollbacks:
-                back = max(stage.first_step, step - rollbacks.pop(step))
-                skipped = skipped.with_([skipped.span(stage.samples_before(step), stage.samples_per_step)])
+                back = max(phase.first_step, step - rollbacks.pop(step))
+                skipped = skipped.with_([skipped.span(phase.samples_before(step), phase.samples_per_step)])
                 del made[back:]
                 continue
             made.append((number, skipped))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.data.corpus.conftest import in_process as in_process
 from tests.engine.data.corpus.test_matching import corpus, make_tokenizer
-from triaxis.engine.config.stages import at_stage
+from triaxis.engine.config.phases import at_phase
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedWriter
 from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
@@ -66,19 +66,19 @@ def test_another_one_is_refused_and_the_same_under_another_name_is_not(tmp_path:
     assert "there is no tokenizer at gone.json" in refused(prefix, tokenizer="gone.json")
 
 
-def test_the_corpora_of_a_blend_and_of_stages_must_agree(tmp_path: Path) -> None:
+def test_the_corpora_of_a_blend_and_of_phases_must_agree(tmp_path: Path) -> None:
     model, other = make_tokenizer(tmp_path / "model"), make_tokenizer(tmp_path / "other", OTHER)
     one, _ = corpus(tmp_path / "one", str(model))
     two, _ = corpus(tmp_path / "two", str(model), "<|endoftext|>")
     third, _ = corpus(tmp_path / "third", str(other))
     assert named(one, two) == str(model), "whichever of its tokens ends documents"
     assert str(other) in refused(one, third) and f"data.tokenizer = {model}" in refused(one, third)
-    stages = [
+    phases = [
         {"name": name, "until": until, "data.train": [[1.0, prefix]]}
         for name, until, prefix in (("a", 8, one), ("b", 16, third))
     ]
     with pytest.raises(DataError, match="the same ids would mean other words"):
-        with_tokenizer(at_stage(config(one, stages=stages), "a"))
+        with_tokenizer(at_phase(config(one, phases=phases), "a"))
 
 
 def test_a_corpus_that_has_moved_keeps_its_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

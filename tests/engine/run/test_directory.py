@@ -91,7 +91,7 @@ def test_what_is_meant_is_accepted_by_name(make_config: MakeConfig, tmp_path: Pa
     other = make_config(optimizer={"lr": 0.125}, checkpoint={"accept": ["optimizer"]})
     assert start(other, tmp_path).attempt == 1
     shape = make_config(train={"steps": 30, "global_batch_size": 16}, checkpoint={"accept": ["train"]})
-    with pytest.raises(TriaxisError, match=r"may not change.*\n.*train.global_batch_size.*\n.*on its way as a stage"):
+    with pytest.raises(TriaxisError, match=r"may not change.*\n.*train.global_batch_size.*\n.*on its way as a phase"):
         RunDirectory.create(shape, tmp_path, "demo")
 
 

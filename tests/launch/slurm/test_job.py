@@ -77,7 +77,7 @@ ALL_AT_ONCE = "srun: error: node[1-2]: tasks 0-7: Exited with exit code 1"
         (2, "srun: error: node1: tasks 0-3: Exited with exit code 2", None, Outcome.MISTAKE, None),
         (6, "srun: error: node1: tasks 0-3: Exited with exit code 6", None, Outcome.DIVERGED, None),
         (137, DIVERGED_RANK, None, Outcome.DIVERGED, None),
-        (76, "srun: error: node1: tasks 0-3: Exited with exit code 76", None, Outcome.NEXT_STAGE, None),
+        (76, "srun: error: node1: tasks 0-3: Exited with exit code 76", None, Outcome.NEXT_PHASE, None),
         (76, "srun: error: node1: task 0: Exited with exit code 76", signal.SIGUSR1, Outcome.PREEMPTED, None),
         (130, "srun: error: node1: tasks 0-3: Exited with exit code 130", None, Outcome.INTERRUPTED, None),
         (143, "srun: error: node1: tasks 0-3: Terminated", signal.SIGTERM, Outcome.STOPPED, None),
@@ -351,20 +351,20 @@ def test_only_what_may_end_better_is_started_again(
 
 
 @pytest.mark.usefixtures("handlers")
-def test_the_next_stage_starts_in_the_same_allocation(slurm: Path, tmp_path: Path, monkeypatch) -> None:
+def test_the_next_phase_starts_in_the_same_allocation(slurm: Path, tmp_path: Path, monkeypatch) -> None:
     (slurm / "srun").write_text(
         f'#!/bin/sh\necho "$*" >> {slurm}/steps\n[ $(wc -l < {slurm}/steps) = 2 ] && exit 0\n'
         'echo "srun: error: node1: tasks 0-3: Exited with exit code 76" >&2\nexit 76\n'
     )
     inside_a_job(slurm, monkeypatch)
-    stages = "stages=[{name: a, until: 41k}, {name: b, until: 90k}]"
-    more = ["train.steps=null", "checkpoint.interval=10", "optimizer.warmup_steps=2", stages]
+    phases = "phases=[{name: a, until: 41k}, {name: b, until: 90k}]"
+    more = ["train.steps=null", "checkpoint.interval=10", "optimizer.warmup_steps=2", phases]
     assert main(["script", str(TINY), "data.synthetic=true", *more, "--from-scratch"]) == 0
     first, second = (slurm / "steps").read_text().splitlines()
-    assert first == f"{second} --from-scratch", "the next stage goes on from what the first one has saved"
+    assert first == f"{second} --from-scratch", "the next phase goes on from what the first one has saved"
     assert "requeue" not in (slurm / "told").read_text()
     outcomes = [attempt.outcome for attempt in History(tmp_path / "runs" / "small").attempts]
-    assert outcomes == ["next stage", "finished"]
+    assert outcomes == ["next phase", "finished"]
 
 
 def inside_a_job(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_without_gpus_the_default_run_is_tiny(monkeypatch: pytest.MonkeyPatch) -
 def test_the_next_command_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with_gpus(monkeypatch, 1)
     monkeypatch.chdir(launcher.DEFAULT_CONFIG.parents[1])
-    monkeypatch.setattr(launcher, "_run_stages", lambda plan, arguments, environment: 0)
+    monkeypatch.setattr(launcher, "_run_phases", lambda plan, arguments, environment: 0)
     synthetic = ("data.synthetic=true", "train.eval_interval=null")
     assert launcher.launch(launcher.Request(None, synthetic, trains=True), {}) == 0
     assert "triaxis bench configs/gpt_125m_bytes.yaml " in capsys.readouterr().out.splitlines()[-1]

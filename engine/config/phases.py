@@ -1,18 +1,18 @@
-"""The stages of a run: parts of its tokens, each with fields of its own (no torch here).
+"""The phases of a run: parts of its tokens, each with fields of its own (no torch here).
 
-    stages:                                            a stage begins where the one before it ends; the last one ends the run
+    phases:                                            a phase begins where the one before it ends; the last one ends the run
       - {name: main, until: 8T}
       - {name: long, until: 8.1T, model.seq_length: 131072, train.global_batch_size: 32}
 
     tokens     0 ............................ 8T ......... 8.1T
-    step       0 ...................... end of main ...... end       `RunStage`: where a stage begins and ends, in all three counts
+    step       0 ...................... end of main ...... end       `RunPhase`: where a phase begins and ends, in all three counts
     samples    0 ...................... of 4,096 .. of 131,072
 
 Reading completes the entries (`engine/config/load.py`): each then has every field that any of them names, with the value of the
-config itself where it names none. So the config of one stage holds those of all, and `at_stage` puts the fields of another one in
-place. `train.stage` names the stage whose fields a config has.
+config itself where it names none. So the config of one phase holds those of all, and `at_phase` puts the fields of another one in
+place. `train.phase` names the phase whose fields a config has.
 
-A stage ends with the first step that reaches `until`, so it is whole steps. All numbers follow from the config alone.
+A phase ends with the first step that reaches `until`, so it is whole steps. All numbers follow from the config alone.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,23 +28,23 @@ from triaxis.engine.config.counts import Count
 if TYPE_CHECKING:
     from triaxis.engine.config.tree import Config
 
-STAGE_FIELDS = (
+PHASE_FIELDS = (
     *("data.train", "data.attention", "data.positions", "data.count_document_starts"),
     *("model.seq_length", "model.rope_base", "model.rope_scaling"),
     *("train.global_batch_size", "train.micro_batch_size"),
 )
-"""Fields that a stage may have, besides those of `STAGE_SECTIONS`."""
+"""Fields that a phase may have, besides those of `PHASE_SECTIONS`."""
 
-STAGE_SECTIONS = ("parallel", "schedule", "recompute", "offload", "kernels")
-"""Sections of which a stage may have any field: they decide where the work is done, not what is trained."""
+PHASE_SECTIONS = ("parallel", "schedule", "recompute", "offload", "kernels")
+"""Sections of which a phase may have any field: they decide where the work is done, not what is trained."""
 
 BATCH = "train.global_batch_size"
 SEQ_LENGTH = "model.seq_length"
 CORPORA = "data.train"
 
 
-class StageFields(TypedDict, total=False):
-    """A stage: its name, its end in consumed tokens of the run, and fields of the configuration by their dotted names."""
+class PhaseFields(TypedDict, total=False):
+    """A phase: its name, its end in consumed tokens of the run, and fields of the configuration by their dotted names."""
 
     __pydantic_config__ = ConfigDict(extra="allow", allow_inf_nan=False)  # type: ignore[misc]
 
@@ -53,15 +53,15 @@ class StageFields(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class RunStage:
-    """The place of a stage in its run; a run without stages is one stage without a name.
+class RunPhase:
+    """The place of a phase in its run; a run without phases is one phase without a name.
 
     Attributes:
         number: from 0.
         samples_per_step, tokens_per_step: of its steps.
         first_step: steps of the run before it.
         end_step: steps of the run by its end.
-        first_sample, first_token: consumed before it, over all stages.
+        first_sample, first_token: consumed before it, over all phases.
     """
 
     name: str
@@ -74,11 +74,11 @@ class RunStage:
     first_token: int
 
     def samples_before(self, step: int) -> int:
-        """Return the samples that the run has consumed before step number `step` (from 0), which is in this stage or ends it."""
+        """Return the samples that the run has consumed before step number `step` (from 0), which is in this phase or ends it."""
         return self.first_sample + (step - self.first_step) * self.samples_per_step
 
     def tokens_before(self, step: int) -> int:
-        """Return the tokens that the run has consumed before step number `step` (from 0), which is in this stage or ends it."""
+        """Return the tokens that the run has consumed before step number `step` (from 0), which is in this phase or ends it."""
         return self.first_token + (step - self.first_step) * self.tokens_per_step
 
     def step_after(self, consumed_samples: int) -> int:
@@ -104,10 +104,10 @@ class DataSegment:
     first_position: int
 
 
-def run_stages(config: "Config") -> tuple[RunStage, ...]:
-    """Return the stages of a run in order; empty where its length is not given, or given twice."""
-    train, found = config.train, list[RunStage]()
-    lengths = [train.steps is not None, train.tokens is not None, bool(config.stages)]
+def run_phases(config: "Config") -> tuple[RunPhase, ...]:
+    """Return the phases of a run in order; empty where its length is not given, or given twice."""
+    train, found = config.train, list[RunPhase]()
+    lengths = [train.steps is not None, train.tokens is not None, bool(config.phases)]
     if sum(lengths) != 1:
         return ()
     step = sample = token = 0
@@ -117,48 +117,48 @@ def run_stages(config: "Config") -> tuple[RunStage, ...]:
         num_steps = train.steps or 0
         if entry["until"] is not None:
             num_steps = max(0, -(-(entry["until"] - token) // tokens_per_step))
-        stage = RunStage(
+        phase = RunPhase(
             entry["name"], number, samples_per_step, tokens_per_step, step, step + num_steps, sample, token
         )
-        found.append(stage)
-        step, sample, token = stage.end_step, stage.samples_before(stage.end_step), stage.end_token
+        found.append(phase)
+        step, sample, token = phase.end_step, phase.samples_before(phase.end_step), phase.end_token
     return tuple(found)
 
 
 def _entries(config: "Config") -> list[dict[str, Any]]:
-    """Return the stages with the fields that decide what is read, those of the config where they have none."""
+    """Return the phases with the fields that decide what is read, those of the config where they have none."""
     train = config.train
     own = {BATCH: train.global_batch_size, SEQ_LENGTH: config.model.seq_length, CORPORA: config.data.train}
-    return [{**own, **entry} for entry in config.stages] or [{"name": "", "until": train.tokens, **own}]
+    return [{**own, **entry} for entry in config.phases] or [{"name": "", "until": train.tokens, **own}]
 
 
-def current_stage(config: "Config") -> RunStage:
-    """Return the stage whose fields a checked config has."""
-    stages = run_stages(config)
-    return next((stage for stage in stages if stage.name == config.train.stage), stages[0])
+def current_phase(config: "Config") -> RunPhase:
+    """Return the phase whose fields a checked config has."""
+    phases = run_phases(config)
+    return next((phase for phase in phases if phase.name == config.train.phase), phases[0])
 
 
-def stage_at(config: "Config", consumed_tokens: int) -> RunStage:
-    """Return the stage of the step that follows so many tokens of the run; behind the last step, the last stage."""
-    stages = run_stages(config)
-    return next((stage for stage in stages if consumed_tokens < stage.end_token), stages[-1])
+def phase_at(config: "Config", consumed_tokens: int) -> RunPhase:
+    """Return the phase of the step that follows so many tokens of the run; behind the last step, the last phase."""
+    phases = run_phases(config)
+    return next((phase for phase in phases if consumed_tokens < phase.end_token), phases[-1])
 
 
-def at_stage(config: "Config", name: str) -> "Config":
-    """Return the config with the fields of its stage `name` in place."""
-    entry = next(entry for entry in config.stages if entry["name"] == name)
-    return with_fields(config, {**fields_of(entry), "train.stage": name})
+def at_phase(config: "Config", name: str) -> "Config":
+    """Return the config with the fields of its phase `name` in place."""
+    entry = next(entry for entry in config.phases if entry["name"] == name)
+    return with_fields(config, {**fields_of(entry), "train.phase": name})
 
 
 def as_a_run(tree: dict[str, Any], num_steps: int) -> None:
-    """Make a configuration, as JSON, a run of so many steps of the stage that it is in, without validation."""
-    tree["stages"] = []
-    tree["train"] |= {"stage": None, "steps": num_steps, "tokens": None, "eval_interval": None}
+    """Make a configuration, as JSON, a run of so many steps of the phase that it is in, without validation."""
+    tree["phases"] = []
+    tree["train"] |= {"phase": None, "steps": num_steps, "tokens": None, "eval_interval": None}
 
 
 def fields_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the configuration that a stage has, by dotted name."""
-    return {key: value for key, value in entry.items() if key not in StageFields.__annotations__}
+    """Return the fields of the configuration that a phase has, by dotted name."""
+    return {key: value for key, value in entry.items() if key not in PhaseFields.__annotations__}
 
 
 def put_fields(tree: dict[str, Any], fields: Mapping[str, Any]) -> None:
@@ -181,24 +181,24 @@ def get_field(tree: Mapping[str, Any], dotted: str) -> Any:
 
 
 def refused_field(key: str, known: Collection[str]) -> str | None:
-    """Return why a stage cannot have a field, as words that follow its name; None: it can."""
-    if key in STAGE_FIELDS or (key.split(".")[0] in STAGE_SECTIONS and key in known):
+    """Return why a phase cannot have a field, as words that follow its name; None: it can."""
+    if key in PHASE_FIELDS or (key.split(".")[0] in PHASE_SECTIONS and key in known):
         return None
     if key not in known:
-        return ": there is no such field; a stage has a name, an end (until) and dotted names of the configuration"
+        return ": there is no such field; a phase has a name, an end (until) and dotted names of the configuration"
     return (
-        " is one field of the whole run: it cannot change at the edge of a stage. A stage may have "
-        f"{', '.join(STAGE_FIELDS)}, and fields of {', '.join(STAGE_SECTIONS)}"
+        " is one field of the whole run: it cannot change at the edge of a phase. A phase may have "
+        f"{', '.join(PHASE_FIELDS)}, and fields of {', '.join(PHASE_SECTIONS)}"
     )
 
 
 def data_segments(config: "Config") -> tuple[DataSegment, ...]:
-    """Return the parts of the run whose samples are cut alike, up to that of the config's stage; at least one."""
+    """Return the parts of the run whose samples are cut alike, up to that of the config's phase; at least one."""
     found: list[DataSegment] = []
-    for stage in run_stages(config)[: current_stage(config).number + 1]:
-        entry = _entries(config)[stage.number]
+    for phase in run_phases(config)[: current_phase(config).number + 1]:
+        entry = _entries(config)[phase.number]
         train = tuple((float(weight), str(prefix)) for weight, prefix in entry[CORPORA])
-        segment = DataSegment(train, int(entry[SEQ_LENGTH]), stage.first_sample)
+        segment = DataSegment(train, int(entry[SEQ_LENGTH]), phase.first_sample)
         # An edge that changes neither blend nor cut is none for the data: the blend goes on where it is.
         if not found or replace(segment, first_position=found[-1].first_position) != found[-1]:
             found.append(segment)
@@ -212,19 +212,19 @@ READING = (
         "data.split",
         "data.synthetic",
         "train.seed",
-        "train.stage",
+        "train.phase",
         "train.steps",
         "train.tokens",
     ),
     *(BATCH, SEQ_LENGTH),
 )
-"""Fields that decide which samples a step reads, besides the stages."""
+"""Fields that decide which samples a step reads, besides the phases."""
 
 
 def reading_fields(config: "Config") -> dict[str, Any]:
     """Return the fields of a config that decide which samples a step reads, by dotted name."""
     tree = config.model_dump(mode="json")
-    return {**{key: get_field(tree, key) for key in READING}, "stages": tree["stages"]}
+    return {**{key: get_field(tree, key) for key in READING}, "phases": tree["phases"]}
 
 
 def with_fields(config: "Config", fields: Mapping[str, Any]) -> "Config":
@@ -238,13 +238,13 @@ def past_differs(there: "Config", here: "Config", consumed_tokens: int) -> str |
     """Return in which way two configs read different samples, or batches, in the first tokens of a run; None: in none."""
     pasts = []
     for config in (there, here):
-        last = stage_at(config, max(0, consumed_tokens - 1))
-        stages = run_stages(config)[: last.number + 1]
-        config = at_stage(config, last.name) if config.stages else config
+        last = phase_at(config, max(0, consumed_tokens - 1))
+        phases = run_phases(config)[: last.number + 1]
+        config = at_phase(config, last.name) if config.phases else config
         batches: list[tuple[int, int]] = []
-        for stage in stages:
-            if not batches or batches[-1][1] != stage.samples_per_step:
-                batches.append((stage.first_token, stage.samples_per_step))
+        for phase in phases:
+            if not batches or batches[-1][1] != phase.samples_per_step:
+                batches.append((phase.first_token, phase.samples_per_step))
         pasts.append((data_segments(config), batches))
     (segments, batches), (new_segments, new_batches) = pasts
     for was, now in zip_longest(segments, new_segments):

@@ -1,6 +1,6 @@
-"""Runs of several stages, from one command: the launcher starts each stage by itself, in its own layout.
+"""Runs of several phases, from one command: the launcher starts each phase by itself, in its own layout.
 
-layouts      64 tokens at tp 2, dp 2  ->  256 at tp 2, cp 2       against one process through the same stages, in float64
+layouts      64 tokens at tp 2, dp 2  ->  256 at tp 2, cp 2       against one process through the same phases, in float64
 branches     one stable run, and two decays on other data from its checkpoint
 """
 
@@ -18,7 +18,7 @@ from tests.soak.scene import address
 from triaxis.engine.checkpoint.directory import CheckpointDirectory
 from triaxis.engine.checkpoint.format.manifest import read_manifest
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.stages import at_stage, run_stages
+from triaxis.engine.config.phases import at_phase, run_phases
 from triaxis.engine.data.datasets import open_run_datasets
 from triaxis.engine.data.ledger import reads_of_step
 from triaxis.engine.data.skipped import SkippedRanges
@@ -34,7 +34,7 @@ optimizer: {{lr: 0.003, lr_schedule: wsd, warmup_tokens: 1024, cooldown_tokens: 
 precision: {{dtype: float64}}
 checkpoint: {{interval: 4}}
 telemetry: {{sample_tokens: 0}}
-stages:
+phases:
 """
 LAYOUTS = (
     "parallel.tp: 2, parallel.dp: 2",
@@ -49,12 +49,12 @@ NUM_STEPS, EDGE = 9, 5
 """Steps of 512 tokens; the cooldown begins at the edge."""
 
 DECAYS = (("decay_a", "first"), ("decay_b", "second"))
-"""Names of runs, and the corpus of their second stage."""
+"""Names of runs, and the corpus of their second phase."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("stages")
+    folder = tmp_path_factory.mktemp("phases")
     for name, word in (("first", "one two "), ("second", "three four five ")):
         lines = [json.dumps({"text": f"{number} {word * (number % 9 + 1)}"}) for number in range(70)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
@@ -62,11 +62,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(folder: Path, name: str, stages: tuple[str, ...], untils: tuple[int, ...], *more: str) -> Path:
-    """The directory of a run through its stages, from one command."""
+def trained(folder: Path, name: str, phases: tuple[str, ...], untils: tuple[int, ...], *more: str) -> Path:
+    """The directory of a run through its phases, from one command."""
     entries = [
         f"  - {{name: s{n}, until: {until}, {fields}}}\n"
-        for n, (until, fields) in enumerate(zip(untils, stages, strict=True))
+        for n, (until, fields) in enumerate(zip(untils, phases, strict=True))
     ]
     (folder / f"{name}.yaml").write_text(CONFIG + "".join(entries))
     with started(folder, *PRETRAIN, f"{name}.yaml", *more) as launcher:
@@ -80,7 +80,7 @@ def in_layouts(folder: Path) -> Path:
     return trained(folder, "layouts", LAYOUTS, (EDGE * 512, NUM_STEPS * 512))
 
 
-def test_stages_in_their_layouts_train_as_one_process_does(folder: Path, in_layouts: Path) -> None:
+def test_phases_in_their_layouts_train_as_one_process_does(folder: Path, in_layouts: Path) -> None:
     alone = records(trained(folder, "alone", ALONE, (EDGE * 512, NUM_STEPS * 512)) / "metrics.jsonl")
     ours = records(in_layouts / "metrics.jsonl")
     assert [one["step"] for one in ours] == [one["step"] for one in alone] == list(range(1, NUM_STEPS + 1))
@@ -107,17 +107,17 @@ def test_the_optimizer_goes_along(in_layouts: Path) -> None:
     assert begun[1]["loaded"] == "all"
 
 
-def test_each_document_is_read_once_over_both_stages(
+def test_each_document_is_read_once_over_both_phases(
     folder: Path, in_layouts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No token is an input twice before its corpus is at its end, by the parts that `data which` lists."""
     monkeypatch.chdir(folder)
     read: Counter[tuple[str, int, int, int]] = Counter()
     config = load_config(in_layouts / "config.yaml")
-    for stage in run_stages(config):
-        source = open_run_datasets(at_stage(config, stage.name)).train_after(SkippedRanges())
-        for step in range(stage.first_step, stage.end_step):
-            for sample in reads_of_step(step + 1, stage, source, SkippedRanges()):
+    for phase in run_phases(config):
+        source = open_run_datasets(at_phase(config, phase.name)).train_after(SkippedRanges())
+        for step in range(phase.first_step, phase.end_step):
+            for sample in reads_of_step(step + 1, phase, source, SkippedRanges()):
                 *parts, last = sample.parts
                 for part in (*parts, last._replace(length=last.length - 1)):
                     for token in range(part.first, part.first + part.length):
@@ -132,32 +132,32 @@ def test_each_document_is_read_once_over_both_stages(
 def test_two_decays_share_every_bit_up_to_the_fork(folder: Path) -> None:
     """Two runs that differ behind the fork are one run up to it, and one branches off from the other's checkpoint there."""
     ends = (EDGE * 512, NUM_STEPS * 512)
-    stages = {name: ("parallel.dp: 1", f"data.train: [[1.0, {corpus}]], parallel.dp: 1") for name, corpus in DECAYS}
-    runs = {name: trained(folder, name, stages[name], ends) for name in stages}
+    phases = {name: ("parallel.dp: 1", f"data.train: [[1.0, {corpus}]], parallel.dp: 1") for name, corpus in DECAYS}
+    runs = {name: trained(folder, name, phases[name], ends) for name in phases}
     made = {name: [one["loss"] for one in records(run / "metrics.jsonl")] for name, run in runs.items()}
     forks = [run / "checkpoints" / f"step_{EDGE:08d}" for run in runs.values()]
     assert made["decay_a"][:EDGE] == made["decay_b"][:EDGE]
     assert read_manifest(forks[0]).fingerprint == read_manifest(forks[1]).fingerprint
     assert made["decay_a"][EDGE] != made["decay_b"][EDGE], "the decays read other samples"
     branch = trained(
-        folder, "branch", stages["decay_b"], ends, f"checkpoint.load={forks[0]}", "checkpoint.accept=[stages]"
+        folder, "branch", phases["decay_b"], ends, f"checkpoint.load={forks[0]}", "checkpoint.accept=[phases]"
     )
     assert [one["loss"] for one in records(branch / "metrics.jsonl")] == made["decay_b"][EDGE:]
 
 
 @pytest.mark.slow
-def test_other_stages_in_the_past_are_refused(folder: Path, in_layouts: Path) -> None:
+def test_other_phases_in_the_past_are_refused(folder: Path, in_layouts: Path) -> None:
     text = (folder / "layouts.yaml").read_text().replace("model.seq_length: 256", "model.seq_length: 128")
     (folder / "other.yaml").write_text(text)
     checkpoint = in_layouts / "checkpoints" / f"step_{NUM_STEPS:08d}"
-    said = run(folder, *PRETRAIN, "other.yaml", f"checkpoint.load={checkpoint}", "checkpoint.accept=[stages]")
+    said = run(folder, *PRETRAIN, "other.yaml", f"checkpoint.load={checkpoint}", "checkpoint.accept=[phases]")
     assert said.exit_code == 2
-    assert "in another way than the stages of this run say" in said.err
+    assert "in another way than the phases of this run say" in said.err
 
 
 @pytest.mark.slow
 def test_a_launcher_on_each_node_goes_through_the_edge(folder: Path, in_layouts: Path) -> None:
-    """Each launcher starts the next stage when its own ranks have ended; their store outlives the stage."""
+    """Each launcher starts the next phase when its own ranks have ended; their store outlives the phase."""
     shutil.copy(folder / "layouts.yaml", folder / "nodes.yaml")
     meeting = {"NNODES": "2", "MASTER_ADDR": address(0), "MASTER_PORT": "29500", "NPROC_PER_NODE": "2"}
     with netns.hosts(2) as hosts, ExitStack() as launchers:
