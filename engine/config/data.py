@@ -93,19 +93,19 @@ def corpora_are_named(subject: Subject) -> Iterator[Problem]:
 
 
 def split_has_parts(subject: Subject) -> Iterator[Problem]:
-    data, train = subject.config.data, subject.config.train
+    data = subject.config.data
     if min(data.split) < 0 or data.split[0] == 0:
         yield subject.problem(
             "data.split",
             "must be three weights of at least 0 for train, valid and test, train above 0: there is nothing to learn from",
             {"data.split": [(0.98, 0.02, 0.0)]},
         )
-    elif train.eval_interval is not None and data.valid is None and data.split[1] == 0 and not data.synthetic:
+    elif subject.config.eval.interval is not None and data.valid is None and data.split[1] == 0 and not data.synthetic:
         yield subject.problem(
-            "train.eval_interval",
+            "eval.interval",
             "asks for validation, but data.split gives no document to it and data.valid names no corpus",
             {
-                "train.eval_interval": [None],
+                "eval.interval": [None],
                 "data.split": [(data.split[0] * 0.98, data.split[0] * 0.02, data.split[2])],
             },
         )

@@ -10,6 +10,8 @@ from typing import Any
 RENAMED: Mapping[str, str] = {
     "stages": "phases",
     "train.stage": "train.phase",
+    "train.eval_interval": "eval.interval",
+    "train.eval_steps": "eval.steps",
 }
 """Earlier names, dotted, and today's."""
 

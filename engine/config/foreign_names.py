@@ -115,7 +115,7 @@ FOREIGN_NAMES = {
     "train_samples": "train.tokens (samples x model.seq_length)",
     "rampup_batch_size": "phases (a few, each with a train.global_batch_size)",
     "step_batch_size_schedule": "phases (each with a train.global_batch_size)",
-    "eval_iters": "train.eval_steps",
+    "eval_iters": "eval.steps",
     "data_path": "data.train",
     "train_data_path": "data.train",
     "valid_data_path": "data.valid",
@@ -205,7 +205,7 @@ FOREIGN_NAMES = {
     "lr_scheduler_type": "optimizer.lr_schedule",
     "optim": "optimizer.name",
     "logging_steps": "telemetry.log_interval",
-    "eval_iterations": "train.eval_steps",
+    "eval_iterations": "eval.steps",
     "gradient_checkpointing": "recompute.granularity",
     # torchtitan
     "tensor_parallel_degree": "parallel.tp",

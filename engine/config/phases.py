@@ -153,7 +153,8 @@ def at_phase(config: "Config", name: str) -> "Config":
 def as_a_run(tree: dict[str, Any], num_steps: int) -> None:
     """Make a configuration, as JSON, a run of so many steps of the phase that it is in, without validation."""
     tree["phases"] = []
-    tree["train"] |= {"phase": None, "steps": num_steps, "tokens": None, "eval_interval": None}
+    tree["train"] |= {"phase": None, "steps": num_steps, "tokens": None}
+    tree["eval"]["interval"] = None
 
 
 def fields_of(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,10 +66,15 @@ class TrainConfig(Section):
         None, description="phase whose fields these are; a training run finds it by its consumed tokens"
     )
     seed: Annotated[int, MEANT] = Field(1234, ge=0, description="seed of initial weights, data order and dropout")
-    eval_interval: Annotated[Count | None, LAYOUT] = Field(
-        None, gt=0, description="steps between validations; null: no validation"
-    )
-    eval_steps: Annotated[Count, LAYOUT] = Field(8, gt=0, description="global batches per validation")
+
+
+class EvalConfig(Section):
+    """Validations during training."""
+
+    on_resume: ClassVar[OnResume | None] = LAYOUT
+
+    interval: Count | None = Field(None, gt=0, description="steps between validations; null: no validation")
+    steps: Count = Field(8, gt=0, description="global batches per validation")
 
 
 class OptimizerConfig(Section):

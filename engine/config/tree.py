@@ -32,7 +32,7 @@ from triaxis.engine.config.phases import PhaseFields, at_phase
 from triaxis.engine.config.run import RUN_RULES, CheckpointConfig, ResilienceConfig, RuntimeConfig
 from triaxis.engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject, Verdict, with_value
 from triaxis.engine.config.telemetry import TELEMETRY_RULES, TelemetryConfig
-from triaxis.engine.config.training import TRAINING_RULES, OptimizerConfig, PrecisionConfig, TrainConfig
+from triaxis.engine.config.training import TRAINING_RULES, EvalConfig, OptimizerConfig, PrecisionConfig, TrainConfig
 from triaxis.engine.errors import ConfigError
 
 FORMAT_VERSION = 2
@@ -51,6 +51,7 @@ class Config(Section):
     model: ModelConfig
     data: DataConfig = DataConfig()
     train: TrainConfig
+    eval: EvalConfig = EvalConfig()
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()

@@ -57,12 +57,12 @@ class Validation:
         self._open_batches = open_batches
         self._observer = observer
         self._stop = stop
-        self._num_batches = engine.config.train.eval_steps
+        self._num_batches = engine.config.eval.steps
         self._num_made = 0
 
     def is_due(self, step: int) -> bool:
         """Return whether a validation follows step number `step` (from 0)."""
-        interval, end_step = self._engine.config.train.eval_interval, self._engine.plan.phase.end_step
+        interval, end_step = self._engine.config.eval.interval, self._engine.plan.phase.end_step
         if self._open_batches is None or interval is None:
             return False
         return (step + 1) % interval == 0 or step + 1 == end_step

@@ -133,11 +133,11 @@ def _with_length(config: Config, machine: Machine) -> Config:
     num_steps = planned_steps(config)
     assert num_steps is not None, "the run has its tokens"
     interval = max(1, min(num_steps // PARTS, MOST_STEPS_BETWEEN))
-    eval_interval = interval if config.data.split[1] and not config.data.synthetic else None
-    train = {"steps": num_steps, "tokens": None, "eval_interval": eval_interval, "eval_steps": EVAL_STEPS}
+    validates = config.data.split[1] > 0 and not config.data.synthetic
     final = config.model_copy(
         update={
-            "train": config.train.model_copy(update=train),
+            "train": config.train.model_copy(update={"steps": num_steps, "tokens": None}),
+            "eval": config.eval.model_copy(update={"interval": interval if validates else None, "steps": EVAL_STEPS}),
             "optimizer": config.optimizer.model_copy(update={"warmup_steps": warm_up_steps(num_steps)}),
             "checkpoint": config.checkpoint.model_copy(update={"interval": interval}),
         }
@@ -183,6 +183,7 @@ def _chosen_sections(run: PlannedRun) -> Mapping[str, tuple[Any, ...]]:
     return {
         "data": (_data(run), *_about_data(run)),
         "train": (_train(run),),
+        **({"eval": (VALIDATION,)} if run.config.eval.interval is not None else {}),
         "parallel": (
             _parallel(run),
             f"For {run.machine.name}: the smallest {sizes} with which each rank fits {1 - MARGIN:.0%} of its memory,",
@@ -209,6 +210,8 @@ def _chosen_sections(run: PlannedRun) -> Mapping[str, tuple[Any, ...]]:
 
 Fields = Mapping[str, str | None]
 """Fields of a section in the order of the file, and the comment of each."""
+
+VALIDATION: Fields = {"interval": "steps between validations", "steps": "global batches of a validation"}
 
 
 def _section(run: PlannedRun, name: str, fields: Fields, *remarks: str) -> Iterator[str]:
@@ -249,13 +252,11 @@ def _train(run: PlannedRun) -> Fields:
     batch = f"about those of GPT-3's {run.recipe.row.name}"
     if run.recipe.row.tokens_per_step > run.num_tokens // LEAST_STEPS:
         batch = f"about 1/{LEAST_STEPS:,} of all"
-    fields = {
+    return {
         "steps": f"{run.num_tokens:,} tokens / {run.tokens_per_step:,} per step, rounded up",
         "global_batch_size": f"x {run.config.model.seq_length:,} = {run.tokens_per_step:,} tokens per step: {batch}",
         "micro_batch_size": f"samples per forward; forwards of each replica in a step: {num_microbatches:,}",
     }
-    validation = {"eval_interval": "steps between validations", "eval_steps": "global batches of a validation"}
-    return fields | (validation if train.eval_interval is not None else {})
 
 
 def _parallel(run: PlannedRun) -> Fields:

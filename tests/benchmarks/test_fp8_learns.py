@@ -10,7 +10,7 @@ from tests.benchmarks.tiny_trainings import rows_of
 from triaxis.engine.config.fp8 import Fp8Config
 from triaxis.engine.config.load import load_config
 
-SMALLER = ("train.steps=20", "optimizer.warmup_steps=5", "train.eval_interval=20", "train.eval_steps=1")
+SMALLER = ("train.steps=20", "optimizer.warmup_steps=5", "eval.interval=20", "eval.steps=1")
 
 
 def test_every_recipe_fits_the_model() -> None:

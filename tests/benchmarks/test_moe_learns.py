@@ -10,7 +10,7 @@ from triaxis.engine.config.load import load_config
 
 SMALLER = (
     *("model.hidden_size=64", "model.ffn_hidden_size=96", "model.seq_length=64", "train.global_batch_size=32"),
-    *("train.steps=60", "optimizer.warmup_steps=10", "train.eval_interval=60", "train.eval_steps=1"),
+    *("train.steps=60", "optimizer.warmup_steps=10", "eval.interval=60", "eval.steps=1"),
 )
 
 

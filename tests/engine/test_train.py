@@ -1,6 +1,6 @@
 """The order of things in the training loop, with an engine that only writes down what it is asked."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 from unittest.mock import Mock
 
@@ -76,7 +76,7 @@ class Loop:
         self.saved: list[tuple[int, bool]] = []
 
     def run(self, *, validation_is_due: bool = False) -> Log:
-        validation = (lambda: Endless(self.log)) if self.config.train.eval_interval else None
+        validation = (lambda: Endless(self.log)) if self.config.eval.interval else None
         run = TrainingRun(
             cast(Engine, self),
             lambda consumed_samples: self,
@@ -195,8 +195,8 @@ def nothing_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triaxis.engine.run.garbage, "gc", Mock())
 
 
-def config(**train_section: Any) -> Config:
-    return Config.model_validate(CONFIG | {"train": CONFIG["train"] | train_section})
+def config(**sections: Mapping[str, Any]) -> Config:
+    return Config.model_validate(CONFIG | {name: CONFIG.get(name, {}) | dict(own) for name, own in sections.items()})
 
 
 def test_a_step_is_read_when_the_next_one_is_posted() -> None:
@@ -208,7 +208,7 @@ def test_a_step_is_read_when_the_next_one_is_posted() -> None:
 
 
 def test_every_step_ends_once_and_is_told_once_in_order() -> None:
-    for loop in (Loop(config()), Loop(config(eval_interval=4), saves_every=3), Loop(config(steps=1))):
+    for loop in (Loop(config()), Loop(config(eval={"interval": 4}), saves_every=3), Loop(config(train={"steps": 1}))):
         log = loop.run()
         for what in ("post", "read", "end", "tell"):
             assert [step for word, step in log if word == what] == list(range(loop.plan.num_steps)), what
@@ -225,7 +225,7 @@ def test_memory_that_runs_short_makes_receives_late_with_one_event() -> None:
 
 @pytest.mark.parametrize("what", ["validate", "save"])
 def test_before_a_validation_or_a_save_all_steps_are_read(what: str) -> None:
-    loop = Loop(config(eval_interval=2)) if what == "validate" else Loop(config(), saves_every=2)
+    loop = Loop(config(eval={"interval": 2})) if what == "validate" else Loop(config(), saves_every=2)
     log = loop.run()
     assert [step for word, step in log if word == what] == [1, 3, 5]
     for step in (1, 3, 5):
@@ -256,7 +256,7 @@ def test_a_step_that_is_not_finite_is_never_saved_and_stops_the_run() -> None:
         (Loop(config(), asked_at=2), 3),
         (Loop(config(), saves_every=50, asked_at=0), 1),
         # Where a step is read at once, it is the last: the validation that was due is left out, a save is not made twice.
-        (Loop(config(eval_interval=3), asked_at=2), 2),
+        (Loop(config(eval={"interval": 3}), asked_at=2), 2),
         (Loop(config(), saves_every=3, asked_at=2), 2),
     ],
 )
@@ -280,13 +280,13 @@ def test_a_stop_in_the_last_steps_lets_a_run_finish_that_has_no_validation(asked
 
 @pytest.mark.parametrize("asked_at", [4, 5])
 def test_a_stop_in_the_last_steps_leaves_the_last_validation_to_the_next_attempt(asked_at: int) -> None:
-    loop = Loop(config(eval_interval=6), saves_every=6, asked_at=asked_at)
+    loop = Loop(config(eval={"interval": 6}), saves_every=6, asked_at=asked_at)
     log = loop.run()
     assert loop.ended is Stop.PREEMPTED
     assert log[-2:] == [("left out", 5), ("save", 5)] and loop.saved == [(5, True)]
     assert ("validate", 5) not in log
 
-    later = Loop(config(eval_interval=6), saves_every=6, begins_at=6)
+    later = Loop(config(eval={"interval": 6}), saves_every=6, begins_at=6)
     assert [entry for entry in later.run(validation_is_due=True) if entry[0] != "batch"] == [
         ("validate", 5),
         ("validated", 5),
@@ -297,7 +297,7 @@ def test_a_stop_in_the_last_steps_leaves_the_last_validation_to_the_next_attempt
 @pytest.mark.parametrize("asked_at", [0, 7, 297, 298])
 def test_a_stop_ends_a_validation_after_the_batch_that_follows(asked_at: int) -> None:
     """The flag travels behind batch `asked_at` and is read when the next batch is posted."""
-    loop = Loop(config(eval_interval=3, eval_steps=300), saves_every=50, asked_in_batch=(2, asked_at))
+    loop = Loop(config(eval={"interval": 3, "steps": 300}), saves_every=50, asked_in_batch=(2, asked_at))
     log = loop.run()
     is_whole = asked_at == 298
     assert log.count(("batch", 0)) == asked_at + 2
@@ -307,29 +307,29 @@ def test_a_stop_ends_a_validation_after_the_batch_that_follows(asked_at: int) ->
 
 
 def test_a_stop_in_the_last_batch_keeps_the_loss() -> None:
-    loop = Loop(config(eval_interval=3, eval_steps=4), saves_every=50, asked_in_batch=(2, 3))
+    loop = Loop(config(eval={"interval": 3, "steps": 4}), saves_every=50, asked_in_batch=(2, 3))
     assert loop.run()[-2:] == [("validated", 2), ("save", 2)]
     assert loop.ended is Stop.PREEMPTED and loop.saved == [(2, False)]
 
     # After the last step there is nothing left to do, so the run is finished.
-    loop = Loop(config(eval_interval=6, eval_steps=4), saves_every=50, asked_in_batch=(5, 3))
+    loop = Loop(config(eval={"interval": 6, "steps": 4}), saves_every=50, asked_in_batch=(5, 3))
     assert loop.run()[-2:] == [("validated", 5), ("save", 5)]
     assert loop.ended is None
 
 
 def test_a_validation_that_is_due_comes_before_the_first_step() -> None:
-    straight = Loop(config(eval_interval=3, eval_steps=2), saves_every=50)
+    straight = Loop(config(eval={"interval": 3, "steps": 2}), saves_every=50)
     whole = straight.run()
-    cut = Loop(config(eval_interval=3, eval_steps=2), saves_every=50, asked_at=2)
+    cut = Loop(config(eval={"interval": 3, "steps": 2}), saves_every=50, asked_at=2)
     assert ("validated", 2) not in cut.run() and cut.saved == [(2, True)]
-    later = Loop(config(eval_interval=3, eval_steps=2), saves_every=50, begins_at=3)
+    later = Loop(config(eval={"interval": 3, "steps": 2}), saves_every=50, begins_at=3)
     assert later.run(validation_is_due=True) == whole[whole.index(("validate", 2)) :]
 
     # A stop that comes again leaves it due: the checkpoint that the attempt has begun from says so already.
-    again = Loop(config(eval_interval=3, eval_steps=9), saves_every=50, begins_at=3, asked_in_batch=(2, 0))
+    again = Loop(config(eval={"interval": 3, "steps": 9}), saves_every=50, begins_at=3, asked_in_batch=(2, 0))
     again.run(validation_is_due=True)
     assert again.ended is Stop.PREEMPTED and again.saved == [] and again.log[-1] == ("left out", 2)
 
     # Validations that the configuration no longer wants are not made.
-    changed = Loop(config(eval_interval=4), saves_every=50, begins_at=3)
+    changed = Loop(config(eval={"interval": 4}), saves_every=50, begins_at=3)
     assert ("validate", 2) not in changed.run(validation_is_due=True)

@@ -109,7 +109,7 @@ def test_nothing_is_importable_under_a_general_name(installed: Installed) -> Non
 def test_commands_run_from_an_empty_folder(installed: Installed) -> None:
     layout = ("parallel.tp=2", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=1")
     trained = installed.triaxis(
-        "train", "gpt_tiny", "train.steps=2", "optimizer.warmup_steps=1", "train.eval_interval=null", *layout
+        "train", "gpt_tiny", "train.steps=2", "optimizer.warmup_steps=1", "eval.interval=null", *layout
     )
     assert "Finished: 2 steps" in trained, trained
     assert list(installed.folder.glob("runs/*/checkpoints/step_00000002"))

@@ -90,8 +90,8 @@ def config_text(settings: Settings, disk: str) -> str:
     return f"""\
 model: {{num_layers: {layers}, hidden_size: 32, num_attention_heads: 2, seq_length: 16, vocab_size: 64}}
 data: {{synthetic: true}}
-train: {{steps: {ENDLESS_STEPS}, global_batch_size: {SAMPLES_PER_STEP}, micro_batch_size: 1, seed: 7,
-        eval_interval: {EVAL_INTERVAL}, eval_steps: {EVAL_STEPS}}}
+train: {{steps: {ENDLESS_STEPS}, global_batch_size: {SAMPLES_PER_STEP}, micro_batch_size: 1, seed: 7}}
+eval: {{interval: {EVAL_INTERVAL}, steps: {EVAL_STEPS}}}
 parallel: {{tp: {SIZES.tp}, pp: {SIZES.pp}, dp: {SIZES.dp}}}
 optimizer: {{lr: 1.0e-3, lr_schedule: constant}}
 precision: {{dtype: fp32}}

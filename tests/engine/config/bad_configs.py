@@ -421,9 +421,9 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     ),
     "nothing to train on": (["data.split=[0, 1, 0]"], {}, ["data.split", "nothing to learn"]),
     "nothing to validate on": (
-        ["data.split=[1, 0, 0]", "train.eval_interval=5"],
+        ["data.split=[1, 0, 0]", "eval.interval=5"],
         {},
-        ["eval_interval = 5", "no document", "split = [0.98, 0.02, 0]"],
+        ["eval.interval = 5", "no document", "split = [0.98, 0.02, 0]"],
     ),
     "a bucket for nothing": (["optimizer.bucket_bytes=3"], {}, ["bucket_bytes = 3", "main grad", "= 4 or 67108864"]),
     "no checkpoint to go back to": (

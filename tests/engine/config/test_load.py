@@ -83,7 +83,7 @@ def test_nothing_lies_below_a_value(base: Path) -> None:
 
 
 def test_overrides_reach_lists_and_sections_that_are_off(base: Path) -> None:
-    overrides = ['data.train=[[0.7, "a b"], [0.3, c]]', "telemetry.wandb.project=p", "train.eval_interval=null"]
+    overrides = ['data.train=[[0.7, "a b"], [0.3, c]]', "telemetry.wandb.project=p", "eval.interval=null"]
     config = load_config(base, overrides)
     assert config.data.train == [(0.7, "a b"), (0.3, "c")]
     assert config.telemetry.wandb is not None and config.telemetry.wandb.project == "p"

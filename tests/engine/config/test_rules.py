@@ -106,7 +106,7 @@ def test_every_rule_is_broken_by_some_bad_config() -> None:
         ["data={synthetic: true}", "model.vocab_size=100"],
         ["data.tokenizer=tokenizer.json", "model.vocab_size=100"],
         ["data.split=[98, 2, 0]"],
-        ["data.split=[1, 0, 0]", "train.eval_interval=5", "data.valid=[[1.0, v]]"],
+        ["data.split=[1, 0, 0]", "eval.interval=5", "data.valid=[[1.0, v]]"],
         ["runtime.deterministic=true", "precision.dtype=float64", "model.qk_norm=true"],
         ["optimizer.warmup_steps=10"],
         ["optimizer.lr_schedule=constant"],

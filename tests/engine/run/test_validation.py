@@ -19,7 +19,8 @@ pytestmark = pytest.mark.distributed
 CASE = Case("gpt_dropout", tp=1, pp=2, dp=2, num_layers=2, global_batch_size=4)
 NUM_BATCHES = 40
 SECTIONS: dict[str, dict[str, Any]] = {
-    "train": {"steps": 4, "eval_interval": 2, "eval_steps": NUM_BATCHES},
+    "train": {"steps": 4},
+    "eval": {"interval": 2, "steps": NUM_BATCHES},
     "checkpoint": {"interval": None},
 }
 """The run saves its end and a stop alone."""

@@ -148,7 +148,7 @@ def test_the_short_run_needs_and_leaves_nothing(tmp_path: Path) -> None:
         "parallel.dp=null",
     ]
     config = load_config(write_config(TINY, given, 4, tmp_path, "layout_1", {"TP": "4"}))
-    assert (config.train.steps, config.train.tokens, config.train.eval_interval) == (4, None, None)
+    assert (config.train.steps, config.train.tokens, config.eval.interval) == (4, None, None)
     assert (config.optimizer.warmup_steps, config.optimizer.decay_steps, config.optimizer.lr) == (0, None, 3e-3)
     assert config.data.synthetic and config.data.train == []
     assert (config.checkpoint.interval, config.checkpoint.load) == ("never", None)

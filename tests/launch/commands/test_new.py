@@ -292,7 +292,7 @@ def test_a_config_json_without_weights_starts_from_scratch(workplace: Path, caps
 def test_without_a_corpus_a_run_has_random_tokens(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = new(capsys, "--from", "llama3_8b", "--gpus", "64x80GB", "--tokens", "1B")
     config = read(out)
-    assert config.data.synthetic and config.train.eval_interval is None
+    assert config.data.synthetic and config.eval.interval is None
     assert config.parallel.dp is not None and "random tokens" in err
     assert main(["config", "check", "run.yaml", "--gpu-memory", "80"]) == 0
 

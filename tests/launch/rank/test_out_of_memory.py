@@ -25,7 +25,7 @@ def test_a_run_that_needs_too_much_ends_with_a_table(tmp_path: Path) -> None:
     """The scores of one layer are 512 GiB, which no machine hands out; the exit code says that trying again is no use."""
     overrides = ("data.synthetic=true", "model.seq_length=131072", "kernels.attention=explicit", "train.steps=20")
     batch = ("train.global_batch_size=4", "train.micro_batch_size=2")
-    silent = ("train.eval_interval=null", "telemetry.sample_tokens=0", "checkpoint.interval=never")
+    silent = ("eval.interval=null", "telemetry.sample_tokens=0", "checkpoint.interval=never")
     one_rank = ("model.num_layers=2", "parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=1")
     said = train_in(tmp_path, *overrides, *batch, *silent, *one_rank)
     assert said.exit_code == 2

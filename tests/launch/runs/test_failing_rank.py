@@ -26,7 +26,7 @@ pytestmark = pytest.mark.distributed
 
 CONFIG = (
     str(ROOT / "configs" / "gpt_tiny.yaml"),
-    *("data.synthetic=true", "train.steps=1000", "train.eval_interval=null", "model.seq_length=16"),
+    *("data.synthetic=true", "train.steps=1000", "eval.interval=null", "model.seq_length=16"),
     *("parallel.tp=1", "parallel.pp=2", "parallel.vpp=1", "parallel.dp=2", "parallel.sequence_parallel=false"),
     *("checkpoint.interval=never", "telemetry.sample_tokens=0"),
 )

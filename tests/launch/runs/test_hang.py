@@ -21,7 +21,7 @@ ENDLESS = (
     str(ROOT / "configs" / "gpt_tiny.yaml"),
     "data.synthetic=true",
     "train.steps=100000",
-    "train.eval_interval=null",
+    "eval.interval=null",
     "telemetry.sample_tokens=0",
     "checkpoint.interval=never",
     f"runtime.hang_seconds={HANG_SECONDS}",

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 
 CONFIG = (
     str(ROOT / "configs" / "gpt_tiny.yaml"),
-    *("data.synthetic=true", "train.eval_interval=null", "model.seq_length=16", "model.num_layers=2"),
+    *("data.synthetic=true", "eval.interval=null", "model.seq_length=16", "model.num_layers=2"),
     *("model.hidden_size=32", "model.num_attention_heads=2", "model.num_kv_heads=null", "model.vocab_size=257"),
     *(
         "train.global_batch_size=8",

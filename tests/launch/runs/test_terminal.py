@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 NUM_STEPS = 60
 WORDS = (
     str(ROOT / "configs" / "gpt_tiny.yaml"),
-    *("data.synthetic=true", "train.eval_interval=null", "model.seq_length=16", "runtime.name=shown"),
+    *("data.synthetic=true", "eval.interval=null", "model.seq_length=16", "runtime.name=shown"),
     *("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2", "parallel.sequence_parallel=false"),
     *("telemetry.sample_tokens=0", "telemetry.log_interval=1"),
 )

@@ -45,13 +45,13 @@ CONFIG = str(ROOT / "configs" / "gpt_tiny.yaml")
 NUM_STEPS = 20
 FASTER = (
     *("optimizer.lr=8e-3", "optimizer.warmup_steps=10"),
-    *("train.global_batch_size=8", "train.micro_batch_size=2", "train.eval_steps=2"),
+    *("train.global_batch_size=8", "train.micro_batch_size=2", "eval.steps=2"),
 )
 SHORTER = (f"train.steps={NUM_STEPS}", *FASTER, "telemetry.sample_tokens=16", "checkpoint.interval=8")
 """Command 1 for the CI tier."""
 
 ONE_PROCESS = ("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=1", "parallel.sequence_parallel=false")
-ONLY_STEPS = ("train.eval_interval=null", "telemetry.sample_tokens=0", "checkpoint.interval=never")
+ONLY_STEPS = ("eval.interval=null", "telemetry.sample_tokens=0", "checkpoint.interval=never")
 
 BETTER_THAN_UNIGRAM = 0.95
 MUCH_BETTER_THAN_UNIGRAM = 0.8
@@ -292,7 +292,7 @@ ENDLESS = (
     "train.steps=10000",
     "train.global_batch_size=8",
     "checkpoint.interval=2",
-    "train.eval_interval=null",
+    "eval.interval=null",
 )
 ONE_PIPELINE = {"RUN_NAME": "killed", "TP": "1", "DP": "1"}
 

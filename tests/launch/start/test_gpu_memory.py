@@ -18,7 +18,7 @@ from triaxis.models.predict.fit import Devices, memory_rule
 
 TINY = Path(__file__).resolve().parents[3] / "configs" / "gpt_tiny.yaml"
 LLAMA = TINY.with_name("llama3_8b.yaml")
-SYNTHETIC = ("data.synthetic=true", "train.eval_interval=null")
+SYNTHETIC = ("data.synthetic=true", "eval.interval=null")
 REPLICAS = ("parallel.dp=32",)
 MIB = 2**20
 

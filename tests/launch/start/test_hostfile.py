@@ -186,7 +186,7 @@ def test_two_hosts_train_and_save_when_they_are_told_to(checkout: Path) -> None:
         str(ROOT / "configs" / "gpt_tiny.yaml"),
         "data.synthetic=true",
         "train.steps=100000",
-        "train.eval_interval=null",
+        "eval.interval=null",
     )
     variables = {"HOSTFILE": "hosts", "TRIAXIS_SSH": os.environ["TRIAXIS_SSH"], "GLOO_SOCKET_IFNAME": "lo"}
     sizes = {"TP": "1", "PP": "1", "VPP": "1", "DP": "2"}

@@ -25,7 +25,7 @@ TINY = (
     *("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2", "parallel.sequence_parallel=false"),
     *("model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2", "model.ffn_hidden_size=16"),
     *("model.seq_length=16", "data.synthetic=true", "train.steps=2", "train.global_batch_size=2"),
-    *("train.micro_batch_size=1", "train.eval_interval=null", "optimizer.warmup_steps=1", "checkpoint.interval=null"),
+    *("train.micro_batch_size=1", "eval.interval=null", "optimizer.warmup_steps=1", "checkpoint.interval=null"),
 )
 CONFIG = str(ROOT / "configs" / "gpt_tiny.yaml")
 

@@ -87,7 +87,7 @@ def test_the_next_command_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     with_gpus(monkeypatch, 1)
     monkeypatch.chdir(launcher.DEFAULT_CONFIG.parents[1])
     monkeypatch.setattr(launcher, "_run_phases", lambda plan, arguments, environment: 0)
-    synthetic = ("data.synthetic=true", "train.eval_interval=null")
+    synthetic = ("data.synthetic=true", "eval.interval=null")
     assert launcher.launch(launcher.Request(None, synthetic, trains=True), {}) == 0
     assert "triaxis bench configs/gpt_125m_bytes.yaml " in capsys.readouterr().out.splitlines()[-1]
     own = launcher.Request(launcher.GPU_CONFIG, synthetic, trains=True)

@@ -120,8 +120,8 @@ def test_a_run_has_its_tokens_and_no_step_more(
     interval = run.config.checkpoint.interval
     assert interval is not None and (interval == MOST_STEPS_BETWEEN or interval == 1 or steps // interval >= PARTS)
     is_split = num_documents == 200
-    assert (run.config.train.eval_interval, run.config.data.split[1] > 0) == (interval if is_split else None, is_split)
-    assert not is_split or run.config.train.eval_steps == EVAL_STEPS
+    assert (run.config.eval.interval, run.config.data.split[1] > 0) == (interval if is_split else None, is_split)
+    assert not is_split or run.config.eval.steps == EVAL_STEPS
 
 
 def test_documents_are_held_back_where_they_hold_a_sample(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def _sections(parsed: Parsed, vocab_size: int | None) -> tuple[Sections, list[st
     training = training_fields(parsed, notes)
     sections = {"model": model_fields(parsed, vocab_size), **training}
     sections |= layout_fields(parsed, notes) | run_fields(parsed, notes)
-    order = ["model", "data", "train", "parallel", "optimizer", "precision", "recompute"]
+    order = ["model", "data", "train", "eval", "parallel", "optimizer", "precision", "recompute"]
     return {name: sections[name] for name in dict.fromkeys([*order, *sections]) if name in sections}, notes
 
 

@@ -30,7 +30,7 @@ _PAIRS = (
 
 
 def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
-    """Return our sections train, optimizer and precision, as far as the arguments say; add problems and notes."""
+    """Return our sections train, eval, optimizer and precision, as far as the arguments say; add problems and notes."""
     args = dict(parsed.args)
     for one, other in _PAIRS:
         if args[one] and args[other]:
@@ -74,7 +74,7 @@ def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
     if args["ddp_bucket_size"]:
         optimizer["bucket_bytes"] = args["ddp_bucket_size"] * (2 if args["grad_reduce_in_bf16"] else 4)
     if args["eval_interval"] and args["eval_iters"]:
-        train |= {"eval_interval": args["eval_interval"], "eval_steps": args["eval_iters"]}
+        sections["eval"] = {"interval": args["eval_interval"], "steps": args["eval_iters"]}
     if args["eod_mask_loss"] and not args["calculate_per_token_loss"]:
         more.append(
             "the loss of a step is a mean over tokens here, as with --calculate-per-token-loss; without it Megatron-LM takes the "

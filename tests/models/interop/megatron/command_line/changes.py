@@ -171,8 +171,8 @@ CHANGES: dict[str, tuple[str, str, Changed]] = {
         "--train-samples 85",
         {"train.steps": None, "train.tokens": 10 * 8 * 32},
     ),
-    "eval-interval": (BASE, "--eval-interval 5", {"train.eval_interval": 5, "train.eval_steps": 100}),
-    "eval-iters": (f"{BASE} --eval-interval 5", "--eval-iters 3", {"train.eval_steps": 3}),
+    "eval-interval": (BASE, "--eval-interval 5", {"eval.interval": 5, "eval.steps": 100}),
+    "eval-iters": (f"{BASE} --eval-interval 5", "--eval-iters 3", {"eval.steps": 3}),
     "seed": (BASE, "--seed 7", {"train.seed": 7}),
     "optimizer": (
         BASE,
