@@ -154,7 +154,7 @@ def write_config(
     """Write a config.yaml for `triaxis.launch.pretrain_gpt`: the whole of a run of ours but for the words of `base_words`."""
     tree = {
         "model": dict(shape.model),
-        "data": {"train": [[1.0, str(corpus)]], "split": [1.0, 0.0, 0.0]},
+        "data": {"train": str(corpus), "split": [1.0, 0.0, 0.0]},
         "train": {
             "steps": num_steps,
             "global_batch_size": shape.samples_per_step,

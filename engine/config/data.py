@@ -7,18 +7,20 @@ from pydantic import Field
 
 from triaxis.engine.config.counts import Count
 from triaxis.engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject
+from triaxis.engine.config.sources import Sources
 
 AttentionScope = Literal["across", "within"]
 PositionOrigin = Literal["sample", "document"]
 
 
 class DataConfig(Section):
-    """The source of tokens. A prefix names a Megatron `.bin/.idx` pair."""
+    """The source of tokens."""
 
-    train: Annotated[list[tuple[float, str]], MEANT] = Field(
-        default_factory=list, description="corpora for training: [[weight, prefix], ...]"
+    train: Annotated[Sources, MEANT] = Field(
+        default_factory=list,
+        description="corpora for training: a path, or [{path: data/web, weight: 0.7, name: web}, ...]",
     )
-    valid: Annotated[list[tuple[float, str]] | None, MEANT] = Field(
+    valid: Annotated[Sources | None, MEANT] = Field(
         None, description="corpora for validation, as in `train`; null: cut from `train` by `split`"
     )
     split: Annotated[tuple[float, float, float], MEANT] = Field(
@@ -70,25 +72,24 @@ def corpora_are_named(subject: Subject) -> Iterator[Problem]:
             "data.train",
             "must name a corpus: there is nothing to learn from",
             {"data.synthetic": [True]},
-            "Set data.train=[[1.0, PREFIX]] to a corpus of `triaxis prepare`.",
+            "Set data.train=PREFIX to a corpus of `triaxis prepare`.",
         )
     if data.valid is not None and not data.valid:
         yield subject.problem(
             "data.valid", "must name a corpus or be none: no sample to validate on", {"data.valid": [None]}
         )
     for field, corpora in (("data.train", data.train), ("data.valid", data.valid or [])):
-        prefixes = [prefix for _, prefix in corpora]
-        if not all(weight > 0 for weight, _ in corpora):
-            yield subject.problem(
-                field,
-                "every weight must be above 0: a corpus without weight gives no sample",
-                advice="Leave out a corpus that is not wanted.",
-            )
-        elif len(set(prefixes)) < len(prefixes):
+        if len({source.path for source in corpora}) < len(corpora):
             yield subject.problem(
                 field,
                 "must name each corpus once: a second entry would give the same samples again",
                 advice="Name it once, with the sum of its weights.",
+            )
+        elif len(set(names := [source.name for source in corpora if source.name])) < len(names):
+            yield subject.problem(
+                field,
+                "has two corpora of one name: what is printed could not say which of them it means",
+                advice="Give one of them a name of its own.",
             )
 
 

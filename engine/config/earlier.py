@@ -7,6 +7,8 @@ a file without format_version, section.key=value                     typed by a 
 from collections.abc import Mapping
 from typing import Any
 
+from triaxis.engine.config.phases import put_fields
+
 RENAMED: Mapping[str, str] = {
     "stages": "phases",
     "train.stage": "train.phase",
@@ -14,6 +16,9 @@ RENAMED: Mapping[str, str] = {
     "train.eval_steps": "eval.steps",
 }
 """Earlier names, dotted, and today's."""
+
+SOURCES = ("data.train", "data.valid")
+"""Lists of corpora, which were pairs of weight and path."""
 
 
 def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,18 +29,40 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
     """
     new = {name: dict(value) if isinstance(value, dict) else value for name, value in tree.items()}
     for old, today in RENAMED.items():
-        place, key = _place_of(new, old)
+        place, key = _place(new, old)
         if key in place:
             value = place.pop(key)
-            place, key = _place_of(new, today)
-            place[key] = value
-    return new
+            if place is new:
+                new[today] = value
+            else:
+                put_fields(new, {today: value})
+    if isinstance(new.get("phases"), list):
+        new["phases"] = [_with_sources(entry) for entry in new["phases"]]
+    return _with_sources(new)
 
 
-def _place_of(tree: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
-    """Return the mapping that a name is in, and its key there: a section is made where the tree has sections."""
+def _with_sources(tree: Any) -> Any:
+    """Return sections, or fields by dotted name, with their corpora as they are written today."""
+    new = dict(tree) if isinstance(tree, dict) else {}
+    for name in SOURCES:
+        place, key = _place(new, name)
+        if isinstance(place.get(key), list):
+            place[key] = [_source(each) for each in place[key]]
+    return new if isinstance(tree, dict) else tree
+
+
+def _place(tree: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
+    """Return the mapping that a name would be in, and its key there."""
     section, dot, key = dotted.partition(".")
-    if not dot or any("." in name for name in tree):
+    if not dot or dotted in tree:
         return tree, dotted
-    inner = tree.setdefault(section, {})
+    inner = tree.get(section)
     return (inner, key) if isinstance(inner, dict) else ({}, key)
+
+
+def _source(entry: Any) -> Any:
+    """Return a pair of weight and path as the entry that it is today."""
+    match entry:
+        case [float() | int() as weight, str() as path]:
+            return {"path": path, "weight": float(weight), "name": None}
+    return entry

@@ -387,8 +387,7 @@ def as_overrides(dotted: str, text: str) -> list[str]:
     if section is None or name not in section.model_fields or section.section_type(name) is not None:
         return []
     adapter, ours = _adapter(section, name), our_value(dotted, text, _choices(section.model_fields[name].annotation))
-    corpus = [f"[[1.0, {text}]]"] if dotted in ("data.train", "data.valid") else []
-    for typed in (text, *([ours] if ours else []), *corpus):
+    for typed in (text, *([ours] if ours else [])):
         typed, *others = typed.split(AND_FIELD)
         try:
             value = read_yaml(typed)

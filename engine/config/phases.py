@@ -24,6 +24,7 @@ from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from triaxis.engine.config.counts import Count
+from triaxis.engine.config.sources import Source
 
 if TYPE_CHECKING:
     from triaxis.engine.config.tree import Config
@@ -95,7 +96,7 @@ class DataSegment:
     """A part of a run whose samples are cut alike, from one blend.
 
     Attributes:
-        train: `data.train` of it.
+        train: (weight, path) of each corpus.
         first_position: samples of the run before it.
     """
 
@@ -198,7 +199,7 @@ def data_segments(config: "Config") -> tuple[DataSegment, ...]:
     found: list[DataSegment] = []
     for phase in run_phases(config)[: current_phase(config).number + 1]:
         entry = _entries(config)[phase.number]
-        train = tuple((float(weight), str(prefix)) for weight, prefix in entry[CORPORA])
+        train = tuple((source.weight, source.path) for source in map(Source.model_validate, entry[CORPORA]))
         segment = DataSegment(train, int(entry[SEQ_LENGTH]), phase.first_sample)
         # An edge that changes neither blend nor cut is none for the data: the blend goes on where it is.
         if not found or replace(segment, first_position=found[-1].first_position) != found[-1]:

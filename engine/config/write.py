@@ -63,8 +63,13 @@ def commented_lines(name: str, value: object, comment: str | None, indent: str) 
     yield from (f"{indent}{line}" for line in rest)
 
 
+def in_yaml(text: str) -> str:
+    """Return a text as a value of YAML, quoted where it would mean something else."""
+    return yaml.safe_dump([text], default_flow_style=True, allow_unicode=True, width=10_000).strip()[1:-1]
+
+
 class _ShortLists(yaml.SafeDumper):
-    """A dumper with lists on one line: `[1, 2, 3]`, `[[0.7, web], [0.3, code]]`."""
+    """A dumper with lists on one line: `[1, 2, 3]`, `[{path: web, weight: 0.7}]`."""
 
     def represent_sequence(self, tag: str, sequence: Any, flow_style: bool | None = None) -> yaml.SequenceNode:
         return super().represent_sequence(tag, sequence, flow_style=True)

@@ -1,8 +1,8 @@
 """The samples of train, valid and test, from the configuration: training's entry into this room (no torch here).
 
-    data.train [[0.7, web], [0.3, code]]   data.valid none      split each corpus by documents, blend each part
-                                           data.valid [[..]]    train: all documents of data.train; valid: all of data.valid
-    data.synthetic true                                         random tokens, no corpus
+    data.train web 0.7, code 0.3    data.valid none     split each corpus by documents, blend each part
+                                    data.valid other    train: all documents of data.train; valid: all of data.valid
+    data.synthetic true                                 random tokens, no corpus
 
 Every process of every node gets the same samples from the same arguments; the first one builds the caches.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from triaxis.engine.config.data import DataConfig
 from triaxis.engine.config.phases import DataSegment, data_segments
+from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.blend import Blend, counts_of
 from triaxis.engine.data.corpus.indexed import IndexedTokens
@@ -27,8 +28,6 @@ from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.data.split import PARTS, split_documents
 from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.errors import DataError
-
-WeightedCorpora = Sequence[tuple[float, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +84,9 @@ def open_datasets(
         )
         digest = _digest("synthetic", seed, vocab_size, seq_length, *choices)
         return Datasets(train, valid, test, digest, lambda skipped: train)
-    named = [prefix for _, prefix in [*data_config.train, *(data_config.valid or [])]]
-    for weighted in filter(None, (data_config.train, data_config.valid)):
-        assert len({prefix for _, prefix in weighted}) == len(weighted), (
+    named = [source.path for source in [*data_config.train, *(data_config.valid or [])]]
+    for blended in filter(None, (data_config.train, data_config.valid)):
+        assert len({source.path for source in blended}) == len(blended), (
             "a corpus named twice gives the same samples again"
         )
     corpora = {prefix: _open_corpus(prefix, vocab_size, data_config.tokenizer or BYTES) for prefix in named}
@@ -104,9 +103,9 @@ def open_datasets(
             count_document_starts=data_config.count_document_starts,
         )
 
-    def blend(weighted: WeightedCorpora, documents: Mapping[str, range]) -> Blend:
-        streams = [stream(prefix, documents, seq_length) for _, prefix in weighted]
-        return Blend(streams, [weight for weight, _ in weighted])
+    def blend(sources: Sequence[Source], documents: Mapping[str, range]) -> Blend:
+        streams = [stream(source.path, documents, seq_length) for source in sources]
+        return Blend(streams, [source.weight for source in sources])
 
     def training(documents: Mapping[str, range]) -> tuple[Blend, Callable[[SkippedRanges], SampleSource]]:
         if len(segments) < 2:
@@ -116,10 +115,10 @@ def open_datasets(
         def after(skipped: SkippedRanges) -> Blend:
             return continued(segments, skipped, lambda prefix, length: stream(prefix, documents, length))
 
-        return Blend(after(SkippedRanges()).sources, [weight for weight, _ in data_config.train]), after
+        return Blend(after(SkippedRanges()).sources, [source.weight for source in data_config.train]), after
 
-    def identity(weighted: WeightedCorpora) -> list[tuple[float, str]]:
-        return [(weight, corpora[prefix].fingerprint) for weight, prefix in weighted]
+    def identity(sources: Sequence[Source]) -> list[tuple[float, str]]:
+        return [(source.weight, corpora[source.path].fingerprint) for source in sources]
 
     if data_config.valid is not None:
         whole = {prefix: range(corpus.num_documents) for prefix, corpus in corpora.items()}
@@ -128,7 +127,8 @@ def open_datasets(
         return Datasets(train_blend, blend(data_config.valid, whole), None, digest, after)
 
     split = data_config.split
-    cut = {prefix: split_documents(corpora[prefix].num_documents, split, prefix) for _, prefix in data_config.train}
+    paths = [source.path for source in data_config.train]
+    cut = {path: split_documents(corpora[path].num_documents, split, path) for path in paths}
     documents = {part: {prefix: parts[part] for prefix, parts in cut.items()} for part in PARTS}
     train_blend, after = training(documents["train"])
     valid_blend, test_blend = (

@@ -49,7 +49,7 @@ def corpora_of(config: Config) -> list[str]:
     """Return the prefixes of the corpora of all phases of a run, each once; none for synthetic data."""
     phases = [at_phase(config, entry["name"]).data for entry in config.phases] or [config.data]
     named = ([*data.train, *(data.valid or ())] for data in phases if not data.synthetic)
-    return list(dict.fromkeys(prefix for corpora in named for _, prefix in corpora))
+    return list(dict.fromkeys(source.path for sources in named for source in sources))
 
 
 def _assumed(config: Config, prefixes: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from triaxis.engine.checkpoint.directory import CHECKPOINTS, CONFIG, LATEST
 from triaxis.engine.checkpoint.history import SKIPPED
 from triaxis.engine.checkpoint.lock import LOCK
 from triaxis.engine.checkpoint.resume_rules import changes, refuse
+from triaxis.engine.config.earlier import translated
 from triaxis.engine.config.plan import planned_steps
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.yaml_text import read_yaml
@@ -154,7 +155,7 @@ def check_same_config(path: Path, config: Config) -> None:
     if not isinstance(there, Mapping):
         raise _damaged(written, "it holds no fields", _LOST_CONFIG)
     try:
-        refuse(changes(there, config), config.checkpoint.accept, f"the run in {path} ({CONFIG})")
+        refuse(changes(translated(there), config), config.checkpoint.accept, f"the run in {path} ({CONFIG})")
     except CheckpointError as error:
         raise TriaxisError(
             f"{error}\nIts metrics would no longer be those of one run. Or start this one under another name: "

@@ -69,7 +69,7 @@ def import_huggingface(args: argparse.Namespace) -> None:
             "AutoTokenizer writes one when it is saved); with another one, ids would mean other words"
         )
     console.print("train from these weights, at step 0 with a fresh optimizer:")
-    console.print("  " + triaxis(f"train {shlex.quote(str(args.out / TRAIN_CONFIG))} 'data.train=[[1.0, PREFIX]]'"))
+    console.print("  " + triaxis(f"train {shlex.quote(str(args.out / TRAIN_CONFIG))} data.train=PREFIX"))
     console.print("in a config of your own: its model section, and")
     console.print(f"  checkpoint.load={args.out} checkpoint.load_what=weights")
 

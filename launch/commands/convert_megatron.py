@@ -86,7 +86,7 @@ def import_megatron(args: argparse.Namespace) -> None:
     console.print("go on from there:" if has_moments else "train from these weights, at step 0 with a fresh optimizer:")
     if args.config is None:
         config_path = args.out / TRAIN_CONFIG
-        line = triaxis(f"train {shlex.quote(str(config_path))} 'data.train=[[1.0, PREFIX]]' data.tokenizer=TOKENIZER")
+        line = triaxis(f"train {shlex.quote(str(config_path))} data.train=PREFIX data.tokenizer=TOKENIZER")
     else:
         what = "all" if has_moments else "weights"
         load = shlex.quote(f"checkpoint.load={args.out}")

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from triaxis.engine.config.write import in_yaml
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
 from triaxis.engine.data.corpus.inputs import Inputs, find_inputs
 from triaxis.engine.data.corpus.parts import Done
@@ -217,7 +218,7 @@ def show_prepared(console: Console, prefix: str, prepared: Prepared) -> None:
     for kind, found in record.left_out.items():
         console.print(f"left out   {found['count']:,} x {kind}: {'; '.join(found['places'])}", markup=False)
     overrides = [
-        f'data.train=[[1.0,"{prefix}"]]',
+        f"data.train={in_yaml(prefix)}",
         f"data.tokenizer={record.tokenizer}",
         f"model.vocab_size={record.vocab_size}",
     ]

@@ -80,7 +80,7 @@ def data_files(config: Config) -> list[Path]:
     """Return the files of all corpora; none for a run on random tokens."""
     if config.data.synthetic:
         return []
-    prefixes = dict.fromkeys(prefix for _, prefix in [*config.data.train, *(config.data.valid or [])])
+    prefixes = dict.fromkeys(source.path for source in [*config.data.train, *(config.data.valid or [])])
     return [path for prefix in prefixes for path in (bin_path(prefix), idx_path(prefix))]
 
 

@@ -109,5 +109,5 @@ def corpus_entropies(config: Config) -> dict[str, float]:
     """Return what simpler models of the training corpus reach, in nats per token; the first corpus represents a blend."""
     if config.data.synthetic:
         return {}
-    measured = entropies(config.data.train[0][1], config.model.vocab_size)
+    measured = entropies(config.data.train[0].path, config.model.vocab_size)
     return {"uniform": measured.uniform, "unigram entropy": measured.unigram, "bigram entropy": measured.bigram}

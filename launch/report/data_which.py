@@ -59,10 +59,11 @@ def which_documents(args: argparse.Namespace) -> int:
         print(json.dumps([_as_json(read, tokenizers.get(read.corpus)) for read in reads]))
         return 0
     print("\n".join(_title(args.step, config, run)))
+    names = {source.path: f"{source.name}: " if source.name else "" for source in config.data.train}
     for read in reads:
         epoch = f", epoch {read.epoch}" if read.epoch else ""
         moved = f" (id {read.sample_id:,})" if read.sample_id != read.position else ""
-        print(f"sample {read.position:,}{moved}  {read.corpus}{epoch}")
+        print(f"sample {read.position:,}{moved}  {names[read.corpus]}{read.corpus}{epoch}")
         for part in read.parts:
             print(f"  document {part.document:,}  tokens {part.first:,} to {part.first + part.length - 1:,}")
             if read.corpus in tokenizers:

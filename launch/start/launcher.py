@@ -301,7 +301,7 @@ def _near(path: Path) -> str:
 
 def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, str]) -> int:
     """Prepare the corpus of a tiny config, from text that every machine has, if it is missing; return an exit code."""
-    for _, prefix in config.data.train:
+    for prefix in (source.path for source in config.data.train):
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
             _row(console, "corpus", f"{prefix} is not there yet, so it is prepared first, from the sources of Python")
             sys.stdout.flush()

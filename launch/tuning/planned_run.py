@@ -111,7 +111,7 @@ def plan_run(
             "data": {"synthetic": True}
             if corpus is None
             else {
-                "train": [(1.0, str(Path(corpus.prefix).absolute()))],
+                "train": str(Path(corpus.prefix).absolute()),
                 "split": _split(corpus, model.seq_length),
                 "tokenizer": tokenizer,
             },
@@ -240,7 +240,7 @@ def _data(run: PlannedRun) -> Fields:
         return {"synthetic": "random tokens in place of a corpus"}
     held_back = "" if run.config.data.split[1] else " (none held back: too few documents)"
     return {
-        "train": "weight and prefix of a .bin/.idx pair",
+        "train": "a .bin/.idx pair of `triaxis prepare`",
         "split": f"shares of the documents: train, valid, test{held_back}",
         "tokenizer": run.evidence,
     }

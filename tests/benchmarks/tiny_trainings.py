@@ -16,7 +16,7 @@ def rows_of(module: str, folder: Path, options: Sequence[str], settings: Sequenc
     """Return the rows of `benchmarks.<module>` with these options and `section.key=value` words."""
     prefix, results = folder / "bytes", folder / "learns.jsonl"
     assert cli.main(["prepare", "--stdlib", "--output", str(prefix), "--tokenizer", "bytes"]) == 0
-    words = [*options, "--json", str(results), f"data.train=[[1.0, {prefix}]]", *settings]
+    words = [*options, "--json", str(results), f"data.train={prefix}", *settings]
     said = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{module}", *words],
         cwd=ROOT,

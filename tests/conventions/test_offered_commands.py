@@ -38,7 +38,7 @@ NEEDS_A_NETWORK = (
 )
 
 SAVED = "saved/checkpoints/step_00000000"
-TRAINS = "data.train=[[1.0,data/web]] data.tokenizer=bytes model.vocab_size=257"
+TRAINS = "data.train=data/web data.tokenizer=bytes model.vocab_size=257"
 
 MEGATRON = """--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 --bf16
 --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --train-iters 100 --mock-data"""
@@ -62,10 +62,10 @@ OFFERED: dict[str, Offer | str] = {
     "triaxis train {shlex.join(overrides)}": Offer(
         {"{shlex.join(overrides)}": TRAINS}, prints="data.tokenizer=bytes model.vocab_size=257"
     ),
-    "triaxis train {shlex.quote(str(args.out / TRAIN_CONFIG))} 'data.train=[[1.0, PREFIX]]'": Offer(
-        {"{shlex.quote(str(args.out / TRAIN_CONFIG))}": "run.yaml", "PREFIX": "data/web"}, prints="[[1.0, data/web]]"
+    "triaxis train {shlex.quote(str(args.out / TRAIN_CONFIG))} data.train=PREFIX": Offer(
+        {"{shlex.quote(str(args.out / TRAIN_CONFIG))}": "run.yaml", "PREFIX": "data/web"}, prints="path: data/web"
     ),
-    "triaxis train {shlex.quote(str(config_path))} 'data.train=[[1.0, PREFIX]]' data.tokenizer=TOKENIZER": Offer(
+    "triaxis train {shlex.quote(str(config_path))} data.train=PREFIX data.tokenizer=TOKENIZER": Offer(
         {"{shlex.quote(str(config_path))}": "run.yaml", "PREFIX": "data/web", "TOKENIZER": "bytes"},
         prints="tokenizer=bytes",
     ),

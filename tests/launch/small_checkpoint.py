@@ -57,7 +57,7 @@ def save(
     config = Config.model_validate(
         {
             "model": model,
-            "data": {"train": [[1.0, "gone"]], "tokenizer": tokenizer},
+            "data": {"train": "gone", "tokenizer": tokenizer},
             "train": {"steps": 5, "global_batch_size": 8},
             "parallel": {"tp": 2, "pp": 2, "dp": 2, "sequence_parallel": True},
             "precision": {"dtype": "float64"},

@@ -93,7 +93,8 @@ def end_of_documents(candidate: Candidate, tokenizer: Tokenizer) -> int:
 def _records(candidate: Candidate) -> Iterator[tuple[str, CorpusRecord]]:
     """Yield the corpora of a checkpoint's run that are found and have a record."""
     data = candidate.manifest.config.get("data", {})
-    for _, prefix in [] if data.get("synthetic") else data.get("train") or []:
+    for source in [] if data.get("synthetic") else data.get("train") or []:
+        prefix = source["path"]
         for place in (*(parent / prefix for parent in candidate.folder.resolve().parents), Path(prefix)):
             # A file of that name may be something else, which proves nothing.
             with suppress(DataError):

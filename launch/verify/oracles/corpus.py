@@ -88,7 +88,7 @@ def rows_of_steps(config: Config, masked_fraction: float) -> Iterator[list[Rows]
         masked_fraction: probability that a label is not counted.
     """
     train, micro = config.train, config.train.micro_batch_size
-    samples = _Samples(config.data.train[0][1], config.model.seq_length, train.seed)
+    samples = _Samples(config.data.train[0].path, config.model.seq_length, train.seed)
     for step in range(train.steps or 1):
         consumed = step * train.global_batch_size
         yield [

@@ -10,6 +10,7 @@ from typing import Any
 
 from triaxis.engine.checkpoint.directory import Candidate
 from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.sources import Source
 from triaxis.engine.run.entries import CHECKPOINTS, METRICS
 from triaxis.engine.storage.redaction import without_secrets
 from triaxis.engine.telemetry.record.jsonl import read_records
@@ -105,9 +106,9 @@ def _training(candidate: Candidate, losses: Losses) -> Iterator[tuple[str, str]]
         return
     yield "run", f"`{manifest.run}`, after step {state.step:,}: {state.consumed_tokens:,} tokens"
     data = config.get("data", {})
-    corpora = [(weight, Path(prefix).name) for weight, prefix in data.get("train") or ()]
-    total = sum(weight for weight, _ in corpora)
-    named = ", ".join(f"`{corpus}` {weight / total:.1%}" for weight, corpus in corpora)
+    sources = [Source.model_validate(source) for source in data.get("train") or ()]
+    total = sum(source.weight for source in sources)
+    named = ", ".join(f"`{source.title}` {source.weight / total:.1%}" for source in sources)
     yield "corpora", "random tokens" if data.get("synthetic") else named or "not recorded"
     for what, loss in (("loss", losses.train), ("validation loss", losses.valid)):
         if loss is not None:

@@ -18,7 +18,7 @@ MIXED_SCHEDULE = Path(__file__).parents[2] / "parity" / "mixed_schedule.txt"
 
 LEGAL = [
     "model={num_layers: 8, hidden_size: 64, num_attention_heads: 8, seq_length: 32, vocab_size: 300}",
-    "data={train: [[1.0, corpus]]}",
+    "data={train: corpus}",
     "train={steps: 10, global_batch_size: 16, micro_batch_size: 2}",
 ]
 """A legal config, as overrides."""
@@ -412,8 +412,12 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     ),
     "no corpus": (["data={}"], {}, ["data.train = []", "nothing to learn", "triaxis prepare", "synthetic = true"]),
     "no validation corpus": (["data.valid=[]"], {}, ["data.valid = []", "= null"]),
-    "a corpus without weight": (["data.train=[[0.0, a], [1.0, b]]"], {}, ["[[0, a], [1, b]]", "above 0"]),
-    "a corpus twice": (["data.train=[[1.0, a], [1.0, a]]"], {}, ["once", "sum of its weights"]),
+    "two corpora of one name": (
+        ["data.train=[{path: a, name: web}, {path: b, name: web}]"],
+        {},
+        ["two corpora of one name", "a name of its own"],
+    ),
+    "a corpus twice": (["data.train=[a, {path: a, name: b}]"], {}, ["once", "sum of its weights"]),
     "a negative split": (
         ["data.split=[1.0, -0.1, 0.1]"],
         {},

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from triaxis.engine.config import foreign_names as config_names
 from triaxis.engine.config.foreign_names import ALWAYS_ON, FOREIGN_NAMES, NOT_BUILT, unknown_key
 from triaxis.engine.config.layout import ParallelConfig
 from triaxis.engine.config.load import ENVIRONMENT, load_config
 from triaxis.engine.config.section import Section
+from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import FORMAT_VERSION, Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError
@@ -83,9 +83,13 @@ def test_nothing_lies_below_a_value(base: Path) -> None:
 
 
 def test_overrides_reach_lists_and_sections_that_are_off(base: Path) -> None:
-    overrides = ['data.train=[[0.7, "a b"], [0.3, c]]', "telemetry.wandb.project=p", "eval.interval=null"]
+    overrides = [
+        'data.train=[{path: "a b", weight: 0.7, name: x}, c]',
+        "telemetry.wandb.project=p",
+        "eval.interval=null",
+    ]
     config = load_config(base, overrides)
-    assert config.data.train == [(0.7, "a b"), (0.3, "c")]
+    assert [(each.path, each.weight, each.title) for each in config.data.train] == [("a b", 0.7, "x"), ("c", 1.0, "c")]
     assert config.telemetry.wandb is not None and config.telemetry.wandb.project == "p"
 
 
@@ -147,7 +151,7 @@ def test_overrides_that_are_none(base: Path, override: str) -> None:
 
 
 def test_an_override_that_is_no_yaml(base: Path) -> None:
-    assert "not readable as YAML" in str(refused(base, "data.train=[[1.0, p]"))
+    assert "not readable as YAML" in str(refused(base, "data.train=[p"))
     assert "is given twice" in str(refused(base, "model={num_layers: 1, num_layers: 2}"))
 
 
@@ -258,8 +262,9 @@ def test_names_that_yaml_does_not_read_as_text_are_refused_by_name(tmp_path: Pat
         ("model.norm=RMSNorm", ["Did you mean rmsnorm?"]),
         ("schedule.name=1F1B", ["schedule.name = '1F1B'", "must be auto, gpipe, 1f1b,", "Did you mean 1f1b?"]),
         ("model.qk_norm=heads", ["model.qk_norm = 'heads'", "must be true, false, head or all_heads"]),
-        ("data.train=[[a, b]]", ["data.train.0.0", "number"]),
-        ("data.train=prefix", ["data.train", "list"]),
+        ("data.train=[[0.7, a]]", ["write {path: a, weight: 0.7}"]),
+        ("data.train=[{weight: 2}]", ["data.train.0.path is missing"]),
+        ("data.train=[{path: a, weight: 0}, b]", ["data.train.0.weight = 0", "greater than 0"]),
         ("data.split=[0.9, 0.1]", ["data.split.2"]),
         ("telemetry.wandb={entity: e}", ["telemetry.wandb.project is missing", "project of the run"]),
         ("telemetry.wandb=true", ["must be a section", "Write telemetry.wandb.project=NAME, or telemetry.wandb=null"]),
@@ -372,7 +377,9 @@ def test_what_is_written_reads_back_equal(
     config = load_config(None, [f"{name}={value}" for name, value in overrides_of(BASE)])
     changed = config.model_copy(
         update={
-            "data": config.data.model_copy(update={"train": corpora}),
+            "data": config.data.model_copy(
+                update={"train": [Source(path=path, weight=weight) for weight, path in corpora]}
+            ),
             "optimizer": config.optimizer.model_copy(update={"lr": lr}),
             "parallel": config.parallel.model_copy(update={"pp": 2, "layers_per_stage": [1, 3]}),
             "telemetry": config.telemetry.model_validate({"wandb": project and {"project": project, "tags": tags}}),
@@ -441,12 +448,6 @@ def with_key(base: Path, dotted: str) -> Path:
 def test_the_format_of_a_config_has_a_version(base: Path) -> None:
     assert to_yaml(load_config(base)).startswith(f"format_version: {FORMAT_VERSION}\n")
     assert load_config(base, ["format_version=1"]) == load_config(base)
-    for version in ("2", "0", "one"):
+    for version in (FORMAT_VERSION + 1, 0, "one"):
         [problem] = refused(base, f"format_version={version}").problems
-        assert problem.startswith("format_version = ") and "version 1 to 1" in problem
-
-
-def test_a_renamed_key_leads_to_its_new_name(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(config_names.RENAMED, "train.epochs_to_run", "train.steps")
-    [problem] = refused(base, "train.epochs_to_run=3").problems
-    assert "renamed: it is train.steps now" in problem
+        assert problem.startswith("format_version = ") and f"version 1 to {FORMAT_VERSION}" in problem

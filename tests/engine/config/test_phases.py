@@ -122,7 +122,7 @@ def test_random_phases_have_no_gap(drawn: list[tuple[int, int, int]]) -> None:
 def test_an_edge_without_another_cut_is_none_for_the_data() -> None:
     config = phased(
         "[{name: a, until: 5k}, {name: b, until: 9k, parallel.tp: 2}, {name: c, until: 15k, train.global_batch_size: 32}, "
-        "{name: d, until: 20k, data.train: [[1.0, other]]}]"
+        "{name: d, until: 20k, data.train: other}]"
     )
     assert len(data_segments(at_phase(config, "c"))) == 1
     one, two = data_segments(at_phase(config, "d"))
@@ -132,7 +132,7 @@ def test_an_edge_without_another_cut_is_none_for_the_data() -> None:
 
 def test_what_lies_ahead_may_change_and_what_was_read_may_not() -> None:
     was = load_config(None, LEGAL)
-    branch = phased("[{name: main, until: 2560}, {name: decay, until: 9k, data.train: [[1.0, other]]}]")
+    branch = phased("[{name: main, until: 2560}, {name: decay, until: 9k, data.train: other}]")
     assert past_differs(was, branch, 2560) is None
     assert past_differs(branch, was, 2560) is None
     beyond = past_differs(was, branch, 3072)

@@ -50,7 +50,7 @@ def test_values_that_a_message_names_are_legal_when_typed_in(name: str) -> None:
     named = re.search(r"Nearest legal: (.*?)\.(?: [A-Z]|$)", message)
     if named is None:
         no_value_mends = (
-            *("no length", "a corpus without weight", "a corpus twice", "an empty name"),
+            *("no length", "two corpora of one name", "a corpus twice", "an empty name"),
             *("kinds of layers that no layer is of", "a pattern of unknown kinds", "a pattern without a count"),
             *("a kind that no layer names", "a scaling without its factor", "a scaling with another's field"),
             *(
@@ -65,7 +65,7 @@ def test_values_that_a_message_names_are_legal_when_typed_in(name: str) -> None:
             *no_value_mends,
             "a difference that is no field",
             "a group of nothing",
-            "two stages of one name",
+            "two phases of one name",
         ), message
         return
     for choice in named[1].split("; "):
@@ -106,7 +106,7 @@ def test_every_rule_is_broken_by_some_bad_config() -> None:
         ["data={synthetic: true}", "model.vocab_size=100"],
         ["data.tokenizer=tokenizer.json", "model.vocab_size=100"],
         ["data.split=[98, 2, 0]"],
-        ["data.split=[1, 0, 0]", "eval.interval=5", "data.valid=[[1.0, v]]"],
+        ["data.split=[1, 0, 0]", "eval.interval=5", "data.valid=v"],
         ["runtime.deterministic=true", "precision.dtype=float64", "model.qk_norm=true"],
         ["optimizer.warmup_steps=10"],
         ["optimizer.lr_schedule=constant"],

@@ -34,10 +34,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     web, code = folder / "web", folder / "code"
     words = [
         "model={num_layers: 2, hidden_size: 16, num_attention_heads: 2, seq_length: 16, vocab_size: 257}",
-        f"data={{train: [[2.0, {web}], [1.0, {code}]], split: [1, 0, 0], cache_dir: {folder / 'cache'}}}",
+        f"data={{train: [{{path: {web}, weight: 2}}, {code}], split: [1, 0, 0], cache_dir: {folder / 'cache'}}}",
         "train={global_batch_size: 4}",
         "checkpoint.interval=5",
-        f"phases=[{{name: a, until: 768}}, {{name: b, until: 1536, data.train: [[1.0, {code}], [3.0, {web}]]}}, "
+        f"phases=[{{name: a, until: 768}}, {{name: b, until: 1536, data.train: [{code}, {{path: {web}, weight: 3}}]}}, "
         "{name: c, until: 2736, model.seq_length: 40, train.global_batch_size: 3}]",
     ]
     config = load_config(None, words)

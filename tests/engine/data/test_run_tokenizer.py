@@ -25,7 +25,7 @@ OTHER = "pack my box with five dozen liquor jugs"
 
 
 def config(*prefixes: str, tokenizer: str | None = None, **changed: Any) -> Config:
-    data = {"train": [[1.0, prefix] for prefix in prefixes], "tokenizer": tokenizer}
+    data = {"train": list(prefixes), "tokenizer": tokenizer}
     train = {"steps": 2, "global_batch_size": 1, "micro_batch_size": 1}
     return Config.model_validate({"model": MODEL, "data": data, "train": train} | changed)
 
@@ -74,7 +74,7 @@ def test_the_corpora_of_a_blend_and_of_phases_must_agree(tmp_path: Path) -> None
     assert named(one, two) == str(model), "whichever of its tokens ends documents"
     assert str(other) in refused(one, third) and f"data.tokenizer = {model}" in refused(one, third)
     phases = [
-        {"name": name, "until": until, "data.train": [[1.0, prefix]]}
+        {"name": name, "until": until, "data.train": prefix}
         for name, until, prefix in (("a", 8, one), ("b", 16, third))
     ]
     with pytest.raises(DataError, match="the same ids would mean other words"):

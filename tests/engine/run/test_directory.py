@@ -38,7 +38,7 @@ def test_the_name_is_given_or_the_stem_and_under_slurm_the_job(make_config: Make
 def test_the_resolved_config_is_written_and_reads_back_equal(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(
         optimizer={"lr": 3.3e-5, "eps": 1e-8, "clip_grad": None},
-        data={"train": [[0.3, "a/b"], [0.7, "c"]]},
+        data={"train": [{"path": "a/b", "weight": 0.3}, {"path": "c", "weight": 0.7}]},
         telemetry={"wandb": {"project": "p", "tags": ["x"]}},
     )
     run = start(config, tmp_path)

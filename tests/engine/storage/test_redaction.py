@@ -80,7 +80,7 @@ def test_what_is_printed_and_a_traceback_pass_the_door(
 
 def test_a_recorded_configuration_has_no_secret_and_is_still_the_same_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", KEY)
-    config = Config.model_validate({**MINIMAL, "data": {"synthetic": True, "train": [[1.0, f"/data/{KEY}/corpus"]]}})
+    config = Config.model_validate({**MINIMAL, "data": {"synthetic": True, "train": f"/data/{KEY}/corpus"}})
     assert KEY not in to_yaml(config, describe=True) and "/data/[redacted]/corpus" in to_yaml(config, describe=True)
     assert KEY in to_yaml(config), "ranks read this one"
     recorded = tree_without_secrets(config.model_dump(mode="json"))

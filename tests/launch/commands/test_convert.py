@@ -90,20 +90,20 @@ def test_out_in_and_out_again(tmp_path: Path, tokenizer: Path, capsys: pytest.Ca
     assert json.loads((one / "config.json").read_text())["eos_token_id"] == 299
 
     text = said(capsys, "import", one, back)
-    assert f"triaxis train {shlex.quote(str(back / 'train.yaml'))} 'data.train=[[1.0, PREFIX]]'" in text
+    assert f"triaxis train {shlex.quote(str(back / 'train.yaml'))} data.train=PREFIX" in text
     assert f"checkpoint.load={back} checkpoint.load_what=weights" in text
     again = find(back)
     assert again.manifest.fingerprint == find(source).manifest.fingerprint
     assert (again.manifest.content, again.manifest.state.step) == ("weights", 0)
     assert (back / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
 
-    config = load_config(back / "train.yaml", ["data.train=[[1.0, corpus]]"])
+    config = load_config(back / "train.yaml", ["data.train=corpus"])
     original = ModelConfig.model_validate(MODEL)
     assert config.model == original.model_copy(update={"head_dim": 6})
     assert config.data.tokenizer == str(back), "the folder, whose tokenizer_config.json names the end of a text"
     assert again.manifest.config["model"] == config.model.model_dump(mode="json"), "a run would say that it has changed"
     assert (config.checkpoint.load, config.checkpoint.load_what) == (str(back), "weights")
-    assert main(["config", "check", str(back / "train.yaml"), "data.train=[[1.0, corpus]]"]) == 0
+    assert main(["config", "check", str(back / "train.yaml"), "data.train=corpus"]) == 0
 
     said(capsys, "export", back, two)
     assert [path.name for path in two.glob("*.safetensors*")] == ["model.safetensors"]
@@ -126,7 +126,7 @@ def test_a_run_starts_from_imported_weights(
     words = ("prepare", "--input", tmp_path / "text.txt", "--output", tmp_path / "corpus", "--workers", 1)
     said(capsys, *words, "--tokenizer", tokenizer, "--eod-token", "!")
     overrides = (
-        f"data.train=[[1.0,{tmp_path / 'corpus'}]]",
+        f"data.train={tmp_path / 'corpus'}",
         "data.split=[1,0,0]",
         "data.tokenizer=null",
         "train.steps=1",
@@ -246,7 +246,7 @@ def test_what_is_known_of_tokenizers_is_said(
     # An import without one names the place where it must stand: a run from it would stop there, not go on with bytes.
     text = said(capsys, "import", tmp_path / "a", tmp_path / "back")
     assert f"has no tokenizer.json: put the model's own at {tmp_path / 'back' / 'tokenizer.json'}" in text
-    config = load_config(tmp_path / "back" / "train.yaml", ["data.train=[[1.0, corpus]]"])
+    config = load_config(tmp_path / "back" / "train.yaml", ["data.train=corpus"])
     assert config.data.tokenizer == str(tmp_path / "back" / "tokenizer.json")
 
 
@@ -257,7 +257,7 @@ def test_a_config_with_dropout_gets_the_kernel_that_can_do_it(
     source = checkpoint(tmp_path / "ours", gpt | {"hidden_dropout": 0.1, "attention_dropout": 0.2})
     said(capsys, "export", source, tmp_path / "out")
     said(capsys, "import", tmp_path / "out", tmp_path / "back", "--seq-length", 8, "--dtype", "bf16")
-    config = load_config(tmp_path / "back" / "train.yaml", ["data.train=[[1.0, corpus]]"])
+    config = load_config(tmp_path / "back" / "train.yaml", ["data.train=corpus"])
     assert (config.kernels.attention, config.model.attention_dropout) == ("explicit", 0.2)
     assert (config.model.hidden_dropout, config.model.seq_length) == (0.1, 8)
     back = find(tmp_path / "back")

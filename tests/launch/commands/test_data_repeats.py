@@ -24,7 +24,7 @@ def run(tmp_path: Path) -> Path:
             writer.add_document(np.arange(length))
     tree = {
         "model": {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 32, "vocab_size": 257},
-        "data": {"train": [[1.0, str(tmp_path / "web")]], "split": [1, 0, 0], "cache_dir": str(tmp_path / "cache")},
+        "data": {"train": str(tmp_path / "web"), "split": [1, 0, 0], "cache_dir": str(tmp_path / "cache")},
         "train": {"steps": 50, "global_batch_size": 4},
     }
     folder = tmp_path / "run"

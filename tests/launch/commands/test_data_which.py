@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Path:
     tree = {
         "model": {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 32, "vocab_size": 257},
         "data": {
-            "train": [[0.7, str(tmp_path / "web")], [0.3, str(tmp_path / "code")]],
+            "train": [{"path": str(tmp_path / "web"), "weight": 0.7}, {"path": str(tmp_path / "code"), "weight": 0.3}],
             "split": [0.9, 0.1, 0.0],
             "cache_dir": str(tmp_path / "cache"),
         },

@@ -126,7 +126,7 @@ def test_a_sentencepiece_model_goes_through(tmp_path: Path, capsys: pytest.Captu
         minloglevel=2,
     )
     said(capsys, "import", tmp_path / "theirs", tmp_path / "back")
-    config = load_config(tmp_path / "back" / "train.yaml", ["data.train=[[1.0, corpus]]"])
+    config = load_config(tmp_path / "back" / "train.yaml", ["data.train=corpus"])
     assert config.data.tokenizer == str(tmp_path / "back" / "tokenizer.model")
     text = said(capsys, "export", tmp_path / "back", tmp_path / "again")
     assert f"tokenizer  {tmp_path / 'again' / 'tokenizer.model'}" in text and "compare its ids" in text
@@ -149,7 +149,7 @@ def test_another_tokenizer_than_that_of_the_training_is_refused(
         kinds = OPTIMIZERS["adamw"].state_kinds
         shards = (whole(spec.name, torch.ones(spec.shape), kind) for spec in specs for kind in kinds)
         state = TrainingState.at_start().model_copy(update={"data": {"tokenizer": identities[tokenizer]}})
-        config = {"model": model, "data": {"tokenizer": tokenizer, "train": [[1.0, str(prefix)]]}}
+        config = {"model": model, "data": {"tokenizer": tokenizer, "train": str(prefix)}}
         return write_checkpoint(tmp_path / name, shards, state, config=config, source=name, has_moments=True)
 
     assumed = saved("assumed", "bytes", tmp_path / "corpus")

@@ -15,6 +15,7 @@ from tests.lacking import need_package
 from tests.launch.command_line import TRIAXIS, records, run
 from triaxis.engine.checkpoint.directory import find
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
 from triaxis.engine.data.corpus.record import record_path
@@ -164,7 +165,7 @@ def test_stdout_is_the_config_and_stderr_says_what_was_chosen(
     out, err = start_from(capsys, "tiny", "--data", "corpus", "--tokens", "20B", "--gpus", "64x80GB")
     config = read(out)
     assert (config.parallel.dp, config.runtime.ranks_per_node, config.precision.dtype) == (64, 8, "bf16")
-    assert config.data.train == [(1.0, str(workplace / "corpus"))]
+    assert config.data.train == [Source(path=str(workplace / "corpus"))]
     assert config.data.tokenizer == str(workplace / "imported" / "tiny" / "tokenizer.json")
     assert (config.checkpoint.load, config.checkpoint.load_what) == (str(workplace / "imported" / "tiny"), "weights")
     assert find(Path("imported/tiny")).manifest.config["model"] == config.model.model_dump(mode="json")
@@ -265,7 +266,7 @@ def test_a_shipped_model_or_one_of_a_size_is_planned_for_the_corpus_and_the_mach
     config = read(out)
     shipped = load_config("gpt_tiny").model
     assert config.model == shipped.model_copy(update={"num_layers": 2})
-    assert config.data.train == [(1.0, str(workplace / "bytes"))] and config.data.tokenizer == "bytes"
+    assert config.data.train == [Source(path=str(workplace / "bytes"))] and config.data.tokenizer == "bytes"
     assert config.checkpoint.load is None and config.parallel.dp == 2
     assert "tokenizer  bytes: " in err and "10,000" in err
     assert "# Made by:  triaxis new --from gpt_tiny --data bytes --tokens 10k model.num_layers=2\n" in out
@@ -301,7 +302,7 @@ def test_a_command_line_of_megatron_is_taken_whole(workplace: Path, capsys: pyte
     Path("args.txt").write_text(MEGATRON)
     out, _ = new(capsys, "--from", "@args.txt", "--vocab-size", "301", "--data", "corpus")
     config = read(out)
-    assert config.model.num_layers == 2 and config.data.train == [(1.0, "corpus")]
+    assert config.model.num_layers == 2 and config.data.train == [Source(path="corpus")]
     assert main(["train", "run.yaml", "--dry-run"]) == 0
     assert new(capsys, "--from", MEGATRON, "--vocab-size", "301", "--data", "corpus")[0] == out
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 16, seq_length: 8, vocab_size: 257}
-data: {train: [[1, corpus]], split: [1, 0, 0]}
+data: {train: corpus, split: [1, 0, 0]}
 train: {global_batch_size: 2}
 precision: {dtype: fp32}
 runtime: {name: run}

@@ -60,7 +60,7 @@ class Runs:
                 "train.micro_batch_size": 1,
                 "train.global_batch_size": MICROBATCHES * dp,
                 "train.steps": steps,
-                "data.train": f"[[1.0, {self.folder / 'corpus'}]]",
+                "data.train": str(self.folder / "corpus"),
                 "data.split": "[1, 0, 0]",
                 "runtime.runs_dir": self.folder / "-".join(map(str, key)),
             }

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.distributed
 MODEL = "num_layers: 2, hidden_size: 32, num_attention_heads: 4, seq_length: 64, vocab_size: 257"
 CONFIG = f"""\
 model: {{{MODEL}}}
-data: {{train: [[1.0, first], [1.0, second]], attention: within, split: [1, 0, 0]}}
+data: {{train: [first, second], attention: within, split: [1, 0, 0]}}
 train: {{global_batch_size: 8, micro_batch_size: 2}}
 optimizer: {{lr: 0.003, lr_schedule: wsd, warmup_tokens: 1024, cooldown_tokens: 2048}}
 precision: {{dtype: float64}}
@@ -38,12 +38,12 @@ phases:
 """
 LAYOUTS = (
     "parallel.tp: 2, parallel.dp: 2",
-    "model.seq_length: 256, data.train: [[3.0, second], [1.0, first]], train.global_batch_size: 2, parallel.tp: 2, "
+    "model.seq_length: 256, data.train: [{path: second, weight: 3}, first], train.global_batch_size: 2, parallel.tp: 2, "
     "parallel.dp: 1, parallel.cp: 2, train.micro_batch_size: 1",
 )
 ALONE = (
     "parallel.dp: 1",
-    "model.seq_length: 256, data.train: [[3.0, second], [1.0, first]], train.global_batch_size: 2",
+    "model.seq_length: 256, data.train: [{path: second, weight: 3}, first], train.global_batch_size: 2",
 )
 NUM_STEPS, EDGE = 9, 5
 """Steps of 512 tokens; the cooldown begins at the edge."""
@@ -132,7 +132,7 @@ def test_each_document_is_read_once_over_both_phases(
 def test_two_decays_share_every_bit_up_to_the_fork(folder: Path) -> None:
     """Two runs that differ behind the fork are one run up to it, and one branches off from the other's checkpoint there."""
     ends = (EDGE * 512, NUM_STEPS * 512)
-    phases = {name: ("parallel.dp: 1", f"data.train: [[1.0, {corpus}]], parallel.dp: 1") for name, corpus in DECAYS}
+    phases = {name: ("parallel.dp: 1", f"data.train: {corpus}, parallel.dp: 1") for name, corpus in DECAYS}
     runs = {name: trained(folder, name, phases[name], ends) for name in phases}
     made = {name: [one["loss"] for one in records(run / "metrics.jsonl")] for name, run in runs.items()}
     forks = [run / "checkpoints" / f"step_{EDGE:08d}" for run in runs.values()]

@@ -80,7 +80,7 @@ class Finished:
 
     @property
     def corpus_entropies(self) -> Entropies:
-        prefix = self.folder / self.config.data.train[0][1]
+        prefix = self.folder / self.config.data.train[0].path
         return entropies(str(prefix), self.config.model.vocab_size)
 
 

@@ -56,7 +56,7 @@ def pasted(err: str) -> list[str]:
         ("--dtype fp8", "precision.dtype=bf16 precision.fp8.recipe=tensorwise"),
         ("--normalization LayerNorm", "model.norm=layernorm"),
         ("--sequence-parallel", "parallel.sequence_parallel=true"),
-        ("--data-path mine_text_document", "data.train='[[1.0, mine_text_document]]'"),
+        ("--data-path mine_text_document", "data.train=mine_text_document"),
         ("--wandb-project mine", "telemetry.wandb.project=mine"),
         ("--overlap-grad-reduce --tp 2", "parallel.tp=2"),
     ],

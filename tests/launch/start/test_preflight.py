@@ -25,7 +25,7 @@ def config(tmp_path: Path, *overrides: str) -> Config:
 
 def test_a_missing_corpus_is_named_and_leaves_no_run_directory(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="nowhere"):
-        look_before_training(config(tmp_path, f'data.train=[[1.0, "{tmp_path / "nowhere"}"]]'), TINY)
+        look_before_training(config(tmp_path, f"data.train={tmp_path / 'nowhere'}"), TINY)
     assert not (tmp_path / "runs").exists()
     llama = load_config(TINY.with_name("llama3_8b.yaml"), [f"runtime.runs_dir={tmp_path / 'runs'}"])
     with pytest.raises(DataError, match=r"--tokenizer llama3\.json --output data/corpus/llama3"):
@@ -40,7 +40,7 @@ def test_a_corpus_of_another_tokenizer_starts_no_ranks(tmp_path: Path) -> None:
     words = {"tokenizer": "other.json", "tokenizer_identity": "0" * 64, "left_out": {}}
     record_path(prefix).write_text(CorpusRecord(**(fields | words)).to_json())  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"prepared with the tokenizer other\.json"):
-        look_before_training(config(tmp_path, f'data.train=[[1.0, "{prefix}"]]'), TINY)
+        look_before_training(config(tmp_path, f"data.train={prefix}"), TINY)
 
 
 def test_a_new_run_may_start(tmp_path: Path) -> None:

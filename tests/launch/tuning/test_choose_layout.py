@@ -49,7 +49,7 @@ def runs(draw: st.DrawFn) -> Config:
         "bias": "none",
     }
     train = {"steps": 10, "global_batch_size": draw(st.integers(1, 100))}
-    data = {"train": [[1.0, "corpus"]]}
+    data = {"train": "corpus"}
     return Config.model_validate({"model": model, "train": train, "data": data})
 
 

@@ -3,7 +3,7 @@
     --tensor-model-parallel-size, ..        parallel
     --num-layers-per-virtual-pipeline-stage parallel.vpp: chunks of that many layers on each rank
     --recompute-granularity, ..             recompute
-    --data-path 30 A 70 B, --split          data: {train: [[30, A], [70, B]], split}
+    --data-path 30 A 70 B, --split          data: {train: [{path: A, weight: 30}, ..], split}
     --save, --save-interval                 checkpoint
     --log-interval, --wandb-project ..      telemetry
 
@@ -221,15 +221,15 @@ def _data(parsed: Parsed, notes: list[str]) -> Fields:
     return data
 
 
-def _blend(parsed: Parsed, name: str) -> list[list[Any]]:
-    """Return [[weight, prefix], ..]; corpora without weights are a problem if there are several."""
+def _blend(parsed: Parsed, name: str) -> list[dict[str, Any]]:
+    """Return our sources; corpora without weights are a problem if there are several."""
     words = parsed.args[name]
     if len(words) == 1:
-        return [[1.0, words[0]]]
+        return [{"path": words[0]}]
     try:
         if len(words) % 2:
             raise ValueError(words)
-        return [[float(weight), prefix] for weight, prefix in zip(words[::2], words[1::2], strict=True)]
+        return [{"path": path, "weight": float(weight)} for weight, path in zip(words[::2], words[1::2], strict=True)]
     except ValueError:
         parsed.problems.append(
             f"{_flag(name)} {' '.join(words)}: must be a weight before each prefix. Without weights Megatron-LM takes the sizes of "

@@ -268,7 +268,7 @@ def test_the_command_says_what_it_wrote_and_what_to_type_next(
         "model.vocab_size=257",
     ):
         assert part in shown
-    assert f"""'data.train=[[1.0,"{tmp_path}/my corpus"]]'""" in shown
+    assert f"'data.train={tmp_path}/my corpus'" in shown
     assert run(*arguments) == 0
     assert "nothing to do" in capsys.readouterr().out
 

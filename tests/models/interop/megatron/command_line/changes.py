@@ -327,17 +327,20 @@ CHANGES: dict[str, tuple[str, str, Changed]] = {
     "data-path": (
         CORPUS.replace("--data-path web", ""),
         "--data-path 30 web 70 code",
-        {"data.train": [[30.0, "web"], [70.0, "code"]], "data.split": [969.0, 30.0, 1.0]},
+        {
+            "data.train": [{"path": "web", "weight": 30.0}, {"path": "code", "weight": 70.0}],
+            "data.split": [969.0, 30.0, 1.0],
+        },
     ),
     "train-data-path": (
         CORPUS.replace("--data-path web", ""),
         "--train-data-path web",
-        {"data.train": [[1.0, "web"]], "data.split": [1.0, 0.0, 0.0]},
+        {"data.train": [{"path": "web"}], "data.split": [1.0, 0.0, 0.0]},
     ),
     "valid-data-path": (
         CORPUS.replace("--data-path", "--train-data-path"),
         "--valid-data-path 1 a 3 b",
-        {"data.valid": [[1.0, "a"], [3.0, "b"]]},
+        {"data.valid": [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 3.0}]},
     ),
     "split": (CORPUS, "--split '99,1'", {"data.split": [99.0, 1.0, 0.0]}),
     "data-cache-path": (CORPUS, "--data-cache-path cache", {"data.cache_dir": "cache"}),

@@ -1,0 +1,45 @@
+"""The corpora of a blend (no torch here).
+
+data:
+  train:
+    - {path: data/web, weight: 0.7, name: web}
+    - {path: data/code, weight: 0.3}
+  valid: data/held_out                              a path alone: the whole blend
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+class Source(BaseModel):
+    """A corpus of a blend. Its path alone stands for one with the defaults."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    path: str = Field(description="of a Megatron .bin/.idx pair, without the ending")
+    weight: float = Field(1.0, gt=0, description="share of the samples, before division by the sum")
+    name: str | None = Field(None, min_length=1, description="for people; null: the last part of the path")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_path(cls, value: Any) -> Any:
+        match value:
+            case [float() | int() as weight, str() as path]:
+                raise ValueError(f"a corpus has names for its values: write {{path: {path}, weight: {weight}}}")
+        return {"path": value} if isinstance(value, str | int) and not isinstance(value, bool) else value
+
+    @property
+    def title(self) -> str:
+        """Return its name in what is printed."""
+        return self.name or Path(self.path).name
+
+
+def _listed(value: Any) -> Any:
+    """Return a list of sources: one alone needs no list."""
+    return [value] if isinstance(value, str | int | Mapping | Source) else value
+
+
+Sources = Annotated[list[Source], BeforeValidator(_listed)]
