@@ -1,4 +1,4 @@
-"""A run of configuration version 1 goes on under today's names. That version has written tests/golden/run_v1; nothing else may."""
+"""A run of configuration version 1 goes on under today's names. That version has written tests/checkpoint/run_v1; nothing else may."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from triaxis.engine.errors import ConfigError
 from triaxis.launch.report.record import read_run
 from triaxis.launch.report.spans import spans_of
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "run_v1"
+GOLDEN = Path(__file__).resolve().parent / "run_v1"
 TODAY = """
 model: {num_layers: 1, hidden_size: 8, num_attention_heads: 2, ffn_hidden_size: 16, vocab_size: 257, vocab_multiple: 1,
         seq_length: 32, tie_embeddings: true}
