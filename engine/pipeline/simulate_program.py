@@ -1,15 +1,13 @@
-"""Event timing of a lowered program: its actions, its posts, and what its messages wait for (no torch here).
+"""Event timing of a lowered program: its actions, and what its messages wait for (no torch here).
 
-    rank 0  |  0F0  |p|  0F1  |p| ...                  actions in order; a post takes the host's time, if any is given
-    0 -> 1          |---F0---|        |---F1---|       one transfer at a time from a rank to another
-    rank 1  |p|................|  0F0  |p|  ...        an action waits for its receive; a receive posted early costs nothing
+    rank 0  |  0F0  |  0F1  | ...                      actions in order; a post takes no time of its rank
+    0 -> 1          |---F0---|---F1---|                one transfer at a time from a rank to another
+    rank 1  |................|  0F0  |  ...            an action waits for its receive; a receive posted early costs nothing
 
 A rank reaches a post when all actions before it have ended. A transfer begins when both ends run the calls that hold it and no
-other transfer uses the channel, which is the way from one rank to another. What a backend adds to this:
-
-    nccl    A call of a group begins behind the call before it of the same group and rank, and ends when all its transfers have:
-            so an action may wait for a message that is not its own. The groups `forward` and `backward` do not wait for each other.
-    gloo    Each transfer is by itself.
+other transfer uses the channel, which is the way from one rank to another. As under NCCL, a call of a group begins after the call
+before it of the same group and rank, and ends when all its transfers have: so an action may wait for a message that is not its own.
+The groups `forward` and `backward` do not wait for each other.
 
 `triaxis.engine.pipeline.simulate` has none of this. With messages that take no time both agree for the costs that `lower`
 placed the posts by. With other costs a tensor may wait for a post that comes after a later action, or for a call before its own.
@@ -17,37 +15,13 @@ placed the posts by. With other costs a tensor may wait for a post that comes af
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from triaxis.engine.errors import ScheduleError, counted
+from triaxis.engine.errors import ScheduleError
 from triaxis.engine.pipeline.actions import Action, Kind, Output
 from triaxis.engine.pipeline.lowering import Direction, Post, Program, Transfer, feeding_transfer
 from triaxis.engine.pipeline.simulate import Costs, Interval, Timeline, check_costs
-
-Backend = Literal["nccl", "gloo"]
-"""Whose rules the calls follow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Messages:
-    """The way in which messages travel; times are in the unit of the costs.
-
-    Attributes:
-        latency: the end of a transfer in which its channel is free for the next; at most `Costs.transfer`, the whole of it.
-        post: what a group call takes of its rank's time for actions (the host, or processors that copy).
-        backend: whose rules the calls follow.
-    """
-
-    latency: float = 0
-    post: float = 0
-    backend: Backend = "nccl"
-
-
-NCCL = Messages()
-"""Channels are busy during all of a transfer, and posts take no time."""
 
 
 class Waits(NamedTuple):
@@ -56,24 +30,22 @@ class Waits(NamedTuple):
     Attributes:
         bubble: what it needs is not computed yet, or it has no more to do.
         messages: what it needs is computed and not here yet.
-        posts: it posts calls.
     """
 
     bubble: float
     messages: float
-    posts: float
 
 
 class Segment(NamedTuple):
     """A piece of the critical path; the next one begins where it ends.
 
     Attributes:
-        what: the action or transfer that runs, or the post that takes its rank's time.
+        what: the action or transfer that runs.
         rank: that runs it; the source of a transfer.
         start, end: in the unit of the costs.
     """
 
-    what: Action | Transfer | Post
+    what: Action | Transfer
     rank: int
     start: float
     end: float
@@ -102,107 +74,41 @@ class ProgramTimeline(Timeline):
     """The intervals of all actions, and the times of all transfers.
 
     Attributes:
-        program: what was timed.
         transfers: in the order in which they began.
         waits: of each rank.
         critical_path: a chain from 0 to the last end, each piece of which had to end before the next could begin.
     """
 
-    program: Program
     transfers: tuple[TransferTime, ...]
     waits: tuple[Waits, ...]
     critical_path: tuple[Segment, ...]
 
-    @cached_property
-    def _by_transfer(self) -> dict[Transfer, TransferTime]:
-        return {each.transfer: each for each in self.transfers}
 
-    def fed_by(self, rank: int, action: Action) -> TransferTime | None:
-        """Return the transfer that an action waits for; None: its input is made on this rank, or it has none."""
-        feeding = feeding_transfer(self.schedule, rank, action)
-        return None if feeding is None else self._by_transfer[feeding]
-
-    def in_flight(self, rank: int) -> list[tuple[float, int]]:
-        """List (time, number from then on) of microbatch-chunks from the start of their F to the end of their B or I.
-
-        Those of stages without a backward are not in flight.
-        """
-        return self._counted(rank, Kind.F, (Kind.B, Kind.I))
-
-    def held(self, rank: int) -> list[tuple[float, int]]:
-        """List (time, number from then on) of microbatch-chunks from the end of their I to the end of their W."""
-        return self._counted(rank, Kind.I, (Kind.W,))
-
-    def _counted(self, rank: int, more: Kind, fewer: Sequence[Kind]) -> list[tuple[float, int]]:
-        now, counted, schedule = 0, [], self.schedule
-        for each in self.intervals[rank]:
-            if not schedule.has_backward(schedule.placement.stage_of(rank, each.action.chunk)):
-                continue
-            if each.action.kind is more:
-                now += 1
-                counted.append((each.start if more is Kind.F else each.end, now))
-            elif each.action.kind in fewer:
-                now -= 1
-                counted.append((each.end, now))
-        return counted
-
-    @property
-    def peak_in_flight(self) -> tuple[int, ...]:
-        """Return the most that each rank has in flight."""
-        return self._peaks(self.in_flight)
-
-    @property
-    def peak_held(self) -> tuple[int, ...]:
-        """Return the most that each rank holds."""
-        return self._peaks(self.held)
-
-    def _peaks(self, counted: Callable[[int], list[tuple[float, int]]]) -> tuple[int, ...]:
-        return tuple(max((number for _, number in counted(rank)), default=0) for rank in range(len(self.intervals)))
-
-
-def simulate_program(program: Program, costs: Costs | Sequence[Costs], messages: Messages = NCCL) -> ProgramTimeline:
+def simulate_program(program: Program, costs: Costs) -> ProgramTimeline:
     """Time every action and every transfer of a program.
 
     Args:
         program: lowered; the very one that would run.
-        costs: of all microbatches, or of each.
-        messages: how they travel.
+        costs: of every microbatch.
 
     Raises:
-        ScheduleError: costs for another number of stages or microbatches, a latency beyond a transfer, a time that is negative or
-            not finite, or instructions that wait for each other.
+        ScheduleError: costs for another number of stages, a time that is negative or not finite, or instructions that wait for each
+            other.
     """
-    schedule = program.schedule
-    per_microbatch = [costs] * schedule.num_microbatches if isinstance(costs, Costs) else list(costs)
-    if len(per_microbatch) != schedule.num_microbatches:
-        raise ScheduleError(
-            f"costs of {counted(len(per_microbatch), 'microbatch', 'microbatches')} for a schedule of {schedule.num_microbatches}: "
-            "one without costs cannot be timed. Give one for each, or one for all."
-        )
-    for each in {id(each): each for each in per_microbatch}.values():
-        check_costs(each, schedule.placement.num_stages)
-        _check_times(each, messages)
-    return _Run(program, per_microbatch, messages).run()
-
-
-def _check_times(costs: Costs, messages: Messages) -> None:
-    times = (*costs.forward, *costs.input_grad, *costs.weight_grad, costs.transfer, messages.latency, messages.post)
+    check_costs(costs, program.schedule.placement.num_stages)
+    times = (*costs.forward, *costs.input_grad, *costs.weight_grad, costs.transfer)
     if wrong := [time for time in times if not 0 <= time < math.inf]:
         raise ScheduleError(
             f"a cost of {wrong[0]}: what ends before it starts, or never, cannot be timed. Give times of 0 or more."
         )
-    if messages.latency > costs.transfer:
-        raise ScheduleError(
-            f"a latency of {messages.latency:g} of transfers that take {costs.transfer:g}: it is a part of them, and a "
-            "channel would be free before it is used. Give a latency from 0 to the time of a transfer."
-        )
+    return _Run(program, costs).run()
 
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """An action or a post on its rank, and what had to end before it."""
+    """An action on its rank, and what had to end before it."""
 
-    what: Action | Post
+    what: Action
     rank: int
     start: float
     end: float
@@ -211,7 +117,7 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A group call of one rank; under gloo, one end of a transfer.
+    """A group call of one rank.
 
     Attributes:
         before: the call of its rank that must end first.
@@ -256,8 +162,8 @@ _Cause = _Piece | _Moving | None
 class _Run:
     """One pass through a program, event by event in the order of time."""
 
-    def __init__(self, program: Program, costs: Sequence[Costs], messages: Messages) -> None:
-        self.program, self.costs, self.messages = program, costs, messages
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.program, self.costs = program, costs
         self.schedule = program.schedule
         pp = self.schedule.placement.pp
         self.next = [0] * pp
@@ -266,7 +172,7 @@ class _Run:
         self.rows: list[list[Interval]] = [[] for _ in range(pp)]
         self.produced: dict[Output, float] = {}
         self.transfers: list[TransferTime] = []
-        self.in_messages, self.in_posts = [0.0] * pp, [0.0] * pp
+        self.in_messages = [0.0] * pp
         self.moving: dict[Transfer, _Moving] = {}
         self.begun: list[_Moving] = []
         self.receives: dict[Transfer, _Call] = {}
@@ -319,7 +225,7 @@ class _Run:
                 self.in_messages[rank] += max(call.end - max(start, self.produced[source]), 0.0)
                 if call.end > start:
                     start, cause = call.end, call.last
-            end = start + self.costs[each.microbatch].of(each.kind, stage)
+            end = start + self.costs.of(each.kind, stage)
             self.rows[rank].append(Interval(each, start, end))
             self.clock[rank], self.latest[rank] = end, _Piece(each, rank, start, end, cause)
             if (output := self.schedule.output_of(stage, each)) is not None:
@@ -327,19 +233,13 @@ class _Run:
             self.next[rank] += 1
 
     def post(self, rank: int, post: Post) -> None:
-        start, end = self.clock[rank], self.clock[rank] + self.messages.post
-        if end > start:
-            self.clock[rank], self.latest[rank] = end, _Piece(post, rank, start, end, self.latest[rank])
-            self.in_posts[rank] += end - start
-        is_grouped = self.messages.backend == "nccl"
-        for transfers in [post.transfers] if is_grouped else [(transfer,) for transfer in post.transfers]:
-            before = self.last_call.get((rank, post.direction)) if is_grouped else None
-            call = _Call(rank, transfers, before, len(transfers), end, self.latest[rank])
-            if before is not None:
-                before.behind = call
-            self.last_call[rank, post.direction] = call
-            self.receives.update((transfer, call) for transfer in transfers if transfer.destination == rank)
-            self.at(end, call)
+        now, before = self.clock[rank], self.last_call.get((rank, post.direction))
+        call = _Call(rank, post.transfers, before, len(post.transfers), now, self.latest[rank])
+        if before is not None:
+            before.behind = call
+        self.last_call[rank, post.direction] = call
+        self.receives.update((transfer, call) for transfer in post.transfers if transfer.destination == rank)
+        self.at(now, call)
 
     def at(self, time: float, subject: _Call | _Moving) -> None:
         self.num_events += 1
@@ -363,9 +263,8 @@ class _Run:
         ends = transfer.source, transfer.destination
         free, user = self.channel.get(ends, (0.0, None))
         moving.start, moving.cause = (free, user) if free > now else (now, cause)
-        whole = self.costs[transfer.microbatch].transfer
-        moving.end = moving.start + whole
-        self.channel[ends] = moving.start + (whole - self.messages.latency), moving
+        moving.end = moving.start + self.costs.transfer
+        self.channel[ends] = moving.end, moving
         self.begun.append(moving)
         self.at(moving.end, moving)
 
@@ -396,12 +295,10 @@ class _Run:
         waits = []
         for rank in range(placement.pp):
             busy = sum(each.end - each.start for each in self.rows[rank])
-            bubble = span - busy - self.in_messages[rank] - self.in_posts[rank]
-            waits.append(Waits(max(bubble, 0.0), self.in_messages[rank], self.in_posts[rank]))
+            waits.append(Waits(max(span - busy - self.in_messages[rank], 0.0), self.in_messages[rank]))
         return ProgramTimeline(
             self.schedule,
             tuple(map(tuple, self.rows)),
-            self.program,
             tuple(transfers),
             tuple(waits),
             _path(self.latest[self.clock.index(span)], span),

@@ -271,6 +271,7 @@ def _times(console: Console, args: argparse.Namespace) -> None:
     else:
         schedule, costs, unit = _of_model(args)
     costs = costs if args.transfer is None else replace(costs, transfer=args.transfer)
+
     timeline = simulate_program(lower(schedule), costs)
     placement = schedule.placement
     console.print(
@@ -279,7 +280,7 @@ def _times(console: Console, args: argparse.Namespace) -> None:
     console.print(
         f"span {significant(timeline.span)}, bubble {timeline.largest_bubble_fraction:.2%} of it on the rank that waits most"
     )
-    console.print(rank_table(timeline))
+    console.print(rank_table(timeline, Programs(schedule).facts))
     console.print(f"critical path: {path_summary(timeline)}")
     for line in path_lines(timeline):
         console.print(f"  {line}", markup=False)

@@ -8,7 +8,6 @@ from pathlib import Path
 from triaxis.engine.errors import ScheduleError
 from triaxis.engine.pipeline.actions import Action, Kind
 from triaxis.engine.pipeline.simulate import Timeline
-from triaxis.engine.pipeline.simulate_program import ProgramTimeline
 from triaxis.engine.pipeline.text import ink, shade
 from triaxis.launch.pictures.charts import WIDTH, scrolling, tick, ticks
 from triaxis.launch.pictures.drawing import element, text, write_picture
@@ -125,13 +124,13 @@ def _rows(
     return parts
 
 
-def _name(timeline: Timeline | ProgramTimeline, action: Action, of: str = "") -> str:
+def _name(timeline: Timeline, action: Action, of: str = "") -> str:
     """Name an action's kind, what it is `of`, and its chunk where a rank has several."""
     chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
     return f"{action.kind.words}{of}{chunk}"
 
 
-def colour_names(timeline: Timeline | ProgramTimeline) -> dict[str, str]:
+def colour_names(timeline: Timeline) -> dict[str, str]:
     """Return what each colour stands for; of many chunks some have the same."""
     used = {Action(each.action.kind, each.action.chunk, 0) for row in timeline.intervals for each in row}
     actions: dict[str, list[Action]] = {}

@@ -8,16 +8,17 @@ from rich.table import Table
 from triaxis.engine.pipeline.actions import Action, Kind
 from triaxis.engine.pipeline.lowering import Transfer
 from triaxis.engine.pipeline.simulate_program import ProgramTimeline
+from triaxis.engine.pipeline.validate import ScheduleFacts
 from triaxis.engine.telemetry.outlets.format import significant
 
 MOST_PIECES = 12
 """Pieces of the critical path that are listed; the pattern repeats."""
 
 
-def rank_table(timeline: ProgramTimeline) -> Table:
+def rank_table(timeline: ProgramTimeline, facts: ScheduleFacts) -> Table:
     """Make the table of ranks: shares of the span, and what is kept at most."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    held = timeline.peak_held
+    held = facts.peak_held
     columns = ["rank", "busy", "bubble", "messages", "in flight", *(["held"] if any(held) else [])]
     for column in columns:
         table.add_column(column, justify="right")
@@ -27,7 +28,7 @@ def rank_table(timeline: ProgramTimeline) -> Table:
             "busy": f"{timeline.busy(rank) / timeline.span:.1%}",
             "bubble": f"{waits.bubble / timeline.span:.1%}",
             "messages": f"{waits.messages / timeline.span:.1%}",
-            "in flight": str(timeline.peak_in_flight[rank]),
+            "in flight": str(facts.peak_in_flight[rank]),
             "held": str(held[rank]),
         }
         table.add_row(*(row[column] for column in columns))
@@ -53,8 +54,7 @@ def path_lines(timeline: ProgramTimeline) -> list[str]:
         if is_transfer:
             words = "; ".join(str(piece.what) for piece in members)
         else:
-            actions = [piece.what for piece in members if isinstance(piece.what, Action)]
-            words = f"rank {rank}: {_shortened(actions)}"
+            words = f"rank {rank}: {_shortened([piece.what for piece in members if isinstance(piece.what, Action)])}"
         lines.append(f"{start} to {end}  {words}")
     if len(lines) > MOST_PIECES:
         half = MOST_PIECES // 2
@@ -65,7 +65,7 @@ def path_lines(timeline: ProgramTimeline) -> list[str]:
 def _shortened(actions: Sequence[Action]) -> str:
     """Name the actions, of many the first and the last."""
     if len(actions) <= 6:
-        return " ".join(map(str, actions)) or "a post"
+        return " ".join(map(str, actions))
     counts = [f"{sum(each.kind is kind for each in actions)} {kind.value}" for kind in Kind]
     listed = ", ".join(count for count in counts if not count.startswith("0 "))
     return f"{actions[0]} {actions[1]} ... {actions[-1]} ({listed})"

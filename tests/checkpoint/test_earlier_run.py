@@ -1,4 +1,4 @@
-"""A run of configuration version 1 goes on under today's names. That version has written tests/checkpoint/run_v1; nothing else may."""
+"""A run of configuration version 1 goes on under today's names. That version wrote tests/checkpoint/run_v1; nothing else may."""
 
 import json
 import shutil
