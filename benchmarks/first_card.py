@@ -69,7 +69,7 @@ def pieces(num_gpus: int, folder: Path) -> Iterator[Piece]:
     """
     triaxis = (sys.executable, "-m", "triaxis.launch.cli")
     pytest = (sys.executable, "-m", "pytest", "-q", "-m", "gpu and not slow")
-    yield Piece("doctor", "card, driver, versions", 5, (*triaxis, "doctor", "--json", str(folder / NODE)))
+    yield Piece("doctor", "card, driver, versions", 5, (*triaxis, "doctor", "--output", str(folder / NODE)))
     yield Piece("gpu-tests", "kernels, memory, streams", 40, (*pytest, "tests", "--ignore=tests/parity"), 1)
     yield Piece("parity", "float64 against plain PyTorch; ranks share a card", 40, (*pytest, "tests/parity"), 1)
     ranks = max(size for size in LAYOUTS if size <= max(num_gpus, 2))

@@ -20,34 +20,28 @@ if TYPE_CHECKING:  # `triaxis --help` imports nothing of ours
     from triaxis.launch.start.command_line import CommandParser
 
 GROUPS = {
-    "train": {
-        "train": "start a training run on this machine, these nodes or this SLURM step",
-        "new": "write a config: of a shipped or Hugging Face model, a size, or a Megatron-LM line, for your corpus",
-        "bench": "train a few steps in some layouts: speed, memory and time of each; or measure this device",
-        "evaluate": "measure loss and perplexity of a text or corpus under the model of a checkpoint",
-        "generate": "continue a prompt with the model of a checkpoint",
-    },
-    "choose and check a layout": {
-        "config": "print or check a configuration",
-        "topology": "show ranks, nodes and groups of a layout, as text or as a picture",
-        "plan": "find the fastest layouts of a config on a cluster, by predicted time and memory",
-        "schedule": "print, draw, check or time a pipeline schedule",
-        "footprint": "run one rank's step of any layout without the machines: memory, traffic and operators",
-        "verify": "prove that a layout trains the same model as one process, or name what differs",
-        "doctor": "compare all nodes, measure the layout's groups, and name what is out of line",
-    },
-    "data and checkpoints": {
+    "a run, from text to a model": {
+        "train": "train on this machine, on several nodes or in a SLURM allocation",
+        "new": "write a config from a model's description, a corpus and a machine",
         "prepare": "turn text into a .bin/.idx corpus",
-        "data": "look into corpora, join and cut them; list the documents that a step has read",
-        "checkpoint": "look into checkpoints: contents, differences, damage, fingerprints",
-        "import": "bring a model in from Hugging Face or Megatron-Core",
+        "plan": "find a cluster's fastest layouts, by predicted time and memory",
+        "verify": "prove that a layout trains as one process does, or name the error",
+        "bench": "measure layouts by a few training steps, or measure the device",
+        "report": "turn a run directory into one HTML page",
+        "evaluate": "measure loss and perplexity of a text under a checkpoint's model",
+        "generate": "continue a prompt with a checkpoint's model",
         "export": "take a checkpoint out to Hugging Face or Megatron-Core",
     },
-    "look at a run": {
-        "report": "turn a run directory into one HTML page, or its ranks' timelines into one file for Perfetto",
-    },
-    "the shell": {
-        "completion": "print the completion of commands and options for a shell",
+    "more": {
+        "config": "print or check a configuration",
+        "topology": "show ranks, nodes and groups of a layout",
+        "schedule": "print, draw, check or time a pipeline schedule",
+        "footprint": "count one rank's memory and traffic in any layout, without GPUs",
+        "doctor": "compare nodes, measure the layout's groups, name what is odd",
+        "data": "look into corpora, join and cut them; list what a step has read",
+        "checkpoint": "look into checkpoints: contents, differences, damage",
+        "import": "bring a model in from Hugging Face or Megatron-Core",
+        "completion": "print the completion of a shell",
     },
 }
 """Subcommands in the order of `triaxis --help`; a summary also heads the `--help` of its command."""
@@ -67,9 +61,9 @@ RENAMED = {
 
 EXAMPLES = """\
 examples:
-  triaxis config check configs/gpt_tiny.yaml
-  triaxis footprint configs/gpt_tiny.yaml --full
-  triaxis train configs/gpt_tiny.yaml train.steps=20
+  triaxis train gpt_tiny train.steps=20
+  triaxis verify gpt_tiny
+  triaxis plan llama3_8b --gpus 64xH100
 
 A command reads its config (or checkpoint, or run directory) as the first word.
 Options and overrides (section.key=value) follow in any order.
@@ -107,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         name = _chosen_and_flushed(arguments)
         # Imported here, so that Ctrl-C during an import is answered like any other.
+        from triaxis.launch.start.command_line import text_aside
         from triaxis.launch.start.import_path import import_variables
         from triaxis.launch.start.process.front import check_words, standard_streams
 
@@ -118,7 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 check_words(arguments)
                 command = command_module(name)
-                return command.run(command_parser(command).parse(arguments[1:]))
+                args = command_parser(command).parse(arguments[1:])
+                with text_aside(args):
+                    return command.run(args)
             except (KeyboardInterrupt, BrokenPipeError):
                 raise
             except Exception as error:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from triaxis.engine.config.phases import put_fields
+from triaxis.engine.config.sources import Source
 
 RENAMED: Mapping[str, str] = {
     "stages": "phases",
@@ -64,5 +65,5 @@ def _source(entry: Any) -> Any:
     """Return a pair of weight and path as the entry that it is today."""
     match entry:
         case [float() | int() as weight, str() as path]:
-            return {"path": path, "weight": float(weight), "name": None}
+            return Source(path=path, weight=weight).model_dump()
     return entry

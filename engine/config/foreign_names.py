@@ -197,6 +197,7 @@ FOREIGN_NAMES = {
     "embd_pdrop": "model.hidden_dropout",
     "torch_dtype": "precision.dtype",
     "max_steps": "train.steps",
+    "steps": "train.steps",
     "per_device_train_batch_size": "train.micro_batch_size",
     "gradient_accumulation_steps": "train.global_batch_size (microbatches follow from it)",
     "learning_rate": "optimizer.lr",
@@ -330,7 +331,6 @@ def our_name(dotted: str) -> str | None:
         return name
     if (meant := FOREIGN_NAMES.get(whole, FOREIGN_NAMES.get(name))) is not None:
         return meant
-    # `steps` is the run's, not those of a trace of it.
     named = sorted((field for field in fields if field.rpartition(".")[2] == name and "." in field), key=_depth)
     alone = [field for field in named if _depth(field) == _depth(named[0])]
     return alone[0] if len(alone) == 1 else None

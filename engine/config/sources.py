@@ -11,7 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 
 class Source(BaseModel):
@@ -30,6 +38,10 @@ class Source(BaseModel):
             case [float() | int() as weight, str() as path]:
                 raise ValueError(f"a corpus has names for its values: write {{path: {path}, weight: {weight}}}")
         return {"path": value} if isinstance(value, str | int) and not isinstance(value, bool) else value
+
+    @model_serializer(mode="wrap")
+    def _without_defaults(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {key: value for key, value in handler(self).items() if value != type(self).model_fields[key].default}
 
     @property
     def title(self) -> str:

@@ -56,7 +56,7 @@ def _phase_lines(phases: Sequence[Mapping[str, Any]], comment: str | None) -> It
 
 def commented_lines(name: str, value: object, comment: str | None, indent: str) -> Iterator[str]:
     """Yield the YAML lines of a field with plain data as its value; the comment follows the first one."""
-    text = yaml.dump({name: value}, Dumper=_ShortLists, allow_unicode=True, width=10_000)
+    text = yaml.dump({name: value}, Dumper=_ShortLists, allow_unicode=True, width=10_000, sort_keys=False)
     first, *rest = text.splitlines()
     first = f"{indent}{first}"
     yield f"{first:<{COMMENT_COLUMN}}  # {comment}" if comment else first

@@ -5,7 +5,6 @@ CONFIG     ->  a few training steps of each layout, on random tokens: speed, mem
 """
 
 import argparse
-import json
 import os
 import shlex
 import sys
@@ -25,10 +24,12 @@ from triaxis.launch.start.command_line import (
     CommandParser,
     above,
     add_dry_run,
-    add_json_file,
+    add_json,
+    add_output,
     add_world_size,
     check_counts,
     layout_overrides,
+    print_json,
     refuse,
     typed,
 )
@@ -48,10 +49,10 @@ from triaxis.launch.tuning.report import Tried, look_at_machine, to_json, to_tex
 
 EXAMPLES = """examples:
   triaxis bench configs/gpt_tiny.yaml
-  triaxis bench configs/gpt_tiny.yaml --steps 10 --layouts 'tp=1;tp=2;tp=2,pp=2' --json tried.json
+  triaxis bench configs/gpt_tiny.yaml --steps 10 --layouts 'tp=1;tp=2;tp=2,pp=2' --output tried.json
   triaxis bench configs/llama3_8b.yaml --gpus 8 --layouts 'tp=1;tp=2,sp=true' model.num_layers=4
-  triaxis bench --device --out this_machine.yaml
-  OMP_NUM_THREADS=1 triaxis bench --device cpu --out this_cpu.yaml
+  triaxis bench --device --output this_machine.yaml
+  OMP_NUM_THREADS=1 triaxis bench --device cpu --output this_cpu.yaml
 
 Each layout is a separate training run on the ranks that `triaxis train` would start on this machine, in a temporary folder: no
 corpus, no warm-up of the learning rate, no checkpoint, no wandb. A layout that is illegal, does not fit or breaks is listed with
@@ -68,7 +69,7 @@ NOTHING_TRAINED = 1
 
 def add_arguments(parser: CommandParser) -> None:
     parser.usage = (
-        "triaxis bench (CONFIG [--layouts 'tp=N,pp=N;...'] [section.key=value ...] | --device --out FILE) [options]"
+        "triaxis bench (CONFIG [--layouts 'tp=N,pp=N;...'] [section.key=value ...] | --device --output FILE) [options]"
     )
     parser.epilog = EXAMPLES
     parser.takes(CONFIG, "model and batch to train", required=False)
@@ -86,7 +87,8 @@ def add_arguments(parser: CommandParser) -> None:
         "are ranks for). Default: the config's own",
     )
     add_world_size(parser, "ranks of each layout whose dp is open (default: the GPUs; on a CPU one replica)")
-    add_json_file(parser)
+    add_json(parser)
+    add_output(parser, "write all numbers there (.json), or with --device the device's file (.yaml)")
     add_dry_run(parser, "print the launch line of each layout; start nothing")
     device = parser.add_argument_group("the device instead")
     device.add_argument(
@@ -96,7 +98,6 @@ def add_arguments(parser: CommandParser) -> None:
         const=AUTO,
         help="measure this machine's device (default: the first GPU where torch can use one, else the CPU)",
     )
-    device.add_argument("--out", type=Path, metavar="FILE", help="the device's file to write (.yaml)")
     device.add_argument(
         "--ranks",
         type=int,
@@ -122,18 +123,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.device is None:
-        if of_device := typed(args, "out", "ranks", "name"):
+        if of_device := typed(args, "ranks", "name"):
             yield f"{', '.join(of_device)} without --device: no device is measured, and nothing would be written. Add --device."
+        elif args.output is not None and args.output.suffix != ".json":
+            yield f"--output {args.output}: numbers end in .json, and --device, for a device's file, is not given. Correct one."
         elif args.config is None:
-            yield "bench needs a config, such as gpt_tiny, or --device and --out: there is nothing to measure. Name one."
+            yield "bench needs a config, such as gpt_tiny, or --device and --output: there is nothing to measure. Name one."
         return
     config = [] if args.config is None else [str(args.config)]
     if of_config := [*config, *args.overrides, *typed(args, "layouts", "json", "world_size", "dry_run")]:
         yield f"--device with {', '.join(of_config)}: the device is measured without a model. Leave one out."
-    if args.out is None:
-        yield "--device without --out: the rates would be lost. Give the device's file to write, such as --out this_machine.yaml."
-    elif args.out.suffix != ".yaml":
-        yield f"--out {args.out}: a device's file ends in .yaml, or no plan would find it. Rename it."
+    if args.output is None:
+        yield "--device without --output: the rates would be lost. Give the device's file, such as --output this_machine.yaml."
+    elif args.output.suffix != ".yaml":
+        yield f"--output {args.output}: a device's file ends in .yaml, or no plan would find it. Rename it."
 
 
 def _device(args: argparse.Namespace) -> None:
@@ -146,7 +149,7 @@ def _device(args: argparse.Namespace) -> None:
     if args.device == "cuda" and not gpus.count:
         refuse([f"--device cuda: torch finds no GPU here. {gpus.problem or gpus.note} Measure the CPU."])
     kind = args.device if args.device != AUTO else "cuda" if gpus.count else "cpu"
-    write_device(args.out, args.name or args.out.stem, kind, num_ranks)
+    write_device(args.output, args.name or args.output.stem, kind, num_ranks)
 
 
 def _layouts(args: argparse.Namespace) -> int:
@@ -187,8 +190,7 @@ def _layouts(args: argparse.Namespace) -> int:
         outcomes=outcomes,
     )
     print(to_text(tried), end="")
-    if args.json is not None:
-        args.json.write_text(json.dumps(to_json(tried), indent=2) + "\n")
+    print_json(args, to_json(tried), args.output)
     return 0 if measured else NOTHING_TRAINED
 
 

@@ -24,7 +24,7 @@ from triaxis.engine.config.optimizer_kinds import EMA
 from triaxis.engine.errors import CheckpointError, attempt_name, counted
 from triaxis.engine.telemetry.outlets.format import compact, significant
 from triaxis.engine.telemetry.record.parameters import MODULES, module_of
-from triaxis.launch.start.command_line import CommandParser, add_checkpoint
+from triaxis.launch.start.command_line import CommandParser, add_checkpoint, print_json
 
 if TYPE_CHECKING:  # they import torch, which takes a second: not for --help
     from triaxis.engine.checkpoint.directory import Candidate
@@ -58,20 +58,16 @@ FIELDS_PER_SECTION = 12
 
 def add_arguments(parser: CommandParser) -> None:
     parser.renamed = {"verify": "`triaxis checkpoint check`"}
-    look = parser.add_verb(
-        "inspect", "print the contents of a checkpoint", "CHECKPOINT [--tensors] [--json]", INSPECT_EXAMPLES
-    )
+    look = parser.add_verb("inspect", "print the contents of a checkpoint", "CHECKPOINT [--tensors]", INSPECT_EXAMPLES)
     look.set_defaults(verb_function=inspect)
     add_checkpoint(look, "path")
     look.add_argument("--tensors", action="store_true", help="list every tensor: shape and dtype")
-    look.add_argument("--json", action="store_true", help="everything but the pieces, for scripts")
 
     summary = "find where two checkpoints differ, whatever layouts wrote them"
-    compare = parser.add_verb("diff", summary, "A B [--json]", DIFF_EXAMPLES)
+    compare = parser.add_verb("diff", summary, "A B", DIFF_EXAMPLES)
     compare.set_defaults(verb_function=diff)
     compare.add_argument("one", type=Path, metavar="A", help="a checkpoint")
     compare.add_argument("other", type=Path, metavar="B", help="a checkpoint of the same model")
-    compare.add_argument("--json", action="store_true", help="for scripts")
 
     files = parser.add_verb("check", "read every byte and check its hash", "CHECKPOINT", CHECK_EXAMPLES)
     files.set_defaults(verb_function=check)
@@ -97,9 +93,6 @@ def inspect(args: argparse.Namespace) -> int:
     from triaxis.engine.checkpoint.directory import find
 
     candidate = find(args.path)
-    if args.json:
-        print(json.dumps(_as_json(candidate), indent=2))
-        return 0
     console = _console()
     manifest = candidate.manifest
     console.print(str(candidate.folder), style="bold", markup=False)
@@ -108,6 +101,7 @@ def inspect(args: argparse.Namespace) -> int:
     console.print(_module_table(manifest))
     if args.tensors:
         console.print(_tensor_table(manifest))
+    print_json(args, _as_json(candidate))
     return 0
 
 
@@ -130,10 +124,8 @@ def diff(args: argparse.Namespace) -> int:
         elif difference.verdict == "other values" and not certain:
             values[key] = compare_values(a, b, *key)
         certain.append(difference)
-    if args.json:
-        print(json.dumps(_diff_as_json(a, b, certain, values, recast), indent=2))
-    else:
-        _show_diff(_console(), a, b, certain, values, recast)
+    _show_diff(_console(), a, b, certain, values, recast)
+    print_json(args, _diff_as_json(a, b, certain, values, recast))
     return 1 if certain else 0
 
 
@@ -144,14 +136,16 @@ def check(args: argparse.Namespace) -> int:
 
     folders = folders_at(args.path)
     console = _console()
-    whole = 0
+    found: dict[str, tuple[str, ...]] = {}
     for folder in folders:
         with _progress(console, folder.name, _data_bytes(folder)) as progress:
             checked = check_files(folder, progress)
         _show_checked(console, checked)
-        whole += not checked.problems
+        found[str(folder)] = checked.problems
+    whole = sum(not problems for problems in found.values())
     if len(folders) > 1:
         console.print(f"{whole} of {len(folders)} checkpoints are complete and undamaged")
+    print_json(args, {"problems": found})
     return 0 if whole == len(folders) else 1
 
 
@@ -166,9 +160,11 @@ def fingerprint(args: argparse.Namespace) -> int:
     for kind, number in stored.items():
         console.print(f"{kind:<12}{number}")
     if not args.recompute:
+        print_json(args, stored)
         return 0
     with _progress(console, "fingerprint", _data_bytes(candidate.folder)) as progress:
         computed = recompute(candidate.folder, candidate.manifest, progress)
+    print_json(args, {"stored": stored, "recomputed": computed})
     if computed == stored:
         console.print("recomputed from the bytes: the same")
         return 0

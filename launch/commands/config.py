@@ -24,15 +24,10 @@ from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.forwards import of_forward
 from triaxis.engine.pipeline.programs import Programs
+from triaxis.engine.storage.redaction import tree_without_secrets
 from triaxis.engine.telemetry.outlets.banner import cp_imbalance_line
 from triaxis.engine.telemetry.record.parameters import num_active
-from triaxis.launch.start.command_line import (
-    CONFIG,
-    CommandParser,
-    add_world_size,
-    check_counts,
-    refuse,
-)
+from triaxis.launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, print_json, refuse
 from triaxis.models.mup import mup_fields
 from triaxis.models.parameter_groups import Grouped, grouped_parameters, groups_have_parameters
 from triaxis.models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
@@ -89,7 +84,9 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the chosen verb; ConfigError with all problems if there are any."""
     if args.verb == "print":
-        print(to_yaml(load_config(args.config, args.overrides, os.environ), describe=True), end="")
+        config = load_config(args.config, args.overrides, os.environ)
+        print(to_yaml(config, describe=True), end="")
+        print_json(args, tree_without_secrets(config.model_dump(mode="json")))
         return 0
     if args.verb == "mup":
         config = load_config(args.config, args.overrides, os.environ)
@@ -98,9 +95,14 @@ def run(args: argparse.Namespace) -> int:
             f"# With the fields of muP, from hidden_size {args.base_hidden_size}: lr, init_std and weight_decay are its own."
         )
         print(to_yaml(given), end="")
+        print_json(args, given.model_dump(mode="json"))
         return 0
     if args.verb == "params":
-        print(_parameters(load_config(args.config, args.overrides, os.environ, more_rules=[groups_have_parameters])))
+        rows = _parameters(load_config(args.config, args.overrides, os.environ, more_rules=[groups_have_parameters]))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print_json(args, [dict(zip(rows[0], row, strict=True)) for row in rows[1:]])
         return 0
     check_counts(world_size=args.world_size, ranks_per_node=args.ranks_per_node)
     if args.gpu_memory is not None and not args.gpu_memory > 0:
@@ -116,6 +118,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"{args.config}: ok")
     shown: list[tuple[str, str]] = []
+    phases: list[dict[str, object]] = []
     for phase in run_phases(config):
         config = at_phase(config, phase.name) if config.phases else config
         derived = _derived(config, args.world_size, args.ranks_per_node, devices)
@@ -127,22 +130,21 @@ def run(args: argparse.Namespace) -> int:
             if (name, value) not in shown:
                 print(f"  {name:<11}{value}")
         shown += derived
+        phases.append({"phase": phase.name, "values": [{"name": name, "value": value} for name, value in derived]})
+    print_json(args, {"config": str(args.config), "phases": phases})
     return 0
 
 
-def _parameters(config: Config) -> str:
-    """Format the parameters as a table; consecutive layers with equal ones are one."""
-    rows = [("parameter", "shape", "lr x", "decay", "group")]
+def _parameters(config: Config) -> list[tuple[str, ...]]:
+    """Return a table of the parameters, its head first; consecutive layers with equal ones are one."""
+    rows: list[tuple[str, ...]] = [("parameter", "shape", "lr x", "decay", "group")]
     for layers, name, one in _by_layers(grouped_parameters(config)):
         rule, group = one.rule, "" if one.number is None else config.optimizer.groups[one.number]["match"]
         kept = "frozen" if one.is_frozen else "not trained"
         update = (kept, "") if rule is None else (f"{rule.lr_factor:g}", f"{rule.weight_decay:g}")
         shape = " x ".join(map(str, one.spec.shape))
         rows.append((name.replace("layers.N.", f"layers.{layers}."), shape, *update, group))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return rows
 
 
 def _by_layers(found: Sequence[Grouped]) -> Iterator[tuple[str, str, Grouped]]:

@@ -10,7 +10,6 @@ A corpus is named by its prefix: the path of the .bin/.idx pair without an endin
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -24,7 +23,7 @@ from triaxis.engine.data.corpus.record import CorpusRecord, read_record
 from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from triaxis.engine.errors import DataError
 from triaxis.launch.report import data_repeats, data_which
-from triaxis.launch.start.command_line import CommandParser, refuse
+from triaxis.launch.start.command_line import CommandParser, print_json, refuse
 
 INSPECT_EXAMPLES = """examples:
   triaxis data inspect data/web
@@ -52,7 +51,6 @@ def add_arguments(parser: CommandParser) -> None:
     look.add_argument(
         "--eod-token", metavar="TOKEN", help="token that ends a document (default: what its record names)"
     )
-    look.add_argument("--json", action="store_true", help="for scripts")
 
     summary = "join corpora of one tokenizer"
     join = parser.add_verb("merge", summary, "PREFIX PREFIX ... --output PREFIX [--force]", MERGE_EXAMPLES)
@@ -95,10 +93,6 @@ def inspect(args: argparse.Namespace) -> int:
     found = describe(corpus, eod_id)
     first = corpus.tokens(0, 0, SHOWN_TOKENS).tolist()
     text = tokenizer.decode(first)[:SHOWN_CHARACTERS] if tokenizer else None
-    if args.json:
-        own = None if record is None else asdict(record)
-        print(json.dumps({**asdict(found), "eod_id": eod_id, "record": own, "first_tokens": first, "first_text": text}))
-        return 0
     console = Console(highlight=False, soft_wrap=True, markup=False)
     sequences = "" if found.sequences == found.documents else f" in {found.sequences:,} sequences"
     seen = "" if found.looked_at == found.documents else f" (of {found.looked_at:,} documents, evenly spaced)"
@@ -118,6 +112,8 @@ def inspect(args: argparse.Namespace) -> int:
     ]
     for name, value in rows:
         console.print(f"{name:<10} {value}")
+    own = None if record is None else asdict(record)
+    print_json(args, {**asdict(found), "eod_id": eod_id, "record": own, "first_tokens": first, "first_text": text})
     return 0
 
 
@@ -156,7 +152,7 @@ def _left_out(record: CorpusRecord | None) -> list[tuple[str, dict[str, list[str
 def merge_corpora(args: argparse.Namespace) -> int:
     """Join corpora and describe the new one."""
     record = merge(args.prefixes, args.output, force=args.force)
-    _show_written(args.output, record)
+    print_json(args, [_show_written(args.output, record)])
     return 0
 
 
@@ -172,8 +168,7 @@ def split_corpus(args: argparse.Namespace) -> int:
             bounds.append(bounds[-1] + int(count))
         bounds.append(num_documents)
     records = split(args.prefix, args.output, bounds, force=args.force)
-    for output, record in zip(args.output, records, strict=True):
-        _show_written(output, record)
+    print_json(args, [_show_written(output, record) for output, record in zip(args.output, records, strict=True)])
     return 0
 
 
@@ -192,9 +187,10 @@ def _numbers(option: str, text: str) -> list[float]:
     return numbers
 
 
-def _show_written(prefix: str, record: CorpusRecord | None) -> None:
+def _show_written(prefix: str, record: CorpusRecord | None) -> dict[str, object]:
     corpus = IndexedTokens(prefix)
     note = "" if record else "; no record, since a corpus that was read has none"
     Console(highlight=False, soft_wrap=True, markup=False).print(
         f"{prefix}: {corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens as {corpus.dtype}{note}"
     )
+    return {"prefix": prefix, "documents": corpus.num_documents, "tokens": corpus.num_tokens}

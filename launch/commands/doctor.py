@@ -6,7 +6,7 @@ import os
 
 from triaxis.engine.errors import ExitCode
 from triaxis.launch.commands.train import request
-from triaxis.launch.start.command_line import CONFIG, CommandParser, add_dry_run, add_json_file, refuse
+from triaxis.launch.start.command_line import CONFIG, CommandParser, add_dry_run, add_json, add_output, refuse
 from triaxis.launch.start.launcher import DEFAULT_CONFIG, Request, launch
 from triaxis.launch.start.process.ending import run_rank
 from triaxis.launch.start.srun_task import is_rank
@@ -14,7 +14,7 @@ from triaxis.launch.start.srun_task import is_rank
 WORKER = "triaxis.launch.doctor.rank"
 EXAMPLES = f"""examples:
   triaxis doctor
-  triaxis doctor configs/gpt_tiny.yaml --json doctor.json
+  triaxis doctor configs/gpt_tiny.yaml --output doctor.json
   srun --ntasks-per-node=8 triaxis doctor configs/llama3_8b.yaml
   torchrun --nnodes 2 --nproc-per-node 8 ... --module triaxis.launch.cli doctor configs/llama3_8b.yaml
 
@@ -38,10 +38,11 @@ ONE_PROCESS = (
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.usage = "triaxis doctor [CONFIG] [--json FILE] [--dry-run] [section.key=value ...]"
+    parser.usage = "triaxis doctor [CONFIG] [--json] [--output FILE] [--dry-run] [section.key=value ...]"
     parser.epilog = EXAMPLES
     parser.takes(CONFIG, "the run whose nodes are checked; without one, this node alone", required=False)
-    add_json_file(parser, "rank 0 writes all facts, rates and findings here")
+    add_json(parser)
+    add_output(parser)
     add_dry_run(parser)
 
 
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             why = "several ranks were started, and no config says which of them form groups: there would be nothing to measure"
             refuse([f"{why}. Name the run's config after `triaxis doctor`."])
         asked = Request(DEFAULT_CONFIG, (*ONE_PROCESS, *asked.overrides), asked.dry_run)
-    flags = () if args.json is None else (f"--json={args.json}",)
+    flags = (*(("--json",) if args.json else ()), *(() if args.output is None else (f"--output={args.output}",)))
     if "RANK" in os.environ:
         run_rank(importlib.import_module(WORKER).main, [str(asked.config_path), *asked.overrides, *flags])
     explained = (ExitCode.OUT_OF_LINE,)

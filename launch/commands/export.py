@@ -8,8 +8,10 @@ from triaxis.launch.commands.convert_megatron import export_megatron
 from triaxis.launch.start.command_line import (
     CommandParser,
     add_checkpoint,
+    add_json,
     add_weights,
     add_weights_only,
+    print_json,
     refuse,
     typed,
 )
@@ -64,6 +66,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--max-shard-gb", type=float, metavar="N", help=f"largest file, in 10^9 bytes (default: {SHARD_GB:g})"
     )
     add_weights_only(parser.add_argument_group("to Megatron-Core"))
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,4 +87,5 @@ def run(args: argparse.Namespace) -> int:
         args.dtype = args.dtype or "source"
         args.max_shard_gb = SHARD_GB if args.max_shard_gb is None else args.max_shard_gb
         export_huggingface(args)
+    print_json(args, {"folder": str(args.out)})
     return 0

@@ -1,7 +1,6 @@
 """`triaxis footprint`: memory, traffic and operators of one rank of any layout in a step, without the machines."""
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -24,10 +23,12 @@ from triaxis.launch.start.command_line import (
     CONFIG,
     CommandParser,
     add_dry_run,
-    add_json_file,
+    add_json,
+    add_output,
     add_world_size,
     check_counts,
     layout_overrides,
+    print_json,
     refuse,
     typed,
 )
@@ -43,7 +44,7 @@ EXAMPLES = """examples:
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,vpp=2,dp=2,sp=true --rank 5
   triaxis footprint configs/llama3_8b.yaml --gpus 64 --full
   triaxis footprint configs/llama3_8b_128k.yaml --gpus 64 kernels.attention=varlen
-  triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=4,dp=64 --rank 511 train.global_batch_size=1024 --json step.json
+  triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=4,dp=64 --rank 511 train.global_batch_size=1024 --output step.json
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=1 --replay
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --rank 5 --real
   triaxis footprint configs/gpt_tiny.yaml --layout tp=2,pp=2,dp=2 --races
@@ -94,7 +95,8 @@ def add_arguments(parser: CommandParser) -> None:
     )
     add_dry_run(parser, "with --measured: print the launch line; start nothing")
     parser.add_argument("--full-size", action="store_true", help="with --races: the config's own sizes, not small ones")
-    add_json_file(parser)
+    add_json(parser)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -133,8 +135,7 @@ def run(args: argparse.Namespace) -> int:
             ranks.append(as_json(config, rank, found) | (_real(console, config, rank, found) if args.real else {}))
         tree["ranks"] = ranks
     print(f"{time.monotonic() - begin:.1f} seconds", file=sys.stderr)
-    if args.json is not None:
-        args.json.write_text(json.dumps(tree, indent=2) + "\n")
+    print_json(args, tree, args.output)
     return 0
 
 
@@ -147,7 +148,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         for option in typed(args, "replay", "real", "full"):
             yield f"--races with {option}: races are searched in other steps, and {option} would do nothing. Leave one out."
     if args.measured:
-        for option in typed(args, "rank", "replay", "real", "full", "races", "json", "world_size"):
+        for option in typed(args, "rank", "replay", "real", "full", "races", "json", "output", "world_size"):
             yield f"--measured with {option}: all ranks run a real step, and {option} would do nothing. Leave one out."
     if args.dry_run and not args.measured:
         yield "--dry-run without --measured: no ranks are started, so there is no line to print. Leave it out, or add --measured."
@@ -165,8 +166,7 @@ def _races(config: Config, args: argparse.Namespace) -> int:
     print(f"two steps, a save and a validation of ranks of {sizes}, with {size} ...", file=sys.stderr)
     found = check_races(Console(highlight=False, soft_wrap=True), config, args.rank)
     print(f"{time.monotonic() - begin:.1f} seconds", file=sys.stderr)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"layout": str(sizes), "ranks": found}, indent=2) + "\n")
+    print_json(args, {"layout": str(sizes), "ranks": found}, args.output)
     return RACES if any(rank["races"] for rank in found) else NO_RACES
 
 

@@ -7,7 +7,15 @@ from pathlib import Path
 from triaxis.engine.errors import CheckpointError
 from triaxis.launch.commands.convert_huggingface import import_huggingface
 from triaxis.launch.commands.convert_megatron import import_megatron
-from triaxis.launch.start.command_line import CommandParser, add_ignore, add_weights_only, refuse, typed
+from triaxis.launch.start.command_line import (
+    CommandParser,
+    add_ignore,
+    add_json,
+    add_weights_only,
+    print_json,
+    refuse,
+    typed,
+)
 
 EXAMPLES = """examples:
   triaxis import models/Qwen3-0.6B checkpoints/qwen3
@@ -47,6 +55,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--vocab-size", type=int, metavar="N", help="tokens of the tokenizer: rows beyond are padding and are dropped"
     )
     add_weights_only(megatron)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,4 +75,5 @@ def run(args: argparse.Namespace) -> int:
     )
     args.dtype = args.dtype or "source"
     import_megatron(args) if is_megatron else import_huggingface(args)
+    print_json(args, {"folder": str(args.out)})
     return 0

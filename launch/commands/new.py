@@ -24,6 +24,7 @@ from triaxis.engine.config.load import load_config, override
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.config.plan import batch_plan
 from triaxis.engine.config.shipped import config_path, nearest_names
+from triaxis.engine.config.yaml_text import read_yaml
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.matching import MOST_IDS, Match, match_tokenizer
 from triaxis.engine.data.corpus.record import read_record
@@ -31,7 +32,7 @@ from triaxis.engine.data.corpus.tokenizers import BYTES, TOKENIZER_JSON
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.program import triaxis
 from triaxis.launch.commands.convert_huggingface import import_source, import_weights
-from triaxis.launch.start.command_line import CommandParser, add_ignore, refuse, typed
+from triaxis.launch.start.command_line import CommandParser, add_ignore, add_json, print_json, refuse, typed
 from triaxis.launch.tuning.machine import this_machine, written_machine
 from triaxis.launch.tuning.model_of_size import model_of_size
 from triaxis.launch.tuning.planned_run import PlannedRun, plan_run, to_commented_yaml
@@ -76,7 +77,7 @@ USELESS: Mapping[str, tuple[str, ...]] = {
     SIZE: ("weights", "ignore", "vocab_size"),
     CONFIG: ("weights", "ignore", "vocab_size"),
     HUGGING_FACE: ("vocab_size",),
-    MEGATRON: ("tokens", "gpus", "out", "seq_length", "weights"),
+    MEGATRON: ("tokens", "gpus", "output", "seq_length", "weights"),
 }
 """Options that each kind leaves nothing to."""
 
@@ -133,7 +134,7 @@ def add_arguments(parser: CommandParser) -> None:
     )
     parser.add_argument("--weights", action="store_true", help="go on from the weights of a Hugging Face folder")
     parser.add_argument(
-        "--out",
+        "--output",
         type=Path,
         metavar="DIR",
         help=f"with --weights: folder of the import (default: {IMPORTED}/FOLDER's name)",
@@ -142,6 +143,7 @@ def add_arguments(parser: CommandParser) -> None:
         "--vocab-size", type=int, metavar="N", help="of Megatron's tokenizer, where its words do not say it"
     )
     add_ignore(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -150,7 +152,7 @@ def run(args: argparse.Namespace) -> int:
     refuse(_problems(args, kind))
     if kind == MEGATRON:
         corpus = [] if args.data is None else ["--data-path", shlex.quote(args.data)]
-        print(from_command_line([args.source, *corpus], args.vocab_size, args.ignore), end="", flush=True)
+        _print_config(args, from_command_line([args.source, *corpus], args.vocab_size, args.ignore))
         return 0
     machine = this_machine(os.environ) if args.gpus is None else written_machine(args.gpus)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
@@ -159,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     num_tokens = (
         TOKENS_PER_PARAMETER * num_parameters(described) if args.tokens is None else _number(args.tokens, "--tokens")
     )
-    out = args.out or IMPORTED / (model.folder.resolve().name if model.folder is not None else "model")
+    out = args.output or IMPORTED / (model.folder.resolve().name if model.folder is not None else "model")
     match = None
     if args.data is not None:
         own = tokenizers_of(model.folder) if model.folder is not None else []
@@ -180,10 +182,15 @@ def run(args: argparse.Namespace) -> int:
         else:
             import_weights(model.found, model.folder, out, "source", console)
             console.print(f"weights    {out}")
-    print(to_commented_yaml(planned, _heading(args, model, planned)), end="", flush=True)
+    _print_config(args, to_commented_yaml(planned, _heading(args, model, planned)))
     if not sys.stdout.isatty():
         console.print(f"train with the YAML on stdout:  {triaxis('train run.yaml')}")
     return 0
+
+
+def _print_config(args: argparse.Namespace, text: str) -> None:
+    print(text, end="", flush=True)
+    print_json(args, read_yaml(text))
 
 
 def _kind(args: argparse.Namespace) -> str:
@@ -212,8 +219,10 @@ def _problems(args: argparse.Namespace, kind: str) -> list[str]:
             for word in args.overrides
             if word.partition(".")[0] not in OWN_SECTIONS or "=" not in word
         ]
-    if args.out is not None and not args.weights:
-        problems.append("--out without --weights: nothing is imported, and the config goes to stdout. Add --weights.")
+    if args.output is not None and not args.weights:
+        problems.append(
+            "--output without --weights: nothing is imported, and the config goes to stdout. Add --weights."
+        )
     is_name = kind == HUGGING_FACE and "/" not in args.source and not _path(args).exists()
     if is_name and (names := nearest_names(args.source)):
         problems.append(f"--from {args.source}: there is no such config or folder. Did you mean {' or '.join(names)}?")
@@ -320,7 +329,7 @@ def _lasting_name(name: str, model: _Model, out: Path) -> str:
 def _heading(args: argparse.Namespace, model: _Model, planned: PlannedRun) -> str:
     source = ["--size", args.size] if args.size is not None else ["--from", args.source]
     words = ["triaxis", "new", *source, *(["--weights"] if args.weights else [])]
-    for option in ("data", "tokens", "gpus", "out", "seq_length"):
+    for option in ("data", "tokens", "gpus", "output", "seq_length"):
         if (value := getattr(args, option)) is not None:
             words += [f"--{option.replace('_', '-')}", str(value)]
     words += [word for key in args.ignore for word in ("--ignore", key)] + args.overrides

@@ -17,16 +17,25 @@ from triaxis.engine.storage.redaction import unwritable
 from triaxis.launch.planning import standing
 from triaxis.launch.planning.page import render
 from triaxis.launch.planning.search import Found, search
-from triaxis.launch.planning.text import plan_console, show
+from triaxis.launch.planning.text import as_json, plan_console, show
 from triaxis.launch.planning.validate import lines, validate
-from triaxis.launch.start.command_line import CONFIG, CommandParser, check_counts, refuse
+from triaxis.launch.start.command_line import (
+    CONFIG,
+    CommandParser,
+    add_json,
+    check_counts,
+    open_page,
+    print_json,
+    refuse,
+    typed,
+)
 from triaxis.models.predict.rank_memory import GB
 from triaxis.models.predict.step_time.cluster import Cluster, cluster_at
 
 EXAMPLES = """examples:
   triaxis plan configs/llama3_8b.yaml --gpus 64xH100
-  triaxis plan configs/llama3_8b.yaml --cluster configs/clusters/h100_64.yaml --tokens 15T --out plan.yaml
-  triaxis plan configs/llama3_70b.yaml --gpus 64xH100 --page plan.html
+  triaxis plan configs/llama3_8b.yaml --cluster configs/clusters/h100_64.yaml --tokens 15T --output plan.yaml
+  triaxis plan configs/llama3_70b.yaml --gpus 64xH100 --output plan.html --open
   triaxis plan --validate published_runs.csv
 
 All layouts that keep the rules are timed by a formula, the memory of the fastest is predicted, and the schedules of those that
@@ -37,6 +46,7 @@ DEFAULT_MARGIN = 5.0
 """GB of a device that no layout may fill: what operators need while they run, and the error of a prediction."""
 
 SECONDS_PER_HOUR = 3600
+PAGE = ".html"
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -65,10 +75,16 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--top", type=int, default=DEFAULT_TOP, metavar="N", help=f"layouts to list (default: {DEFAULT_TOP})"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the config of the fastest layout there")
     parser.add_argument(
-        "--page", type=Path, metavar="FILE", help="write an HTML page there: Pareto plot, memory, schedule, rank map"
+        "--output",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help=".yaml: the config of the fastest layout; .html: a page with Pareto plot, memory, schedule, rank map. May be repeated",
     )
+    parser.add_argument("--open", action="store_true", help="open the page in the browser")
+    add_json(parser)
     parser.add_argument(
         "--validate",
         type=Path,
@@ -107,19 +123,23 @@ def run(args: argparse.Namespace) -> int:
     budget = "" if tokens is None else _budget(plan.best, cluster, tokens)
     if budget:
         console.print(budget)
-    if args.page is not None:
-        _write(args.page, render(plan, str(args.config), budget))
-        print(f"wrote {args.page}; open it in a browser")
-    if args.out is not None:
-        _write(args.out, to_yaml(plan.best.config, describe=True))
-        print(f"wrote {args.out}; train with  " + triaxis(f"train {shlex.quote(str(args.out))}"))
+    for path in args.output:
+        if path.suffix == PAGE:
+            _write(path, render(plan, str(args.config), budget))
+            print(f"wrote {path}; open it in a browser")
+            open_page(args, path)
+        else:
+            _write(path, to_yaml(plan.best.config, describe=True))
+            print(f"wrote {path}; train with  " + triaxis(f"train {shlex.quote(str(path))}"))
+    print_json(args, as_json(plan, args.top))
     return 0
 
 
 def _validate(args: argparse.Namespace) -> int:
     """Compare predictions with published runs; the rates are those of shipped devices, so nothing else can be chosen."""
-    others = ("config", "gpus", "cluster", "tokens", "expert_load", "out", "page")
-    if given := [name for name in others if getattr(args, name) is not None] + [*args.overrides]:
+    others = ("config", "gpus", "cluster", "tokens", "expert_load")
+    given = [name for name in others if getattr(args, name) is not None]
+    if given := [*given, *typed(args, "output", "open", "json"), *args.overrides]:
         refuse(
             [
                 f"--validate reads models and clusters from its table: {', '.join(given)} would have no effect. Leave it out."
@@ -154,12 +174,14 @@ def _budget(best: Found, cluster: Cluster, tokens: int) -> str:
 
 def _check_endings(args: argparse.Namespace) -> None:
     """Refuse files whose name means another form than what is written, before the search."""
-    wanted = (("--page", args.page, ".html"), ("--out", args.out, ".yaml"))
-    refuse(
-        f"{option} {path}: what is written there ends in {ending}, or programs would misread it. Rename it."
-        for option, path, ending in wanted
-        if path is not None and path.suffix != ending
-    )
+    problems = [
+        f"--output {path}: a config ends in .yaml and a page in {PAGE}, or programs would misread it. Rename it."
+        for path in args.output
+        if path.suffix not in (".yaml", PAGE)
+    ]
+    if args.open and not any(path.suffix == PAGE for path in args.output):
+        problems.append(f"--open without a page: add --output plan{PAGE}.")
+    refuse(problems)
 
 
 def _write(path: Path, text: str) -> None:

@@ -9,6 +9,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
@@ -23,6 +24,7 @@ from triaxis.engine.data.corpus.stdlib import STDLIB_BYTES, stdlib_files
 from triaxis.engine.data.corpus.train_bpe import TRAINING_BYTES, size_to_train
 from triaxis.engine.errors import DataError, counted
 from triaxis.engine.program import triaxis
+from triaxis.launch.start.command_line import add_json, print_json
 
 EXAMPLES = """examples:
   triaxis prepare --stdlib --tokenizer bytes --output data/stdlib
@@ -62,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="processes (default: one per usable core); the corpus is the same for any number",
     )
+    add_json(parser)
     parser.add_argument("--quiet", action="store_true", help="print progress alone, no description of the corpus")
     parser.add_argument("--force", action="store_true", help="prepare again, and replace another corpus of that name")
 
@@ -138,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
         prepared = prepare(request, num_workers=args.workers, force=args.force, progress=progress)
     if not args.quiet:
         show_prepared(console, args.output, prepared)
+    print_json(args, asdict(prepared.record))
     return 0
 
 

@@ -12,12 +12,12 @@ from triaxis.engine.storage.files import write_atomically
 from triaxis.engine.telemetry.timing.timeline import merge
 from triaxis.launch.report.page import render
 from triaxis.launch.report.record import read_run
-from triaxis.launch.start.command_line import refuse, typed
+from triaxis.launch.start.command_line import add_json, add_open, add_output, open_page, print_json, refuse, typed
 from triaxis.models.predict.step_time.cluster import cluster_at
 
 EXAMPLES = """examples:
   triaxis report runs/gpt_tiny
-  triaxis report runs/gpt_tiny --out gpt_tiny.html
+  triaxis report runs/gpt_tiny --output gpt_tiny.html --open
   triaxis report runs/llama3_8b --cluster configs/clusters/h100_64.yaml
   triaxis report runs/gpt_tiny --timeline
 
@@ -27,7 +27,7 @@ that of the newest attempt that was traced (telemetry.timeline), also of a run t
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "triaxis report RUN_DIR [--cluster FILE|NxGPU] [--out FILE] | --timeline"
+    parser.usage = "triaxis report RUN_DIR [--cluster FILE|NxGPU] [--output FILE] [--open] | --timeline"
     parser.epilog = EXAMPLES
     parser.add_argument("run", type=Path, metavar="RUN_DIR", help="a run directory, such as runs/gpt_tiny")
     parser.add_argument(
@@ -38,7 +38,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeline", action="store_true", help="instead: put the timelines of all ranks together, for Perfetto"
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="where the page goes (default: RUN_DIR/report.html)")
+    add_output(parser, "where the page goes (default: RUN_DIR/report.html)")
+    add_open(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,18 +49,22 @@ def run(args: argparse.Namespace) -> int:
     With --timeline, write that file and name it; TriaxisError where no rank wrote anything.
     """
     if args.timeline:
-        useless = typed(args, "cluster", "out")
+        useless = typed(args, "cluster", "output", "open")
         refuse(f"{word} with --timeline: it is for the page, which is not made. Leave one out." for word in useless)
-        print(merge(args.run))
+        merged = merge(args.run)
+        print(merged)
+        print_json(args, {"timeline": str(merged)})
         return 0
     cluster = None if args.cluster is None else cluster_at(args.cluster)
     page = render(read_run(args.run), time.time(), cluster)
-    out = args.out or args.run / "report.html"
+    out = args.output or args.run / "report.html"
     try:
         write_atomically(out, [page.encode()])
     except OSError as error:
         raise TriaxisError(
-            f"the page cannot be written to {out}: {error.strerror or error}. Give another place with --out FILE."
+            f"the page cannot be written to {out}: {error.strerror or error}. Give another place with --output FILE."
         ) from None
     print(f"{out}: {len(page.encode()) / 1e3:,.0f} kB; open it in a browser")
+    open_page(args, out)
+    print_json(args, {"page": str(out)})
     return 0

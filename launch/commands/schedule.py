@@ -8,7 +8,6 @@ times    the same, and costs    ->  bubble and waits of each rank, what it keeps
 import argparse
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -26,7 +25,18 @@ from triaxis.engine.pipeline.text import program_to_text, render_timeline, to_te
 from triaxis.engine.telemetry.outlets.format import significant
 from triaxis.launch.pictures.schedule_picture import draw_schedule
 from triaxis.launch.pictures.schedule_times import path_lines, path_summary, rank_table
-from triaxis.launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse, typed
+from triaxis.launch.start.command_line import (
+    CONFIG,
+    CommandParser,
+    add_open,
+    add_output,
+    add_world_size,
+    check_counts,
+    open_page,
+    print_json,
+    refuse,
+    typed,
+)
 
 if TYPE_CHECKING:
     from triaxis.engine.config.tree import Config
@@ -35,7 +45,7 @@ PRINT_EXAMPLES = """examples:
   triaxis schedule print configs/gpt_tiny.yaml --form timeline
   triaxis schedule print --pp 4 --microbatches 8
   triaxis schedule print --pp 4 --vpp 2 --microbatches 8 --form timeline
-  triaxis schedule print --pp 4 --vpp 2 --microbatches 8 --form svg --out schedule.svg
+  triaxis schedule print --pp 4 --vpp 2 --microbatches 8 --form svg --output schedule.svg
 """
 CHECK_EXAMPLES = """examples:
   triaxis schedule check --pp 4 --vpp 2 --microbatches 8
@@ -59,7 +69,7 @@ USUAL_ROUNDS = 4
 
 
 def add_arguments(parser: CommandParser) -> None:
-    words = "(CONFIG [--gpus N] | --pp P [--vpp V] --microbatches M) [--form FORM] [--out FILE]"
+    words = "(CONFIG [--gpus N] | --pp P [--vpp V] --microbatches M) [--form FORM] [--output FILE]"
     show = parser.add_verb("print", "print or draw a pipeline schedule, of a config or of sizes", words, PRINT_EXAMPLES)
     add_sizes(show)
     show.add_argument(
@@ -68,7 +78,8 @@ def add_arguments(parser: CommandParser) -> None:
         default="text",
         help="text: the actions (default); program: with sends and receives; timeline: drawn in the terminal; svg: a picture",
     )
-    show.add_argument("--out", type=Path, metavar="FILE", help="write there instead of to the terminal; svg needs it")
+    add_output(show, "write there instead of to the terminal; svg needs it")
+    add_open(show)
     words = "(CONFIG [--gpus N] [section.key=value ...] | --pp P [--vpp V] --microbatches M) [options]"
     summary = "prove that a schedule is complete, in order and free of deadlock under rules stricter than NCCL's"
     add_sizes(parser.add_verb("check", summary, words, CHECK_EXAMPLES))
@@ -113,9 +124,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     schedules_of_a_run = [asked_for(args)] if args.config is None else _of_config(console, args)
     if args.verb == "print":
-        _print(console, schedules_of_a_run[0], args.form, args.out)
+        _print(console, schedules_of_a_run[0], args)
     else:
-        _check(console, schedules_of_a_run)
+        _check(console, schedules_of_a_run, args)
     return 0
 
 
@@ -209,11 +220,14 @@ def _timeline(schedule: Schedule) -> Timeline:
     return simulate(schedule, Costs.uniform(schedule.placement.num_stages, 1, half, half))
 
 
-def _print(console: Console, schedule: Schedule, form: str, out: Path | None) -> None:
+def _print(console: Console, schedule: Schedule, args: argparse.Namespace) -> None:
+    form, out = args.form, args.output
+    if args.open and form != "svg":
+        refuse([f"--open with --form {form}: it is text. Add --form svg."])
     if form == "svg":
         if out is None:
             raise ScheduleError(
-                "--form svg without --out: a picture cannot go to the terminal. Add --out schedule.svg, or take --form timeline."
+                "--form svg without --output: a terminal shows no picture. Add --output schedule.svg, or take --form timeline."
             )
         draw_schedule(_timeline(schedule), out)
     elif form == "timeline":
@@ -231,9 +245,12 @@ def _print(console: Console, schedule: Schedule, form: str, out: Path | None) ->
             out.write_text(text, encoding="utf-8")
     if out is not None:
         console.print(f"wrote {out}")
+        open_page(args, out)
+    print_json(args, {**_names(schedule), "actions": [list(map(str, row)) for row in schedule.actions]})
 
 
-def _check(console: Console, to_check: list[Schedule]) -> None:
+def _check(console: Console, to_check: list[Schedule], args: argparse.Namespace) -> None:
+    shown = []
     for schedule in to_check:
         facts = Programs(schedule).facts
         placement = schedule.placement
@@ -254,11 +271,13 @@ def _check(console: Console, to_check: list[Schedule]) -> None:
         for rank, values in enumerate(zip(*columns.values(), strict=True)):
             table.add_row(str(rank), *map(str, values), f"{timeline.bubble_fraction(rank):.1%}")
         console.print(table)
+        shown.append({**_names(schedule), **{name.replace(" ", "_"): list(values) for name, values in columns.items()}})
     console.print(
         "in flight: microbatch-chunks whose activations are kept; held: those whose weight gradients wait; "
         "early receives: per direction and chunk; "
         f"idle: of the span, a backward taking {BACKWARD_COST} forwards and transfers nothing"
     )
+    print_json(args, shown)
 
 
 def _times(console: Console, args: argparse.Namespace) -> None:
@@ -288,6 +307,13 @@ def _times(console: Console, args: argparse.Namespace) -> None:
         "bubble: what the rank needs is not computed yet; messages: it is computed and on its way; in flight: microbatch-chunks "
         "whose activations are kept; held: those whose weight gradients wait"
     )
+    waits = [{"rank": rank, "busy": timeline.busy(rank), **one._asdict()} for rank, one in enumerate(timeline.waits)]
+    print_json(args, {**_names(schedule), "unit": unit, "span": timeline.span, "ranks": waits})
+
+
+def _names(schedule: Schedule) -> dict[str, object]:
+    placement = schedule.placement
+    return {"name": schedule.name, "pp": placement.pp, "vpp": placement.vpp, "microbatches": schedule.num_microbatches}
 
 
 def _of_model(args: argparse.Namespace) -> tuple[Schedule, Costs, str]:

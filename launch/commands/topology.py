@@ -1,26 +1,37 @@
 """`triaxis topology`: the node of each rank, the groups it belongs to, and their links; no process is started.
 
 sizes, or a config and a world size  ->  RankGrid  ->  nodes and groups as text (launch/pictures/topology_text.py)
-                                                   ->  with --out a picture     (launch/pictures/topology_picture.py)
+                                                   ->  with --output a picture  (launch/pictures/topology_picture.py)
 """
 
 import argparse
 import os
-from pathlib import Path
+from dataclasses import asdict
 
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.config.tree import Config, require_legal
 from triaxis.engine.errors import TopologyError
-from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.layout.rank_grid import AXES, ParallelSizes, RankGrid
 from triaxis.launch.pictures.drawing import check_path
 from triaxis.launch.pictures.topology_picture import draw_topology
 from triaxis.launch.pictures.topology_text import describe_layout
-from triaxis.launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, refuse
+from triaxis.launch.start.command_line import (
+    CONFIG,
+    CommandParser,
+    add_json,
+    add_open,
+    add_output,
+    add_world_size,
+    check_counts,
+    open_page,
+    print_json,
+    refuse,
+)
 
 EXAMPLES = """examples:
   triaxis topology --tp 2 --pp 2 --dp 4 --ranks-per-node 8
-  triaxis topology --tp 8 --pp 8 --dp 16 --ranks-per-node 8 --out layout.svg
+  triaxis topology --tp 8 --pp 8 --dp 16 --ranks-per-node 8 --output layout.svg
   triaxis topology configs/llama3_8b.yaml --gpus 64 --ranks-per-node 8
 """
 
@@ -40,7 +51,9 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--allow-tp-across-nodes", action="store_true", help="show a layout whose tensor-parallel groups span nodes"
     )
-    parser.add_argument("--out", type=Path, metavar="SVG", help="draw it too, into this file")
+    add_output(parser, "draw it too, into this .svg")
+    add_open(parser)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,17 +63,24 @@ def run(args: argparse.Namespace) -> int:
         raise TopologyError(
             f"--ranks-per-node {args.ranks_per_node}: a node has at least 1 rank, else there are no nodes."
         )
-    if args.out is not None:
-        check_path(args.out)
+    if args.output is not None:
+        check_path(args.output)
+    elif args.open:
+        refuse(["--open without a picture: add --output layout.svg."])
     config, sizes = _sizes(args)
     allow, per_node = args.allow_tp_across_nodes, args.ranks_per_node
     if config is not None:
         allow, per_node = allow or config.parallel.allow_tp_across_nodes, per_node or config.runtime.ranks_per_node
     grid = RankGrid(sizes, per_node, allow_tp_across_nodes=allow)
     print(describe_layout(grid, config.model if config is not None else None), end="")
-    if args.out is not None:
-        draw_topology(grid, args.out)
-        print(f"\npicture: {args.out}")
+    if args.output is not None:
+        draw_topology(grid, args.output)
+        print(f"\npicture: {args.output}")
+        open_page(args, args.output)
+    ranks = [
+        {"rank": rank, "node": grid.node(rank), **asdict(grid.coordinates(rank))} for rank in range(grid.world_size)
+    ]
+    print_json(args, {"layout": str(sizes), "ranks": ranks, "groups": {axis: grid.groups(axis) for axis in AXES}})
     return 0
 
 

@@ -1,9 +1,8 @@
 """`triaxis verify`: proof that a layout trains the same model as one process, or the first thing that differs."""
 
 import argparse
-import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Literal
 
@@ -22,8 +21,10 @@ from triaxis.launch.start.command_line import (
     CommandParser,
     above,
     add_dry_run,
-    add_json_file,
+    add_json,
+    add_output,
     layout_overrides,
+    print_json,
     refuse,
 )
 from triaxis.launch.verify.covering import Row
@@ -35,7 +36,7 @@ from triaxis.launch.verify.verdict.judge import Difference, Verdict
 
 EXAMPLES = """examples:
   triaxis verify configs/gpt_tiny.yaml --layout tp=4,pp=2,vpp=2,dp=1
-  triaxis verify configs/gpt_tiny.yaml --layout tp=2,dp=2,sp=false --full-size --steps 5 --json certificate.json
+  triaxis verify configs/gpt_tiny.yaml --layout tp=2,dp=2,sp=false --full-size --steps 5 --output certificate.json
   triaxis verify configs/gpt_tiny.yaml model.num_kv_heads=2 --layout tp=4,dp=1
   triaxis verify --matrix
   triaxis verify configs/gpt_tiny.yaml --oracle megatron-core
@@ -92,7 +93,8 @@ def add_arguments(parser: CommandParser) -> None:
     )
     parser.add_argument("--full-size", action="store_true", help="the config's own sizes instead of small ones")
     add_dry_run(parser, "print both launch lines; start nothing")
-    add_json_file(parser, "write the certificate here as well")
+    add_json(parser)
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -122,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"error: {error}; nothing was compared", file=sys.stderr)
         return UNUSABLE
     show_certificate(console, asked, verdict)
-    _write_json(args, certificate(asked, verdict))
+    print_json(args, certificate(asked, verdict), args.output)
     return EQUAL if verdict.equal else DIFFERENT
 
 
@@ -167,7 +169,7 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
             num_different += 1
             show_certificate(console, asked, verdict)
         certificates.append({"features": row} | certificate(asked, verdict))
-    _write_json(args, {"equal": not num_different, "trials": certificates})
+    print_json(args, {"equal": not num_different, "trials": certificates}, args.output)
     steps = counted(args.steps, "step")
     if num_different:
         console.print(f"[bold red]{num_different} of {len(trials)} layouts do not train the same model.[/]")
@@ -204,7 +206,7 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
         print(f"error: {error}; not everything was compared", file=sys.stderr)
         return UNUSABLE
     oracle = {"name": asked.oracle, "version": asked.version, "what": ORACLES[asked.oracle][1]}
-    _write_json(args, {"equal": is_equal, "oracle": oracle, "trials": certificates})
+    print_json(args, {"equal": is_equal, "oracle": oracle, "trials": certificates}, args.output)
     return EQUAL if is_equal else DIFFERENT
 
 
@@ -215,11 +217,6 @@ def _features(row: Row) -> str:
     words += [f"experts {row['experts']}" if row["experts"] != "whole" else ""]
     words += [f"micro batch {row['micro batch']}" if row["micro batch"] != 1 else ""]
     return f"{row['model']}: " + ", ".join(word for word in words if word)
-
-
-def _write_json(args: argparse.Namespace, content: Mapping[str, object]) -> None:
-    if args.json is not None:
-        args.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> dict[str, object]:

@@ -1,10 +1,10 @@
 """The rank of `triaxis doctor`: joins as for training, collects facts, measures; rank 0 reports."""
 
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from json import dumps, loads
 from pathlib import Path
 
 from rich.console import Console
@@ -30,18 +30,19 @@ from triaxis.launch.doctor.phases import node_paths
 from triaxis.launch.doctor.plan import NODE_PATH_BYTES, data_files, folders, message_sizes, needs
 from triaxis.launch.doctor.rates import all_equal, best
 from triaxis.launch.doctor.records import Examination, Finding, Level, RankFacts, Size
-from triaxis.launch.doctor.report import WIDTH, show, write_json
+from triaxis.launch.doctor.report import WIDTH, as_json, show
 from triaxis.launch.rank.join import join_run
 
-JSON_FLAG = "--json="
+JSON_FLAG = "--json"
+OUTPUT_FLAG = "--output="
 
 MOST_MEASUREMENTS = 3
 """A slow rate is measured again: a broken link stays slow, a disturbed one does not."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of `[config.yaml, section.key=value ..., --json=FILE]`; every rank ends with the same exit code."""
-    with join_run([word for word in argv if not word.startswith(JSON_FLAG)]) as rank:
+    """Run one rank of `[config.yaml, section.key=value ..., --json, --output=FILE]`; every rank ends with the same exit code."""
+    with join_run([word for word in argv if not word.startswith((JSON_FLAG, OUTPUT_FLAG))]) as rank:
         seen = examine(rank.topology, rank.config)
         findings = judge(seen)
         if rank.number == 0:
@@ -52,15 +53,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report(argv: Sequence[str], topology: Topology, seen: Examination, findings: Sequence[Finding]) -> None:
+    text = json.dumps(as_json(topology.grid, seen, findings), indent=2)
+    for word in argv:
+        if word.startswith(OUTPUT_FLAG):
+            Path(word.removeprefix(OUTPUT_FLAG)).write_text(f"{text}\n")
+    if JSON_FLAG in argv:
+        # A command that a launcher started in this very process keeps its text from standard output.
+        print(text, file=sys.__stdout__, flush=True)
+        return
     show(
         Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else WIDTH),
         topology.grid,
         seen,
         findings,
     )
-    for word in argv:
-        if word.startswith(JSON_FLAG):
-            write_json(Path(word.removeprefix(JSON_FLAG)), topology.grid, seen, findings)
     sys.stdout.flush()
 
 
@@ -97,8 +103,8 @@ def examine(
         first_of_node=rank % grid.ranks_per_node == 0,
     )
     mine = replace(mine, roots=seen_roots, clock=measure_clock(topology, clock))
-    texts = gather_text(world, dumps(asdict(mine)), device, "doctor", most_bytes=None)
-    facts = tuple(RankFacts.from_json(loads(text)) for text in texts)
+    texts = gather_text(world, json.dumps(asdict(mine)), device, "doctor", most_bytes=None)
+    facts = tuple(RankFacts.from_json(json.loads(text)) for text in texts)
 
     backend = NCCL if device.type == "cuda" and not topology.staged else GLOO
     seen = Examination(needs(config, backend), facts, tp_groups=grid.groups("tp"))

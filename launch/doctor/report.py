@@ -1,9 +1,7 @@
 """The findings of `triaxis doctor`, for people and as JSON (no torch here)."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -123,9 +121,9 @@ def _rates(seen: Examination) -> Table:
     return table
 
 
-def write_json(path: Path, grid: RankGrid, seen: Examination, findings: Sequence[Finding]) -> None:
-    """Write all facts, rates (bytes per second) and findings."""
-    content = {
+def as_json(grid: RankGrid, seen: Examination, findings: Sequence[Finding]) -> dict[str, object]:
+    """Return all facts, rates (bytes per second) and findings."""
+    return {
         "verdict": worst(findings).value,
         "layout": str(grid.sizes),
         "ranks_per_node": grid.ranks_per_node,
@@ -135,7 +133,6 @@ def write_json(path: Path, grid: RankGrid, seen: Examination, findings: Sequence
         "groups": _trees(seen.groups),
         "node_paths": _trees(seen.paths),
     }
-    path.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _trees(records: Iterable[RankFacts | GroupRate]) -> list[dict[str, object]]:

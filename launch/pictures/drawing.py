@@ -2,7 +2,7 @@
 
 charts.py            pieces of a page: lines, dots, columns, bars
 schedule_picture.py  `triaxis schedule print --form svg`
-topology_picture.py  `triaxis topology --out layout.svg`
+topology_picture.py  `triaxis topology --output layout.svg`
 """
 
 from collections.abc import Sequence

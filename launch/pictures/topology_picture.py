@@ -40,8 +40,8 @@ def draw_topology(grid: RankGrid, path: Path) -> None:
     """
     if grid.world_size > MOST_RANKS:
         raise TopologyError(
-            f"{grid.world_size:,} ranks do not fit a picture that can be read (at most {MOST_RANKS:,}). Without --out the layout "
-            "is printed as shortened text."
+            f"{grid.world_size:,} ranks do not fit a picture that can be read (at most {MOST_RANKS:,}). Without --output the "
+            "layout is printed as shortened text."
         )
     columns = _num_columns(grid)
     boxes_width, boxes_height = _size(grid, columns)

@@ -65,6 +65,24 @@ def show(console: Console, plan: Plan, name: str, top: int) -> None:
     console.print(f"TFLOP/s and MFU: {convention(best.config.model)}")
 
 
+def as_json(plan: Plan, top: int) -> dict[str, object]:
+    """Return the layouts of a plan for scripts, the fastest first; seconds of a step, bytes of the fullest GPU."""
+    layouts = [
+        {
+            "layout": one.layout,
+            "parallel": one.config.parallel.model_dump(mode="json"),
+            "recompute": str(one.config.recompute),
+            "seconds": one.time.seconds,
+            "tokens_per_second": one.tokens_per_second,
+            "tflops": one.model_tflops,
+            "mfu": plan.mfu(one),
+            "memory_bytes": one.memory.fullest.total,
+        }
+        for one in plan.found[:top]
+    ]
+    return {"gpus": plan.cluster.num_gpus, "device": plan.cluster.device, "legal": plan.num_legal, "layouts": layouts}
+
+
 def _marks(found: Sequence[Found]) -> dict[str, str]:
     """Return a mark for each choice of recomputation, in the order in which they come."""
     choices = dict.fromkeys(str(one.config.recompute) for one in found if one.config.recompute.is_any)

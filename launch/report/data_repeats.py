@@ -1,7 +1,6 @@
 """`triaxis data repeats`: tokens that a run has read twice or left out, over all its attempts, from its config and its events."""
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +16,7 @@ from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.errors import DataError, counted
 from triaxis.launch.report.record import RunRecord, read_run
 from triaxis.launch.report.spans import spans_of
-from triaxis.launch.start.command_line import CommandParser
+from triaxis.launch.start.command_line import CommandParser, print_json
 
 EXAMPLES = """examples:
   triaxis data repeats --run runs/gpt_tiny
@@ -27,10 +26,9 @@ MOST_SHOWN = 20
 
 def add_arguments(parser: CommandParser) -> None:
     summary = "find tokens that a run has read twice in an epoch, or left out, over all its attempts"
-    repeats = parser.add_verb("repeats", summary, "--run RUN [--json]", EXAMPLES)
+    repeats = parser.add_verb("repeats", summary, "--run RUN", EXAMPLES)
     repeats.set_defaults(verb_function=find_repeats)
     repeats.add_argument("--run", required=True, type=Path, metavar="RUN", help="directory of the run")
-    repeats.add_argument("--json", action="store_true", help="for scripts")
 
 
 def find_repeats(args: argparse.Namespace) -> int:
@@ -46,12 +44,10 @@ def find_repeats(args: argparse.Namespace) -> int:
     allowed = sum({segment.seq_length for span in spans for segment in data_segments(span.config)})
     lost = [epoch for epoch in found.epochs if epoch.is_over and epoch.left_out >= allowed]
     is_bad = bool(found.repeats or found.jumps or lost)
-    if args.json:
-        epochs = [{**asdict(epoch), "left_out": epoch.left_out} for epoch in found.epochs]
-        repeats = [asdict(repeat) for repeat in found.repeats]
-        print(json.dumps({"samples": found.num_samples, "repeats": repeats, "epochs": epochs, "jumps": found.jumps}))
-        return int(is_bad)
     print("\n".join(_lines(run, spans, found, allowed)))
+    epochs = [{**asdict(epoch), "left_out": epoch.left_out} for epoch in found.epochs]
+    repeats = [asdict(repeat) for repeat in found.repeats]
+    print_json(args, {"samples": found.num_samples, "repeats": repeats, "epochs": epochs, "jumps": found.jumps})
     return int(is_bad)
 
 

@@ -1,7 +1,6 @@
 """`triaxis data which`: the documents that a step of a run has read, from its config and its events."""
 
 import argparse
-import json
 from pathlib import Path
 
 from triaxis.engine.config.phases import at_phase, run_phases
@@ -17,7 +16,7 @@ from triaxis.engine.data.samples import DocumentPart
 from triaxis.engine.errors import DataError, attempt_name
 from triaxis.launch.report.record import RunRecord, read_run
 from triaxis.launch.report.spans import span_of
-from triaxis.launch.start.command_line import CommandParser, refuse
+from triaxis.launch.start.command_line import CommandParser, print_json, refuse
 
 EXAMPLES = """examples:
   triaxis data which --run runs/gpt_tiny --step 120
@@ -29,12 +28,11 @@ MOST_CHARACTERS = 200
 
 def add_arguments(parser: CommandParser) -> None:
     summary = "list the documents that a step of a run has read, sample by sample"
-    which = parser.add_verb("which", summary, "--run RUN --step S [--text] [--json]", EXAMPLES)
+    which = parser.add_verb("which", summary, "--run RUN --step S [--text]", EXAMPLES)
     which.set_defaults(verb_function=which_documents)
     which.add_argument("--run", required=True, type=Path, metavar="RUN", help="directory of the run")
     which.add_argument("--step", required=True, type=int, metavar="S", help="number of the step, from 1")
     which.add_argument("--text", action="store_true", help="show the beginning of each part as text")
-    which.add_argument("--json", action="store_true", help="for scripts")
 
 
 def which_documents(args: argparse.Namespace) -> int:
@@ -55,9 +53,6 @@ def which_documents(args: argparse.Namespace) -> int:
     datasets = open_run_datasets(config)
     reads = list(reads_of_step(args.step, phase, datasets.train_after(skipped), skipped))
     tokenizers = {read.corpus: _tokenizer(read.corpus, config) for read in reads} if args.text else {}
-    if args.json:
-        print(json.dumps([_as_json(read, tokenizers.get(read.corpus)) for read in reads]))
-        return 0
     print("\n".join(_title(args.step, config, run)))
     names = {source.path: f"{source.name}: " if source.name else "" for source in config.data.train}
     for read in reads:
@@ -68,6 +63,7 @@ def which_documents(args: argparse.Namespace) -> int:
             print(f"  document {part.document:,}  tokens {part.first:,} to {part.first + part.length - 1:,}")
             if read.corpus in tokenizers:
                 print(f"    {_text(read.corpus, part, tokenizers[read.corpus])!r}")
+    print_json(args, [_as_json(read, tokenizers.get(read.corpus)) for read in reads])
     return 0
 
 

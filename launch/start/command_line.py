@@ -12,17 +12,22 @@ The config comes first by custom; words and options may come in any order. `Comm
 
 import argparse
 import difflib
+import json
 import re
+import sys
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import webbrowser
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from triaxis.engine.config.shipped import config_path, nearest_names
-from triaxis.engine.errors import ConfigError, shown
+from triaxis.engine.errors import ConfigError, TriaxisError, shown
 from triaxis.engine.layout.rank_rules import MOST_RANKS
+from triaxis.engine.storage.files import write_atomically
 
 OVERRIDES = "section.key=value"
 EXAMPLES = "examples:\n"
@@ -85,7 +90,7 @@ class CommandParser(argparse.ArgumentParser):
         self.renamed: Mapping[str, str] = {}
 
     def add_verb(self, name: str, summary: str, words: str, examples: str) -> "CommandParser":
-        """Add a verb, and its examples to those of the command.
+        """Add a verb with `--json`, and its examples to those of the command.
 
         Args:
             name: of the verb.
@@ -100,6 +105,7 @@ class CommandParser(argparse.ArgumentParser):
         description = f"{summary[0].upper()}{summary[1:]}."
         verb: CommandParser = self._verbs.add_parser(name, help=summary, description=description, epilog=examples)
         verb.usage = f"{self.prog} {name} {words}"
+        add_json(verb)
         return verb
 
     def takes(self, subject: Subject, meaning: str, *, required: bool = True, read_without: Path | None = None) -> None:
@@ -224,9 +230,50 @@ def add_dry_run(parser: argparse.ArgumentParser, meaning: str = "print the launc
     parser.add_argument("--dry-run", action="store_true", help=meaning)
 
 
-def add_json_file(parser: argparse.ArgumentParser, meaning: str = "write all numbers here as well") -> None:
-    """Add `--json FILE`."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help=meaning)
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`, for commands that call `print_json`."""
+    parser.add_argument("--json", action="store_true", help="print JSON for scripts; text goes to standard error")
+    parser.set_defaults(text_goes_aside=True)
+
+
+@contextmanager
+def text_aside(args: argparse.Namespace) -> Iterator[None]:
+    """With `add_json`'s option, keep standard output for `print_json`."""
+    args.json_output = sys.stdout
+    aside = getattr(args, "text_goes_aside", False) and args.json
+    with redirect_stdout(sys.stderr) if aside else nullcontext():
+        yield
+
+
+def print_json(args: argparse.Namespace, tree: object, file: Path | None = None) -> None:
+    """Print a command's result as JSON if `--json` was typed, and write it to a file if one is named."""
+    text = json.dumps(tree, indent=2)
+    if args.json:
+        print(text, file=args.json_output, flush=True)
+    if file is not None:
+        write_atomically(file, [f"{text}\n".encode()])
+
+
+def add_output(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup, meaning: str = "write all of it there as JSON"
+) -> None:
+    """Add `--output FILE`."""
+    parser.add_argument("--output", type=Path, metavar="FILE", help=meaning)
+
+
+def add_open(parser: argparse.ArgumentParser) -> None:
+    """Add `--open`, for commands that call `open_page`."""
+    parser.add_argument("--open", action="store_true", help="open it in the browser")
+
+
+def open_page(args: argparse.Namespace, path: Path) -> None:
+    """Open a written page or picture if `--open` was typed.
+
+    Raises:
+        TriaxisError: this machine has no browser.
+    """
+    if args.open and not webbrowser.open(path.resolve().as_uri()):
+        raise TriaxisError(f"{path} is written, and no browser is found here. Copy it to a machine with one.")
 
 
 def add_ignore(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
@@ -329,14 +376,14 @@ def near(word: str, names: Iterable[str]) -> str | None:
 
 
 def _nearest(word: str, names: Iterable[str]) -> str:
-    name = near(word, names)
+    name = near("--output" if word in ("--page", "--out") else word, names)
     return "" if name is None else f". Did you mean {name}?"
 
 
 def _stray(word: str, subject: Subject, options: Iterable[str]) -> str:
     names = nearest_names(word) if subject is CONFIG else []
     option = near(word, options)
-    hint = " or ".join(names) or option
+    hint = " or ".join(names) or ("--output" if word.endswith(".json") and "--output" in options else option)
     return (
         f"{word!r} is neither a {subject.name} that exists, nor an override ({OVERRIDES}, such as train.steps=20), nor an "
         f"option (--help lists them); it would be ignored." + ("" if hint is None else f" Did you mean {hint}?")

@@ -60,7 +60,7 @@ def texts():
 
 SLOW = {
     "triaxis verify --matrix",
-    "triaxis plan configs/llama3_8b.yaml --gpus 64xH100 --tokens 15T --page plan.html",
+    "triaxis plan configs/llama3_8b.yaml --gpus 64xH100 --tokens 15T --output plan.html",
 }
 """Commands that compute for ten seconds and more; shorter ones of the same kind run in CI."""
 

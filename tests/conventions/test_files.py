@@ -34,7 +34,12 @@ def _project_files() -> Iterator[Path]:
         parts = path.relative_to(ROOT).parts
         hidden = [part for part in parts if part.startswith(".") and part not in (".ci", ".gitignore", ".github")]
         generated = parts[0] in GENERATED or "__pycache__" in parts or any(part.endswith(".egg-info") for part in parts)
-        if path.is_file() and not hidden and not generated and path.suffix not in (".png", ".so", ".safetensors"):
+        if (
+            path.is_file()
+            and not hidden
+            and not generated
+            and path.suffix not in (".png", ".so", ".safetensors", ".bin", ".idx")
+        ):
             yield path
 
 

@@ -63,7 +63,7 @@ OFFERED: dict[str, Offer | str] = {
         {"{shlex.join(overrides)}": TRAINS}, prints="data.tokenizer=bytes model.vocab_size=257"
     ),
     "triaxis train {shlex.quote(str(args.out / TRAIN_CONFIG))} data.train=PREFIX": Offer(
-        {"{shlex.quote(str(args.out / TRAIN_CONFIG))}": "run.yaml", "PREFIX": "data/web"}, prints="path: data/web"
+        {"{shlex.quote(str(args.out / TRAIN_CONFIG))}": "run.yaml", "PREFIX": "data/web"}, prints="data.train=data/web"
     ),
     "triaxis train {shlex.quote(str(config_path))} data.train=PREFIX data.tokenizer=TOKENIZER": Offer(
         {"{shlex.quote(str(config_path))}": "run.yaml", "PREFIX": "data/web", "TOKENIZER": "bytes"},
@@ -77,8 +77,8 @@ OFFERED: dict[str, Offer | str] = {
         },
         prints="checkpoint.load=saved/checkpoints",
     ),
-    "triaxis train {shlex.quote(str(args.out))}": Offer(
-        {"{shlex.quote(str(args.out))}": "run.yaml"}, prints="run.yaml"
+    "triaxis train {shlex.quote(str(path))}": Offer(
+        {"{shlex.quote(str(path))}": "run.yaml"}, prints="run.yaml"
     ),
     "triaxis evaluate {run} --text FILE": Offer({"{run}": SAVED, "FILE": "books/0.txt"}, prints="per byte"),
     "triaxis generate {run} --prompt 'Once upon a time'": Offer({"{run}": SAVED}, prints="Once upon a time"),

@@ -67,7 +67,7 @@ def test_help_lists_the_commands_and_shows_examples(capsys):
         cli.main(["--help"])
     assert left.value.code == 0
     text = capsys.readouterr().out
-    assert "triaxis config check configs/gpt_tiny.yaml" in text
+    assert "triaxis verify gpt_tiny" in text
     for name, summary in cli.COMMANDS.items():
         assert name in text
         assert summary.split()[0] in text
@@ -109,7 +109,7 @@ def test_without_a_word_it_shows_its_help(capsys):
     with pytest.raises(SystemExit) as left:
         cli.main([])
     assert left.value.code == 0
-    assert "start a training run" in capsys.readouterr().out
+    assert "turn text into a" in capsys.readouterr().out
 
 
 def test_it_says_its_version(capsys):

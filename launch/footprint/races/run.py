@@ -68,7 +68,7 @@ def check_races(console: Console, config: Config, ranks: list[int] | None) -> li
         for race in found.races[:MOST_SHOWN]:
             console.print(f"\n{race}", markup=False)
         if len(found.races) > MOST_SHOWN:
-            console.print(f"\nand {len(found.races) - MOST_SHOWN} more; --json FILE has all")
+            console.print(f"\nand {len(found.races) - MOST_SHOWN} more; --json has all")
         trees.append(
             {
                 "rank": rank,

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from triaxis.engine.config.data import DataConfig
+from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 
 CORPUS = "corpus"
@@ -53,7 +54,7 @@ class Rows:
 def with_corpus(config: Config, folder: Path) -> Config:
     """Return the configuration that reads the corpus in `folder`, every document of it, and names its tokenizer."""
     corpus, tokenizer = str(folder / CORPUS), str(folder / TOKENIZER)
-    data = DataConfig(train=[(1.0, corpus)], split=(1.0, 0.0, 0.0), tokenizer=tokenizer)
+    data = DataConfig(train=[Source(path=corpus)], split=(1.0, 0.0, 0.0), tokenizer=tokenizer)
     return config.model_copy(update={"data": data})
 
 

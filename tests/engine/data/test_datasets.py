@@ -36,23 +36,23 @@ def tokens_of(source: SampleSource | None, num_samples: int = 300) -> set[int]:
 
 
 def test_a_split_keeps_documents_apart(corpora: tuple[str, str]) -> None:
-    datasets = opened(train=[(1.0, corpora[0])], split=(80, 10, 10))
+    datasets = opened(train=[corpora[0]], split=(80, 10, 10))
     assert tokens_of(datasets.train) == set(range(800))
     assert tokens_of(datasets.valid) == set(range(800, 900))
     assert tokens_of(datasets.test) == set(range(900, 1000))
-    without = opened(train=[(1.0, corpora[0])], split=(90, 10, 0))
+    without = opened(train=[corpora[0]], split=(90, 10, 0))
     assert without.test is None
 
 
 def test_validation_corpora_of_their_own(corpora: tuple[str, str]) -> None:
-    datasets = opened(train=[(1.0, corpora[0])], valid=[(1.0, corpora[1])])
+    datasets = opened(train=[corpora[0]], valid=[corpora[1]])
     assert tokens_of(datasets.train) == set(range(1000))
     assert tokens_of(datasets.valid) == set(range(1000, 2000))
     assert datasets.test is None
 
 
 def test_a_blend_keeps_its_weights(corpora: tuple[str, str]) -> None:
-    datasets = opened(train=[(3.0, corpora[0]), (1.0, corpora[1])], split=(90, 10, 0))
+    datasets = opened(train=[{"path": corpora[0], "weight": 3.0}, corpora[1]], split=(90, 10, 0))
     for source in (datasets.train, datasets.valid):
         assert source is not None
         from_second = [source[sample_id].tokens[0] >= 1000 for sample_id in range(400)]
@@ -61,27 +61,27 @@ def test_a_blend_keeps_its_weights(corpora: tuple[str, str]) -> None:
 
 def test_the_fingerprint_is_that_of_the_samples(corpora: tuple[str, str], tmp_path: Path) -> None:
     first, second = corpora
-    base: dict[str, Any] = {"train": [(1.0, first)], "split": (90, 10, 0)}
+    base: dict[str, Any] = {"train": [first], "split": (90, 10, 0)}
     same = opened(**base, cache_dir=tmp_path / "elsewhere").fingerprint
     assert same == opened(**base).fingerprint
     others = [
         opened(**base, seed=8),
         opened(**(base | {"split": (80, 20, 0)})),
-        opened(**(base | {"train": [(1.0, second)]})),
-        opened(**(base | {"train": [(1.0, first), (1.0, second)]})),
-        opened(**(base | {"train": [(2.0, first), (1.0, second)]})),
-        opened(**(base | {"valid": [(1.0, second)]})),
+        opened(**(base | {"train": [second]})),
+        opened(**(base | {"train": [first, second]})),
+        opened(**(base | {"train": [{"path": first, "weight": 2.0}, second]})),
+        opened(**(base | {"valid": [second]})),
         opened(synthetic=True),
     ]
     assert len({same, *(datasets.fingerprint for datasets in others)}) == 1 + len(others)
 
 
 def test_caches_are_where_they_were_asked_for(corpora: tuple[str, str], tmp_path: Path) -> None:
-    opened(train=[(1.0, corpora[0])], split=(1, 0, 0)).train[0]
+    opened(train=[corpora[0]], split=(1, 0, 0)).train[0]
     assert list(Path(f"{corpora[0]}.cache").glob("*.index"))
-    opened(train=[(1.0, corpora[1])], split=(1, 0, 0), cache_dir=tmp_path / "given").train[0]
+    opened(train=[corpora[1]], split=(1, 0, 0), cache_dir=tmp_path / "given").train[0]
     assert len(list((tmp_path / "given").glob("*.index"))) == 1
-    config = DataConfig(train=[(1.0, corpora[1])], split=(1, 0, 0), cache_dir=str(tmp_path / "configured"))
+    config = DataConfig(train=[corpora[1]], split=(1, 0, 0), cache_dir=str(tmp_path / "configured"))
     open_datasets(config, 10, 7, vocab_size=2000).train[0]
     assert len(list((tmp_path / "configured").glob("*.index"))) == 1
     assert not Path(f"{corpora[1]}.cache").exists()
@@ -96,23 +96,23 @@ def test_synthetic_parts_differ() -> None:
 
 def test_mistakes_are_found_when_it_opens(corpora: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"missing\.idx does not exist"):
-        opened(train=[(1.0, str(tmp_path / "missing"))])
+        opened(train=[str(tmp_path / "missing")])
     with pytest.raises(AssertionError, match="named twice"):
-        opened(train=[(1.0, corpora[0]), (2.0, corpora[0])])
+        opened(train=[corpora[0], {"path": corpora[0], "weight": 2.0}])
     with pytest.raises(DataError, match=r"20 documents.*test would be empty"):
-        opened(train=[(1.0, corpora[0])], split=(98, 3, 1))
+        opened(train=[corpora[0]], split=(98, 3, 1))
     (tmp_path / "a.txt").write_text("some text")
     request = PrepareRequest((tmp_path / "a.txt",), "bytes", str(tmp_path / "prepared"))
     prepare(request, num_workers=1, progress=lambda done: None)
     with pytest.raises(DataError, match=r"Set model\.vocab_size=257"):
-        opened(train=[(1.0, str(tmp_path / "prepared"))], split=(1, 0, 0), vocab_size=256)
+        opened(train=[str(tmp_path / "prepared")], split=(1, 0, 0), vocab_size=256)
     assert json.loads((tmp_path / "prepared.json").read_text())["num_tokens"] == 10
 
 
 def test_a_corpus_without_document_ends_is_named(write_corpus: Callable[..., str], tmp_path: Path) -> None:
     broken, sound = write_corpus([np.arange(3000) % 50], "broken"), write_corpus([np.arange(30)] * 100, "sound")
     train = open_datasets(
-        DataConfig(train=[(1.0, broken), (1.0, sound)], split=(1, 0, 0), cache_dir=str(tmp_path)), 16, 1, vocab_size=50
+        DataConfig(train=[broken, sound], split=(1, 0, 0), cache_dir=str(tmp_path)), 16, 1, vocab_size=50
     ).train
     assert unbroken_corpora(train) == [broken]
 

@@ -39,7 +39,7 @@ MACHINE = Machine("NVIDIA H100 80GB HBM3", 8, True, "550.54.15", {"torch": "2.13
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_layouts_are_trained_and_ranked(tmp_path: Path) -> None:
-    words = ("bench", str(TINY), "--steps", "3", "--layouts", "tp=2;pp=2;tp=3", "--json", "tried.json")
+    words = ("bench", str(TINY), "--steps", "3", "--layouts", "tp=2;pp=2;tp=3", "--output", "tried.json")
     ended = run(tmp_path, *TRIAXIS, *words, *SMALL, "telemetry.peak_tflops=0.001", RUN_NAME="mine")
     assert ended.exit_code == 0, ended.err
     # The block alone goes to stdout: what the runs say does not.

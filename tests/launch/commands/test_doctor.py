@@ -24,7 +24,7 @@ from triaxis.launch.commands import doctor
 from triaxis.launch.doctor.judge import judge
 from triaxis.launch.doctor.plan import AXES, data_files, folders, message_sizes, needs
 from triaxis.launch.doctor.records import Clock, Examination, GroupRate, Needs, NetworkFacts, RankFacts, RootFacts
-from triaxis.launch.doctor.report import show, write_json
+from triaxis.launch.doctor.report import as_json, show
 from triaxis.models.predict.traffic import expected_traffic, wire_bytes
 from triaxis.models.specs import model_specs
 
@@ -193,8 +193,7 @@ def test_the_report_names_nodes_rates_and_what_to_do(tmp_path: Path) -> None:
     assert "FAIL clocks" in text
     assert "chrony" in text
     assert text.rstrip().endswith("out of line: gpu1")
-    write_json(tmp_path / "doctor.json", grid, seen, judge(seen))
-    tree = json.loads((tmp_path / "doctor.json").read_text())
+    tree = json.loads(json.dumps(as_json(grid, seen, judge(seen))))
     assert tree["verdict"] == "FAIL"
     assert [one["host"] for one in tree["ranks"]] == ["gpu0", "gpu1"]
     assert tree["groups"][0]["bytes_per_second"] == 16.8e9
@@ -212,7 +211,7 @@ def findings_in(path: Path) -> dict[str, dict[str, str]]:
 @pytest.mark.distributed
 def test_what_is_out_of_line_is_the_exit_code_and_no_failure_of_a_rank(tmp_path: Path) -> None:
     """The corpus of the config is not there."""
-    ended = run(tmp_path, *TRIAXIS, "doctor", *SMALL, "--json", "doctor.json")
+    ended = run(tmp_path, *TRIAXIS, "doctor", *SMALL, "--output", "doctor.json")
     assert ended.exit_code == ExitCode.OUT_OF_LINE, ended
     assert "FAIL data" in ended.out
     assert "ended with exit code" not in ended.err
@@ -225,7 +224,7 @@ def test_what_is_out_of_line_is_the_exit_code_and_no_failure_of_a_rank(tmp_path:
 @pytest.mark.distributed
 def test_a_torchrun_that_was_started_by_hand_listens_on_every_interface(tmp_path: Path) -> None:
     torchrun = [TRIAXIS[0], "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--module"]
-    words = [*SMALL, "data.synthetic=true", "--json", "doctor.json"]
+    words = [*SMALL, "data.synthetic=true", "--output", "doctor.json"]
     ended = run(tmp_path, *torchrun, "triaxis.launch.cli", "doctor", *words)
     assert ended.exit_code == 0, ended
     assert findings_in(tmp_path / "doctor.json")["listeners"]["level"] == "WARN"
@@ -259,7 +258,7 @@ def test_under_srun_the_node_that_is_out_of_line_is_named(tmp_path: Path) -> Non
     }
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     doctor_words = ["doctor", str(TINY), "parallel.tp=2", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=2"]
-    doctor_words += ["data.synthetic=true", "--json", "doctor.json"]
+    doctor_words += ["data.synthetic=true", "--output", "doctor.json"]
     with netns.hosts(2) as hosts, cluster(Path(f"/tmp/triaxis-slurm-{os.getpid()}")) as slurm:
         ended = subprocess.run(
             [

@@ -107,7 +107,7 @@ def test_a_special_token_beyond_the_model_is_no_other_tokenizer(
     (tmp_path / "text.txt").write_text("an <image> of " + TEXT * 9)
     words = ("prepare", "--input", tmp_path / "text.txt", "--output", tmp_path / "corpus", "--workers", 1)
     assert "301 tokens" in said(capsys, *words, "--tokenizer", tmp_path / "back")
-    data = DataConfig(train=[(1.0, str(tmp_path / "corpus"))], split=(1.0, 0.0, 0.0))
+    data = DataConfig(train=[str(tmp_path / "corpus")], split=(1.0, 0.0, 0.0))
     assert open_datasets(data, 16, 1, vocab_size=300).train[0].tokens.max() < 300
     said(capsys, "export", tmp_path / "back", tmp_path / "again")
     assert (tmp_path / "again" / "tokenizer.json").read_bytes() == path.read_bytes()
@@ -149,7 +149,7 @@ def test_another_tokenizer_than_that_of_the_training_is_refused(
         kinds = OPTIMIZERS["adamw"].state_kinds
         shards = (whole(spec.name, torch.ones(spec.shape), kind) for spec in specs for kind in kinds)
         state = TrainingState.at_start().model_copy(update={"data": {"tokenizer": identities[tokenizer]}})
-        config = {"model": model, "data": {"tokenizer": tokenizer, "train": str(prefix)}}
+        config = {"model": model, "data": {"tokenizer": tokenizer, "train": [{"path": str(prefix)}]}}
         return write_checkpoint(tmp_path / name, shards, state, config=config, source=name, has_moments=True)
 
     assumed = saved("assumed", "bytes", tmp_path / "corpus")

@@ -16,7 +16,7 @@ COMMAND = ["footprint", "--config", str(ROOT / "configs" / "gpt_tiny.yaml")]
 
 def test_one_rank_of_eight(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "step.json"
-    words = ["--layout", "tp=2,pp=2,vpp=2,dp=2,sp=true", "--rank", "6", "precision.dtype=bf16", "--json", str(path)]
+    words = ["--layout", "tp=2,pp=2,vpp=2,dp=2,sp=true", "--rank", "6", "precision.dtype=bf16", "--output", str(path)]
     assert main([*COMMAND, *words]) == 0
     out = capsys.readouterr().out
     assert (
@@ -52,7 +52,7 @@ def test_microbatches_that_were_added_up_are_said(capsys: pytest.CaptureFixture[
 
 def test_all_ranks_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "met.json"
-    assert main([*COMMAND, "--layout", "tp=1,pp=2,dp=2", "--replay", "--json", str(path)]) == 0
+    assert main([*COMMAND, "--layout", "tp=1,pp=2,dp=2", "--replay", "--output", str(path)]) == 0
     assert "all 4 ranks, 4 microbatches: every call met its other ends" in capsys.readouterr().out
     met = json.loads(path.read_text())["replay"]
     assert met["ranks"] == [0, 1, 2, 3]
@@ -62,7 +62,7 @@ def test_all_ranks_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_races(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "races.json"
-    command = [*COMMAND, "--layout", "pp=2,dp=1", "--races", "kernels.attention=cudnn", "--json", str(path)]
+    command = [*COMMAND, "--layout", "pp=2,dp=1", "--races", "kernels.attention=cudnn", "--output", str(path)]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and lines[0].startswith("rank 0 (pp 0, dp 0, tp 0): 0 races in ")

@@ -194,12 +194,12 @@ def test_samples_are_as_long_as_the_model_takes_but_not_endless(
     for longest, asked, length in ((100, None, 100), (131072, None, 8192), (131072, 9000, 9000)):
         Path("tiny/config.json").write_text(json.dumps(config | {"max_position_embeddings": longest}))
         more = () if asked is None else ("--seq-length", asked)
-        out, err = start_from(capsys, *words, "--out", f"of_{longest}_{length}", *more)
+        out, err = start_from(capsys, *words, "--output", f"of_{longest}_{length}", *more)
         assert read(out).model.seq_length == length and f"of {length:,} tokens" in err
 
 
 def test_an_import_is_used_again_until_the_folder_changes(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("tiny", "--data", "corpus", "--out", "ours", "--tokens")
+    words = ("tiny", "--data", "corpus", "--output", "ours", "--tokens")
     start_from(capsys, *words, "1M")
     kept = (find(Path("ours")).folder / "manifest.json").stat().st_ino
     out, err = start_from(capsys, *words, "2M")
@@ -314,8 +314,8 @@ def test_a_command_line_of_megatron_is_taken_whole(workplace: Path, capsys: pyte
         (("--from", "gpt_tiny", "--weights"), "--weights with a config: it would do nothing"),
         (("--from", "gpt_tiny", "train.steps=3"), "train.steps=3: model, kernels may be given here"),
         (("--from", "gpt_tiny", "--vocab-size", "5"), "--vocab-size with a config: it would do nothing"),
-        (("--from", "gpt_tiny", "--out", "here"), "--out without --weights"),
-        (("--from", "gpt_tiny", "--weights", "--out", "here", "--vocab-size", "0"), "has 2 problems"),
+        (("--from", "gpt_tiny", "--output", "here"), "--output without --weights"),
+        (("--from", "gpt_tiny", "--weights", "--output", "here", "--vocab-size", "0"), "has 2 problems"),
         (("--from", "tiny", "--weights", "model.num_layers=1"), "the weights are of the model as it is"),
         (
             ("--from", "--num-layers 2 --hidden-size 8", "--tokens", "1B"),

@@ -29,14 +29,14 @@ def test_print_the_program_and_the_timeline(capsys: pytest.CaptureFixture[str], 
     assert main(["schedule", "print", *sizes, "--form", "program"]) == 0
     assert "rank 1: [<F0@1] 0F0 [<F1@1] 0B0 [>B0@0] 0F1 0B1 [>B1@0]" in capsys.readouterr().out
     out = tmp_path / "picture.txt"
-    assert main(["schedule", "print", *sizes, "--form", "timeline", "--out", str(out)]) == 0
+    assert main(["schedule", "print", *sizes, "--form", "timeline", "--output", str(out)]) == 0
     assert out.read_text(encoding="utf-8").startswith("rank 0 |F0 F1 ......B0=== ...B1=== |\n")
 
 
 def test_print_a_picture(tmp_path: Path) -> None:
     out = tmp_path / "picture.svg"
     sizes = ["--pp", "2", "--vpp", "2", "--microbatches", "2"]
-    assert main(["schedule", "print", *sizes, "--form", "svg", "--out", str(out)]) == 0
+    assert main(["schedule", "print", *sizes, "--form", "svg", "--output", str(out)]) == 0
     root = ElementTree.parse(out).getroot()
     names = [each.text for each in root.iter(SVG + "title")]
     # A rank computes a forward and a backward of two microbatches in each of its two chunks.
@@ -56,7 +56,7 @@ def test_a_colour_of_many_chunks_is_once_in_the_legend(tmp_path: Path) -> None:
     """Four shades for six chunks: chunks 0 and 4 look alike, and so do 1 and 5."""
     out = tmp_path / "picture.svg"
     sizes = ["--pp", "2", "--vpp", "6", "--microbatches", "2"]
-    assert main(["schedule", "print", *sizes, "--form", "svg", "--out", str(out)]) == 0
+    assert main(["schedule", "print", *sizes, "--form", "svg", "--output", str(out)]) == 0
     texts = [each.text or "" for each in ElementTree.parse(out).getroot().iter(SVG + "text")]
     assert [text for text in texts if text.startswith("forward")] == [
         *("forward, chunks 0, 4", "forward, chunks 1, 5", "forward, chunk 2", "forward, chunk 3")
@@ -92,7 +92,7 @@ def test_a_picture_has_a_bound(
 ) -> None:
     monkeypatch.setattr(schedule_picture, "MOST_ACTIONS", 7)
     out = tmp_path / "picture.svg"
-    assert main(["schedule", "print", "--pp", "2", "--microbatches", "2", "--form", "svg", "--out", str(out)]) == 2
+    assert main(["schedule", "print", "--pp", "2", "--microbatches", "2", "--form", "svg", "--output", str(out)]) == 2
     assert "8 actions do not fit a picture that can be read (at most 7)" in capsys.readouterr().err and not out.exists()
 
 
@@ -109,7 +109,7 @@ def test_a_picture_has_a_bound(
         (["print", "--pp", "2", "--microbatches", "2", "--name", "interleaved"], "nothing to interleave"),
         (["print", "--pp", "2", "--microbatches", "2", "--name", "zb-h1"], "names are auto, gpipe, 1f1b"),
         (["print", "--pp", "2", "--microbatches", "2", "--form", "svg"], "without --out"),
-        (["print", "--pp", "2", "--microbatches", "2", "--form", "svg", "--out", "x.png"], "such as x.svg"),
+        (["print", "--pp", "2", "--microbatches", "2", "--form", "svg", "--output", "x.png"], "such as x.svg"),
         (["check", "--config", "x.yaml", "--pp", "2"], "x.yaml together with --pp"),
         (["check", "--pp", "2", "--microbatches", "2", "--dp", "2"], "--dp without a config"),
     ],

@@ -71,8 +71,8 @@ def test_a_config_gives_its_sizes_and_the_groups_of_its_model(
         (f"--config {TINY} --tp 2", TopologyError, "both say what the layout is"),
         (f"--config {TINY} --world-size 12", ConfigError, "world size 12"),
         (f"--config {TINY} --ranks-per-node 1", ConfigError, "slow network"),
-        ("--tp 2 --out nowhere/at/all.svg", TriaxisError, "cannot be written"),
-        ("--tp 2 --out x.png", TriaxisError, "x.png: pictures are SVG.* such as x.svg"),
+        ("--tp 2 --output nowhere/at/all.svg", TriaxisError, "cannot be written"),
+        ("--tp 2 --output x.png", TriaxisError, "x.png: pictures are SVG.* such as x.svg"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(arguments: str, error: type[Exception], words: str) -> None:
@@ -83,7 +83,7 @@ def test_what_cannot_be_shown_is_refused(arguments: str, error: type[Exception],
 
 def test_a_picture_is_drawn(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "layout.svg"
-    assert shown(capsys, *f"--tp 2 --pp 2 --dp 4 --ranks-per-node 8 --out {path}".split()).endswith(
+    assert shown(capsys, *f"--tp 2 --pp 2 --dp 4 --ranks-per-node 8 --output {path}".split()).endswith(
         f"\npicture: {path}\n"
     )
     assert "16 ranks on 2 nodes: tp 2 x pp 2 x dp 4" in texts(path)

@@ -59,7 +59,7 @@ def test_a_layout_gets_its_certificate(
         "TP", "1"
     )  # the layout on the command line and the environment agree, and the reference is neither's
     path = tmp_path / "certificate.json"
-    assert main([*CONFIG, "--layout", "tp=1,pp=2,vpp=1", "--steps", "2", "--json", str(path)]) == 0
+    assert main([*CONFIG, "--layout", "tp=1,pp=2,vpp=1", "--steps", "2", "--output", str(path)]) == 0
     out = capfd.readouterr().out
     assert "tp=1 pp=2 vpp=1 dp=1 against one process: 2 steps in float64" in out
     assert out.rstrip().endswith("equal: this layout trains the same model.")
@@ -79,7 +79,7 @@ def test_a_difference_is_shown_with_its_likely_cause(
 ) -> None:
     (asked,) = (verdict_is(monkeypatch, WRONG),)
     path = tmp_path / "certificate.json"
-    assert main([*CONFIG, "--layout", "tp=2,sp=true", "--json", str(path)]) == 1
+    assert main([*CONFIG, "--layout", "tp=2,sp=true", "--output", str(path)]) == 1
     out = capsys.readouterr().out
     assert "different, first in step 1, gradient:" in out and "and 8 more" in out
     assert out.rstrip().endswith("likely cause: tp: each tp rank has only its part of this gradient.")
@@ -149,7 +149,7 @@ def test_a_model_that_is_refused_has_no_certificate(
 ) -> None:
     fork_ranks_of(monkeypatch, "triaxis.launch.verify.run", keep_a_parameter_of_its_own)
     path = tmp_path / "certificate.json"
-    assert main([*CONFIG, "--layout", "tp=2", "--json", str(path)]) == 2
+    assert main([*CONFIG, "--layout", "tp=2", "--output", str(path)]) == 2
     said = capsys.readouterr()
     assert "layers.*.mlp, MLP.scale: float32 [4]" in said.err and "nothing was compared" in said.err
     assert "equal" not in said.out and not path.exists()
@@ -160,7 +160,7 @@ def test_a_matrix_says_each_verdict_and_counts_them(
 ) -> None:
     asked = verdict_is(monkeypatch, Verdict({"loss": (1e-16, "")}, (), None))
     path = tmp_path / "matrix.json"
-    assert main([*CONFIG, "--matrix", "--max-ranks", "4", "--json", str(path)]) == 0
+    assert main([*CONFIG, "--matrix", "--max-ranks", "4", "--output", str(path)]) == 0
     out = capsys.readouterr().out
     assert out.count("equal      1.0e-16") == len(asked) > 3
     assert f"equal: all {len(asked)} layouts train the same models as one process (3 steps in float64)." in out
@@ -238,7 +238,7 @@ def test_an_oracle_in_a_process_of_its_own(
     fork_ranks_of(monkeypatch, "triaxis.launch.verify.run")
     need_package("transformers", "pip install -e '.[hf]'")
     path = tmp_path / "certificate.json"
-    words = ["--oracle", "transformers", "--layout", "pp=2", "--steps", "2", "--json", str(path)]
+    words = ["--oracle", "transformers", "--layout", "pp=2", "--steps", "2", "--output", str(path)]
     assert main([*CONFIG, *words]) == 0
     out = capfd.readouterr().out
     assert "tp=1 pp=1 vpp=1 dp=1 against transformers" in out and "tp=1 pp=2 vpp=1 dp=1 against transformers" in out
@@ -258,7 +258,7 @@ def test_without_a_layout_every_way_of_cutting_is_compared(
     equal = Verdict({"loss": (1e-16, "")}, (), None)
     (asked,) = (oracle_says(monkeypatch, equal, WRONG, equal, equal),)
     path = tmp_path / "certificate.json"
-    assert main([*CONFIG, "--oracle", "megatron-core", "--json", str(path)]) == 1
+    assert main([*CONFIG, "--oracle", "megatron-core", "--output", str(path)]) == 1
     out = capsys.readouterr().out
     assert "different, first in step 1, gradient:" in out and out.count("this layout trains the same model") == 3
     (trial,) = asked

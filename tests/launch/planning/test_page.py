@@ -96,10 +96,10 @@ def test_the_command_writes_the_page_and_refuses_another_ending(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["plan", "configs/gpt_125m.yaml", "--gpus", "2xH100", "--tokens", "26B"]
-    assert main([*words, "--page", str(tmp_path / "plan.html")]) == 0
+    assert main([*words, "--output", str(tmp_path / "plan.html")]) == 0
     assert f"wrote {tmp_path / 'plan.html'}" in capsys.readouterr().out
     page = self_contained((tmp_path / "plan.html").read_text())
     assert "Plan of configs/gpt_125m.yaml" in page.text and "GPU-hours" in page.text
-    assert main([*words, "--page", "plan.pdf", "--out", "plan.json"]) == ConfigError.exit_code
+    assert main([*words, "--output", "plan.pdf", "--output", "plan.json"]) == ConfigError.exit_code
     said = capsys.readouterr().err
-    assert "--page plan.pdf" in said and "--out plan.json" in said
+    assert "--output plan.pdf" in said and "--output plan.json" in said

@@ -171,7 +171,7 @@ def test_rules_that_leave_no_layout_are_named() -> None:
 
 def test_the_command_prints_layouts_and_writes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "plan.yaml"
-    words = ["plan", "configs/gpt_1p3b.yaml", "--gpus", "8xH100", "--tokens", "26B", "--top", "3", "--out", str(out)]
+    words = ["plan", "configs/gpt_1p3b.yaml", "--gpus", "8xH100", "--tokens", "26B", "--top", "3", "--output", str(out)]
     assert main(words) == 0
     printed = capsys.readouterr().out
     assert "legal layouts" in printed and "GPU-hours" in printed and f"wrote {out}" in printed

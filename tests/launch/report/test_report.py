@@ -275,11 +275,11 @@ def test_the_command_writes_the_page_beside_the_run_or_where_it_is_told(
     run = make_run(tmp_path / "demo")
     assert cli.main(["report", str(run)]) == 0
     assert str(run / "report.html") in capsys.readouterr().out
-    assert cli.main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    assert cli.main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
     Page((tmp_path / "page.html").read_text())
     assert cli.main(["report", str(tmp_path / "nothing")]) == 2
     assert "is no run directory" in capsys.readouterr().err
-    assert cli.main(["report", str(run), "--out", str(tmp_path / "no" / "page.html")]) == 2
+    assert cli.main(["report", str(run), "--output", str(tmp_path / "no" / "page.html")]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 
@@ -304,7 +304,7 @@ def browser() -> str:
 def test_a_browser_shows_it_without_a_complaint(tmp_path: Path, browser: str, scheme: str, width: int) -> None:
     image = pytest.importorskip("PIL.Image", reason="Pillow comes with tensorboard, of the extra dev")
     run = make_run(tmp_path / "<b>demo")
-    assert cli.main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    assert cli.main(["report", str(run), "--output", str(tmp_path / "page.html")]) == 0
     shot = tmp_path / "page.png"
     shown = subprocess.run(
         [

@@ -126,4 +126,4 @@ def test_values_of_others_are_values_of_ours() -> None:
 
 def test_a_name_with_several_meanings_has_none() -> None:
     assert our_name("name") is None and our_name("nosuch") is None
-    assert our_name("steps") == "train.steps", "those of a trace lie deeper"
+    assert our_name("steps") == "train.steps", "not those of a validation"

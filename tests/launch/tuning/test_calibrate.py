@@ -30,7 +30,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("quick")
 def test_a_measured_device_predicts_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.yaml"
-    assert main(["bench", "--device", "cpu", "--out", str(path)]) == 0
+    assert main(["bench", "--device", "cpu", "--output", str(path)]) == 0
     printed = capsys.readouterr().out
     device = load_device(path)
     assert device.name == "mine" and device.memory_gb > 0.5 and device.collective_us > 0
@@ -62,13 +62,14 @@ def test_ranks_beside_it_slow_a_cpu() -> None:
 @pytest.mark.parametrize(
     ("words", "explained"),
     [
-        (["--device", "--out", "mine.json"], "a device's file ends in .yaml"),
-        (["--device"], "--device without --out"),
+        (["--device", "--output", "mine.json"], "a device's file ends in .yaml"),
+        (["--device"], "--device without --output"),
         (
-            ["gpt_tiny", "--device", "--out", "mine.yaml", "--layouts", "tp=2"],
+            ["gpt_tiny", "--device", "--output", "mine.yaml", "--layouts", "tp=2"],
             "gpt_tiny.yaml, --layouts: the device is",
         ),
-        (["gpt_tiny", "--out", "mine.yaml"], "--out without --device"),
+        (["gpt_tiny", "--ranks", "2"], "--ranks without --device"),
+        (["gpt_tiny", "--output", "mine.yaml"], "numbers end in .json"),
         ([], "bench needs a config"),
     ],
 )

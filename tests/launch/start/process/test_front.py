@@ -31,7 +31,7 @@ def test_a_full_disk_behind_standard_output_is_said(tmp_path: Path) -> None:
 
 def test_closed_streams_stay_closed_and_nothing_takes_their_place(tmp_path: Path) -> None:
     """Without them, descriptors 0 to 2 would be those of the next files that are opened."""
-    ended = shell('"$@" schedule print --pp 2 --microbatches 4 --out made.txt <&- >&- 2>&-', tmp_path)
+    ended = shell('"$@" schedule print --pp 2 --microbatches 4 --output made.txt <&- >&- 2>&-', tmp_path)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
     text = (tmp_path / "made.txt").read_text()
     assert "F" in text and "wrote" not in text

@@ -335,7 +335,7 @@ CHANGES: dict[str, tuple[str, str, Changed]] = {
     "train-data-path": (
         CORPUS.replace("--data-path web", ""),
         "--train-data-path web",
-        {"data.train": [{"path": "web"}], "data.split": [1.0, 0.0, 0.0]},
+        {"data.train": [{"path": "web", "weight": 1.0}], "data.split": [1.0, 0.0, 0.0]},
     ),
     "valid-data-path": (
         CORPUS.replace("--data-path", "--train-data-path"),
