@@ -77,9 +77,7 @@ OFFERED: dict[str, Offer | str] = {
         },
         prints="checkpoint.load=saved/checkpoints",
     ),
-    "triaxis train {shlex.quote(str(path))}": Offer(
-        {"{shlex.quote(str(path))}": "run.yaml"}, prints="run.yaml"
-    ),
+    "triaxis train {shlex.quote(str(path))}": Offer({"{shlex.quote(str(path))}": "run.yaml"}, prints="run.yaml"),
     "triaxis evaluate {run} --text FILE": Offer({"{run}": SAVED, "FILE": "books/0.txt"}, prints="per byte"),
     "triaxis generate {run} --prompt 'Once upon a time'": Offer({"{run}": SAVED}, prints="Once upon a time"),
     "triaxis export {run} {exported}": Offer({"{run}": SAVED, "{exported}": "run-hf"}, makes="run-hf/README.md"),
