@@ -14,11 +14,9 @@ from triaxis.engine.config.write import to_yaml
 from triaxis.engine.program import triaxis
 from triaxis.engine.storage.files import write_atomically
 from triaxis.engine.storage.redaction import unwritable
-from triaxis.launch.planning import standing
 from triaxis.launch.planning.page import render
 from triaxis.launch.planning.search import Found, search
 from triaxis.launch.planning.text import as_json, plan_console, show
-from triaxis.launch.planning.validate import lines, validate
 from triaxis.launch.start.command_line import (
     CONFIG,
     CommandParser,
@@ -27,7 +25,6 @@ from triaxis.launch.start.command_line import (
     open_page,
     print_json,
     refuse,
-    typed,
 )
 from triaxis.models.predict.rank_memory import GB
 from triaxis.models.predict.step_time.cluster import Cluster, cluster_at
@@ -36,7 +33,6 @@ EXAMPLES = """examples:
   triaxis plan configs/llama3_8b.yaml --gpus 64xH100
   triaxis plan configs/llama3_8b.yaml --cluster configs/clusters/h100_64.yaml --tokens 15T --output plan.yaml
   triaxis plan configs/llama3_70b.yaml --gpus 64xH100 --output plan.html --open
-  triaxis plan --validate published_runs.csv
 
 All layouts that keep the rules are timed by a formula, the memory of the fastest is predicted, and the schedules of those that
 fit are simulated. The config's global batch stays; its layout, micro batch, schedule and recomputation are chosen.
@@ -50,11 +46,9 @@ PAGE = ".html"
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.usage = (
-        "triaxis plan (CONFIG (--gpus NxGPU | --cluster FILE) [section.key=value ...] | --validate FILE.csv) [options]"
-    )
+    parser.usage = "triaxis plan CONFIG (--gpus NxGPU | --cluster FILE) [section.key=value ...] [options]"
     parser.epilog = EXAMPLES
-    parser.takes(CONFIG, "model and batch of the run", required=False)
+    parser.takes(CONFIG, "model and batch of the run")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--gpus", metavar="NxGPU", help="devices with their usual links, such as 64xH100")
     where.add_argument("--cluster", metavar="FILE", help="a cluster's file, such as configs/clusters/h100_64.yaml")
@@ -85,29 +79,14 @@ def add_arguments(parser: CommandParser) -> None:
     )
     parser.add_argument("--open", action="store_true", help="open the page in the browser")
     add_json(parser)
-    parser.add_argument(
-        "--validate",
-        type=Path,
-        metavar="FILE.csv",
-        help="compare predictions with a table of published runs instead",
-    )
-    parser.add_argument(
-        "--standing", type=int, metavar="N", help="--validate: also search for the layouts published on at most N GPUs"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, print the layouts, and write the chosen config, or validate; 0. ConfigError where no layout is legal or fits."""
-    if args.validate is not None:
-        return _validate(args)
+    """Search, print the layouts, and write the chosen config; 0. ConfigError where no layout is legal or fits."""
     check_counts(top=args.top)
     _check_endings(args)
     if not 0 <= args.margin < math.inf:
         refuse([f"--margin {args.margin:g}: it is a number of GB from 0 on, or no layout would be looked for."])
-    if args.standing is not None:
-        refuse(["--standing belongs to --validate: there is no published layout to look for."])
-    if args.config is None:
-        refuse(["plan needs a config, such as configs/gpt_tiny.yaml, or --validate and a table of published runs."])
     if args.gpus is None and args.cluster is None:
         refuse(["plan needs a cluster: give --gpus, such as --gpus 64xH100, or --cluster and its file."])
     tokens = None if args.tokens is None else _tokens(args.tokens)
@@ -132,25 +111,6 @@ def run(args: argparse.Namespace) -> int:
             _write(path, to_yaml(plan.best.config, describe=True))
             print(f"wrote {path}; train with  " + triaxis(f"train {shlex.quote(str(path))}"))
     print_json(args, as_json(plan, args.top))
-    return 0
-
-
-def _validate(args: argparse.Namespace) -> int:
-    """Compare predictions with published runs; the rates are those of shipped devices, so nothing else can be chosen."""
-    others = ("config", "gpus", "cluster", "tokens", "expert_load")
-    given = [name for name in others if getattr(args, name) is not None]
-    if given := [*given, *typed(args, "output", "open", "json"), *args.overrides]:
-        refuse(
-            [
-                f"--validate reads models and clusters from its table: {', '.join(given)} would have no effect. Leave it out."
-            ]
-        )
-    found = validate(args.validate)
-    for line in lines(found):
-        print(line)
-    if args.standing is not None:
-        for line in standing.lines(list(standing.standings(found.rows, args.standing))):
-            print(line)
     return 0
 
 

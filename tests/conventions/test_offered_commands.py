@@ -144,7 +144,6 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(3):
         (folder / "books" / f"{number}.txt").write_text("Call me Ishmael. " * 200)
     save(folder / "saved", GPT)
-    (folder / "published_runs.csv").symlink_to(ROOT / "tests" / "launch" / "planning" / "published_runs.csv")
     (folder / "path" / "to").mkdir(parents=True)
     (folder / "path" / "to" / "config.json").write_text(LLAMA)
     (folder / "args.txt").write_text(MEGATRON)

@@ -7,10 +7,10 @@ The layout of a run is (tp, cp, pp, dp); the planner chooses micro batch, chunks
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from benchmarks.published.compare import Row
+from benchmarks.published.runs import setup_of
 from triaxis.engine.errors import ConfigError
-from triaxis.launch.planning.published import setup_of
 from triaxis.launch.planning.search import search
-from triaxis.launch.planning.validate import Row
 
 FIRST = 5
 """Places that count as found."""

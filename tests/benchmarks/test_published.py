@@ -8,16 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.published.__main__ import RUNS, main
+from benchmarks.published.compare import RESOLUTION, Comparison, Pair, Row, compare, held_bytes, lines
+from benchmarks.published.runs import COLUMNS, Run, device_of, read_runs, setup_of
+from benchmarks.published.standing import CLOSE, standings
 from triaxis.engine.errors import ConfigError
-from triaxis.launch.cli import main
-from triaxis.launch.planning.published import COLUMNS, Run, device_of, read_runs, setup_of
-from triaxis.launch.planning.standing import CLOSE, standings
-from triaxis.launch.planning.validate import RESOLUTION, Pair, Row, Validation, held_bytes, lines, validate
 from triaxis.models.predict.step_time.implementation import MEGATRON_2021, NEMO, OURS
 
 pytestmark = pytest.mark.distributed
-
-PUBLISHED = Path(__file__).parent / "published_runs.csv"
 
 ROW = {
     "source": "NVIDIA/dgxc-benchmarking",
@@ -58,17 +56,17 @@ def table(path: Path, *rows: Mapping[str, str], columns: tuple[str, ...] = COLUM
 
 def only(path: Path, **changes: str) -> Row:
     """Validate a table of three rows with the same changes, and return the first."""
-    found = validate(table(path / "runs.csv", *[changes] * 3))
+    found = compare(table(path / "runs.csv", *[changes] * 3))
     assert len({(row.unscored, row.error) for row in found.rows}) == 1
     return found.rows[0]
 
 
 @pytest.fixture(scope="module")
-def published() -> Validation:
-    return validate(PUBLISHED)
+def published() -> Comparison:
+    return compare(RUNS)
 
 
-def test_published_runs_are_predicted_within_the_claimed_errors(published: Validation) -> None:
+def test_published_runs_are_predicted_within_the_claimed_errors(published: Comparison) -> None:
     """docs/planner.md has the table, and says where the model is wrong and why."""
     assert published.num_timed == 44
     assert len(published.scored) >= 0.8 * published.num_timed
@@ -80,7 +78,7 @@ def test_published_runs_are_predicted_within_the_claimed_errors(published: Valid
     assert beyond.startswith("beyond 12 %: line 19 GPT-76.1B (Megatron-LM 2021); other software: mean ")
 
 
-def test_published_layouts_and_sweeps_are_in_order(published: Validation) -> None:
+def test_published_layouts_and_sweeps_are_in_order(published: Comparison) -> None:
     assert published.pairs and sum(pair.is_in_order for pair in published.pairs) >= 0.9 * len(published.pairs)
     assert published.sweeps and all(pair.is_in_order for pair in published.sweeps)
     sweep = [row for row in published.scored if "SC21 T2" in row.run.words["source"]]
@@ -89,7 +87,7 @@ def test_published_layouts_and_sweeps_are_in_order(published: Validation) -> Non
     assert Pair(fewer, more).is_in_order, "fewer GPUs train more tokens each, also where published speeds hardly differ"
 
 
-def test_rows_that_are_not_scored_say_what_they_lack(published: Validation) -> None:
+def test_rows_that_are_not_scored_say_what_they_lack(published: Comparison) -> None:
     unscored = {row.run.line: row.unscored for row in published.rows if not row.is_scored}
     assert all(unscored.values())
     assert sum("of 3 timed rows" in reason for reason in unscored.values()) == 4, "A100 (twice), B200, GB200"
@@ -136,7 +134,7 @@ def test_rows_that_are_not_scored_say_what_they_lack(published: Validation) -> N
 def test_a_row_that_cannot_be_predicted_is_listed(tmp_path: Path, changes: dict[str, str], lack: str) -> None:
     row = only(tmp_path, **changes)
     assert lack in row.unscored and not row.is_scored
-    assert any(lack in line for line in lines(Validation((row,))))
+    assert any(lack in line for line in lines(Comparison((row,))))
 
 
 def test_a_table_that_is_none_is_an_error(tmp_path: Path) -> None:
@@ -160,11 +158,11 @@ def test_a_table_that_is_none_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_row_alone_of_its_gpu_type_is_predicted_and_not_scored(tmp_path: Path) -> None:
-    found = validate(table(tmp_path / "runs.csv", {}))
+    found = compare(table(tmp_path / "runs.csv", {}))
     assert list(lines(found))[-1] == "rows 0 of 1"
     row = found.rows[0]
     assert row.unscored == "GPU type H100-80GB-SXM has 1 of 3 timed rows"
-    assert row.error is not None and any("not scored" in line for line in lines(Validation((row,))))
+    assert row.error is not None and any("not scored" in line for line in lines(Comparison((row,))))
 
 
 def test_times_come_from_tokens_where_there_are_none(tmp_path: Path) -> None:
@@ -215,17 +213,12 @@ def test_gpu_types_find_their_device() -> None:
         assert device_of(word) is None
 
 
-def test_the_command_prints_the_report_and_needs_nothing_else(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = table(tmp_path / "runs.csv", {}, {}, {"step_time_s": "9"}, {"model": "Mixtral-8x7B"})
-    assert main(["plan", "--validate", str(path)]) == 0
+    main([str(path)])
     printed = capsys.readouterr().out.splitlines()
     assert printed[-2].startswith("beyond 12 %: line 2 Llama-3.1-8B (NeMo)") and "other software" not in printed[-2]
     assert printed[-1].endswith("rows 3 of 4") and printed[-1].startswith("mean ")
-    for words in (["configs/gpt_tiny.yaml"], ["--gpus", "8xH100"], ["parallel.tp=2"]):
-        assert main(["plan", "--validate", str(path), *words]) == ConfigError.exit_code
-    assert main(["plan"]) == main(["plan", "configs/gpt_tiny.yaml"]) == ConfigError.exit_code
 
 
 SMALL = {
@@ -247,14 +240,13 @@ def test_the_planner_finds_published_layouts(tmp_path: Path, capsys: pytest.Capt
     """Data parallelism is the best of a small model, tensor parallelism the worst; a cluster that is too large is left out."""
     rows = [{**SMALL, "dp": "4"}, {**SMALL, "tp": "4", "dp": "1"}, {"gpus": "64", "dp": "32"}]
     path = table(tmp_path / "runs.csv", *rows)
-    best, worst = standings(validate(path).rows, 4)
+    best, worst = standings(compare(path).rows, 4)
     assert best.place == 1 and best.slower == 0 and best.is_found
     assert worst.slower is not None and worst.slower > CLOSE and worst.place is not None and worst.place > 1
     assert replace(worst, place=6).is_found is False and replace(worst, place=6, slower=0.02).is_found
     assert replace(worst, place=None, slower=None).is_found is False
-    assert main(["plan", "--validate", str(path), "--standing", "4"]) == 0
+    main([str(path), "--standing", "4"])
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].startswith("published layouts among the first 5 or within 3 %: ") and printed[-1].endswith(
         " of 2"
     )
-    assert main(["plan", "configs/gpt_tiny.yaml", "--gpus", "8xH100", "--standing", "4"]) == ConfigError.exit_code

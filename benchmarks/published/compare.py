@@ -1,4 +1,4 @@
-"""The cost model against published runs: `triaxis plan --validate FILE.csv` (no torch here).
+"""The cost model against published runs: `python -m benchmarks.published` (no torch here).
 
     Run -> Setup -> seconds of each choice that fits -> those that the model cannot tell from the fastest -> their middle is scored
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
+from benchmarks.published.runs import Run, Setup, read_runs, setup_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
-from triaxis.launch.planning.published import Run, Setup, read_runs, setup_of
 from triaxis.models.predict.rank_memory import Memo, predict
 from triaxis.models.predict.step_time.device import Device
 from triaxis.models.predict.step_time.estimate import Estimator
@@ -89,7 +89,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Validation:
+class Comparison:
     """All rows of a file."""
 
     rows: tuple[Row, ...]
@@ -152,7 +152,7 @@ def _expected(row: Row) -> float:
     return row.run.tokens / row.run.numbers["gpus"] / row.predicted.seconds
 
 
-def validate(path: Path) -> Validation:
+def compare(path: Path) -> Comparison:
     """Predict the runs of a file.
 
     Raises:
@@ -162,7 +162,7 @@ def validate(path: Path) -> Validation:
     by_type: dict[str, int] = {}
     for run in runs:
         by_type[run.gpu_type] = by_type.get(run.gpu_type, 0) + run.is_timed
-    return Validation(tuple(_row(run, by_type[run.gpu_type]) for run in runs))
+    return Comparison(tuple(_row(run, by_type[run.gpu_type]) for run in runs))
 
 
 def _row(run: Run, rows_of_type: int) -> Row:
@@ -229,7 +229,7 @@ def held_bytes(config: Config, sizes: ParallelSizes, how: Implementation, memo: 
     return most
 
 
-def lines(found: Validation) -> Iterator[str]:
+def lines(found: Comparison) -> Iterator[str]:
     """Yield the report, a line each."""
     rows = [_cells(row) for row in found.rows if row.predicted is not None and row.run.is_timed]
     yield from _aligned([("line", "model", "gpus", "layout", "predicted s", "published s", "error", ""), *rows])
