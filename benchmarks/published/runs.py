@@ -18,6 +18,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from benchmarks.published.software import implementation_of
 from triaxis.engine.config.layout import layers_fill_stages, ranks_can_be_listed, sequence_over_cp
 from triaxis.engine.config.model import (
     ffn_over_tp,
@@ -36,7 +37,7 @@ from triaxis.engine.errors import ConfigError, shown
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.storage.state_files import read_regular
 from triaxis.models.predict.step_time.cluster import Cluster, cluster_of
-from triaxis.models.predict.step_time.implementation import OURS, Implementation, implementation_of
+from triaxis.models.predict.step_time.implementation import OURS, Implementation
 
 COLUMNS = (
     *("source", "model", "layers", "hidden", "heads", "kv_heads", "ffn", "seq", "vocab", "gpus", "gpu_type"),

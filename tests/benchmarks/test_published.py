@@ -11,9 +11,10 @@ import pytest
 from benchmarks.published.__main__ import RUNS, main
 from benchmarks.published.compare import RESOLUTION, Comparison, Pair, Row, compare, held_bytes, lines
 from benchmarks.published.runs import COLUMNS, Run, device_of, read_runs, setup_of
+from benchmarks.published.software import MEGATRON_2021, NEMO
 from benchmarks.published.standing import CLOSE, standings
 from triaxis.engine.errors import ConfigError
-from triaxis.models.predict.step_time.implementation import MEGATRON_2021, NEMO, OURS
+from triaxis.models.predict.step_time.implementation import OURS
 
 pytestmark = pytest.mark.distributed
 

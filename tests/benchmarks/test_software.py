@@ -1,15 +1,15 @@
 """Records of software: published sources find theirs, and no device's rate comes from a published run."""
 
-from triaxis.models.predict.step_time import implementation
+from benchmarks.published import software
+from benchmarks.published.software import implementation_of
 from triaxis.models.predict.step_time.device import device_names, load_device
-from triaxis.models.predict.step_time.implementation import implementation_of
 
 
 def test_sources_find_their_software() -> None:
-    assert implementation_of("SC21 2104.04473 T1: NVIDIA/Megatron-LM images") is implementation.MEGATRON_2021
-    assert implementation_of("2205.05198 T5 via calculon; HFU from Megatron-LM README") is implementation.MEGATRON_2022
-    assert implementation_of("NVIDIA/Megatron-LM images/model_table.png (mcore r0.8.0)") is implementation.MEGATRON_CORE
-    assert implementation_of("somebody's laptop") is implementation.OURS
+    assert implementation_of("SC21 2104.04473 T1: NVIDIA/Megatron-LM images") is software.MEGATRON_2021
+    assert implementation_of("2205.05198 T5 via calculon; HFU from Megatron-LM README") is software.MEGATRON_2022
+    assert implementation_of("NVIDIA/Megatron-LM images/model_table.png (mcore r0.8.0)") is software.MEGATRON_CORE
+    assert implementation_of("somebody's laptop") is software.OURS
     bridge = "NVIDIA-NeMo/Megatron-Bridge docs"
     assert implementation_of(bridge, "causal flops; FSDP=8").shards == "parameters"
     assert implementation_of(bridge, "causal flops; FSDP=0").shards == "optimizer"
@@ -21,4 +21,4 @@ def test_no_rate_comes_from_a_published_run() -> None:
     for name in device_names():
         device = load_device(name)
         for row in (*device.gemm, *device.attention):
-            assert implementation_of(row.source) is implementation.OURS, (name, row)
+            assert implementation_of(row.source) is software.OURS, (name, row)
