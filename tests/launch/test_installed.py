@@ -147,10 +147,13 @@ print(tokenizer.decode(model.generate(**tokenizer("to be", return_tensors="pt"),
 """
 
 
-def test_from_text_to_a_model_in_transformers_without_an_edit(installed: Installed) -> None:
+@pytest.mark.parametrize("place", ["wheel", pytest.param("checkout", marks=pytest.mark.slow)])
+def test_from_text_to_a_model_in_transformers_without_an_edit(installed: Installed, place: str) -> None:
     """A newcomer's first hour: prepare, new, train, Ctrl-C, resume in another layout, evaluate, export, load, plan."""
-    (installed.folder / "hour").mkdir()
-    user = replace(installed, folder=installed.folder / "hour")
+    (installed.folder / place).mkdir()
+    # The environment of the tests has the checkout itself.
+    programs = installed.bin if place == "wheel" else Path(sys.executable).parent
+    user = replace(installed, folder=installed.folder / place, bin=programs)
     (user.folder / "config.json").write_text(json.dumps(MODEL))
     (user.folder / "text.txt").write_text("to be or not to be, that is the question\n" * 400)
     user.triaxis("prepare", "--input", "text.txt", "--tokenizer", "bytes", "--output", "data/mine")
