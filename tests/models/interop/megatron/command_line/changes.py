@@ -335,12 +335,12 @@ CHANGES: dict[str, tuple[str, str, Changed]] = {
     "train-data-path": (
         CORPUS.replace("--data-path web", ""),
         "--train-data-path web",
-        {"data.train": [{"path": "web", "weight": 1.0}], "data.split": [1.0, 0.0, 0.0]},
+        {"data.train": [{"path": "web"}], "data.split": [1.0, 0.0, 0.0]},
     ),
     "valid-data-path": (
         CORPUS.replace("--data-path", "--train-data-path"),
         "--valid-data-path 1 a 3 b",
-        {"data.valid": [{"path": "a", "weight": 1.0}, {"path": "b", "weight": 3.0}]},
+        {"data.valid": [{"path": "a"}, {"path": "b", "weight": 3.0}]},
     ),
     "split": (CORPUS, "--split '99,1'", {"data.split": [99.0, 1.0, 0.0]}),
     "data-cache-path": (CORPUS, "--data-cache-path cache", {"data.cache_dir": "cache"}),
