@@ -50,6 +50,46 @@ def compare_facts(
     if rank == 0:
         every = [json.loads(store.get(f"facts/{other}")) for other in range(world_size)]
         store.set("verdict", json.dumps(judge(every)))
+    _raise_together(store, rank, world_size)
+
+
+def compare_details(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    digest: str,
+    details: Callable[[], Facts],
+    judge: Callable[[Facts, Facts, int], str],
+) -> None:
+    """Compare what is too long to send for every rank; every rank calls it.
+
+    Ranks send a digest. Where all are equal that is all; else rank 0 and the first that differs from it show their details.
+
+    Args:
+        store: which all ranks reach; its keys are used once.
+        digest: of this rank's details.
+        details: returns them, in JSON's types.
+        judge: takes rank 0's details, the other's and its rank, and returns what is wrong. It runs on rank 0 only.
+
+    Raises:
+        TopologyError: on every rank, with what `judge` returned.
+    """
+    store.set(f"digest/{rank}", digest)
+    if rank == 0:
+        others = (store.get(f"digest/{other}").decode() for other in range(1, world_size))
+        store.set("asked", str(next((other for other, theirs in enumerate(others, start=1) if theirs != digest), 0)))
+    asked = int(store.get("asked"))
+    if asked == 0:
+        return
+    if rank == asked:
+        store.set("details", json.dumps(details()))
+    if rank == 0:
+        store.set("verdict", json.dumps(judge(details(), json.loads(store.get("details")), asked)))
+    _raise_together(store, rank, world_size)
+
+
+def _raise_together(store: dist.Store, rank: int, world_size: int) -> None:
+    """Read rank 0's verdict; if it is bad, raise it when all ranks have read it."""
     problem = json.loads(store.get("verdict"))
     if problem is None:
         return

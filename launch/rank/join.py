@@ -13,6 +13,7 @@ from triaxis.engine.config.phases import at_phase
 from triaxis.engine.config.plan import parallel_sizes, rank_grid
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.run_tokenizer import with_tokenizer
+from triaxis.launch.rank.agreement import agree
 from triaxis.launch.start.gpu_memory import memory_rules
 from triaxis.launch.start.process.parent_death import end_with_parent
 from triaxis.models.predict.rank_memory import resolve_recompute
@@ -107,6 +108,7 @@ def join(
     for phase in phases:
         resolve_recompute(phase, parallel_sizes(phase, environment.world_size))
     runtime = start(environment, config.runtime)
+    agree(config, environment, trains=choose_phase is not None)
     config = config if choose_phase is None else choose_phase(config, environment)
     sizes = parallel_sizes(config, environment.world_size)
     resolved = resolve_recompute(config, sizes)

@@ -1,0 +1,137 @@
+"""What all ranks of a run must have alike, compared before the first step: else they would train different models in silence.
+
+every rank             the configuration, but for places on its node
+first rank of a node   sources of the package, versions of torch and of kernels; of training also corpora and tokenizer
+"""
+
+import hashlib
+import json
+import socket
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import torch.distributed as dist
+
+from triaxis.engine.checkpoint.resume_rules import flat
+from triaxis.engine.comm.runtime import RankEnvironment
+from triaxis.engine.comm.store_agreement import Facts, compare_details
+from triaxis.engine.config.sources import Source
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer
+from triaxis.engine.data.run_tokenizer import corpora_of
+from triaxis.engine.errors import DataError
+from triaxis.engine.program import ROOT
+from triaxis.engine.storage.redaction import tree_without_secrets
+
+PACKAGES = ("torch", "triton", "transformer-engine", "apex")
+"""What computes a step."""
+
+PRODUCT = ("engine", "models", "launch")
+NODE_FIELDS = ("data.cache_dir", "data.tokenizer", "runtime.runs_dir")
+"""Places that may differ from node to node; the tokenizer and the corpora are compared by their content."""
+
+MOST_CHARACTERS = 200
+"""Of a value in the message."""
+
+
+def agree(config: Config, environment: RankEnvironment, *, trains: bool) -> None:
+    """Compare configuration, code and data of all ranks; every rank calls it after `start`.
+
+    Args:
+        config: as it was read, with all its phases.
+        trains: the ranks read corpora.
+
+    Raises:
+        TopologyError: on every rank: the first difference, both values and both nodes.
+    """
+    if environment.world_size == 1:
+        return
+    store = dist.PrefixStore("agreement", dist.distributed_c10d._get_default_store())
+    own = _config_facts(config)
+    # Two launchers of one host may have a checkout each, so a node is named by its first rank.
+    node = f"node/{environment.rank - environment.local_rank}"
+    if environment.local_rank == 0:
+        store.set(node, _digest(_node_facts(config, trains=trains)))
+    digest = _digest({"config": own, "node": store.get(node).decode()})
+
+    def details() -> Facts:
+        return {"host": socket.gethostname(), "facts": {**own, **_node_facts(config, trains=trains)}}
+
+    compare_details(store, environment.rank, environment.world_size, digest, details, judge)
+
+
+def judge(ours: Facts, theirs: Facts, rank: int) -> str:
+    """Return the message on the first difference between rank 0 and another rank."""
+    here, there = dict(_facts(ours)), dict(_facts(theirs))
+    different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+    more = f"; and {len(different) - 1:,} more differ" if len(different) > 1 else ""
+    first = different[0]
+    values = [_shown(facts.get(first, "absent")) for facts in (here, there)]
+    return (
+        f"ranks of one run differ in {first}{more}:\n"
+        f"  rank 0 ({ours['host']}): {values[0]}\n"
+        f"  rank {rank} ({theirs['host']}): {values[1]}\n"
+        "They would train different models, and nothing of it would show. Start all nodes with the same command, configuration, "
+        "environment and checkout."
+    )
+
+
+def _facts(details: Facts) -> dict[str, Any]:
+    facts = details["facts"]
+    assert isinstance(facts, dict)
+    return facts
+
+
+def _shown(value: object) -> str:
+    text = str(value)
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}.."
+
+
+def _config_facts(config: Config) -> dict[str, Any]:
+    """Return the fields of the configuration by dotted name; a corpus without its path."""
+    tree = tree_without_secrets(config.model_dump(mode="json"))
+    for place in (tree["data"], *tree["phases"]):
+        for key in ("train", "valid", "data.train"):
+            if place.get(key) is not None:
+                place[key] = [Source.model_validate(source).weight for source in place[key]]
+    return {key: value for key, value in flat(tree) if key not in NODE_FIELDS}
+
+
+def _node_facts(config: Config, *, trains: bool) -> dict[str, Any]:
+    """Return digests of the package's files, versions, and of what the run reads."""
+    files = sorted(path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py"))
+    facts = {f"the source {path.relative_to(ROOT)}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+    for name in PACKAGES:
+        try:
+            facts[f"the version of {name}"] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            facts[f"the version of {name}"] = "not installed"
+    if trains:
+        for number, prefix in enumerate(corpora_of(config), start=1):
+            facts[f"corpus {number}"] = _read(_corpus, prefix)
+        if config.data.tokenizer is not None:
+            facts["the tokenizer"] = _read(_tokenizer, config.data.tokenizer)
+    return facts
+
+
+def _read(identity: Callable[[str], str], name: str) -> str:
+    """Return an identity, or what is wrong: a node that cannot read what others can is named with both."""
+    try:
+        return identity(name)
+    except DataError as error:
+        return f"cannot be read: {error}"
+
+
+def _corpus(prefix: str) -> str:
+    corpus = IndexedTokens(prefix)
+    return f"{corpus.num_tokens:,} tokens, {corpus.fingerprint}"
+
+
+def _tokenizer(name: str) -> str:
+    return load_tokenizer(name).identity
+
+
+def _digest(facts: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
