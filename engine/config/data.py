@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from triaxis.engine.config.counts import Count
+from triaxis.engine.config.places import LocalPath, TokenizerName
 from triaxis.engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject
 from triaxis.engine.config.sources import Sources
 
@@ -26,11 +27,11 @@ class DataConfig(Section):
     split: Annotated[tuple[float, float, float], MEANT] = Field(
         (0.98, 0.02, 0.0), description="shares of the documents for train, valid, test"
     )
-    cache_dir: Annotated[str | None, LAYOUT] = Field(
+    cache_dir: Annotated[LocalPath | None, LAYOUT] = Field(
         None, description="folder of index caches; null: next to each corpus"
     )
     # A path. Its content is compared with the checkpoint separately (`engine/checkpoint/resume.py`).
-    tokenizer: Annotated[str | None, LAYOUT] = Field(
+    tokenizer: Annotated[TokenizerName | None, LAYOUT] = Field(
         None, description="`bytes` or a path (docs/data.md); null: what the corpora record, else bytes"
     )
     synthetic: Annotated[bool, MEANT] = Field(

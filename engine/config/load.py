@@ -25,6 +25,7 @@ from triaxis.engine.config.tree import FORMAT_VERSION, Config
 from triaxis.engine.config.tree import problems as broken_rules
 from triaxis.engine.config.yaml_text import read_yaml
 from triaxis.engine.errors import ConfigError
+from triaxis.engine.storage.state_files import read_text
 
 ENVIRONMENT = {
     "TP": "parallel.tp",
@@ -185,7 +186,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         ConfigError: no such file, not text, not YAML, a repeated key, empty, or not a mapping at the top.
     """
     try:
-        tree = read_yaml(path.read_text(encoding="utf-8"))
+        tree = read_yaml(read_text(path))
     except FileNotFoundError as error:
         there = sorted(path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         near = difflib.get_close_matches(path.name, [other.name for other in there], n=1, cutoff=0.4)

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, create_model, field_validator
 
 from triaxis.engine.config.counts import Count, count
+from triaxis.engine.config.places import LocalPath
 from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, multiples
 from triaxis.engine.layout.rank_rules import MOST_RANKS
 
@@ -37,7 +38,7 @@ class CheckpointConfig(_InBackground):
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
-    dir: str | None = Field(
+    dir: LocalPath | None = Field(
         None, description="folder of checkpoints, not inside another run; null: checkpoints/ in the run directory"
     )
     interval: Count | Literal["never"] | None = Field(
@@ -45,7 +46,7 @@ class CheckpointConfig(_InBackground):
     )
     keep_last: int | None = Field(3, gt=0, description="newest checkpoints to keep; null: all")
     keep_every: Count | None = Field(None, gt=0, description="keep checkpoints at multiples of this step for good")
-    load: str | None = Field(None, description="checkpoint, or folder of checkpoints, to start from")
+    load: LocalPath | None = Field(None, description="checkpoint, or folder of checkpoints, to start from")
     load_what: Literal["all", "weights"] = Field("all", description="weights: start at step 0 with a fresh optimizer")
     accept: list[str] = Field(
         default_factory=list, description="fields or sections that may differ from those of the loaded checkpoint"
@@ -140,7 +141,7 @@ class RuntimeConfig(Section):
         100, gt=0, description="steps between collections of Python's cyclic garbage, which is off otherwise"
     )
     deterministic: bool = Field(False, description="deterministic CUDA kernels (CPU kernels always are)")
-    runs_dir: str = Field("runs", description="parent of the run directories")
+    runs_dir: LocalPath = Field("runs", description="parent of the run directories")
     name: str | None = Field(None, description="name of the run; null: the config file's stem")
 
     @property

@@ -14,7 +14,9 @@ from typing import Any
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
+from triaxis.engine.config.places import local_path
 from triaxis.engine.errors import ScheduleError
+from triaxis.engine.storage.state_files import read_text
 
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 """Chunk, kind and microbatch of an action."""
@@ -144,7 +146,7 @@ class ScheduleFile:
             ValueError: it cannot be read, or is no schedule.
         """
         try:
-            return cls(path, parse_schedule(Path(path).read_text(encoding="utf-8")))
+            return cls(path, parse_schedule(read_text(Path(local_path(path)))))
         except OSError as error:
             raise ValueError(
                 f"the file cannot be read: {error.strerror or error}; give the path of a schedule's text"

@@ -1,6 +1,7 @@
 """The configurations that come with Triaxis, by name (no torch here)."""
 
 import difflib
+import os
 from pathlib import Path
 
 from triaxis.engine.program import ROOT, short
@@ -14,7 +15,8 @@ def shipped_configs() -> dict[str, Path]:
 def config_path(word: str | Path) -> Path:
     """Return the path that a word means: a file, or a shipped configuration where no file has that name."""
     path = Path(word)
-    if path.is_file():
+    # Path.is_file raises for a name that no file can have.
+    if os.path.isfile(path):  # noqa: PTH113
         return path
     of_name = shipped_configs().get(str(word))
     return path if of_name is None else Path(short(of_name))

@@ -21,13 +21,15 @@ from pydantic import (
     model_validator,
 )
 
+from triaxis.engine.config.places import LocalPath
+
 
 class Source(BaseModel):
     """A corpus of a blend. Its path alone stands for one with the defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
-    path: str = Field(description="of a Megatron .bin/.idx pair, without the ending")
+    path: LocalPath = Field(description="of a Megatron .bin/.idx pair, without the ending")
     weight: float = Field(1.0, gt=0, description="share of the samples, before division by the sum")
     name: str | None = Field(None, min_length=1, description="for people; null: the last part of the path")
 

@@ -4,6 +4,7 @@ A read of a FIFO waits for a writer, a device may be endless, and a damaged file
 """
 
 import errno
+import io
 import os
 import stat
 import tempfile
@@ -17,6 +18,9 @@ from triaxis.engine.storage.json_text import parse_json
 
 MOST_BYTES = 16 * 2**20
 """Largest state file; `finished` has some hundred bytes, and a job's history some hundred per attempt."""
+
+MOST_TEXT_BYTES = 2**30
+"""Largest text file of a user."""
 
 _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE})
 """Errors that may be gone at the next start."""
@@ -62,6 +66,16 @@ def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     if is_large or len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
     return content
+
+
+def read_text(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
+    """Read a text file of a user as UTF-8, with line ends as `\\n`.
+
+    Raises:
+        OSError: as of `read_regular`.
+        UnicodeDecodeError: it is no text in UTF-8.
+    """
+    return io.StringIO(read_regular(path, most_bytes).decode(), newline=None).read()
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

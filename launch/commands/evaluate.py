@@ -9,6 +9,7 @@ from triaxis.engine.data.corpus.matching import is_recorded
 from triaxis.engine.data.corpus.record import read_record
 from triaxis.engine.data.corpus.tokenizers import Tokenizer
 from triaxis.engine.errors import DataError
+from triaxis.engine.storage.state_files import read_text
 from triaxis.launch.inference.request import Asked, ask, open_tokenizer, start
 from triaxis.launch.inference.request import add_arguments as add_checkpoint_arguments
 from triaxis.launch.start.command_line import CommandParser, refuse
@@ -92,7 +93,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 def _check_text(path: Path, tokenizer: Tokenizer) -> None:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as text in UTF-8: {error}. Give a text file.") from None
     if not tokenizer.encode(text):

@@ -16,6 +16,7 @@ from rich.table import Table
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.tokenizers import BytesTokenizer, Tokenizer, load_tokenizer
 from triaxis.engine.data.loader import Batches, MicroBatch
+from triaxis.engine.storage.state_files import read_text
 from triaxis.launch.inference.rank import run
 from triaxis.launch.rank.batches import open_batches
 from triaxis.launch.rank.join import Rank
@@ -74,7 +75,7 @@ def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -
     if job["bin"] is not None:
         text: Text = CorpusTokens(IndexedTokens(job["bin"]), limit)
         return text, bytes_of(text, tokenizer) if count_bytes else 0
-    content = Path(job["text"]).read_text(encoding="utf-8")
+    content = read_text(Path(job["text"]))
     tokens = tokenizer.encode(content)
     if limit is None or limit >= len(tokens):
         return ListedTokens(tokens), len(content.encode())

@@ -13,6 +13,7 @@ The config comes first by custom; words and options may come in any order. `Comm
 import argparse
 import difflib
 import json
+import os
 import re
 import sys
 import textwrap
@@ -27,6 +28,7 @@ from typing import Any
 from triaxis.engine.config.shipped import config_path, nearest_names
 from triaxis.engine.errors import ConfigError, TriaxisError, shown
 from triaxis.engine.layout.rank_rules import MOST_RANKS
+from triaxis.engine.storage.elsewhere import how_to_bring
 from triaxis.engine.storage.files import write_atomically
 
 OVERRIDES = "section.key=value"
@@ -38,6 +40,10 @@ HELP_COLUMN = 27
 HELP_WIDTH = 80
 """Columns of `--help`, the examples below the options included."""
 
+
+OVERRIDE = re.compile(r"[^/=]+=")
+"""Begins a word that is no path, however long it is: the file system is not asked about it."""
+ADDRESS = re.compile(r"\w+:/")
 
 LAYOUT_WORDS = {
     "tp": "tp",
@@ -58,7 +64,7 @@ class Subject:
 
     Attributes:
         name: of the thing, and of the attribute of the parsed arguments that holds its path.
-        exists: returns true for a path that is one.
+        exists: returns true for a path that is one, and raises for none.
         endings: of file names that can only mean one; a missing file is then reported when it is opened.
         example: for the error message where none was given.
     """
@@ -69,8 +75,8 @@ class Subject:
     example: str
 
 
-CONFIG = Subject("config", Path.is_file, (".yaml", ".yml"), "configs/gpt_tiny.yaml")
-CHECKPOINT = Subject("checkpoint", Path.exists, (), "runs/gpt_tiny")
+CONFIG = Subject("config", os.path.isfile, (".yaml", ".yml"), "configs/gpt_tiny.yaml")
+CHECKPOINT = Subject("checkpoint", os.path.exists, (), "runs/gpt_tiny")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -151,9 +157,19 @@ class CommandParser(argparse.ArgumentParser):
 
                 refuse(answers(self.prog, arguments, unknown, self.parse, self._read_without))
             self.error("; ".join(f"there is no option {word}{_nearest(word, self._options())}" for word in unknown))
+        refuse(self._addresses(parsed))
         if self._subject is not None:
             self._sort_words(parsed, self._subject)
         return parsed
+
+    def _addresses(self, parsed: argparse.Namespace) -> Iterator[str]:
+        """Yield a problem for each path of another machine."""
+        for action in self._actions:
+            given = getattr(parsed, action.dest, None)
+            if action.type is Path or action.metavar == "PREFIX":
+                for path in given if isinstance(given, list) else [given]:
+                    if path is not None and ADDRESS.match(str(path)):
+                        yield f"{path}:{how_to_bring(path)}"
 
     def _options(self) -> list[str]:
         return list(self._option_string_actions)
@@ -174,6 +190,9 @@ class CommandParser(argparse.ArgumentParser):
         paths, overrides, problems = [], [], []
         named = getattr(parsed, subject.name, None)
         for word in parsed.words:
+            if OVERRIDE.match(word):
+                overrides.append(word)
+                continue
             path = config_path(word) if subject is CONFIG else Path(word)
             if subject.exists(path) or ("=" not in word and ("/" in word or path.suffix in subject.endings)):
                 paths.append(path)

@@ -29,6 +29,7 @@ from triaxis.engine.config.load import load_config
 from triaxis.engine.config.tree import require_legal
 from triaxis.engine.errors import TopologyError
 from triaxis.engine.program import IS_CHECKOUT, ROOT
+from triaxis.engine.storage.state_files import read_text, reason
 from triaxis.launch.start.process.failure import AFTER, OTHERS_END_SECONDS
 from triaxis.launch.start.process.forward_signals import END_RANKS
 from triaxis.launch.start.process.lasting_output import lasting_output
@@ -90,10 +91,10 @@ def read_hosts(path: Path) -> list[Host]:
         TopologyError: the file cannot be read, or the hosts do not fit together.
     """
     try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
+        lines = read_text(path).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
         raise TopologyError(
-            f"{VARIABLE}={path} cannot be read ({error.strerror}), so there are no hosts to start on."
+            f"{VARIABLE}={path} cannot be read ({reason(error)}), so there are no hosts to start on."
         ) from error
     hosts: list[Host] = []
     wrong: list[str] = []

@@ -89,3 +89,33 @@ def test_files_are_small_enough_to_read():
         if path.suffix == ".py" and (lines := len(path.read_text().splitlines())) > MAX_LINES
     }
     assert not long, f"longer than {MAX_LINES} lines: {long}; is each still one idea?"
+
+
+OWN_TEXT = {
+    "engine/program.py": "pyproject.toml of this checkout",
+    "engine/data/corpus/prepare.py": "a digest that it has written",
+    "engine/device/nvidia_driver.py": "/proc",
+    "launch/doctor/facts.py": "/proc",
+    "launch/doctor/limits.py": "/proc",
+    "launch/doctor/measure.py": "a file that it has written",
+    "launch/inference/request.py": "the job that the command has written",
+    "launch/start/bootstrap.py": "files of this checkout; it imports nothing of ours",
+    "launch/tuning/calibrate.py": "seconds that its own process has written",
+    "launch/tuning/layouts.py": "the log of a run that it has started",
+    "launch/tuning/machine.py": "/sys",
+    "launch/tuning/report.py": "/proc",
+    "launch/verify/run.py": "records of its own runs",
+    "launch/verify/verdict/records.py": "records of its own runs",
+}
+"""Modules that read text which no user has put there."""
+
+
+def test_a_users_text_is_read_by_one_bounded_reader():
+    """`engine.storage.state_files.read_text`: a FIFO would be waited for, and a device read without end."""
+    found = {
+        str(path.relative_to(ROOT))
+        for top in ("engine", "models", "launch")
+        for path in (ROOT / top).rglob("*.py")
+        if ".read_text(" in path.read_text()
+    }
+    assert found == OWN_TEXT.keys()

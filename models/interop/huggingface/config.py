@@ -21,6 +21,7 @@ from triaxis.engine.config.mtp import MTPConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.storage.elsewhere import how_to_bring
 from triaxis.engine.storage.json_text import parse_json
+from triaxis.engine.storage.state_files import read_text
 from triaxis.models.interop.huggingface.attention_keys import attention_differences, attention_keys, read_attention
 from triaxis.models.interop.huggingface.expert_keys import expert_differences, expert_keys, expert_notes, read_experts
 from triaxis.models.interop.huggingface.families import FAMILIES
@@ -162,7 +163,7 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: it is not there, or no mapping.
     """
     try:
-        keys: Any = parse_json(path.read_text(encoding="utf-8"))
+        keys: Any = parse_json(read_text(path))
     except (OSError, ValueError) as error:
         how = how_to_bring(path.parent)
         raise ConfigError(

@@ -25,6 +25,7 @@ from triaxis.engine.checkpoint.format.store import TORCH_DTYPES
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.storage.files import sync, sync_folder
 from triaxis.engine.storage.json_text import parse_json
+from triaxis.engine.storage.state_files import read_text
 
 DTYPES: Mapping[str, torch.dtype] = {
     "BF16": TORCH_DTYPES["bfloat16"],
@@ -205,7 +206,7 @@ def _file_of_each_tensor(folder: Path) -> dict[str, str]:
             f"{folder}: {what}, so there are no weights to import. Give the folder of a Hugging Face model."
         )
     try:
-        weight_map = parse_json(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = parse_json(read_text(index))["weight_map"]
         files = {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(

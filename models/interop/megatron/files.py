@@ -25,6 +25,7 @@ from triaxis.engine.checkpoint.format.boxes import box_shape, intersect, within
 from triaxis.engine.errors import CheckpointError, shown
 from triaxis.engine.layout.shard_spec import Box
 from triaxis.engine.storage.json_text import parse_json
+from triaxis.engine.storage.state_files import read_text
 from triaxis.models.interop.megatron.foreign_pickle import Inert, Name, read_archive, read_pickle
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -225,7 +226,7 @@ def _check_format(folder: Path) -> None:
     if not config.exists():
         raise CheckpointError(f"{folder} {_what_it_is(folder)}")
     try:
-        backend = str(parse_json(config.read_text())["sharded_backend"])
+        backend = str(parse_json(read_text(config))["sharded_backend"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"{config} does not say how the checkpoint is stored: {type(error).__name__}: {error}. Restore it from a copy."

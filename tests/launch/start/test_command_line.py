@@ -163,3 +163,17 @@ def test_no_ranks_are_refused(command: str, capsys: pytest.CaptureFixture[str]) 
 def test_absurd_counts_are_refused_at_once(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_long_override_is_no_path(tmp_path: Path) -> None:
+    """The file system is not asked about a word that gives a field a value, and survives a word that no file can have."""
+    long = "data.train=[" + ", ".join(f"/data/{'c' * 200}{number}" for number in range(30)) + "]"
+    assert example().parse([TINY, long]).overrides == [long]
+    for word in ("x" * 5000, "a\0b"):
+        with pytest.raises(ConfigError, match="is neither a config that exists"):
+            example().parse([TINY, word])
+
+
+def test_an_address_is_no_path() -> None:
+    with pytest.raises(ConfigError, match="Nothing is read from other machines"):
+        cli.command_parser(cli.command_module("report")).parse(["s3://bucket/runs/mine"])

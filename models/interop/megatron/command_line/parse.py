@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from triaxis.engine.errors import ConfigError, shown
+from triaxis.engine.storage.state_files import read_text
 from triaxis.models.interop.megatron.command_line.flags import FLAGS, MANY, SWITCHES, Flag
 from triaxis.models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART, Arity, Missing
 from triaxis.models.interop.megatron.command_line.without_effect import WITHOUT_EFFECT
@@ -76,7 +77,7 @@ def words_of(texts: Sequence[str]) -> list[str]:
                 words.append(word)
                 continue
             try:
-                content = Path(word[1:]).read_text(encoding="utf-8")
+                content = read_text(Path(word[1:]))
             except (OSError, ValueError) as error:
                 raise ConfigError(
                     [f"it cannot be read as text: {error}. Give @PATH of a file of arguments."], word

@@ -1,0 +1,42 @@
+"""Paths in a configuration: what the shell does not expand in `checkpoint.dir=~/x` is expanded here (no torch here)."""
+
+import os
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from triaxis.engine.storage.elsewhere import how_to_bring
+
+_VARIABLE = re.compile(r"\$\{?\w+\}?")
+
+
+def local_path(text: str) -> str:
+    """Return a path with `~` and `$NAME` expanded.
+
+    Raises:
+        ValueError: an address of another machine, a variable that is not set, or a NUL.
+    """
+    if "://" in text:
+        raise ValueError(how_to_bring(text).strip())
+    # Of pathlib's own the text would lose its `./`, and a user that does not exist would end it.
+    expanded = os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111
+    if expanded.startswith("~"):
+        raise ValueError("this machine has no such user; write the path")
+    if unset := _VARIABLE.search(expanded):
+        raise ValueError(
+            f"{unset[0]} is not set, so a folder of that very name would be meant; set it, or write the path"
+        )
+    if "\0" in expanded:
+        raise ValueError("a NUL is in it, which no path can have")
+    return expanded
+
+
+def _local_tokenizer(text: str) -> str:
+    """Expand the path of a tokenizer, whose pattern (`ranks.tiktoken:PATTERN`) may hold any character."""
+    path, colon, pattern = text.partition(":")
+    return local_path(text) if pattern.startswith("//") else f"{local_path(path)}{colon}{pattern}"
+
+
+LocalPath = Annotated[str, AfterValidator(local_path)]
+TokenizerName = Annotated[str, AfterValidator(_local_tokenizer)]
