@@ -133,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
     if inputs.passed_over:
         counts = ", ".join(f"{count:,} {ending}" for ending, count in sorted(inputs.passed_over.items()))
         console.print(f"not read   {counts}: files in folders are read by their endings; name others with a pattern")
+    if inputs.num_links:
+        console.print(f"read once  {counted(inputs.num_links, 'name')} more of the same files, by links")
     if size_to_train(request.tokenizer) is not None:
         console.print(
             f"tokenizer  {request.trained_tokenizer} is trained first, on at most {TRAINING_BYTES:,} bytes of text"

@@ -26,6 +26,8 @@ class Inputs:
     """Files in the order of the patterns, sorted within one, each once; and what folders hold besides."""
 
     files: tuple[Path, ...] = ()
+    num_links: int = 0
+    """Other names of these files, by hard or symbolic links, which are not read again."""
     passed_over: Counter[str] = field(default_factory=Counter)
     """Files in folders that are no input, by ending."""
 
@@ -36,7 +38,8 @@ def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
     Raises:
         DataError: a pattern names no file with text; or, with `stop`, files are empty or unreadable (all are named).
     """
-    found: dict[Path, None] = {}
+    found: dict[tuple[int, int], list[Path]] = {}
+    """The names of each file, by device and inode."""
     inputs = Inputs()
     for pattern in patterns:
         # Path.glob accepts no absolute patterns.
@@ -53,8 +56,11 @@ def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
                 f"--input {pattern!r} {what}. Give files, a folder with files that end in {', '.join(READERS)}, or a pattern in "
                 f"quotes, for example '{pattern.rstrip('/*') or '.'}/*.md' or '**/*.md' for all folders below."
             )
-        found |= dict.fromkeys(files)
-    inputs.files = tuple(found)
+        for path in files:
+            status = path.stat()
+            found.setdefault((status.st_dev, status.st_ino), []).append(path)
+    inputs.files = tuple(names[0] for names in found.values())
+    inputs.num_links = sum(len(set(names)) - 1 for names in found.values())
     if on_bad == "stop":
         _refuse_unusable(inputs.files)
     return inputs

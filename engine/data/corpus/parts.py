@@ -132,7 +132,8 @@ class PartWriter:
             "left_out": {kind: asdict(found) for kind, found in left_out.items()},
             "sha256": self._sha256.hexdigest(),
         }
-        write_atomically(self._path.with_suffix(".json"), [json.dumps(content).encode()])
+        # Over several lines: a folder of text that holds these parts does not give them as text.
+        write_atomically(self._path.with_suffix(".json"), [json.dumps(content, indent=1).encode()])
         return part
 
     def __exit__(

@@ -78,6 +78,16 @@ def test_the_corpus_is_the_text_in_order(texts: Path, tmp_path: Path, monkeypatc
     assert names == {f"{corpus}.{ending}" for corpus in ("one", "three") for ending in ("bin", "idx", "json")}
 
 
+def test_a_file_is_read_once_under_all_its_names(texts: Path) -> None:
+    """`**` follows links of folders, without end where one leads back."""
+    (texts / "again").symlink_to(texts)
+    (texts / "z.txt").symlink_to("a.txt")
+    (texts / "y.txt").hardlink_to(texts / "b.txt")
+    for pattern in (str(texts / "**" / "*.txt"), str(texts / "*.txt")):
+        found = find_inputs([pattern])
+        assert [path.name for path in found.files] == ["a.txt", "b.txt"] and found.num_links >= 2
+
+
 @pytest.mark.parametrize("cut", [1, 7, 40, 41, 1000])
 def test_every_line_belongs_to_one_piece(texts: Path, cut: int) -> None:
     path = texts / "d.jsonl"
