@@ -69,7 +69,8 @@ class Measured:
 
     Attributes:
         layout: its sizes in words.
-        device: as the run described it ("NVIDIA H200, nccl", "cpu, gloo, 1 thread per rank").
+        device: as the run described it ("8 ranks on 1 node, NVIDIA H200, nccl").
+        is_gpu: it is a GPU.
         first_step, last_step: the steps, counted from 1, whose medians the speeds are.
         tokens_per_second: of all ranks, in the median step.
         model_tflops: per rank, in the median step.
@@ -83,6 +84,7 @@ class Measured:
     layout: str
     num_ranks: int
     device: str
+    is_gpu: bool
     first_step: int
     last_step: int
     step_seconds: float
@@ -96,10 +98,6 @@ class Measured:
     @property
     def tokens_per_second_per_rank(self) -> float:
         return self.tokens_per_second / self.num_ranks
-
-    @property
-    def is_gpu(self) -> bool:
-        return not self.device.startswith("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +199,7 @@ def read_measured(plan: Plan) -> Measured:
     directory = RunDirectory.join(config.runtime.runs_dir, name, 0)
     steps = read_records(directory.metrics).records
     details = {event.kind: event.details for event in read_events(directory.path).events}
+    started = details["attempt_started"]["layout"]
     first = 1 + max(1, len(steps) // WARM_UP_SHARE)
     steady = [step for step in steps if step["step"] >= first]
     middle = {
@@ -213,7 +212,8 @@ def read_measured(plan: Plan) -> Measured:
         config=config,
         layout=str(plan.sizes),
         num_ranks=plan.sizes.world_size,
-        device=details["attempt_started"]["layout"]["backend"],
+        device=started["backend"],
+        is_gpu=started["device"] != "cpu",
         first_step=first,
         last_step=last["step"],
         step_seconds=middle["step_time_seconds"],

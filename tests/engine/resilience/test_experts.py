@@ -12,7 +12,8 @@ from tests.parity.cases import Case
 
 ONE = Case("moe losses", num_layers=2, global_batch_size=8)
 CUT = replace(ONE, dp=2, ep=2)
-BAD = Plant(rank=0, module="blocks.1.mlp", sample_ids=(BAD_STEP * 8 + 2,))
+BAD = Plant(rank=0, module="blocks.1.mlp", sample_ids=(BAD_STEP * 8 + 1,))
+"""In the first microbatch of two, which is rank 0's in both layouts."""
 
 
 def check_skip(case: Case, folder: Path) -> None:

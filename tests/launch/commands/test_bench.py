@@ -72,6 +72,7 @@ def measured(tokens_per_second: float, num_ranks: int, dtype: str = "bf16") -> M
         layout=f"tp={num_ranks} pp=1 vpp=1 dp=1",
         num_ranks=num_ranks,
         device="NVIDIA H100 80GB HBM3, nccl",
+        is_gpu=True,
         first_step=6,
         last_step=20,
         step_seconds=0.25,
