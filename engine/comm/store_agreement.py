@@ -110,10 +110,20 @@ def rank_0_says(text: str, key: str) -> str:
     """
     if not dist.is_initialized():
         return text
-    store = dist.PrefixStore("rank_0", dist.distributed_c10d._get_default_store())
+    store = run_store("rank_0")
     if dist.get_rank() == 0:
         store.set(key, text)
     return str(store.get(key).decode())
+
+
+def run_store(name: str) -> dist.Store:
+    """Return the part of that name of the default group's store, which all ranks reach."""
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+def is_fake() -> bool:
+    """Return whether no other process is there: a footprint's world has one, and its store keeps nothing."""
+    return not dist.is_initialized() or dist.get_backend() == "fake"
 
 
 def compare_group_counts() -> None:
@@ -125,8 +135,7 @@ def compare_group_counts() -> None:
     Raises:
         TopologyError: on every rank, with the ranks that differ.
     """
-    # A footprint's world has one process, and its store keeps nothing.
-    if not dist.is_initialized() or dist.get_backend() == "fake":
+    if is_fake():
         return
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     comparison = dist.PrefixStore(f"group_counts/{store.add(f'group_counts/{rank}', 1)}", store)

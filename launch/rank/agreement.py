@@ -11,11 +11,9 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-import torch.distributed as dist
-
 from triaxis.engine.checkpoint.resume_rules import flat
 from triaxis.engine.comm.runtime import RankEnvironment
-from triaxis.engine.comm.store_agreement import Facts, compare_details
+from triaxis.engine.comm.store_agreement import Facts, compare_details, is_fake, run_store
 from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedTokens
@@ -46,9 +44,9 @@ def agree(config: Config, environment: RankEnvironment, *, trains: bool) -> None
     Raises:
         TopologyError: on every rank: the first difference, both values and both nodes.
     """
-    if environment.world_size == 1:
+    if is_fake():
         return
-    store = dist.PrefixStore("agreement", dist.distributed_c10d._get_default_store())
+    store = run_store("agreement")
     own = _config_facts(config)
     # Two launchers of one host may have a checkout each, so a node is named by its first rank.
     node = f"node/{environment.rank - environment.local_rank}"
