@@ -16,7 +16,7 @@ from benchmarks.published.standing import CLOSE, standings
 from triaxis.engine.errors import ConfigError
 from triaxis.models.predict.step_time.implementation import OURS
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 ROW = {
     "source": "NVIDIA/dgxc-benchmarking",
