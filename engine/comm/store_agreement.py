@@ -121,7 +121,7 @@ def run_store(name: str) -> dist.Store:
     return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
 
-def is_fake() -> bool:
+def is_alone() -> bool:
     """Return whether no other process is there: a footprint's world has one, and its store keeps nothing."""
     return not dist.is_initialized() or dist.get_backend() == "fake"
 
@@ -135,7 +135,7 @@ def compare_group_counts() -> None:
     Raises:
         TopologyError: on every rank, with the ranks that differ.
     """
-    if is_fake():
+    if is_alone():
         return
     rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
     comparison = dist.PrefixStore(f"group_counts/{store.add(f'group_counts/{rank}', 1)}", store)

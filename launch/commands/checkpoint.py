@@ -101,7 +101,8 @@ def inspect(args: argparse.Namespace) -> int:
     console.print(_module_table(manifest))
     if args.tensors:
         console.print(_tensor_table(manifest))
-    print_json(args, _as_json(candidate))
+    if args.json:  # of a large checkpoint it is long
+        print_json(args, _as_json(candidate))
     return 0
 
 
@@ -125,7 +126,8 @@ def diff(args: argparse.Namespace) -> int:
             values[key] = compare_values(a, b, *key)
         certain.append(difference)
     _show_diff(_console(), a, b, certain, values, recast)
-    print_json(args, _diff_as_json(a, b, certain, values, recast))
+    if args.json:
+        print_json(args, _diff_as_json(a, b, certain, values, recast))
     return 1 if certain else 0
 
 

@@ -77,10 +77,11 @@ def run(args: argparse.Namespace) -> int:
         draw_topology(grid, args.output)
         print(f"\npicture: {args.output}")
         open_page(args, args.output)
-    ranks = [
-        {"rank": rank, "node": grid.node(rank), **asdict(grid.coordinates(rank))} for rank in range(grid.world_size)
-    ]
-    print_json(args, {"layout": str(sizes), "ranks": ranks, "groups": {axis: grid.groups(axis) for axis in AXES}})
+    if args.json:
+        ranks = [
+            {"rank": rank, "node": grid.node(rank), **asdict(grid.coordinates(rank))} for rank in range(grid.world_size)
+        ]
+        print_json(args, {"layout": str(sizes), "ranks": ranks, "groups": {axis: grid.groups(axis) for axis in AXES}})
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from triaxis.engine.checkpoint.resume_rules import flat
 from triaxis.engine.comm.runtime import RankEnvironment
-from triaxis.engine.comm.store_agreement import Facts, compare_details, is_fake, run_store
+from triaxis.engine.comm.store_agreement import Facts, compare_details, is_alone, run_store
 from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedTokens
@@ -44,7 +44,7 @@ def agree(config: Config, environment: RankEnvironment, *, trains: bool) -> None
     Raises:
         TopologyError: on every rank: the first difference, both values and both nodes.
     """
-    if is_fake():
+    if is_alone():
         return
     store = run_store("agreement")
     own = _config_facts(config)
@@ -64,6 +64,8 @@ def judge(ours: Facts, theirs: Facts, rank: int) -> str:
     """Return the message on the first difference between rank 0 and another rank."""
     here, there = dict(_facts(ours)), dict(_facts(theirs))
     different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
+    if not different:
+        return f"ranks 0 and {rank} ({ours['host']} and {theirs['host']}) differed, and files changed meanwhile. Start again."
     more = f"; and {len(different) - 1:,} more differ" if len(different) > 1 else ""
     first = different[0]
     values = [_shown(facts.get(first, "absent")) for facts in (here, there)]

@@ -45,6 +45,9 @@ OVERRIDE = re.compile(r"[^/=]+=")
 """Begins a word that is no path, however long it is: the file system is not asked about it."""
 ADDRESS = re.compile(r"\w+:/")
 
+RENAMED_OPTIONS = {"--page": "--output"}
+"""Options that had other names before the first release, where those are not near."""
+
 LAYOUT_WORDS = {
     "tp": "tp",
     "cp": "cp",
@@ -395,7 +398,7 @@ def near(word: str, names: Iterable[str]) -> str | None:
 
 
 def _nearest(word: str, names: Iterable[str]) -> str:
-    name = near("--output" if word in ("--page", "--out") else word, names)
+    name = near(RENAMED_OPTIONS.get(word, word), names)
     return "" if name is None else f". Did you mean {name}?"
 
 

@@ -79,3 +79,8 @@ def test_the_sources_of_a_node_are_a_fact() -> None:
     theirs["facts"]["the source models/gpt/block.py"] = "0" * 64
     text = agreement.judge(ours, theirs, 8)
     assert "differ in the source models/gpt/block.py:\n  rank 0 (a): " in text and f"  rank 8 (b): {'0' * 64}" in text
+
+
+def test_files_that_change_meanwhile_are_said() -> None:
+    facts = {"host": "a", "facts": {"optimizer.lr": 1}}
+    assert "files changed meanwhile" in agreement.judge(facts, facts, 3)
