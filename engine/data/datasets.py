@@ -29,6 +29,9 @@ from triaxis.engine.data.split import PARTS, split_documents
 from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.errors import DataError
 
+IDS_AT_START = 2**18
+"""Ids of a corpus without a record that every start looks at; `triaxis data check` reads them all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
@@ -85,11 +88,9 @@ def open_datasets(
         digest = _digest("synthetic", seed, vocab_size, seq_length, *choices)
         return Datasets(train, valid, test, digest, lambda skipped: train)
     named = [source.path for source in [*data_config.train, *(data_config.valid or [])]]
-    for blended in filter(None, (data_config.train, data_config.valid)):
-        assert len({source.path for source in blended}) == len(blended), (
-            "a corpus named twice gives the same samples again"
-        )
     corpora = {prefix: _open_corpus(prefix, vocab_size, data_config.tokenizer or BYTES) for prefix in named}
+    for field, blended in (("data.train", data_config.train), ("data.valid", data_config.valid or [])):
+        _refuse_repeated(field, [corpora[source.path] for source in blended])
     folder = cache_dir or data_config.cache_dir
 
     def stream(prefix: str, documents: Mapping[str, range], length: int) -> SampleStream:
@@ -201,7 +202,25 @@ def _open_corpus(prefix: str, vocab_size: int, tokenizer: str) -> IndexedTokens:
             f"{prefix} was prepared with the tokenizer {record.tokenizer} of {record.vocab_size:,} tokens, but model.vocab_size = "
             f"{vocab_size:,}: there is no embedding for the others. Set model.vocab_size={record.vocab_size}."
         )
+    smallest, largest = corpus.ids(IDS_AT_START) if record is None else (0, 0)
+    if smallest < 0 or largest >= vocab_size:
+        raise DataError(
+            f"{prefix} has ids from {smallest:,} to {largest:,}, but model.vocab_size = {vocab_size:,}: there is no embedding for "
+            f"them. Set model.vocab_size to the size of the tokenizer that made the corpus, or prepare it again."
+        )
     return corpus
+
+
+def _refuse_repeated(field: str, corpora: Sequence[IndexedTokens]) -> None:
+    """Refuse a corpus that stands in a blend under two names, as links and other spellings of its path are."""
+    names: dict[tuple[int, int], str] = {}
+    for corpus in corpora:
+        if corpus.identity in names:
+            raise DataError(
+                f"{field} names one corpus twice, as {names[corpus.identity]} and as {corpus.prefix}: each of its samples would "
+                "come again as another. Name it once, with the sum of the weights."
+            )
+        names[corpus.identity] = corpus.prefix
 
 
 def _digest(*values: object) -> str:

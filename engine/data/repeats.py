@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from triaxis.engine.config.phases import RunPhase, at_phase, run_phases
 from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.ledger import SampleRead, read_of, reads_of_step
 from triaxis.engine.data.samples import SampleSource
 from triaxis.engine.data.skipped import SkippedRanges
@@ -115,7 +116,7 @@ def reads_of_run(
     read: dict[Place, list[tuple[int, int, int]]] = {}
     left_out: dict[Place, list[tuple[int, int, int]]] = {}
     jumps: list[str] = []
-    next_position, num_samples, configs = 0, 0, dict[str, Config]()
+    next_position, num_samples, configs, names = 0, 0, dict[str, Config](), _Names()
     for span in spans:
         for phase, config, steps in span.parts():
             source = open_source(config, span.skipped)
@@ -126,22 +127,37 @@ def reads_of_run(
                 )
             for step in steps:
                 for one in reads_of_step(step + 1, phase, source, span.skipped):
-                    configs.setdefault(one.corpus, config)
-                    _add(read, one, step + 1)
+                    configs.setdefault(names.of(one.corpus), config)
+                    _add(read, names.of(one.corpus), one, step + 1)
             last = phase.samples_before(steps.stop)
             for sample_id in _skipped_between(span.skipped, position, last):
-                _add(left_out, read_of(source, sample_id, position), 0)
+                one = read_of(source, sample_id, position)
+                _add(left_out, names.of(one.corpus), one, 0)
             num_samples, next_position = num_samples + last - position, last
     repeats = [repeat for place in sorted(read) for repeat in _overlaps(place, read[place])]
     return RunReads(num_samples, repeats, _epochs(read, left_out, configs, labels_of), jumps)
 
 
-def _add(places: dict[Place, list[tuple[int, int, int]]], one: SampleRead, step: int) -> None:
+class _Names:
+    """One name for each corpus: attempts may spell its path otherwise, or reach it by a link."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, str] = {}
+        self._first: dict[tuple[int, int], str] = {}
+
+    def of(self, prefix: str) -> str:
+        """Return the name under which the corpus was read first."""
+        if prefix not in self._known:
+            self._known[prefix] = self._first.setdefault(IndexedTokens(prefix).identity, prefix)
+        return self._known[prefix]
+
+
+def _add(places: dict[Place, list[tuple[int, int, int]]], corpus: str, one: SampleRead, step: int) -> None:
     for piece in one.pieces:
         for number, part in enumerate(piece):
             first = part.first + (number == 0)
             if first < part.first + part.length:
-                place = (one.corpus, one.epoch, part.document)
+                place = (corpus, one.epoch, part.document)
                 places.setdefault(place, []).append((first, part.first + part.length, step))
 
 

@@ -3,6 +3,7 @@
 which     the documents that a step of a run has read (`launch/report/data_which.py`)
 repeats   tokens that a run has read twice, or left out, over all its attempts (`launch/report/data_repeats.py`)
 inspect   documents, tokens, lengths, ends of documents, the first text
+check     every byte against the record's hashes, every id against the tokenizer
 merge     A B ... -> C, the documents of A, then those of B
 split     C -> A B ..., the first documents, then the next ones
 
@@ -15,6 +16,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
+from triaxis.engine.data.corpus.check import Checked, check
 from triaxis.engine.data.corpus.combine import bounds_of_shares, merge, split
 from triaxis.engine.data.corpus.describe import describe
 from triaxis.engine.data.corpus.indexed import IndexedTokens
@@ -28,6 +30,10 @@ from triaxis.launch.start.command_line import CommandParser, print_json, refuse
 INSPECT_EXAMPLES = """examples:
   triaxis data inspect data/web
   triaxis data inspect data/from_megatron --tokenizer tokenizer.json --json
+"""
+CHECK_EXAMPLES = """examples:
+  triaxis data check data/web data/books
+  triaxis data check data/from_megatron --tokenizer tokenizer.json
 """
 MERGE_EXAMPLES = """examples:
   triaxis data merge data/web data/books --output data/all
@@ -51,6 +57,14 @@ def add_arguments(parser: CommandParser) -> None:
     look.add_argument(
         "--eod-token", metavar="TOKEN", help="token that ends a document (default: what its record names)"
     )
+
+    whole = parser.add_verb(
+        "check", "compare all bytes of corpora with their records", "PREFIX ... [options]", CHECK_EXAMPLES
+    )
+    whole.set_defaults(verb_function=check_corpora)
+    whole.add_argument("prefixes", nargs="+", metavar="PREFIX", help="paths of corpora, without an ending")
+    whole.add_argument("--tokenizer", metavar="TOKENIZER", help="that made them (default: what their records name)")
+    whole.add_argument("--eod-token", metavar="TOKEN", help="token that ends a document (default: the tokenizer's)")
 
     summary = "join corpora of one tokenizer"
     join = parser.add_verb("merge", summary, "PREFIX PREFIX ... --output PREFIX [--force]", MERGE_EXAMPLES)
@@ -87,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
 def inspect(args: argparse.Namespace) -> int:
     """Print the counts of a corpus and its first text."""
     corpus, record = IndexedTokens(args.prefix), read_record(args.prefix)
-    tokenizer = _tokenizer(args, record)
+    tokenizer = _tokenizer(args, args.prefix, record)
     is_asked = record is None or args.tokenizer is not None or args.eod_token is not None
     eod_id = tokenizer.eod_id if tokenizer and is_asked else record.eod_id if record else None
     found = describe(corpus, eod_id)
@@ -103,6 +117,11 @@ def inspect(args: argparse.Namespace) -> int:
         ("length", f"{found.mean_length:,.1f} tokens per document; quantiles{seen}: {lengths}"),
         ("ends", _ends(found.without_end, found.looked_at - found.without_tokens, eod_id, found.mean_length) + seen),
         ("tokenizer", _described(record)),
+        *(
+            (("unknown", f"{record.num_unknown_tokens:,} tokens stand for what the tokenizer does not know"),)
+            if record and record.num_unknown_tokens
+            else ()
+        ),
         *((("empty", f"{found.without_tokens:,} documents without any token{seen}"),) if found.without_tokens else ()),
         *(("left out", f"{left['count']:,} x {kind}: {'; '.join(left['places'])}") for kind, left in _left_out(record)),
         (
@@ -117,14 +136,45 @@ def inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tokenizer(args: argparse.Namespace, record: CorpusRecord | None) -> Tokenizer | None:
+def check_corpora(args: argparse.Namespace) -> int:
+    """Read corpora whole and print what contradicts their records or their tokenizers; 1 if anything does."""
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    results, is_bad = [], False
+    for prefix in args.prefixes:
+        corpus, record = IndexedTokens(prefix), read_record(prefix)
+        tokenizer = _tokenizer(args, prefix, record)
+        found, was_read = check(corpus)
+        problems = found.problems(
+            prefix, record, tokenizer.vocab_size if tokenizer else record.vocab_size if record else None
+        )
+        is_bad |= bool(problems)
+        against = "as its record has it" if record else "without a record to compare with"
+        again = ", as an earlier check of this node has read it" if was_read else ""
+        verdict = "\n".join(problems) or f"{prefix}: {corpus.num_tokens:,} tokens, {against}{again}"
+        console.print(verdict)
+        console.print(f"  ids {found.smallest_id:,} to {found.largest_id:,}; {_all_ends(found, tokenizer, record)}")
+        results.append({"prefix": prefix, "problems": problems, **asdict(found)})
+    print_json(args, results)
+    return int(is_bad)
+
+
+def _all_ends(found: Checked, tokenizer: Tokenizer | None, record: CorpusRecord | None) -> str:
+    """Describe how documents end, beside the token of the tokenizer."""
+    ends = ", ".join(f"{count:,} documents end with id {token}" for token, count in found.ends)
+    own = record.eod_id if record and record.append_eod else tokenizer.eod_id if tokenizer else None
+    if own is None or own == found.ends[0][0]:
+        return ends
+    return f"{ends}: most do NOT end with id {own}, which the tokenizer has for it, so each runs into the next one"
+
+
+def _tokenizer(args: argparse.Namespace, prefix: str, record: CorpusRecord | None) -> Tokenizer | None:
     """Open the tokenizer that was named, or the record's if it is still what the corpus was made with."""
     if args.tokenizer is not None:
         return load_tokenizer(args.tokenizer, args.eod_token)
     if record is None:
         return None
     try:
-        return load_tokenizer(find_recorded(args.prefix, record), args.eod_token)
+        return load_tokenizer(find_recorded(prefix, record), args.eod_token)
     except DataError:
         return None
 

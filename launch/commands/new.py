@@ -240,7 +240,7 @@ def _of_size(args: argparse.Namespace) -> _Model:
 def _vocabulary(prefix: str) -> int:
     """Return the tokens of a corpus' tokenizer, as it is recorded; else as many as its ids need."""
     record = read_record(prefix)
-    return record.num_embeddings if record is not None else IndexedTokens(prefix).largest_id(MOST_IDS) + 1
+    return record.num_embeddings if record is not None else IndexedTokens(prefix).ids(MOST_IDS)[1] + 1
 
 
 def _of_config(args: argparse.Namespace) -> _Model:

@@ -7,7 +7,8 @@ import argparse
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
@@ -18,7 +19,9 @@ from triaxis.engine.config.write import in_yaml
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
 from triaxis.engine.data.corpus.inputs import Inputs, find_inputs
 from triaxis.engine.data.corpus.parts import Done
+from triaxis.engine.data.corpus.pieces import AS_NAMED, InputFile, ReadOptions
 from triaxis.engine.data.corpus.prepare import Prepared, PrepareRequest, prepare
+from triaxis.engine.data.corpus.readers import FORMATS, reader_of
 from triaxis.engine.data.corpus.record import record_path
 from triaxis.engine.data.corpus.stdlib import STDLIB_BYTES, stdlib_files
 from triaxis.engine.data.corpus.train_bpe import TRAINING_BYTES, size_to_train
@@ -30,6 +33,9 @@ EXAMPLES = """examples:
   triaxis prepare --stdlib --tokenizer bytes --output data/stdlib
   triaxis prepare --input books/ 'web/*.jsonl.zst' --tokenizer tokenizer.json --output data/web
   triaxis prepare --input 'crawl/*.parquet' --text-key content --tokenizer train-bpe:32000 --output data/crawl
+  triaxis prepare --input 'a/*.parquet' b/ --text-key 'a/*.parquet=content' b/=text --tokenizer gpt2/ --output data/both
+  triaxis prepare --input TinyStories.txt --separator '<|endoftext|>' --tokenizer gpt2/ --output data/stories
+  triaxis prepare --input 'fineweb10B/*.bin' --tokenizer gpt2/ --output data/fineweb
   triaxis prepare --input books/ --tokenizer ranks.tiktoken --pattern cl100k_base --output data/books --on-bad skip
 """
 SECONDS_BETWEEN_LINES = 30.0
@@ -76,8 +82,8 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="PATH",
-        help="files, folders, or globs in quotes ('**' enters folders): .jsonl, .parquet, .txt, .gz and .zst of them; any other "
-        "name is one document of text; repeatable",
+        help="files, folders, or globs in quotes ('**' enters folders): .jsonl, .parquet, .txt, .gz and .zst of them; tokens that "
+        "another tool made (.npy, .bin of nanoGPT or llm.c, lists of ids as a field or column); any other name is text; repeatable",
     )
     parser.add_argument(
         "--stdlib", action="store_true", help="the sources of Python's standard library, in place of --input"
@@ -91,9 +97,25 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-key",
         "--json-key",
-        default="text",
-        metavar="KEY",
-        help="field of a .jsonl line, or column of a .parquet, with the text (default: text)",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="[PATH=]KEY",
+        help="field of a JSON line or column of a .parquet with the document (default: text); data.text enters what is nested; "
+        "PATH=KEY holds for that PATH of --input",
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, help="read all input as this format (default: by the endings of the names)"
+    )
+    parser.add_argument(
+        "--separator", metavar="TEXT", help="what stands between the documents of a text, such as '<|endoftext|>'"
+    )
+    parser.add_argument(
+        "--max-document-bytes",
+        type=int,
+        default=AS_NAMED.max_document_bytes,
+        metavar="N",
+        help=f"a longer document is bad input (default: {AS_NAMED.max_document_bytes:,})",
     )
     parser.add_argument(
         "--on-bad",
@@ -120,11 +142,14 @@ def run(args: argparse.Namespace) -> int:
         inputs = Inputs(stdlib_files(STDLIB_BYTES if args.max_bytes is None else args.max_bytes))
     else:
         inputs = find_inputs(args.input, args.on_bad)
+    keys = dict(_keyed(word, args.input) for word in args.text_key)
+    key = keys.get(None, AS_NAMED.text_key)
     request = PrepareRequest(
         inputs.files,
         args.tokenizer if args.pattern is None else f"{args.tokenizer}:{args.pattern}",
         args.output,
-        text_key=args.text_key,
+        options=ReadOptions(key, args.format, args.separator or None, args.max_document_bytes),
+        text_keys=tuple(keys.get(pattern, key) for pattern in inputs.patterns),
         eod_token=args.eod_token,
         append_eod=args.append_eod,
         on_bad=args.on_bad,
@@ -142,9 +167,15 @@ def run(args: argparse.Namespace) -> int:
     with progress_shown(console, request.input_bytes) as progress:
         prepared = prepare(request, num_workers=args.workers, force=args.force, progress=progress)
     if not args.quiet:
-        show_prepared(console, args.output, prepared)
+        show_prepared(console, request, prepared)
     print_json(args, asdict(prepared.record))
     return 0
+
+
+def _keyed(word: str, patterns: Sequence[str]) -> tuple[str | None, str]:
+    """Return a word of --text-key as (path of --input, key); None for a key of all paths."""
+    path, equals, key = word.rpartition("=")
+    return (path, key) if equals and path in patterns else (None, word)
 
 
 class Speed:
@@ -198,9 +229,14 @@ class LogLines:
             self.console.print(f"prepare: {share:.0%} of {self.total_bytes:,} bytes, {self.speed.describe(done)}")
 
 
-def show_prepared(console: Console, prefix: str, prepared: Prepared) -> None:
+def show_prepared(console: Console, request: PrepareRequest, prepared: Prepared) -> None:
     """Print what is on disk now, and the command that trains on it."""
-    record = prepared.record
+    record, prefix = prepared.record, request.output
+    titles = Counter(reader_of(InputFile(path, 0, 0, request.options)).title for path in request.files)
+    read_as = ", ".join(f"{count:,} as {title}" for title, count in titles.items())
+    unknown = (
+        f"; {record.num_unknown_tokens / record.num_tokens:.2%} are unknown to it" if record.num_unknown_tokens else ""
+    )
     if prepared.already_there:
         console.print(
             f"{prefix} is already prepared from these inputs and whole; nothing to do (--force prepares it again)."
@@ -213,9 +249,9 @@ def show_prepared(console: Console, prefix: str, prepared: Prepared) -> None:
     )
     for name, value in (
         ("corpus", f"{bin_path(prefix)}, {idx_path(prefix).name}, {record_path(prefix).name}"),
-        ("text", f"{counted(record.num_input_files, 'file')}, {record.input_bytes:,} bytes"),
+        ("text", f"{counted(record.num_input_files, 'file')} ({read_as}), {record.input_bytes:,} bytes"),
         ("documents", f"{record.num_documents:,}{skipped}"),
-        ("tokens", f"{record.num_tokens:,} as {record.dtype}, {record.bin_bytes:,} bytes"),
+        ("tokens", f"{record.num_tokens:,} as {record.dtype}, {record.bin_bytes:,} bytes{unknown}"),
         ("tokenizer", f"{record.tokenizer}, {record.vocab_size:,} tokens, {ends}"),
         ("sha256", f"{record.bin_sha256} (.bin)"),
         ("", f"{record.idx_sha256} (.idx)"),

@@ -70,7 +70,9 @@ def split(
     part = (
         None
         if record is None
-        else replace(record, num_input_files=0, input_bytes=0, num_skipped_documents=0, left_out={})
+        else replace(
+            record, num_input_files=0, input_bytes=0, num_skipped_documents=0, num_unknown_tokens=0, left_out={}
+        )
     )
     return [
         _write(output, [(corpus, chosen)], part, [prefix], force)
@@ -123,7 +125,8 @@ def _write(
 
 
 def _refuse_to_replace(output: str, inputs: Sequence[str], force: bool) -> None:
-    if Path(output).absolute() in {Path(prefix).absolute() for prefix in inputs}:
+    target = bin_path(output)
+    if target.exists() and any(target.samefile(bin_path(prefix)) for prefix in inputs):
         raise DataError(f"--output {output} is one of the corpora that are read. Choose another name.")
     read_record(output)  # refuses a file of another kind
     if not force and any(path.exists() for path in (bin_path(output), idx_path(output))):
@@ -170,5 +173,6 @@ def _sum(records: Sequence[CorpusRecord]) -> CorpusRecord:
         num_input_files=sum(record.num_input_files for record in records),
         input_bytes=sum(record.input_bytes for record in records),
         num_skipped_documents=sum(record.num_skipped_documents for record in records),
+        num_unknown_tokens=sum(record.num_unknown_tokens for record in records),
         left_out=left_out,
     )

@@ -53,6 +53,6 @@ def describe(corpus: IndexedTokens, eod_id: int | None) -> Description:
         dtype=corpus.dtype.name,
         looked_at=looked_at,
         quantiles={f"{share:.0%}": int(length) for share, length in zip(QUANTILES, at, strict=True)},
-        without_tokens=int((last < 0).sum()),
-        without_end=None if eod_id is None else int(((last >= 0) & (last != eod_id)).sum()),
+        without_tokens=int((lengths == 0).sum()),
+        without_end=None if eod_id is None else int(((lengths > 0) & (last != eod_id)).sum()),
     )

@@ -8,18 +8,19 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
-from triaxis.engine.data.corpus.findings import Findings, Kind, OnBad, Place, Reading
-from triaxis.engine.data.corpus.indexed import LONGEST_SEQUENCE
+from triaxis.engine.data.corpus.findings import Findings, Kind, OnBad, Place, Reading, Vocabulary
+from triaxis.engine.data.corpus.indexed import LONGEST_SEQUENCE, Tokens
 from triaxis.engine.data.corpus.parts import PROGRESS, Done, Part, PartWriter, ProgressTable, find_part
-from triaxis.engine.data.corpus.pieces import InputFile, Piece, Unit
+from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, Unit
 from triaxis.engine.data.corpus.readers import reader_of
 from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
+from triaxis.engine.errors import shown
 
 BATCH_CHARACTERS = 2**19
 """Characters that are encoded with one call: enough for a library's batch, small against a worker's memory."""
@@ -35,7 +36,6 @@ class Job:
 
     tokenizer: str
     eod_token: str | None
-    text_key: str
     dtype: str
     append_eod: bool
     on_bad: OnBad
@@ -77,19 +77,19 @@ def make_part(unit: Unit, number: int, digest: str, job: Job) -> Part:
         table.write(number, Done(*done, found_bytes=found.num_bytes, found_tokens=found.num_tokens))
         return found
     tokenizer: Tokenizer = _loaded(job.tokenizer, job.eod_token)
-    reading = Reading(job.on_bad)
+    reading = Reading(job.on_bad, Vocabulary(tokenizer.vocab_size, tokenizer.eod_id))
     done_bytes = 0
-    with PartWriter(path) as part:
+    with PartWriter(path, job.dtype) as part:
         for piece in unit:
-            for texts in _batches(documents(piece, job.text_key, reading)):
-                _encode(texts, tokenizer, job, piece, reading, part)
+            for batch in _batches(documents(piece, reading)):
+                _encode(batch, tokenizer, job, reading, part)
                 table.write(number, Done(done_bytes + reading.done_bytes(), part.num_documents, part.num_tokens))
             done_bytes += piece.num_bytes
         table.write(number, Done(done_bytes, part.num_documents, part.num_tokens))
         return part.finish(done_bytes, reading.tally)
 
 
-def documents(piece: Piece, text_key: str, reading: Reading) -> Iterator[str]:
+def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
     """Yield the documents of a piece, from a file that must be as it was when the units were planned.
 
     Raises:
@@ -101,7 +101,7 @@ def documents(piece: Piece, text_key: str, reading: Reading) -> Iterator[str]:
     if not is_as_planned(piece.file, reading):
         return
     try:
-        yield from reader_of(path).documents(piece, text_key, reading)
+        yield from reader_of(piece.file).documents(piece, reading)
     except (FileNotFoundError, PermissionError) as error:
         _unusable(path, error, reading)
     reading.done_bytes = lambda: piece.num_bytes
@@ -110,7 +110,7 @@ def documents(piece: Piece, text_key: str, reading: Reading) -> Iterator[str]:
 def is_as_planned(file: InputFile, findings: Findings) -> bool:
     """Return true if a file is there, readable and as it was when the units were planned; else add it to the findings."""
     try:
-        now = InputFile.of(file.path)
+        now = InputFile.of(file.path, file.options)
     except (FileNotFoundError, PermissionError) as error:
         _unusable(file.path, error, findings)
         return False
@@ -128,35 +128,73 @@ def _unusable(path: Path, error: OSError, findings: Findings) -> None:
     findings.add(kind, Place(str(path), detail=detail), advice)
 
 
-def _batches(texts: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    num_characters = 0
-    for text in texts:
-        batch.append(text)
-        num_characters += len(text)
-        if num_characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.content)
+        if size >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
             yield batch
-            batch, num_characters = [], 0
+            batch, size = [], 0
     if batch:
         yield batch
 
 
-def _encode(
-    texts: list[str], tokenizer: Tokenizer, job: Job, piece: Piece, findings: Findings, part: PartWriter
-) -> None:
-    tokens: list[int] = []
-    lengths: list[int] = []
-    path = str(piece.file.path)
-    for ids in tokenizer.encode_batch(texts):
-        length = len(ids) + job.append_eod
-        if not length:
-            findings.add(Kind.EMPTY_DOCUMENT, Place(path, detail="has a document whose text gives no token"))
-        elif length > LONGEST_SEQUENCE:
-            detail = f"has a document of {length:,} tokens, more than the format counts ({LONGEST_SEQUENCE:,})"
-            findings.add(Kind.TOO_LONG, Place(path, detail=detail), "Split the document.")
+def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, findings: Findings, part: PartWriter) -> None:
+    tokens: list[Tokens] = []
+    end = np.array([tokenizer.eod_id] if job.append_eod else [], np.int64)
+    for document, ids in zip(batch, _ids(batch, tokenizer, findings), strict=True):
+        if ids is None:
+            continue
+        # Tokens that were made elsewhere may have the end already.
+        has_end = not isinstance(document.content, str) and len(ids) > 0 and ids[-1] == tokenizer.eod_id
+        row = np.concatenate([ids, end[: 1 - has_end]])
+        if len(ids) == 0:
+            place = replace(document.place, detail="the tokenizer leaves nothing of its text")
+            findings.add(Kind.EMPTIED_DOCUMENT, place)
+        elif len(row) > LONGEST_SEQUENCE:
+            detail = f"the document has {len(row):,} tokens, more than the format counts ({LONGEST_SEQUENCE:,})"
+            findings.add(Kind.TOO_LONG, replace(document.place, detail=detail), "Split the document.")
         else:
-            tokens += ids
-            if job.append_eod:
-                tokens.append(tokenizer.eod_id)
-            lengths.append(length)
-    part.add(np.array(tokens, job.dtype), lengths)
+            tokens.append(row)
+    if tokens:
+        part.add(tokens, tokenizer.unknown_id)
+
+
+def _ids(batch: list[Document], tokenizer: Tokenizer, findings: Findings) -> Iterator[Tokens | None]:
+    """Yield the token ids of each document; None of one that went to the findings."""
+    texts = [document.content for document in batch if isinstance(document.content, str)]
+    try:
+        encoded: Iterator[list[int] | None] = iter(tokenizer.encode_batch(texts))
+    except BaseException as error:  # a panic of Rust is no Exception
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        encoded = (_alone(document, tokenizer, findings) for document in batch if isinstance(document.content, str))
+    for document in batch:
+        if isinstance(document.content, str):
+            ids = next(encoded)
+            yield None if ids is None else np.array(ids, np.int64)
+        elif document.content.min() < 0 or document.content.max() >= tokenizer.vocab_size:
+            smallest, largest = int(document.content.min()), int(document.content.max())
+            detail = f"it has ids from {smallest:,} to {largest:,}, and the tokenizer those from 0 to {tokenizer.vocab_size - 1:,}"
+            advice = "They would mean other words. Name with --tokenizer the one that made them."
+            findings.add(Kind.OTHER_IDS, replace(document.place, detail=detail), advice)
+            yield None
+        else:
+            yield document.content
+
+
+def _alone(document: Document, tokenizer: Tokenizer, findings: Findings) -> list[int] | None:
+    """Return the ids of one text of a batch that the tokenizer's library failed on."""
+    assert isinstance(document.content, str)
+    try:
+        return tokenizer.encode(document.content)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise
+        detail = f"the tokenizer's library fails on its {len(document.content):,} characters ({shown(str(error))})"
+        findings.add(
+            Kind.NOT_ENCODED, replace(document.place, detail=detail), "Shorten or remove what is special about it."
+        )
+        return None

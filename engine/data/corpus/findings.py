@@ -3,7 +3,7 @@
     --on-bad stop    the first case is an error that names file and line (row of a parquet)
     --on-bad skip    the case is left out; its kind is counted, and the first places of each kind are kept
 
-Documents without text are counted in both: they are no damage, and there is nothing in them to train on.
+Documents without text or tokens are counted in both: they are no damage, and there is nothing in them to train on.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,6 +24,7 @@ class Kind(StrEnum):
     """Kinds of input that cannot become tokens."""
 
     EMPTY_DOCUMENT = "document without text"
+    EMPTIED_DOCUMENT = "document of whose text the tokenizer leaves nothing"
     EMPTY_FILE = "empty file"
     VANISHED_FILE = "file that vanished"
     CHANGED_FILE = "file that changed"
@@ -36,6 +37,8 @@ class Kind(StrEnum):
     NO_FIELD = "document without the field"
     NOT_TEXT = "field that is no text"
     TOO_LONG = "document that is too long"
+    NOT_ENCODED = "document that the tokenizer's library fails on"
+    OTHER_IDS = "document with ids outside the tokenizer's vocabulary"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def add_up(total: Tally, more: Mapping[str, LeftOut]) -> None:
 
 def is_allowed(tally: Mapping[str, LeftOut], on_bad: OnBad) -> bool:
     """Return true if a corpus with this tally could have been made under `on_bad`."""
-    return on_bad == "skip" or not set(tally) - {Kind.EMPTY_DOCUMENT}
+    return on_bad == "skip" or not set(tally) - {Kind.EMPTY_DOCUMENT, Kind.EMPTIED_DOCUMENT}
 
 
 class Findings:
@@ -119,10 +122,39 @@ class Findings:
         add_up(self.tally, case)
 
 
-class Reading(Findings):
-    """The findings in a piece while it is read, and how far it is read."""
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The ids of the tokenizer that a corpus is made with: 0 .. size - 1, and the one that ends a document."""
 
-    def __init__(self, on_bad: OnBad) -> None:
+    size: int
+    eod_id: int
+
+
+class Reading(Findings):
+    """The findings in a piece while it is read, and how far it is read.
+
+    Args:
+        on_bad: as for `Findings`.
+        vocabulary: that tokens in the input must belong to; None where the tokenizer is not there yet.
+    """
+
+    def __init__(self, on_bad: OnBad, vocabulary: Vocabulary | None = None) -> None:
         super().__init__(on_bad)
+        self._vocabulary = vocabulary
         self.done_bytes: Callable[[], int] = lambda: 0
         """Returns the bytes of the piece that were read; a reader may leave it as it is."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Return the vocabulary; DataError where the tokenizer is to be trained on this very input."""
+        if self._vocabulary is None:
+            raise no_vocabulary()
+        return self._vocabulary
+
+
+def no_vocabulary() -> DataError:
+    """Return the error that the input holds tokens where a tokenizer is to be trained on text."""
+    return DataError(
+        "--input holds tokens, and train-bpe learns from text: the ids would be of a tokenizer that is not there yet. "
+        "Name with --tokenizer the one that made them."
+    )

@@ -37,6 +37,7 @@ DTYPE_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4
 LONGEST_SEQUENCE = 2**31 - 1
 """Tokens: the format counts those of a sequence in int32."""
 CHECK_BLOCK_SEQUENCES = 2**20
+CHECK_BLOCK_TOKENS = 2**22
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_BYTES = 4096
 
@@ -219,18 +220,31 @@ class IndexedTokens:
         last = self._documents[documents + 1] - 1
         found = np.full(len(documents), -1, np.int64)
         # A sequence may be empty, so a document ends with the last one that is not.
-        while (open_ := (found < 0) & (last >= self._documents[documents])).any():
-            filled = open_ & (self._lengths[last] > 0)
-            at = self._pointers[last[filled]] // self.dtype.itemsize + self._lengths[last[filled]] - 1
-            found[filled] = self._tokens[at]
-            last = np.where(open_ & ~filled, last - 1, last)
+        while (empty := (last >= self._documents[documents]) & (self._lengths[last] == 0)).any():
+            last = last - empty
+        filled = last >= self._documents[documents]
+        found[filled] = self._tokens[
+            self._pointers[last[filled]] // self.dtype.itemsize + self._lengths[last[filled]] - 1
+        ]
         return found
 
-    def largest_id(self, most_tokens: int) -> int:
-        """Return the largest of up to `most_tokens` token ids, looked up in stretches that are evenly spaced over the file."""
+    def ids(self, most_tokens: int) -> tuple[int, int]:
+        """Return the smallest and the largest of up to `most_tokens` ids, in stretches evenly spaced over the file."""
         length = -(-most_tokens // FINGERPRINT_SAMPLES)
         starts = np.linspace(0, max(0, len(self._tokens) - length), FINGERPRINT_SAMPLES, dtype=np.int64)
-        return max(int(self._tokens[start : start + length].max()) for start in starts)
+        found = [self._tokens[start : start + length] for start in starts]
+        return min(int(each.min()) for each in found), max(int(each.max()) for each in found)
+
+    def blocks(self) -> Iterator[Tokens]:
+        """Yield all tokens of the file in order, `dtype` [n], a view."""
+        for start in range(0, len(self._tokens), CHECK_BLOCK_TOKENS):
+            yield self._tokens[start : start + CHECK_BLOCK_TOKENS]
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Return what is equal for two names of one corpus on this node: device and inode of the .bin."""
+        status = self._bin_path.stat()
+        return status.st_dev, status.st_ino
 
     @cached_property
     def fingerprint(self) -> str:

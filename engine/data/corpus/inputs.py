@@ -2,7 +2,7 @@
 
 texts/a.txt      the file, whatever its ending
 'texts/**/*.md'  the files that match, whatever their endings; where folders alone match, the folders
-texts            files of the folder and those below it with an ending of READERS, without hidden ones, and without a .json
+texts            files of the folder and those below it with an ending of text, without hidden ones, and without a .json
                  that is one object over several lines, as tokenizers, configs and records are
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from triaxis.engine.data.corpus.findings import OnBad
-from triaxis.engine.data.corpus.readers import READERS, JsonForm, ending_of, json_form
+from triaxis.engine.data.corpus.readers import READERS, ending_of, is_input_of_folder
 from triaxis.engine.errors import DataError
 from triaxis.engine.storage.elsewhere import how_to_bring
 
@@ -26,6 +26,8 @@ class Inputs:
     """Files in the order of the patterns, sorted within one, each once; and what folders hold besides."""
 
     files: tuple[Path, ...] = ()
+    patterns: tuple[str, ...] = ()
+    """Of each file, the pattern that named it first."""
     num_links: int = 0
     """Other names of these files, by hard or symbolic links, which are not read again."""
     passed_over: Counter[str] = field(default_factory=Counter)
@@ -38,8 +40,8 @@ def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
     Raises:
         DataError: a pattern names no file with text; or, with `stop`, files are empty or unreadable (all are named).
     """
-    found: dict[tuple[int, int], list[Path]] = {}
-    """The names of each file, by device and inode."""
+    found: dict[tuple[int, int], list[tuple[Path, str]]] = {}
+    """The names of each file with their patterns, by device and inode."""
     inputs = Inputs()
     for pattern in patterns:
         # Path.glob accepts no absolute patterns.
@@ -58,9 +60,10 @@ def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
             )
         for path in files:
             status = path.stat()
-            found.setdefault((status.st_dev, status.st_ino), []).append(path)
-    inputs.files = tuple(names[0] for names in found.values())
-    inputs.num_links = sum(len(set(names)) - 1 for names in found.values())
+            found.setdefault((status.st_dev, status.st_ino), []).append((path, pattern))
+    firsts = [names[0] for names in found.values()]
+    inputs.files, inputs.patterns = tuple(path for path, _ in firsts), tuple(pattern for _, pattern in firsts)
+    inputs.num_links = sum(len({path for path, _ in names}) - 1 for names in found.values())
     if on_bad == "stop":
         _refuse_unusable(inputs.files)
     return inputs
@@ -80,11 +83,8 @@ def _files_below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
 
 
 def _is_input(path: Path) -> bool:
-    """Return true for a file that a folder gives."""
-    ending = ending_of(path)
-    if ending != ".json" or not os.access(path, os.R_OK):
-        return ending in READERS
-    return json_form(path) is not JsonForm.OBJECT
+    """Return true for a file that a folder gives; what may not be read is a finding later."""
+    return is_input_of_folder(path) if os.access(path, os.R_OK) else ending_of(path) in READERS
 
 
 def _refuse_unusable(files: Sequence[Path]) -> None:

@@ -62,7 +62,7 @@ def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: s
             known, or none of them can be opened.
     """
     corpus, record = IndexedTokens(prefix), read_record(prefix)
-    largest = corpus.largest_id(MOST_IDS)
+    _, largest = corpus.ids(MOST_IDS)
     if largest >= vocab_size or (record is not None and record.num_embeddings > vocab_size):
         ids = f"id {largest:,}" if record is None else f"a vocabulary of {record.num_embeddings:,} ids"
         raise DataError(

@@ -1,27 +1,39 @@
 """Formats that are refused by name, each with a command that makes of it what is read (no torch here).
 
-Taken as text, a table would be one document of commas, and an archive one of its own bytes.
+Taken as text, a table would be one document of commas, lines of JSON one of braces, and an archive one of its own bytes. A format
+is known by the ending of the name, and by the content where that cannot be anything else.
 """
 
+import codecs
+import csv
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
-from triaxis.engine.data.corpus.pieces import InputFile, Piece
+from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, field_of
+from triaxis.engine.data.corpus.streams import GZIP, ZSTANDARD
+from triaxis.engine.storage.json_text import parse_json
 
-UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc", ".xz": "xz -dc", ".bz2": "bzip2 -dc"}
+UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc", ".xz": "xz -dc", ".bz2": "bzip2 -dc", ".lz4": "lz4 -dc"}
 """Ending -> the command that decompresses a file to its output."""
+HEAD_BYTES = 2**16
+"""Bytes at the head of a file that show its form; a longer first line is taken for one of many."""
+ROWS_COMPARED = 20
 LINES = (
     "import json; x = json.load(open(0, encoding='utf-8-sig')); "
     "[print(json.dumps(one)) for one in (x if isinstance(x, list) else [x])]"
 )
 ROWS = """python3 -c "import csv, json, sys; csv.field_size_limit(sys.maxsize); [print(json.dumps(row)) for row in \
-csv.DictReader(open(0, newline='', encoding='utf-8-sig'), dialect='{}')]\""""
+csv.DictReader(open(0, newline='', encoding='utf-8-sig'), delimiter='{}')]\""""
 ARROW = """python3 -c "import pyarrow as a, pyarrow.ipc as i, pyarrow.parquet as p, sys; name, to = sys.argv[1:]; \
 read = i.open_file if open(name, 'rb').read(6) == b'ARROW1' else i.open_stream; \
 p.write_table(read(a.OSFile(name)).read_all(), to)\""""
+CONVERT = (
+    "Its bytes or its commas would become one document. Convert it with\n  {command}\nand give {result} to --input."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,59 +41,173 @@ class Refused:
     """The reader of a format that is not read.
 
     Attributes:
-        command: writes `result`; both with {file}, the command with {result} too.
+        title: of the format, with its article.
+        command: writes `result`; both with {file}, the command with {result} too. {unpack} writes the file, decompressed.
         result: path of a file or folder that is read, beside the file and unlike any that is there by habit.
+        advice: sentences, where no command helps.
     """
 
-    command: str
-    result: str
+    title: str
+    command: str = ""
+    result: str = ""
+    advice: str = "Take its text out of it: of a .jsonl, each line is one document."
 
-    def pieces(self, file: InputFile, text_key: str, step: int, findings: Findings) -> Iterator[Piece]:
+    def refuse(self, file: InputFile, findings: Findings) -> None:
+        """Add the file to the findings."""
+        advice = self.advice
+        if self.command:
+            result = self.result.format(file=file.path, stem=file.path.with_suffix(""))
+            name = shlex.quote(str(file.path))
+            unpack = f"{UNPACKERS.get(file.path.suffix.lower(), 'cat')} < {name}"
+            command = self.command.format(file=name, unpack=unpack, result=shlex.quote(result))
+            advice = CONVERT.format(command=command, result=result)
+        findings.add(Kind.OTHER_FORMAT, Place(str(file.path), detail=f"is {self.title}, which is not read"), advice)
+
+    def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
         """Add the file to the findings; it has no pieces."""
-        result = self.result.format(file=file.path, stem=file.path.with_suffix(""))
-        command = self.command.format(file=shlex.quote(str(file.path)), result=shlex.quote(result))
-        advice = f"Its bytes or its commas would become one document. Convert it with\n  {command}\nand give {result} to --input."
-        findings.add(Kind.OTHER_FORMAT, Place(str(file.path), detail="is of a format that is not read"), advice)
+        self.refuse(file, findings)
         yield from ()
 
-    def documents(self, piece: Piece, text_key: str, reading: Reading) -> Iterator[str]:
+    def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
         """Yield nothing: no piece is of this format."""
         yield from ()
 
 
-def lines_command(path: Path) -> tuple[str, str]:
-    """Return the command that writes the values of a JSON array as lines, and the path that it writes.
-
-    Args:
-        path: of the array, or of one value; it may be compressed.
-    """
-    unpack, result = UNPACKERS.get(path.suffix.lower(), "cat"), f"{path}.jsonl"
-    program = f'python3 -c "{LINES}"'
-    return f"{unpack} < {shlex.quote(str(path))} | {program} > {shlex.quote(result)}", result
+def _unpacked(ending: str, result: str = "{stem}") -> Refused:
+    # By default the result has the name that the file had before it was compressed, which may be there.
+    command = f"[ -e {{result}} ] || {UNPACKERS[ending]} < {{file}} > {{result}}"
+    return Refused(f"compressed, a {ending}", command, result)
 
 
-def _tables() -> Iterator[tuple[str, Refused]]:
-    for ending, dialect in ((".csv", "excel"), (".tsv", "excel-tab")):
-        for packed, unpack in {"": "cat", **UNPACKERS}.items():
-            command = f"{unpack} < {{file}} | {ROWS.format(dialect)} > {{result}}"
-            yield ending + packed, Refused(command, "{file}.jsonl")
+def _table(delimiter: str, name: str) -> Refused:
+    return Refused(f"a table, {name}", f"{{unpack}} | {ROWS.format(delimiter)} > {{result}}", "{file}.jsonl")
 
 
-def _unpacked(ending: str) -> Refused:
-    # The result has the name that the file had before it was compressed, which may be there.
-    return Refused(f"[ -e {{result}} ] || {UNPACKERS[ending]} < {{file}} > {{result}}", "{stem}")
-
-
-_ARCHIVE = Refused("mkdir {result} && tar -xf {file} -C {result}", "{file}.unpacked")
-_ARROW = Refused(f"{ARROW} {{file}} {{result}}", "{file}.parquet")
+COMMAS, TABS = _table(",", "a .csv"), _table("\\t", "a .tsv")
+SEMICOLONS = _table(";", "a .csv with semicolons")
+ARCHIVE = Refused("an archive, a .tar", "mkdir {result} && tar -xf {file} -C {result}", "{file}.unpacked")
+ZIP = Refused("an archive, a .zip", "python3 -m zipfile -e {file} {result}", "{file}.unpacked")
+TABLE_OF_ARROW = Refused("a table of Arrow", f"{ARROW} {{file}} {{result}}", "{file}.parquet")
+_AS_LINES = f'{{unpack}} | python3 -c "{LINES}" > {{result}}'
+JSON_ARRAY = Refused("a JSON array and not lines", _AS_LINES, "{file}.jsonl")
+JSON_OBJECT = Refused("a JSON object over several lines", _AS_LINES, "{file}.jsonl")
+JSON_LINES = Refused(
+    "text by its name and JSON lines by its content",
+    advice="As text it would be one document of JSON. Give --format jsonl; --format text takes it as it is.",
+)
+TABLES = {",": COMMAS, "\t": TABS, ";": SEMICOLONS}
 
 REFUSED: dict[str, Refused] = {
-    **dict(_tables()),
-    **dict.fromkeys((".tar", *(f".tar{packed}" for packed in UNPACKERS), ".tgz", ".tbz2", ".txz"), _ARCHIVE),
-    ".zip": Refused("python3 -m zipfile -e {file} {result}", "{file}.unpacked"),
+    **{f".csv{packed}": COMMAS for packed in ("", *UNPACKERS)},
+    **{f".tsv{packed}": TABS for packed in ("", *UNPACKERS)},
+    **dict.fromkeys((".tar", *(f".tar{packed}" for packed in UNPACKERS), ".tgz", ".tbz2", ".txz"), ARCHIVE),
+    ".zip": ZIP,
     ".xz": _unpacked(".xz"),
     ".bz2": _unpacked(".bz2"),
-    ".arrow": _ARROW,
-    ".feather": _ARROW,
+    ".lz4": _unpacked(".lz4"),
+    ".arrow": TABLE_OF_ARROW,
+    ".feather": TABLE_OF_ARROW,
 }
 """The formats by the endings of their names; the longest that fits counts, as in READERS."""
+
+CONTENTS: tuple[tuple[int, bytes, Refused], ...] = (
+    (0, GZIP, _unpacked(".gz", "{file}.unpacked")),
+    (0, ZSTANDARD, _unpacked(".zst", "{file}.unpacked")),
+    (0, b"\xfd7zXZ\0", _unpacked(".xz", "{file}.unpacked")),
+    (0, b"BZh", _unpacked(".bz2", "{file}.unpacked")),
+    (0, b"\x04\x22\x4d\x18", _unpacked(".lz4", "{file}.unpacked")),
+    (0, b"PK\x03\x04", ZIP),
+    (257, b"ustar", ARCHIVE),
+    (
+        0,
+        b"PAR1",
+        Refused("a .parquet by its content", advice="Give it a name that ends in .parquet, or --format parquet."),
+    ),
+    (0, b"ARROW1", TABLE_OF_ARROW),
+    (0, b"\xff\xff\xff\xff", TABLE_OF_ARROW),
+    (
+        0,
+        b"\x93NUMPY",
+        Refused("an array of numpy", advice="If it holds tokens, end its name in .npy, or give --format tokens."),
+    ),
+    (
+        0,
+        b"MMIDIDX",
+        Refused("an index of a corpus", advice="Its corpus is prepared: data.train names it without the ending."),
+    ),
+    (0, b"%PDF-", Refused("a PDF")),
+    (0, b"\x89HDF", Refused("an HDF5 file")),
+    (0, b"SQLite format 3\0", Refused("a database of SQLite")),
+    (0, b"7z\xbc\xaf", Refused("an archive, a .7z")),
+    (0, b"Rar!", Refused("an archive, a .rar")),
+    (0, b"Obj\x01", Refused("a file of Avro")),
+    (0, b"ORC", Refused("a file of ORC")),
+    (0, b"\x80\x04\x95", Refused("a pickle of Python")),
+)
+"""Where a format's content begins with what, from its specification."""
+NOT_IN_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
+
+
+def refused_content(content: bytes | None) -> Refused | None:
+    """Return the format that the first bytes of a file belong to, if it is one that is not read as text.
+
+    A text may begin with the same letters, so what is no text must follow.
+    """
+    head = (content or b"")[:HEAD_BYTES]
+    refused = next((each for at, magic, each in CONTENTS if head.startswith(magic, at)), None)
+    return None if refused is None or _is_text(head) else refused
+
+
+def _is_text(head: bytes) -> bool:
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(head)  # a character may be cut at the end
+    except UnicodeDecodeError:
+        return False
+    return not NOT_IN_TEXT.search(head)
+
+
+def json_form(head: bytes) -> Refused | None:
+    """Return the form of a JSON file by its first line; None for lines."""
+    first, end_of_line, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+    if first.startswith(b"["):
+        return JSON_ARRAY
+    is_open = end_of_line and first.startswith(b"{") and first.rstrip().endswith((b"{", b"[", b",", b":"))
+    return JSON_OBJECT if is_open else None
+
+
+def refused_text(content: bytes | None, file: InputFile) -> Refused | None:
+    """Return the format of records that a text has by its content: each has a field of the text key's name.
+
+    A format that the user names is taken as it is.
+    """
+    if file.options.format is not None or content is None:
+        return None
+    key = file.options.text_key
+    lines = content[:HEAD_BYTES].removeprefix(codecs.BOM_UTF8).decode(errors="replace").splitlines()
+    if len(content) > HEAD_BYTES:
+        lines = lines[:-1]
+    filled = [line for line in lines if line.strip()]
+    if re.match(r"\s*\[\s*\{", "".join(filled[:2])) and f'"{key}"' in "".join(filled[:ROWS_COMPARED]):
+        return JSON_ARRAY
+    if filled and all(_is_record(line, key) for line in filled[:2]):
+        return JSON_LINES
+    return next((refused for each, refused in TABLES.items() if _is_table(lines, each, key)), None)
+
+
+def _is_record(line: str, key: str) -> bool:
+    try:
+        field_of(parse_json(line), key)
+    except (ValueError, KeyError):
+        return False
+    return True
+
+
+def _is_table(lines: Sequence[str], delimiter: str, key: str) -> bool:
+    """Return true for a header with the key, and rows of as many fields."""
+    if not lines or key not in lines[0]:
+        return False
+    rows = list[list[str]]()
+    with suppress(csv.Error):
+        rows += csv.reader((f"{line}\n" for line in lines), delimiter=delimiter)
+    header, rows = rows[0] if rows else [], [row for row in rows[1:-1] or rows[1:] if row][:ROWS_COMPARED]
+    return key in header and len(header) > 1 and bool(rows) and all(len(row) == len(header) for row in rows)

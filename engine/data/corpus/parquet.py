@@ -1,32 +1,37 @@
-"""Text of a parquet file: a column of strings, read a row group at a time (no torch here).
+"""Documents of a parquet file: a column of text, or of lists of ids, read a row group at a time (no torch here).
 
 Row groups are the only places at which a parquet file can be entered. Values are taken as bytes and decoded one by one, so that
-one bad value does not hide the others of its batch.
+one bad value does not hide the others of its batch. Checksums of pages are compared, where the writer has made some.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
 from triaxis.engine.data.corpus.optional import need
-from triaxis.engine.data.corpus.pieces import InputFile, Piece, share
+from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, share, too_long
 
-BATCH_ROWS = 1024
+BATCH_ROWS = 16
+"""Rows in memory at once: each may be as long as a document is allowed to be."""
 RULE = "Each row of a parquet file is one document; --text-key names another column."
 
 
 class Parquet:
     """The reader of parquet files."""
 
-    def pieces(self, file: InputFile, text_key: str, step: int, findings: Findings) -> Iterator[Piece]:
+    title = "parquet"
+
+    def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
         """Yield a piece per row group, of equal shares of the file's bytes.
 
         Raises:
             DataError: the package pyarrow is not installed.
         """
         arrow = need("pyarrow", f"{file.path}, a .parquet,")
-        path = str(file.path)
+        path, key = str(file.path), file.options.text_key
         try:
             with self._open(file) as parquet:
                 schema, count = parquet.schema_arrow, parquet.num_row_groups
@@ -36,68 +41,101 @@ class Parquet:
             detail = f"is no whole parquet file ({error})"
             findings.add(Kind.DAMAGED_FILE, Place(path, detail=detail), "Copy or download it again.")
             return
-        if text_key not in schema.names:
-            detail = f"has no column {text_key!r}, but {', '.join(map(repr, schema.names))}"
+        try:
+            column = _column(arrow, schema, key)
+        except KeyError:
+            detail = f"has no column {key!r}, but {', '.join(map(repr, schema.names))}"
             findings.add(Kind.NO_FIELD, Place(path, detail=detail), RULE)
-        elif schema.names.count(text_key) > 1:
-            detail = f"has {schema.names.count(text_key)} columns {text_key!r}"
+            return
+        if schema.names.count(key) > 1:
+            detail = f"has {schema.names.count(key)} columns {key!r}"
             findings.add(
                 Kind.NO_FIELD, Place(path, detail=detail), f"Which of them holds the documents? Rename one. {RULE}"
             )
-        elif not _is_text(arrow, schema.field(text_key).type):
-            detail = f"has the column {text_key!r}, but of {schema.field(text_key).type}, not of text"
+        elif not _is_text(arrow, column) and not _is_ids(arrow, column):
+            detail = f"has the column {key!r}, but of {column}, not of text or of lists of ids"
             findings.add(Kind.NOT_TEXT, Place(path, detail=detail), RULE)
         else:
             for number in range(count):
                 yield Piece(file, number, number + 1, share(file.size, number, count))
 
-    def documents(self, piece: Piece, text_key: str, reading: Reading) -> Iterator[str]:
+    def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
         """Yield the values of the column in the piece's row group."""
         arrow = need("pyarrow", f"{piece.file.path}, a .parquet,")
-        path = str(piece.file.path)
+        path, key = str(piece.file.path), piece.file.options.text_key
         with self._open(piece.file) as parquet:
             rows = [parquet.metadata.row_group(group).num_rows for group in range(piece.stop)]
             row, last = sum(rows[:-1]), sum(rows)
             first, here = row, max(rows[-1], 1)
             reading.done_bytes = lambda: piece.num_bytes * (row - first) // here
             try:
-                for batch in parquet.iter_batches(BATCH_ROWS, [piece.start], [text_key], use_threads=False):
-                    for value in _as_bytes(arrow, batch.column(0)):
+                for batch in parquet.iter_batches(BATCH_ROWS, [piece.start], [key], use_threads=False):
+                    for value in _values(arrow, batch, key):
                         row += 1
-                        yield from _document(value, Place(path, f"row {row:,}"), reading)
+                        yield from _document(value, Place(path, f"row {row:,}"), piece.file, reading)
             except (arrow.ArrowException, OSError) as error:
                 place = Place(path, f"rows {row + 1:,} to {last:,}", detail=f"they are damaged ({error})")
                 reading.add(Kind.DAMAGED_FILE, place, "Copy or download the file again.")
 
     def _open(self, file: InputFile) -> Any:
-        return need("pyarrow.parquet", f"{file.path}, a .parquet,").ParquetFile(file.path)
+        reader = need("pyarrow.parquet", f"{file.path}, a .parquet,")
+        return reader.ParquetFile(file.path, page_checksum_verification=True)
 
 
-def _document(value: bytes | None, place: Place, reading: Reading) -> Iterator[str]:
+def _document(
+    value: bytes | list[int | None] | None, place: Place, file: InputFile, reading: Reading
+) -> Iterator[Document]:
     """Yield the document of a row, or add the row to the findings."""
-    if value is None:
-        reading.add(Kind.NOT_TEXT, replace(place, detail="it is null, not text"), RULE)
-        return
-    try:
-        text = value.decode()
-    except UnicodeDecodeError as error:
-        reading.add(Kind.NOT_UTF8, replace(place, detail=str(error)), "Guessing would train on wrong characters.")
+    if value is None or (isinstance(value, list) and None in value):
+        reading.add(Kind.NOT_TEXT, replace(place, detail="it is null, or has a null in it"), RULE)
+    elif not value:
+        reading.add(Kind.EMPTY_DOCUMENT, replace(place, detail="it is empty"))
+    elif isinstance(value, list):
+        yield Document(place, np.array(value))
+    elif len(value) > file.options.max_document_bytes:
+        too_long(file, place, reading)
     else:
-        if text:
-            yield text
+        try:
+            text = value.decode()
+        except UnicodeDecodeError as error:
+            reading.add(Kind.NOT_UTF8, replace(place, detail=str(error)), "Guessing would train on wrong characters.")
         else:
-            reading.add(Kind.EMPTY_DOCUMENT, replace(place, detail="it is empty"))
+            yield Document(place, text)
+
+
+def _column(arrow: Any, schema: Any, key: str) -> Any:
+    """Return the type of a column by its name, or by names with dots that enter structs; KeyError where there is none."""
+    if key in schema.names:
+        return schema.types[schema.names.index(key)]
+    kind = arrow.struct(list(schema))
+    for name in key.split("."):
+        if not arrow.types.is_struct(kind) or name not in (kind.field(i).name for i in range(kind.num_fields)):
+            raise KeyError(key)
+        kind = kind.field(name).type
+    return kind
 
 
 def _is_text(arrow: Any, kind: Any) -> bool:
     types = arrow.types
     value = kind.value_type if types.is_dictionary(kind) else kind
-    return bool(types.is_string(value) or types.is_large_string(value) or types.is_string_view(value))
+    checks = (types.is_string, types.is_large_string, types.is_string_view, types.is_binary, types.is_large_binary)
+    return any(check(value) for check in checks)
 
 
-def _as_bytes(arrow: Any, column: Any) -> list[bytes | None]:
-    """Return the values of a column of text without checking that they are UTF-8."""
+def _is_ids(arrow: Any, kind: Any) -> bool:
+    types = arrow.types
+    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return bool(is_list and types.is_integer(kind.value_type))
+
+
+def _values(arrow: Any, batch: Any, key: str) -> list[Any]:
+    """Return the values of a column: bytes of text, not checked to be UTF-8, or lists of ids."""
+    column = batch.column(0)
+    if key not in batch.schema.names:
+        for name in key.split(".")[1:]:
+            column = need("pyarrow.compute", "a nested column").struct_field(column, name)
+    if _is_ids(arrow, column.type):
+        return list(column.to_pylist())
     if arrow.types.is_dictionary(column.type):
         column = column.dictionary_decode()
-    values: list[bytes | None] = column.cast(arrow.large_binary()).to_pylist()
-    return values
+    return list(column.cast(arrow.large_binary()).to_pylist())

@@ -13,15 +13,16 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triaxis.engine.data.corpus.findings import LeftOut, OnBad, Place, Tally, is_allowed
+from triaxis.engine.data.corpus.indexed import Tokens
 from triaxis.engine.data.corpus.pieces import Unit
 from triaxis.engine.storage.files import HASH_BLOCK_BYTES, write_atomically
 from triaxis.engine.storage.json_text import parse_json
@@ -41,6 +42,8 @@ class Part:
     num_tokens: int
     num_bytes: int
     """Bytes of input."""
+    num_unknown: int
+    """Tokens that stand for what the tokenizer does not know."""
     left_out: Tally
 
     def token_blocks(self) -> Iterator[bytes]:
@@ -58,12 +61,13 @@ def digest_of(unit: Unit, *options: object) -> str:
     """Return the name of a unit's part, hexadecimal.
 
     Args:
-        unit: pieces of files; contents are not read.
+        unit: pieces of files with the options of their reading; contents are not read.
         options: all else that decides its tokens.
     """
     pieces = [
-        [str(piece.file.path.absolute()), piece.file.size, piece.file.mtime_ns, piece.start, piece.stop]
+        [str(file.path.absolute()), file.size, file.mtime_ns, astuple(file.options), piece.start, piece.stop]
         for piece in unit
+        for file in (piece.file,)
     ]
     return hashlib.sha256(json.dumps([pieces, *options]).encode()).hexdigest()[:32]
 
@@ -79,7 +83,14 @@ def find_part(path: Path, on_bad: OnBad) -> Part | None:
             kind: LeftOut(found["count"], tuple(Place(**place) for place in found["places"]))
             for kind, found in content["left_out"].items()
         }
-        part = Part(path, content["num_documents"], content["num_tokens"], content["num_bytes"], left_out)
+        part = Part(
+            path,
+            content["num_documents"],
+            content["num_tokens"],
+            content["num_bytes"],
+            content["num_unknown"],
+            left_out,
+        )
         is_whole = _hash(part) == content["sha256"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -97,11 +108,11 @@ def _hash(part: Part) -> str:
 class PartWriter:
     """A writer of one part; a context manager. Only `finish` makes the part whole."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, dtype: str) -> None:
+        self._path, self._dtype = path, dtype
         self._sha256 = hashlib.sha256()
         self._lengths: list[bytes] = []
-        self.num_documents = self.num_tokens = 0
+        self.num_documents = self.num_tokens = self.num_unknown = 0
         self._files = ExitStack()
 
     def __enter__(self) -> Self:
@@ -109,14 +120,17 @@ class PartWriter:
         self._tokens = self._files.enter_context(self._path.with_suffix(".tokens").open("wb"))
         return self
 
-    def add(self, tokens: NDArray[Any], lengths: Sequence[int]) -> None:
-        """Append documents: their tokens in the corpus's dtype, one after another."""
-        data = tokens.tobytes()
+    def add(self, documents: Sequence[Tokens], unknown_id: int | None) -> None:
+        """Append documents, their tokens [n] each; `unknown_id` is counted."""
+        tokens = np.concatenate(documents)
+        data = tokens.astype(self._dtype).tobytes()
         self._tokens.write(data)
         self._sha256.update(data)
-        self._lengths.append(np.array(lengths, "<i4").tobytes())
-        self.num_documents += len(lengths)
+        self._lengths.append(np.array([len(each) for each in documents], "<i4").tobytes())
+        self.num_documents += len(documents)
         self.num_tokens += len(tokens)
+        if unknown_id is not None:
+            self.num_unknown += int((tokens == unknown_id).sum())
 
     def finish(self, num_bytes: int, left_out: Tally) -> Part:
         """Write what marks the part as whole, and return it."""
@@ -124,11 +138,12 @@ class PartWriter:
         lengths = b"".join(self._lengths)
         self._path.with_suffix(".lengths").write_bytes(lengths)
         self._sha256.update(lengths)
-        part = Part(self._path, self.num_documents, self.num_tokens, num_bytes, left_out)
+        part = Part(self._path, self.num_documents, self.num_tokens, num_bytes, self.num_unknown, left_out)
         content = {
             "num_documents": part.num_documents,
             "num_tokens": part.num_tokens,
             "num_bytes": num_bytes,
+            "num_unknown": part.num_unknown,
             "left_out": {kind: asdict(found) for kind, found in left_out.items()},
             "sha256": self._sha256.hexdigest(),
         }

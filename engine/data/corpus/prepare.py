@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from triaxis.engine.data.corpus.encode import Job, make_part, start_worker
 from triaxis.engine.data.corpus.findings import Findings, Kind, OnBad, Place, Tally, add_up, is_allowed
 from triaxis.engine.data.corpus.indexed import IndexedWriter, bin_path, idx_path, smallest_dtype
 from triaxis.engine.data.corpus.parts import PROGRESS, SUFFIXES, Done, Part, ProgressTable, digest_of
-from triaxis.engine.data.corpus.pieces import InputFile, Piece, Unit
+from triaxis.engine.data.corpus.pieces import AS_NAMED, InputFile, Piece, ReadOptions, Unit
 from triaxis.engine.data.corpus.readers import reader_of
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record, record_path, request_digest
 from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
@@ -55,7 +55,8 @@ class PrepareRequest:
         files: of the text, in order.
         tokenizer: as for `load_tokenizer`, or `train-bpe:N`.
         output: prefix of the corpus.
-        text_key: field of a .jsonl line, or column of a .parquet, that holds the document.
+        options: of the reading of all files.
+        text_keys: of each file; empty: that of the options for all.
         eod_token: the token that ends a document; None: the tokenizer's.
         append_eod: end each document with that token.
         on_bad: stop at bad input, or count it.
@@ -64,7 +65,8 @@ class PrepareRequest:
     files: tuple[Path, ...]
     tokenizer: str
     output: str
-    text_key: str = "text"
+    options: ReadOptions = AS_NAMED
+    text_keys: tuple[str, ...] = ()
     eod_token: str | None = None
     append_eod: bool = True
     on_bad: OnBad = "stop"
@@ -93,12 +95,13 @@ class Prepared:
     already_there: bool
 
 
-def look_at(files: Sequence[Path], findings: Findings) -> list[InputFile]:
+def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
     """Look at the input files; those that vanished or are empty go to the findings."""
     found = []
-    for path in files:
+    keys = request.text_keys or (request.options.text_key,) * len(request.files)
+    for path, key in zip(request.files, keys, strict=True):
         try:
-            file = InputFile.of(path)
+            file = InputFile.of(path, replace(request.options, text_key=key))
         except FileNotFoundError:
             place = Place(str(path), detail="vanished")
             findings.add(Kind.VANISHED_FILE, place, "Its documents would be missing. Bring it back, or leave it out.")
@@ -110,8 +113,8 @@ def look_at(files: Sequence[Path], findings: Findings) -> list[InputFile]:
     return found
 
 
-def plan(files: Sequence[InputFile], text_key: str, findings: Findings) -> list[Unit]:
-    """Return units of work, a function of the files alone; a text file is never cut, a .jsonl is, at any byte.
+def plan(files: Sequence[InputFile], findings: Findings) -> list[Unit]:
+    """Return units of work, a function of the files alone; a text of one document is never cut, a .jsonl is, at any byte.
 
     Raises:
         DataError: a file that is bad as a whole, where the findings stop at it.
@@ -121,7 +124,7 @@ def plan(files: Sequence[InputFile], text_key: str, findings: Findings) -> list[
     pieces: list[Piece] = []
     num_bytes = 0
     for file in files:
-        for piece in _pieces(file, text_key, step, findings):
+        for piece in _pieces(file, step, findings):
             pieces.append(piece)
             num_bytes += piece.num_bytes
             if num_bytes >= step:
@@ -130,9 +133,9 @@ def plan(files: Sequence[InputFile], text_key: str, findings: Findings) -> list[
     return [*units, tuple(pieces)] if pieces else units
 
 
-def _pieces(file: InputFile, text_key: str, step: int, findings: Findings) -> Iterator[Piece]:
+def _pieces(file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
     try:
-        yield from reader_of(file.path).pieces(file, text_key, step, findings)
+        yield from reader_of(file).pieces(file, step, findings)
     except PermissionError:
         place = Place(str(file.path), detail="may not be read by this user")
         findings.add(
@@ -166,8 +169,8 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
     findings = Findings(request.on_bad)
     folder = Path(request.output).parent
     try:
-        files = look_at(request.files, findings)
-        digest = request_digest(files, identity, request.text_key, append_eod=request.append_eod)
+        files = look_at(request, findings)
+        digest = request_digest(files, identity, append_eod=request.append_eod)
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / f".{Path(request.output).name}.lock"):
             existing = read_record(request.output)
@@ -179,7 +182,7 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
             _refuse_another_corpus(request, existing, digest, may_replace)
             request.parts.mkdir(exist_ok=True)
             try:
-                units = plan(files, request.text_key, findings)
+                units = plan(files, findings)
                 tokenizer = _open_tokenizer(request, units, may_replace)
                 record = _write(request, units, tokenizer, findings.tally, digest, num_workers, progress)
             finally:
@@ -250,9 +253,9 @@ def _open_tokenizer(request: PrepareRequest, units: Sequence[Unit], may_replace:
     if vocab_size is None:
         return OpenTokenizer(load_tokenizer(request.tokenizer, request.eod_token), request.tokenizer)
     pieces = tuple(piece for unit in units for piece in unit)
-    kept = request.parts / f"{digest_of(pieces, request.tokenizer, request.text_key, request.eod_token)}.json"
+    kept = request.parts / f"{digest_of(pieces, request.tokenizer, request.eod_token)}.json"
     if not kept.is_file():
-        write_atomically(kept, [train(units, vocab_size, request.text_key, request.eod_token, request.on_bad)])
+        write_atomically(kept, [train(units, vocab_size, request.eod_token, request.on_bad)])
     content, path = kept.read_bytes(), request.trained_tokenizer
     if path.exists() and path.read_bytes() != content and not may_replace:
         raise DataError(
@@ -273,10 +276,10 @@ def _write(
 ) -> CorpusRecord:
     """Make the parts, join them and put the corpus in place; `left_out` has what the plan left out."""
     tokenizer, dtype = opened.tokenizer, smallest_dtype(opened.tokenizer.vocab_size)
-    options = (request.text_key, dtype.str, request.append_eod)
+    options = (dtype.str, request.append_eod)
     names = [digest_of(unit, tokenizer.identity, *options) for unit in units]
     job = Job(opened.name, request.eod_token, *options, request.on_bad, request.parts, len(units))
-    num_documents = num_tokens = 0
+    num_documents = num_tokens = num_unknown = 0
     with (
         IndexedWriter(request.output, dtype) as writer,
         closing(_parts_in_order(units, names, job, num_workers, progress)) as parts,
@@ -285,11 +288,13 @@ def _write(
             writer.add_encoded(part.token_blocks(), part.lengths())
             num_documents += part.num_documents
             num_tokens += part.num_tokens
+            num_unknown += part.num_unknown
             add_up(left_out, part.left_out)
         if not num_documents:
             _remove_parts(request.parts)
             raise DataError(
-                f"the inputs hold no text at all: {_num_empty(left_out):,} documents, all of them empty. Nothing was written."
+                f"the inputs hold no text at all: {_num_empty(left_out):,} documents, and the tokenizer makes no token of any. "
+                f"Nothing was written."
             )
         write_atomically(request.parts / INSTALLING, [digest.encode()])
         if opened.trained is not None:
@@ -302,6 +307,7 @@ def _write(
         dtype=dtype.name,
         num_documents=num_documents,
         num_tokens=num_tokens,
+        num_unknown_tokens=num_unknown,
         num_skipped_documents=_num_empty(left_out),
         num_input_files=len(request.files),
         input_bytes=sum(piece.num_bytes for unit in units for piece in unit),
@@ -323,7 +329,7 @@ def _write(
 
 
 def _num_empty(left_out: Tally) -> int:
-    return left_out[Kind.EMPTY_DOCUMENT].count if Kind.EMPTY_DOCUMENT in left_out else 0
+    return sum(left_out[kind].count for kind in (Kind.EMPTY_DOCUMENT, Kind.EMPTIED_DOCUMENT) if kind in left_out)
 
 
 def _parts_in_order(

@@ -1,27 +1,37 @@
 """Files to documents: one record of READERS per ending of a name (no torch here).
 
-    .txt (any other name)   one document                          a piece is the file
-    .jsonl                  a document per line                   a piece is a range of bytes
-    .json, .ndjson          the same, if the file holds lines     a piece is a range of bytes
-    .gz, .zst of these      the same, decompressed as a stream    a piece is the file
-    .parquet                a document per row                    a piece is a row group
-    .csv, .tar, .xz, ..     refused by name: `other_formats.py`
+    .txt (any other name)    one document, or those between separators    a piece is the file, or a range of bytes
+    .jsonl, .json, .ndjson   a document per line                          a piece is a range of bytes
+    .gz, .zst of these       the same, decompressed as a stream           a piece is the file
+    .parquet                 a document per row                           a piece is a row group
+    .npy, .bin               tokens that were made elsewhere              a piece is the file
+    .csv, .tar, .xz, ..      refused by name: `other_formats.py`
 
-Capitals in an ending count as small letters. A new format is a class with `pieces` and `documents`, and its row here.
+Capitals in an ending count as small letters. A content that its name does not promise is refused by name, or decompressed. A new
+format is a class with `title`, `pieces` and `documents`, and its row here.
 """
 
 import codecs
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
-from triaxis.engine.data.corpus.other_formats import REFUSED, lines_command
+from triaxis.engine.data.corpus.other_formats import (
+    HEAD_BYTES,
+    JSON_OBJECT,
+    REFUSED,
+    json_form,
+    refused_content,
+    refused_text,
+)
 from triaxis.engine.data.corpus.parquet import Parquet
-from triaxis.engine.data.corpus.pieces import InputFile, Piece
-from triaxis.engine.data.corpus.streams import DamagedStreamError, Opener, Stream, open_gzip, open_plain, open_zstandard
+from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, field_of, too_long
+from triaxis.engine.data.corpus.streams import DamagedStreamError, Stream, open_plain, opener_of, split_at
+from triaxis.engine.data.corpus.token_files import TokenFile
 from triaxis.engine.storage.json_text import parse_json
 
 DAMAGED = "What follows the damage cannot be read. Copy or download the file again."
@@ -31,26 +41,28 @@ NOT_UTF8 = (
 BINARY = "It has zero bytes, so it is UTF-16 (iconv -f utf-16 -t utf-8) or no text at all. Convert it first, or leave it out."
 BOM = "\ufeff"
 """The mark that Windows writes at the head of a file. It is no character of the text."""
-HEAD_BYTES = 2**16
-"""Bytes of a .json that show its form; a longer first line is taken for one of many."""
 
 
 class Reader(Protocol):
-    """A format of files with text."""
+    """A format of files with text or tokens."""
 
-    def pieces(self, file: InputFile, text_key: str, step: int, findings: Findings) -> Iterator[Piece]:
+    @property
+    def title(self) -> str:
+        """Return what a file is read as, for people."""
+        ...
+
+    def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
         """Yield the pieces of a file in order: a function of the file and of `step`, and nothing of a file that is bad as a whole.
 
         Args:
             file: not empty.
-            text_key: field that holds a document, where the format has fields.
             step: bytes of a piece, where a file can be cut anywhere.
             findings: takes the bad file.
         """
         ...
 
-    def documents(self, piece: Piece, text_key: str, reading: Reading) -> Iterator[str]:
-        """Yield the documents of a piece that have text; `reading` takes the others, and may be given how far the piece is read.
+    def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
+        """Yield the documents of a piece that are not empty; `reading` takes the others, and may learn how far the piece is read.
 
         Raises:
             OSError: the file cannot be opened or read.
@@ -58,148 +70,146 @@ class Reader(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class WholeText:
-    """A file that is one document."""
+class Text:
+    """Files that are one document, or that hold several with a separator between them."""
 
-    open: Opener
+    title = "text"
 
-    def pieces(self, file: InputFile, text_key: str, step: int, findings: Findings) -> Iterator[Piece]:
-        yield Piece(file, 0, file.size, file.size)
+    def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
+        separator = file.options.separator
+        yield from _cut(file, step if separator and not _has_border(separator) else file.size)
 
-    def documents(self, piece: Piece, text_key: str, reading: Reading) -> Iterator[str]:
-        path = piece.file.path
+    def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
+        file, separator = piece.file, piece.file.options.separator
+        path, opener = str(file.path), opener_of(file.path)
         try:
-            with self.open(path) as stream:
-                content = stream.content.read()
-            text = content.decode().removeprefix(BOM)
+            with opener(file.path) as stream:
+                if separator is not None:
+                    reading.done_bytes = lambda: min(stream.raw.tell() - piece.start, piece.num_bytes)
+                records = _whole(stream, piece) if separator is None else split_at(separator.encode(), stream, piece)
+                for number, (at, content) in enumerate(records, start=1):
+                    if at == 0 and (other := refused_content(content) or refused_text(content, file)):
+                        other.refuse(file, reading)
+                        return
+                    place = Place(path)
+                    if separator is not None:
+                        place = Place(path, byte=at) if opener is open_plain else Place(path, f"document {number:,}")
+                    yield from self._document(content, place, file, reading)
         except DamagedStreamError as error:
-            place = Place(str(path), detail=f"is damaged or truncated ({error})")
-            reading.add(Kind.DAMAGED_FILE, place, DAMAGED)
+            reading.add(Kind.DAMAGED_FILE, Place(path, detail=f"is damaged or truncated ({error})"), DAMAGED)
+
+    def _document(self, content: bytes | None, place: Place, file: InputFile, reading: Reading) -> Iterator[Document]:
+        if content is None:
+            too_long(file, place, reading)
+            return
+        try:
+            text = content.decode().removeprefix(BOM)
         except UnicodeDecodeError as error:
             detail = f"is no UTF-8 text: byte {error.start:,} is 0x{content[error.start]:02x}"
-            reading.add(Kind.NOT_UTF8, Place(str(path), detail=detail), BINARY if b"\0" in content else NOT_UTF8)
-        else:
-            if text:
-                yield text
-            else:
-                reading.add(Kind.EMPTY_DOCUMENT, Place(str(path), detail="has no text"))
+            reading.add(Kind.NOT_UTF8, replace(place, detail=detail), BINARY if b"\0" in content else NOT_UTF8)
+            return
+        if file.options.separator is not None:
+            # The line break on either side belongs to the separator, as in files with one on a line of its own.
+            text = text.strip("\r\n")
+        if text:
+            yield Document(place, text)
+        elif file.options.separator is None:
+            reading.add(Kind.EMPTY_DOCUMENT, replace(place, detail="has no text"))
 
 
-@dataclass(frozen=True, slots=True)
 class JsonLines:
-    """A file with a JSON object per line; blank lines are none."""
+    """Files with a JSON object per line; blank lines are none."""
 
-    open: Opener
+    title = "JSON lines"
 
-    def pieces(self, file: InputFile, text_key: str, step: int, findings: Findings) -> Iterator[Piece]:
-        if self.open is not open_plain:
-            step = file.size
-        for start in range(0, file.size, step):
-            stop = min(start + step, file.size)
-            yield Piece(file, start, stop, stop - start)
+    def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
+        head = _head(file.path)
+        other = None if head is None else refused_content(head) or json_form(head)
+        if other is None:
+            yield from _cut(file, step)
+        else:
+            other.refuse(file, findings)
 
-    def documents(self, piece: Piece, text_key: str, reading: Reading) -> Iterator[str]:
-        path = str(piece.file.path)
-        number = 0
-        with self.open(piece.file.path) as stream:
+    def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
+        file, path, number = piece.file, str(piece.file.path), 0
+        with opener_of(file.path)(file.path) as stream:
             reading.done_bytes = lambda: min(stream.raw.tell() - piece.start, piece.num_bytes)
             try:
-                for number, (at, line) in enumerate(self._lines(piece, stream), start=1):
+                for number, (at, line) in enumerate(split_at(b"\n", stream, piece), start=1):
+                    place = Place(path, byte=at) if piece.start else Place(path, f"line {number:,}")
+                    if line is None:
+                        too_long(file, place, reading)
+                        continue
                     line = line.removeprefix(codecs.BOM_UTF8) if at == 0 else line
                     if line.strip():
-                        place = Place(path, byte=at) if piece.start else Place(path, f"line {number:,}")
-                        yield from _document(line, text_key, place, reading)
+                        yield from _document(line, file.options.text_key, place, reading)
             except DamagedStreamError as error:
                 detail = f"the file is damaged or truncated here ({error})"
                 reading.add(Kind.DAMAGED_FILE, Place(path, f"line {number + 1:,}", detail=detail), DAMAGED)
 
-    def _lines(self, piece: Piece, stream: Stream) -> Iterator[tuple[int, bytes]]:
-        """Yield the lines that begin in the piece, each with the byte at which it begins."""
-        is_cut = piece.num_bytes < piece.file.size
-        at = piece.start
-        if at:
-            stream.content.seek(at - 1)
-            at += len(stream.content.readline()) - 1
-        for line in stream.content:
-            if is_cut and at >= piece.stop:
-                return
-            yield at, line
-            at += len(line)
+
+def _cut(file: InputFile, step: int) -> Iterator[Piece]:
+    if opener_of(file.path) is not open_plain:
+        step = file.size  # which has no places to begin in the middle
+    for start in range(0, file.size, step):
+        stop = min(start + step, file.size)
+        yield Piece(file, start, stop, stop - start)
 
 
-@dataclass(frozen=True, slots=True)
-class JsonFile(JsonLines):
-    """A .json or .ndjson: lines of objects, as Megatron-LM takes them under this name, or another form, which is refused."""
-
-    def pieces(self, file: InputFile, text_key: str, step: int, findings: Findings) -> Iterator[Piece]:
-        form = json_form(file.path, self.open)
-        if form is JsonForm.LINES:
-            yield from JsonLines.pieces(self, file, text_key, step, findings)
-        else:
-            command, result = lines_command(file.path)
-            advice = (
-                f"Of JSON, lines are read, a document each. If it holds documents, write them as lines with\n  {command}\n"
-                f"and give {result} to --input."
-            )
-            findings.add(Kind.OTHER_FORMAT, Place(str(file.path), detail=f"holds {form.value}, not lines"), advice)
+def _has_border(separator: str) -> bool:
+    """Return true if the separator can overlap itself: where one begins then depends on where the reading began."""
+    return any(separator.startswith(separator[start:]) for start in range(1, len(separator)))
 
 
-class JsonForm(Enum):
-    """The form of a JSON file."""
+def _whole(stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
+    """Yield a file as one record, in the form of `split_at`."""
+    limit = piece.file.options.max_document_bytes
+    content = stream.content.read(limit + 1)
+    yield 0, None if len(content) > limit else content
 
-    LINES = "lines of values"
-    ARRAY = "a JSON array"
-    OBJECT = "a JSON object over several lines"
 
-
-def json_form(path: Path, opener: Opener = open_plain) -> JsonForm:
-    """Return the form of a file by its first line, of which HEAD_BYTES are read.
-
-    Raises:
-        OSError: the file cannot be opened or read.
-    """
+def _head(path: Path) -> bytes | None:
+    """Return the first bytes of a file, decompressed; None where they are damaged, which the reading will find."""
     try:
-        with opener(path) as stream:
-            head = stream.content.read(HEAD_BYTES)
+        with opener_of(path)(path) as stream:
+            return stream.content.read(HEAD_BYTES)
     except DamagedStreamError:
-        return JsonForm.LINES  # which are read up to the damage
-    first, end_of_line, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
-    if first.startswith(b"["):
-        return JsonForm.ARRAY
-    is_open = end_of_line and first.startswith(b"{") and first.rstrip().endswith((b"{", b"[", b",", b":"))
-    return JsonForm.OBJECT if is_open else JsonForm.LINES
+        return None
 
 
-def _document(line: bytes, text_key: str, place: Place, reading: Reading) -> Iterator[str]:
+def _document(line: bytes, text_key: str, place: Place, reading: Reading) -> Iterator[Document]:
     """Yield the document of a line, or add the line to the findings."""
+    content: str | list[int] = ""
     try:
-        kind, detail, text = _parse(line, text_key)
+        kind, detail, content = _parse(line, text_key)
     except ValueError as error:
         kind = Kind.NOT_UTF8 if isinstance(error, UnicodeDecodeError) else Kind.NOT_JSON
-        detail, text = str(error), ""
+        detail = str(error)
     if kind is None:
-        yield text
+        yield Document(place, content if isinstance(content, str) else np.array(content))
     else:
         example = f'{{"{text_key}": "some text"}}'
         advice = f"Each line of a .jsonl is one document, for example {example}; --text-key names another field."
         reading.add(kind, replace(place, detail=detail), advice)
 
 
-def _parse(line: bytes, text_key: str) -> tuple[Kind | None, str, str]:
-    """Return the kind of fault and its detail, or None and the document; ValueError where a line is no JSON."""
+def _parse(line: bytes, text_key: str) -> tuple[Kind | None, str, Any]:
+    """Return the kind of fault and its detail, or None and the text or ids; ValueError where a line is no JSON."""
     value = parse_json(line.decode())
-    if not isinstance(value, dict) or text_key not in value:
+    try:
+        content = field_of(value, text_key)
+    except KeyError:
         names = ", ".join(map(repr, value)) if isinstance(value, dict) else f"a {type(value).__name__}"
         return Kind.NO_FIELD, f"it has no field {text_key!r}, but {names or 'no field'}", ""
-    text = value[text_key]
-    if not isinstance(text, str):
-        return Kind.NOT_TEXT, f"the field {text_key!r} is a {type(text).__name__}, not text", ""
-    if not text:
+    if isinstance(content, list) and content and all(type(token) is int and 0 <= token < 2**31 for token in content):
+        return None, "", content
+    if not isinstance(content, str):
+        return Kind.NOT_TEXT, f"the field {text_key!r} is a {type(content).__name__}, not text", ""
+    if not content:
         return Kind.EMPTY_DOCUMENT, f"the field {text_key!r} is empty", ""
-    if not _is_unicode(text):
+    if not _is_unicode(content):
         return Kind.NOT_UNICODE, f"the field {text_key!r} has half a surrogate pair, which is no character", ""
-    return None, "", text
+    return None, "", content
 
 
 def _is_unicode(text: str) -> bool:
@@ -211,34 +221,41 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+FORMATS: dict[str, Reader] = {"text": Text(), "jsonl": JsonLines(), "parquet": Parquet(), "tokens": TokenFile()}
+"""The formats by the names that a user gives them."""
 READERS: dict[str, Reader] = {
-    ".txt": WholeText(open_plain),
-    ".txt.gz": WholeText(open_gzip),
-    ".txt.zst": WholeText(open_zstandard),
-    ".jsonl": JsonLines(open_plain),
-    ".jsonl.gz": JsonLines(open_gzip),
-    ".jsonl.zst": JsonLines(open_zstandard),
-    ".json": JsonFile(open_plain),
-    ".json.gz": JsonFile(open_gzip),
-    ".json.zst": JsonFile(open_zstandard),
-    ".ndjson": JsonFile(open_plain),
-    ".ndjson.gz": JsonFile(open_gzip),
-    ".ndjson.zst": JsonFile(open_zstandard),
-    ".parquet": Parquet(),
-    ".gz": WholeText(open_gzip),
-    ".zst": WholeText(open_zstandard),
+    **{
+        f"{ending}{packed}": FORMATS["text"]
+        for ending in (".txt", "")
+        for packed in ("", ".gz", ".zst")
+        if ending + packed
+    },
+    **{f"{end}{packed}": FORMATS["jsonl"] for end in (".jsonl", ".json", ".ndjson") for packed in ("", ".gz", ".zst")},
+    ".parquet": FORMATS["parquet"],
+    ".npy": FORMATS["tokens"],
+    ".bin": FORMATS["tokens"],
 }
-"""The format of each ending, in small letters; the longest that fits counts. A folder is searched for these."""
-ANY_OTHER = READERS[".txt"]
+"""The format of each ending, in small letters; the longest that fits counts."""
 
 
-def reader_of(path: Path) -> Reader:
-    """Return the reader of a file, by the ending of its name; any other name is one document of text."""
-    ending = ending_of(path)
-    return READERS.get(ending) or REFUSED.get(ending) or ANY_OTHER
+def reader_of(file: InputFile) -> Reader:
+    """Return the reader of a file: the one that its options name, or by the ending of its name; any other name is text."""
+    if file.options.format is not None:
+        return FORMATS[file.options.format]
+    ending = ending_of(file.path)
+    return READERS.get(ending) or REFUSED.get(ending) or FORMATS["text"]
 
 
 def ending_of(path: Path) -> str:
     """Return the longest ending of READERS and REFUSED that the name has, in small letters; "" for any other name."""
     name = path.name.lower()
     return max((ending for ending in (*READERS, *REFUSED) if name.endswith(ending)), key=len, default="")
+
+
+def is_input_of_folder(path: Path) -> bool:
+    """Return true for a file that a folder gives: with an ending of text, and no .json over several lines."""
+    ending = ending_of(path)
+    if ending == ".json":
+        head = _head(path)
+        return head is None or json_form(head) is not JSON_OBJECT
+    return ending in READERS and READERS[ending] is not FORMATS["tokens"]

@@ -3,12 +3,12 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
-from triaxis.engine.data.corpus.pieces import InputFile
+from triaxis.engine.data.corpus.pieces import AS_NAMED, InputFile
 from triaxis.engine.errors import DataError
 from triaxis.engine.storage.files import sha256_of_file
 from triaxis.engine.storage.json_text import parse_json
@@ -40,6 +40,8 @@ class CorpusRecord:
     """Each document ends with `eod_id`."""
     text_size: int = 0
     """`Tokenizer.text_size`; 0 in records of earlier versions."""
+    num_unknown_tokens: int = 0
+    """Tokens that stand for what the tokenizer does not know; 0 where they were not counted."""
     left_out: dict[str, Any] = field(default_factory=dict)
     """Kind of input that is not in the corpus -> its `count`, and the first `places`; documents without text are among them."""
 
@@ -87,14 +89,15 @@ def read_record(prefix: str) -> CorpusRecord | None:
         ) from error
 
 
-def request_digest(
-    files: Sequence[InputFile], tokenizer_identity: str, text_key: str, *, append_eod: bool = True
-) -> str:
-    """Return the hexadecimal sha256 of all inputs of a corpus: files in order (path, size, time of change), tokenizer, key.
+def request_digest(files: Sequence[InputFile], tokenizer_identity: str, *, append_eod: bool = True) -> str:
+    """Return the hexadecimal sha256 of all inputs of a corpus: files in order (path, size, time of change), options, tokenizer.
 
     Contents are not read, since inputs may be terabytes; a touched file counts as another one. What has its default is not part
     of it, so that digests of earlier versions stay valid.
     """
     inputs = [(str(file.path.resolve()), file.size, file.mtime_ns) for file in files]
-    options = [] if append_eod else ["no end of document"]
-    return hashlib.sha256(json.dumps([FORMAT, inputs, tokenizer_identity, text_key, *options]).encode()).hexdigest()
+    keys = list(dict.fromkeys(file.options.text_key for file in files))
+    key = keys[0] if len(keys) == 1 else [file.options.text_key for file in files]
+    others = {replace(file.options, text_key=AS_NAMED.text_key) for file in files} - {AS_NAMED}
+    options = [*([] if append_eod else ["no end of document"]), *map(astuple, others)]
+    return hashlib.sha256(json.dumps([FORMAT, inputs, tokenizer_identity, key, *options]).encode()).hexdigest()

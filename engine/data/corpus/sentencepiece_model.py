@@ -34,6 +34,8 @@ class SentencePieceTokenizer:
                 f"ranks: give it as {path}:llama3."
             ) from error
         self.vocab_size = self.text_size = int(self._model.vocab_size())
+        unknown = int(self._model.unk_id())
+        self.unknown_id = unknown if unknown >= 0 else None
         own = self._model.id_to_piece(self._model.eos_id()) if self._model.eos_id() >= 0 else None
         self.eod_id = end_of_document(path, self._id_of, eod_token, own)
         self._sha256 = sha256_of_file(path)

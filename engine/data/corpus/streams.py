@@ -1,5 +1,6 @@
-"""Files as streams of bytes: as they are, or decompressed while they are read (no torch here).
+"""Files as streams of bytes: as they are, or decompressed while they are read; and their records (no torch here).
 
+A file is decompressed if its first bytes or its name say so: what is downloaded keeps its content, and not always its name.
 A compressed file has no places to begin in the middle, so each of these is read from its first byte to its last. The
 bytes before a damage are handed out; at the damage `DamagedStreamError` is raised.
 """
@@ -14,10 +15,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from triaxis.engine.data.corpus.optional import need
+from triaxis.engine.data.corpus.pieces import Piece
 
 BLOCK_BYTES = 2**20
 COMPRESSED_BYTES = 2**17
 """Read at a time from a .zst: what it becomes is in memory at once, and may be many times as large."""
+GZIP, ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+"""The first bytes of compressed files (RFC 1952, RFC 8878)."""
+RECORD_BLOCK_BYTES = 2**16
+"""Read at a time where a file is cut into pieces: more of them would be read twice."""
 LARGEST_ZSTANDARD_WINDOW = 2**31
 """Bytes; the widest that `zstd --ultra --long=31` writes. The library refuses more than 2^27 unless it is allowed."""
 
@@ -30,7 +36,7 @@ class DamagedStreamError(Exception):
 class Stream:
     """A file that is read."""
 
-    content: BinaryIO
+    content: io.BufferedReader
     """The text's bytes, decompressed."""
     raw: BinaryIO
     """The file itself: its position shows how far it is read."""
@@ -63,6 +69,44 @@ def open_zstandard(path: Path) -> Iterator[Stream]:
     need("zstandard", f"{path}, a .zst,")
     with path.open("rb") as raw:
         yield Stream(io.BufferedReader(_Blocks(_zstandard_blocks(raw)), BLOCK_BYTES), raw)
+
+
+def opener_of(path: Path) -> Opener:
+    """Return how a file is opened; OSError where it cannot be."""
+    with path.open("rb") as handle:
+        head = handle.read(len(ZSTANDARD))
+    if head.startswith(GZIP) or path.name.lower().endswith(".gz"):
+        return open_gzip
+    return open_zstandard if head == ZSTANDARD or path.name.lower().endswith(".zst") else open_plain
+
+
+def split_at(separator: bytes, stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
+    """Yield the records that begin in a piece, each with its first byte in the file; None for one above the options' limit.
+
+    A record begins with the file or after a separator, so each record of a file that is cut belongs to one piece.
+    """
+    held, dropped, searched = bytearray(), 0, 0
+    is_cut, limit = piece.num_bytes < piece.file.size, piece.file.options.max_document_bytes
+    at = max(0, piece.start - len(separator))
+    if at:
+        stream.content.seek(at)
+    while block := stream.content.read1(RECORD_BLOCK_BYTES):
+        held += block
+        while (end := held.find(separator, searched)) >= 0:
+            if at >= piece.start:
+                yield at, None if dropped + end > limit else bytes(held[:end])
+            at += dropped + end + len(separator)
+            if is_cut and at >= piece.stop:
+                return
+            del held[: end + len(separator)]
+            dropped = searched = 0
+        searched = max(0, len(held) - len(separator) + 1)
+        if dropped + searched > limit:
+            dropped += searched
+            del held[:searched]
+            searched = 0
+    if held and at >= piece.start:
+        yield at, None if dropped + len(held) > limit else bytes(held)
 
 
 def _gzip_blocks(raw: BinaryIO) -> Iterator[bytes]:

@@ -74,6 +74,7 @@ class TiktokenTokenizer:
     """
 
     json_file: Path | None = None
+    unknown_id: int | None = None
 
     def __init__(self, path: Path, pattern: str | None = None, eod_token: str | None = None) -> None:
         tiktoken, load = (

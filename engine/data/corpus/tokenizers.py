@@ -41,6 +41,8 @@ class Tokenizer(Protocol):
     """Largest id of a text or of a document's end, + 1: the embeddings that a model needs. Special tokens may lie beyond it."""
     eod_id: int
     """Id that ends a document."""
+    unknown_id: int | None
+    """Id that stands for whatever the tokenizer does not know; None where it knows every text."""
     identity: str
     """Hexadecimal sha256 of everything that decides the ids; equal where two tokenizers encode alike."""
     json_file: Path | None
@@ -67,6 +69,7 @@ class BytesTokenizer:
     """One id per byte of UTF-8."""
 
     json_file: Path | None = None
+    unknown_id: int | None = None
 
     def __init__(self) -> None:
         self.eod_id = 256
@@ -105,10 +108,14 @@ class JsonTokenizer:
         self._tokenizer: Any = _open(self.json_file)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if getattr(self._tokenizer.model, "dropout", None):
+            # It is for the training of models on varied ids; a corpus has one form.
+            self._tokenizer.model.dropout = None
         own, added = _of_folder(folder, self._tokenizer) if folder else (None, [])
         self._tokenizer.encode_special_tokens = True
         self.eod_id = end_of_document(path, self._tokenizer.token_to_id, eod_token, own)
         self.vocab_size = _vocab_size(self._tokenizer)
+        self.unknown_id = _unknown_id(self._tokenizer)
         self.text_size = max(_text_size(self._tokenizer), self.eod_id + 1)
         self._sha256, self._added = sha256_of_file(self.json_file), [json.dumps(added)] if added else []
         self.identity = self.identity_with(self.eod_id)
@@ -244,6 +251,15 @@ def _vocab_size(tokenizer: Any) -> int:
     """Return the largest id + 1; 0 where the tokenizer has no token."""
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     return max(ids.values(), default=-1) + 1
+
+
+def _unknown_id(tokenizer: Any) -> int | None:
+    """Return the id of text that the tokenizer does not know; None where its model has none."""
+    model = parse_json(tokenizer.to_str())["model"]
+    if isinstance(found := model.get("unk_id"), int):
+        return found
+    token: int | None = tokenizer.token_to_id(model["unk_token"]) if model.get("unk_token") else None
+    return token
 
 
 def _text_size(tokenizer: Any) -> int:

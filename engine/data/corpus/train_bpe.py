@@ -10,15 +10,17 @@ from collections.abc import Iterator, Sequence
 
 from triaxis.engine.data.corpus.encode import documents
 from triaxis.engine.data.corpus.end_of_document import END_OF_DOCUMENT_NAMES
-from triaxis.engine.data.corpus.findings import OnBad, Reading
+from triaxis.engine.data.corpus.findings import OnBad, Reading, no_vocabulary
 from triaxis.engine.data.corpus.pieces import Unit
-from triaxis.engine.errors import DataError
+from triaxis.engine.errors import DataError, shown
 
 PREFIX = "train-bpe:"
 TRAINING_BYTES = 256 * 2**20
 """Most bytes of text from which merges are learned; the rest of a larger corpus changes them little."""
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end of a document."""
+LARGEST_VOCABULARY = 2**24
+"""Far above any in use; the library takes memory for all of them at once."""
 
 
 def size_to_train(name: str) -> int | None:
@@ -30,15 +32,16 @@ def size_to_train(name: str) -> int | None:
     if not name.startswith(PREFIX):
         return None
     number = name.removeprefix(PREFIX)
-    if not number.isdecimal() or int(number) < SMALLEST_VOCABULARY:
+    size = int(number) if number.isdecimal() and len(number) < 12 else 0
+    if not SMALLEST_VOCABULARY <= size <= LARGEST_VOCABULARY:
         raise DataError(
-            f"--tokenizer {name}: a vocabulary is a number of at least {SMALLEST_VOCABULARY} tokens, 256 bytes and the end of a "
-            f"document, for example {PREFIX}32000."
+            f"--tokenizer {shown(name)}: a vocabulary is a number of {SMALLEST_VOCABULARY} tokens, 256 bytes and the end of a "
+            f"document, to {LARGEST_VOCABULARY:,}, for example {PREFIX}32000."
         )
-    return int(number)
+    return size
 
 
-def train(units: Sequence[Unit], vocab_size: int, text_key: str, eod_token: str | None, on_bad: OnBad) -> bytes:
+def train(units: Sequence[Unit], vocab_size: int, eod_token: str | None, on_bad: OnBad) -> bytes:
     """Train a tokenizer and return its tokenizer.json; it may have fewer tokens where the text has too few pairs.
 
     Raises:
@@ -57,20 +60,22 @@ def train(units: Sequence[Unit], vocab_size: int, text_key: str, eod_token: str 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sample(units, text_key, on_bad), trainer)
+    tokenizer.train_from_iterator(_sample(units, on_bad), trainer)
     content: str = tokenizer.to_str(pretty=True)
     return content.encode()
 
 
-def _sample(units: Sequence[Unit], text_key: str, on_bad: OnBad) -> Iterator[str]:
+def _sample(units: Sequence[Unit], on_bad: OnBad) -> Iterator[str]:
     """Yield documents of units that are evenly spread over the corpus. What is bad is counted when it is encoded."""
     total = sum(piece.num_bytes for unit in units for piece in unit)
     step = max(1, -(-total // TRAINING_BYTES))
     left = TRAINING_BYTES
     for unit in units[::step]:
         for piece in unit:
-            for text in documents(piece, text_key, Reading(on_bad)):
-                yield text
-                left -= len(text)
+            for document in documents(piece, Reading(on_bad)):
+                if not isinstance(document.content, str):
+                    raise no_vocabulary()
+                yield document.content
+                left -= len(document.content)
                 if left < 0:
                     return

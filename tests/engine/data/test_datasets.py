@@ -51,6 +51,21 @@ def test_validation_corpora_of_their_own(corpora: tuple[str, str]) -> None:
     assert datasets.test is None
 
 
+def test_a_corpus_under_two_names_is_refused(corpora: tuple[str, str], tmp_path: Path) -> None:
+    """The same samples would come again as others."""
+    (tmp_path / "link").symlink_to(Path(corpora[0]).parent)
+    for again in (corpora[0], f"{Path(corpora[0]).parent}/./first", str(tmp_path / "link" / "first")):
+        with pytest.raises(DataError, match=r"data\.train names one corpus twice, as .*first and as"):
+            opened(train=[{"path": corpora[0]}, {"path": again}])
+
+
+@pytest.mark.parametrize("wrong", [-1, 2000])
+def test_ids_without_an_embedding_are_found_at_the_start(write_corpus: Callable[..., str], wrong: int) -> None:
+    documents = [np.arange(50), np.array([3, wrong])]
+    with pytest.raises(DataError, match=r"has ids from -?\d to [\d,]+, but model\.vocab_size = 2,000"):
+        opened(train=[write_corpus(documents, "wrong", dtype="int32")])
+
+
 def test_a_blend_keeps_its_weights(corpora: tuple[str, str]) -> None:
     datasets = opened(train=[{"path": corpora[0], "weight": 3.0}, corpora[1]], split=(90, 10, 0))
     for source in (datasets.train, datasets.valid):
@@ -97,8 +112,6 @@ def test_synthetic_parts_differ() -> None:
 def test_mistakes_are_found_when_it_opens(corpora: tuple[str, str], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"missing\.idx does not exist"):
         opened(train=[str(tmp_path / "missing")])
-    with pytest.raises(AssertionError, match="named twice"):
-        opened(train=[corpora[0], {"path": corpora[0], "weight": 2.0}])
     with pytest.raises(DataError, match=r"20 documents.*test would be empty"):
         opened(train=[corpora[0]], split=(98, 3, 1))
     (tmp_path / "a.txt").write_text("some text")

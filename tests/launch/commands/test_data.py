@@ -101,6 +101,33 @@ def test_a_corpus_without_a_record_shows_ids(capsys: pytest.CaptureFixture[str])
     assert "1 of 1 documents end with id 256" in out and "first      'not read'" in out
 
 
+def test_each_path_has_a_key_and_the_output_says_what_was_read(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("rows.ndjson").write_text('{"data": {"text": "one"}}\n')
+    words = ("prepare", "--input", "texts/a.jsonl.gz", "rows.ndjson", "texts/*.md", "--output", "c", "--workers", "1")
+    out = said(capsys, *words, "--text-key", "body", "rows.ndjson=data.text")
+    assert "text       3 files (2 as JSON lines, 1 as text)" in out and "documents  12" in out
+    assert "is already prepared" in said(capsys, *words, "--text-key", "rows.ndjson=data.text", "body")
+
+
+def test_a_corpus_is_checked_once_and_its_damage_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    said(capsys, "prepare", "--input", "texts/a.jsonl.gz", "--text-key", "body", "--output", "one", "--workers", "1")
+    first, again = said(capsys, "data", "check", "one"), said(capsys, "data", "check", "one")
+    assert first == "one: 110 tokens, as its record has it\n  ids 32 to 256; 10 documents end with id 256\n"
+    assert "as an earlier check of this node has read it" in again
+    content = bytearray(Path("one.bin").read_bytes())
+    content[4:6] = (999).to_bytes(2, "little")
+    Path("one.bin").write_bytes(content)
+    assert main(["data", "check", "one"]) == 1
+    out = capsys.readouterr().out
+    assert (
+        "one.bin is not what was written" in out
+        and "ids from 32 to 999, and the tokenizer has those from 0 to 256" in out
+    )
+    Path("one.json").unlink()
+    (found,) = json.loads(said(capsys, "data", "check", "one", "--json"))
+    assert (found["largest_id"], found["ends"], found["problems"]) == (999, [[256, 10]], [])
+
+
 def test_speed_and_time_left_are_of_this_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("triaxis.launch.commands.prepare.time.monotonic", lambda: now[0])

@@ -178,3 +178,6 @@ def test_a_large_corpus_is_described_by_evenly_spaced_documents(
     found = describe(IndexedTokens(tmp_path / "corpus"), 1)
     assert (found.looked_at, found.quantiles["0%"], found.quantiles["100%"]) == (10, 1, 91)
     assert (found.documents, found.tokens, found.without_end) == (100, 5050, 0)
+    with IndexedWriter(tmp_path / "negative", "<i4") as writer:
+        writer.add_document([5, -100])
+    assert describe(IndexedTokens(tmp_path / "negative"), 1).without_end == 1

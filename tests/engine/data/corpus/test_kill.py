@@ -158,8 +158,8 @@ def test_a_replacement_that_was_killed_needs_no_second_force(
     (request.parts / prepare_module.INSTALLING).write_text("another request")
     with pytest.raises(Exception, match="made of other inputs"):
         run(request)
-    files = prepare_module.look_at(request.files, prepare_module.Findings("stop"))
-    digest = prepare_module.request_digest(files, prepare_module.load_tokenizer(BYTES).identity, "text")
+    files = prepare_module.look_at(request, prepare_module.Findings("stop"))
+    digest = prepare_module.request_digest(files, prepare_module.load_tokenizer(BYTES).identity)
     (request.parts / prepare_module.INSTALLING).write_text(digest)
     idx_path(request.output).unlink()
     record_path(request.output).unlink()

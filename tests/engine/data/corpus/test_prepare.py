@@ -63,7 +63,7 @@ def test_the_corpus_is_the_text_in_order(texts: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(prepare_module, "UNIT_BYTES", 100)  # several units, the .jsonl cut inside lines
     files = find_inputs([str(texts / "*.txt"), str(texts / "*")]).files
     assert [path.name for path in files] == ["a.txt", "b.txt", "c.md", "d.jsonl"]
-    assert len(plan(look_at(files, Findings("stop")), "text", Findings("stop"))) > 5
+    assert len(plan(look_at(PrepareRequest(files, "bytes", "out"), Findings("stop")), Findings("stop"))) > 5
     one, three = make(files, tmp_path / "out" / "one"), make(files, tmp_path / "out" / "three", num_workers=3)
     assert documents(tmp_path / "out" / "one") == ["a a a", "bé\r\n", "c" * 3000, *filter(None, LINES)]
     assert (one.record.num_documents, one.record.num_skipped_documents, one.record.num_input_files) == (8, 1, 4)
@@ -95,7 +95,8 @@ def test_every_line_belongs_to_one_piece(texts: Path, cut: int) -> None:
     file = InputFile.of(path)
     pieces = [Piece(file, at, min(at + cut, size), min(cut, size - at)) for at in range(0, size, cut)]
     reading = Reading("stop")
-    assert [text for piece in pieces for text in documents_of(piece, "text", reading)] == list(filter(None, LINES))
+    found = [document.content for piece in pieces for document in documents_of(piece, reading)]
+    assert found == list(filter(None, LINES))
     (empty,) = reading.tally.values()
     assert (empty.count, [place.with_line().where for place in empty.places]) == (1, ["line 2"])
 
@@ -109,7 +110,7 @@ def test_a_killed_run_leaves_no_worker_and_no_corpus(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from triaxis.engine.data.corpus import prepare as p\n"
         "if __name__ == '__main__':\n"
         "    p.plan = lambda files, *rest: [(p.Piece(file, 0, file.size, 1),) for file in files]\n"
-        "    p.look_at = lambda paths, *rest: [p.InputFile.of(path) for path in paths]\n"
+        "    p.look_at = lambda request, *rest: [p.InputFile.of(path) for path in request.files]\n"
         "    request = p.PrepareRequest(tuple(map(Path, sys.argv[1:3])), 'bytes', sys.argv[3])\n"
         "    done = lambda done: done.num_documents and print('started', flush=True)\n"
         "    p.prepare(request, num_workers=2, progress=done)\n"

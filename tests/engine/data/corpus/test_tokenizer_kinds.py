@@ -300,8 +300,8 @@ def test_a_trained_tokenizer_lies_beside_its_corpus(text_file: Path, tmp_path: P
 
 def test_training_is_deterministic(text_file: Path) -> None:
     findings = Findings("stop")
-    units = plan(look_at((text_file,), findings), "text", findings)
-    first, *others = [train(units, 2000, "text", "<|end|>", "stop") for _ in range(3)]
+    units = plan(look_at(PrepareRequest((text_file,), "bytes", "out"), findings), findings)
+    first, *others = [train(units, 2000, "<|end|>", "stop") for _ in range(3)]
     assert others == [first, first]
     tokenizer = tokenizers.Tokenizer.from_str(first.decode())
     assert (tokenizer.get_vocab_size(), tokenizer.token_to_id("<|end|>")) == (2000, 0)
@@ -312,15 +312,17 @@ def test_training_is_deterministic(text_file: Path) -> None:
 def test_training_reads_an_evenly_spread_sample(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("triaxis.engine.data.corpus.prepare.UNIT_BYTES", 2000)
     findings = Findings("stop")
-    units = plan(look_at((text_file,), findings), "text", findings)
-    whole, spread = (train(chosen, 1000, "text", None, "stop") for chosen in (units, units[::4]))
+    units = plan(look_at(PrepareRequest((text_file,), "bytes", "out"), findings), findings)
+    whole, spread = (train(chosen, 1000, None, "stop") for chosen in (units, units[::4]))
     monkeypatch.setattr("triaxis.engine.data.corpus.train_bpe.TRAINING_BYTES", -(-text_file.stat().st_size // 4))
-    part = train(units, 1000, "text", None, "stop")
+    part = train(units, 1000, None, "stop")
     assert len(units) > 12 and whole != part == spread
 
 
-@pytest.mark.parametrize("name", ["train-bpe:", "train-bpe:many", f"train-bpe:{SMALLEST_VOCABULARY - 1}"])
+@pytest.mark.parametrize(
+    "name", ["train-bpe:", "train-bpe:many", f"train-bpe:{SMALLEST_VOCABULARY - 1}", "train-bpe:" + "9" * 30]
+)
 def test_a_vocabulary_is_a_number(name: str) -> None:
-    with pytest.raises(DataError, match="a number of at least 257 tokens"):
+    with pytest.raises(DataError, match="a number of 257 tokens"):
         size_to_train(name)
     assert size_to_train("tokenizer.json") is None

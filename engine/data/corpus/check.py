@@ -1,0 +1,104 @@
+"""A corpus against what is known of it: its record's hashes, and its tokenizer's ids (no torch here).
+
+A check reads every byte, and its result is kept beside the corpus: PREFIX.checked.json has, for each node, the version of the files
+that it has read. So a job of many starts reads a corpus once on each node. A damage is never kept.
+"""
+
+import hashlib
+import json
+import socket
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from triaxis.engine.data.corpus.indexed import IndexedTokens, bin_path, idx_path
+from triaxis.engine.data.corpus.record import CorpusRecord
+from triaxis.engine.storage.files import sha256_of_file, write_atomically
+from triaxis.engine.storage.state_files import read_object
+
+ENDS_KEPT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """The content of a corpus, of which every byte was read.
+
+    Attributes:
+        version: of the files: device, inode, size, time of change and of its status change, in nanoseconds, of each.
+        bin_sha256, idx_sha256: hexadecimal.
+        smallest_id, largest_id: of all tokens.
+        ends: documents with tokens by their last one, the most frequent few: [[id, documents], ...].
+    """
+
+    version: list[list[int]]
+    bin_sha256: str
+    idx_sha256: str
+    smallest_id: int
+    largest_id: int
+    ends: list[list[int]]
+
+    def problems(self, prefix: str, record: CorpusRecord | None, vocab_size: int | None) -> list[str]:
+        """Return what contradicts the record and the vocabulary of the tokenizer, in words."""
+        found = []
+        if record is not None:
+            for path, own, recorded in (
+                (bin_path(prefix), self.bin_sha256, record.bin_sha256),
+                (idx_path(prefix), self.idx_sha256, record.idx_sha256),
+            ):
+                if own != recorded:
+                    found.append(
+                        f"{path} is not what was written: sha256 {own[:16]}.., and its record has {recorded[:16]}... Its tokens "
+                        "are damaged or of another corpus. Copy both files again, or prepare the corpus again."
+                    )
+        if self.smallest_id < 0 or (vocab_size is not None and self.largest_id >= vocab_size):
+            known = "" if vocab_size is None else f", and the tokenizer has those from 0 to {vocab_size - 1:,}"
+            found.append(
+                f"{prefix} has ids from {self.smallest_id:,} to {self.largest_id:,}{known}: a run would stop where it reads one "
+                "without an embedding. Prepare the corpus again, or name the tokenizer that made it (--tokenizer)."
+            )
+        return found
+
+
+def check(corpus: IndexedTokens) -> tuple[Checked, bool]:
+    """Read every byte of a corpus; return what is in it, and whether an earlier check of this node has read these files."""
+    version = [_version(path) for path in (bin_path(corpus.prefix), idx_path(corpus.prefix))]
+    kept = Path(f"{corpus.prefix}.checked.json")
+    nodes = _kept(kept)
+    own = nodes.get(socket.gethostname())
+    if own is not None and own.version == version:
+        return own, True
+    digest, smallest, largest = hashlib.sha256(), [], []
+    for block in corpus.blocks():
+        digest.update(block.data.cast("B"))
+        smallest.append(int(block.min()))
+        largest.append(int(block.max()))
+    checked = Checked(
+        version, digest.hexdigest(), sha256_of_file(idx_path(corpus.prefix)), min(smallest), max(largest), _ends(corpus)
+    )
+    nodes[socket.gethostname()] = checked
+    with suppress(OSError):  # in a folder that only others may write, each check reads the corpus
+        write_atomically(kept, [json.dumps({node: asdict(each) for node, each in nodes.items()}, indent=1).encode()])
+    return checked, False
+
+
+def _ends(corpus: IndexedTokens) -> list[list[int]]:
+    last = corpus.last_tokens(np.arange(corpus.num_documents))
+    lengths = corpus.document_lengths(range(corpus.num_documents))
+    ids, counts = np.unique(last[lengths > 0], return_counts=True)
+    most = np.argsort(-counts, kind="stable")[:ENDS_KEPT]
+    return [[int(ids[each]), int(counts[each])] for each in most]
+
+
+def _version(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _kept(path: Path) -> dict[str, Checked]:
+    """Return the checks of all nodes; none where the file is missing or of another form."""
+    try:
+        return {node: Checked(**each) for node, each in (read_object(path) or {}).items()}
+    except (OSError, ValueError, TypeError):
+        return {}

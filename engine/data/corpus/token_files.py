@@ -1,0 +1,88 @@
+"""Tokens that were made elsewhere, in files of numbers alone (no torch here).
+
+    .npy   numpy's format, integers [n] or [documents, n]
+    .bin   of llm.c: 256 int32 (magic, version, n), then n tokens
+    .bin   of nanoGPT, and .npy of OLMo: tokens alone, uint16 where the vocabulary fits, else uint32
+
+A row is a document; numbers in one row are cut after each token that ends a document.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
+from triaxis.engine.data.corpus.indexed import Tokens, idx_path
+from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece
+
+NUMPY = b"\x93NUMPY"
+LLM_C = {20240520: "<u2", 20240801: "<u4"}
+"""The magic numbers of llm.c's files, and the type of their tokens (llmc/dataloader.h, train_llama3.cu)."""
+LLM_C_HEADER = 256
+BLOCK_TOKENS = 2**22
+RULE = "Tokens are integers: numpy's .npy, or a .bin of nanoGPT or llm.c."
+
+
+class TokenFile:
+    """The reader of files of tokens."""
+
+    title = "tokens"
+
+    def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
+        """Yield the file as one piece; half of a corpus is refused."""
+        if file.path.suffix == ".bin" and idx_path(file.path.with_suffix("")).is_file():
+            detail = "is half of a corpus, a pair of .bin and .idx"
+            advice = (
+                "It is prepared: give its path without the ending to data.train. `triaxis data merge` joins corpora."
+            )
+            findings.add(Kind.OTHER_FORMAT, Place(str(file.path), detail=detail), advice)
+        else:
+            yield Piece(file, 0, file.size, file.size)
+
+    def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
+        """Yield the documents: rows, or what ends with the token that ends documents."""
+        place = Place(str(piece.file.path))
+        vocabulary = reading.vocabulary
+        try:
+            tokens = _open(piece.file.path, vocabulary.size)
+        except (ValueError, EOFError) as error:
+            detail = f"holds no tokens ({error})"
+            reading.add(Kind.DAMAGED_FILE, Place(place.path, detail=detail), RULE)
+            return
+        done = 0
+        reading.done_bytes = lambda: piece.num_bytes * done // max(tokens.size, 1)
+        rows = tokens if tokens.ndim == 2 else _cut_after(tokens, vocabulary.eod_id)
+        for number, row in enumerate(rows, start=1):
+            yield Document(Place(place.path, f"document {number:,}"), row)
+            done += len(row)
+
+
+def _open(path: Path, vocab_size: int) -> Tokens:
+    """Map the tokens of a file, integers [n] or [documents, n]; ValueError where it holds none."""
+    with path.open("rb") as handle:
+        head = handle.read(4 * LLM_C_HEADER)
+    if head.startswith(NUMPY):
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        if tokens.dtype.kind not in "iu" or tokens.ndim not in (1, 2) or not tokens.size:
+            raise ValueError(f"it has {tokens.dtype} {list(tokens.shape)}")
+        return tokens
+    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+    magic, version, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
+    if magic in LLM_C and len(head) == 4 * LLM_C_HEADER:
+        tokens = np.memmap(path, LLM_C[magic], "r", offset=len(head))
+        if len(tokens) != count:
+            raise ValueError(f"llm.c's head, version {version}, tells of {count:,} tokens, and {len(tokens):,} follow")
+        return tokens
+    return np.memmap(path, dtype, "r")
+
+
+def _cut_after(tokens: Tokens, eod_id: int) -> Iterator[Tokens]:
+    """Yield the documents of a row of tokens, each with its end."""
+    begin = 0
+    for start in range(0, len(tokens), BLOCK_TOKENS):
+        for end in (np.flatnonzero(tokens[start : start + BLOCK_TOKENS] == eod_id) + start + 1).tolist():
+            yield tokens[begin:end]
+            begin = end
+    if begin < len(tokens):
+        yield tokens[begin:]
