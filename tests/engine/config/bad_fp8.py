@@ -38,6 +38,11 @@ BAD_FP8: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
             "model.hidden_size = 64 or 96",
         ],
     ),
+    "tokens of two samples between blocks": (
+        ["precision.fp8={recipe: mxfp8}", "model.seq_length=24", "train.micro_batch_size=2"],
+        {},
+        ["model.seq_length = 24", "48 tokens of a microbatch", "Nearest that fit in all: 32 or 64."],
+    ),
     "an inner width that a rank has in part of a block": (
         [
             "precision.fp8={recipe: blockwise}",

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from tests.engine.config.bad_configs import BAD, LEGAL, config_with
 from triaxis.engine.config.layout import nodes_are_whole
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.model import LARGEST_VOCABULARY, LARGEST_WIDTH, LONGEST_SEQUENCE, MOST_HEADS, MOST_LAYERS
 from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
 from triaxis.engine.config.section import Subject, divisors, multiples, numbers, with_value
 from triaxis.engine.config.training import MOST_STEPS
@@ -59,6 +58,7 @@ def test_values_that_a_message_names_are_legal_when_typed_in(name: str) -> None:
                 "a kind that exists",
                 "a kind without its section",
                 "a group that freezes and updates",
+                "tokens of two samples between blocks",
             ),
         )
         assert name in (
@@ -149,12 +149,12 @@ def test_recompute_may_reach_the_layers_of_the_largest_chunk() -> None:
 
 
 LARGEST = {
-    "model.num_layers": MOST_LAYERS,
-    "model.hidden_size": LARGEST_WIDTH,
-    "model.ffn_hidden_size": LARGEST_WIDTH,
-    "model.num_attention_heads": MOST_HEADS,
-    "model.seq_length": LONGEST_SEQUENCE,
-    "model.vocab_size": LARGEST_VOCABULARY,
+    "model.num_layers": 10_000,
+    "model.hidden_size": 2**24,
+    "model.ffn_hidden_size": 2**24,
+    "model.num_attention_heads": 2**16,
+    "model.seq_length": 2**30,
+    "model.vocab_size": 2**28,
     "parallel.tp": MOST_RANKS,
     "parallel.pp": MOST_RANKS,
     "parallel.dp": MOST_RANKS,
