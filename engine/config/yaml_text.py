@@ -1,9 +1,13 @@
 """Reading of YAML from users, bounded in depth and size before any value is built (no torch here).
 
+YAML 1.1 reads `0100` as 64, `1:30` as 90 and `2024-01-01` as a date; people mean none of them. They are text here, as in YAML 1.2,
+and a field of numbers reads `0100` as 100.
+
 An alias repeats a whole value, and aliases of aliases multiply: ten lines can mean a billion values. A composer recurses
 at every level, so a text of brackets alone ends the process. The parser's events show both before any value exists.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +26,20 @@ MOST_VALUES = 100_000
 """Keys and values, counted again wherever an alias repeats them."""
 
 
+_NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+_DATE = "tag:yaml.org,2002:timestamp"
+_TEXT = "tag:yaml.org,2002:str"
+_BASE_8_OR_60 = re.compile(r"[-+]?0[0-9_]+|.*:.*")
+
+
 class UniqueKeysLoader(SafeLoader):
     """A loader that refuses a key twice in one mapping: the first value would be lost silently."""
+
+    def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
+        tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
+        if tag == _DATE or (tag in _NUMBERS and _BASE_8_OR_60.fullmatch(value)):
+            return _TEXT
+        return tag
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -44,7 +60,7 @@ def read_yaml(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: it is no YAML, a key is given twice in one mapping, it has more levels or values than the limits
-            above, or a value such as the date 2024-13-45 does not exist.
+            above, or a number of thousands of digits.
     """
     _refuse_what_grows(text)
     try:
@@ -103,7 +119,8 @@ def _check(levels: int, values: int, mark: Any) -> None:
         problem = f"lists and mappings lie more than {MOST_LEVELS} deep in one another, and no field needs that"
     elif values > MOST_VALUES:
         problem = (
-            f"its aliases stand for more than {MOST_VALUES:,} values, which would fill the memory. Write the values out"
+            f"it holds more than {MOST_VALUES:,} values, with those that its aliases stand for, and no field needs so many. "
+            "Leave some out"
         )
     else:
         return

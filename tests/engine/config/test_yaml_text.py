@@ -19,25 +19,42 @@ CHAIN = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1,
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (LAUGHS, "stand for more than"),
+        (LAUGHS, "its aliases stand for"),
+        ("[" + "a," * 100_000 + "]", "more than 100,000 values"),
         (CHAIN, "deep in one another"),
         ("[" * 100_000 + "]" * 100_000, "deep in one another"),
         ("a: " + "{a: " * 5000, "deep in one another"),
         ("- " * 5000 + "a", "deep in one another"),
         ("&a [*a]", "have no end"),
-        ("2024-13-45", "month must be in 1..12"),
+        ("!!timestamp 2024-13-45", "month must be in 1..12"),
         ("9" * 5000, "a value cannot be read"),
     ],
-    ids=["laughs", "chain", "lists", "open mappings", "dashes", "itself", "date", "digits"],
+    ids=["laughs", "many", "chain", "lists", "open mappings", "dashes", "itself", "date", "digits"],
 )
 def test_what_grows_is_refused_in_words(text: str, words: str) -> None:
     with pytest.raises(yaml.YAMLError, match=words):
         read_yaml(text)
 
 
+@pytest.mark.parametrize("text", ["0100", "-007", "1:30", "1:30.5", "2024-01-01", "0_7"])
+def test_what_yaml_1_1_reads_as_another_number_or_a_date_is_text(text: str) -> None:
+    assert read_yaml(f"{{{text}: [{text}]}}") == {text: [text]}
+    assert read_yaml("[0, -5, 1_000, 0x10, 1.5, 0.5]") == [0, -5, 1000, 16, 1.5, 0.5]
+
+
+def test_a_field_of_numbers_reads_leading_zeros_as_people_do() -> None:
+    tree = ["model={num_layers: 04, hidden_size: 64, num_attention_heads: 4, seq_length: 32, vocab_size: 300}"]
+    tree += ["data.synthetic=true", "train={global_batch_size: 2, micro_batch_size: 2}", "runtime.name=0100"]
+    config = load_config(None, [*tree, "train.steps=0100", "optimizer.lr=00.01"])
+    assert (config.model.num_layers, config.train.steps, config.optimizer.lr) == (4, 100, 0.01)
+    assert config.runtime.name == "0100"
+    with pytest.raises(ConfigError, match=r"train.steps = '1:30'"):
+        load_config(None, [*tree, "train.steps=1:30"])
+
+
 def test_a_value_on_the_command_line_is_bounded_too() -> None:
     laughs = "{" + LAUGHS.replace("\n", ", ") + "}"
-    with pytest.raises(ConfigError, match="aliases stand for more than") as caught:
+    with pytest.raises(ConfigError, match="its aliases stand for") as caught:
         load_config(None, [f"data.train={laughs}"])
     assert len(str(caught.value)) < 3000
 
