@@ -20,7 +20,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, Strict
 from typing_extensions import TypedDict
 
 from triaxis.engine.config.context_parallel import gathers_keys
-from triaxis.engine.config.section import Problem, Rule, Section, Subject, no_bool
+from triaxis.engine.config.counts import no_bool
+from triaxis.engine.config.section import Problem, Rule, Section, Subject
 
 if TYPE_CHECKING:
     from triaxis.engine.config.model import ModelConfig

@@ -21,6 +21,18 @@ LIMIT = 10**18
 _WRITTEN = re.compile(r"(?P<number>[0-9][0-9_]*(\.[0-9]+)?([eE]\+?[0-9]{1,2})?)(?P<suffix>[kKMBT]?)")
 
 
+def has_bool(value: object) -> bool:
+    """Return whether a value is a yes or no, or a list with one."""
+    return isinstance(value, bool) or (isinstance(value, list | tuple) and any(map(has_bool, value)))
+
+
+def no_bool(value: object) -> object:
+    """Return a value of a field that is no section's; refuse a yes or no, which would count as 1 or 0."""
+    if has_bool(value):
+        raise ValueError("a yes or no where a number belongs")
+    return value
+
+
 def count(value: object) -> object:
     """Return the integer that `value` is written for; a value that is neither text nor number is returned unchanged.
 
@@ -28,11 +40,9 @@ def count(value: object) -> object:
         value: a value from YAML, which reads `8e12` and `8T` as text, and `8.0e+12` as a float.
 
     Raises:
-        ValueError: the number is not whole, too large, or has an unknown suffix.
+        ValueError: it is a yes or no, or the number is not whole, too large, or has an unknown suffix.
     """
-    if isinstance(value, float) and isfinite(value):
-        return _whole(Fraction(value))
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(no_bool(value), int) or (isinstance(value, float) and isfinite(value)):
         return _whole(Fraction(value))
     if not isinstance(value, str):
         return value

@@ -233,17 +233,19 @@ FOREIGN_NAMES = {
 AND_FIELD = " with "
 """Words between a value and another field that it needs."""
 
+DTYPES = {
+    **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true", "b16"), "bf16"),
+    **dict.fromkeys(("float16", "half", "f16", "f2", "16", "16-mixed", "16-true"), "fp16"),
+    **dict.fromkeys(("float32", "float", "single", "f32", "f4", "32", "32-true"), "fp32"),
+    **dict.fromkeys(("fp64", "double", "f64", "f8", "64", "64-true"), "float64"),
+    **dict.fromkeys(("float8", "float8_e4m3fn", "float8_e5m2", "e4m3", "e5m2", "hybrid"), "fp8"),
+}
+"""Names of dtypes in torch, numpy, transformers, Megatron and Lightning, in small letters and without the package, and ours."""
+
 FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
-    "precision.dtype": {
-        "bfloat16": "bf16",
-        "float16": "fp16",
-        "half": "fp16",
-        "float32": "fp32",
-        "float": "fp32",
-        "fp64": "float64",
-        "double": "float64",
-        "fp8": f"bf16{AND_FIELD}precision.fp8.recipe=tensorwise",
-    },
+    "precision.dtype": {"fp8": f"bf16{AND_FIELD}precision.fp8.recipe=tensorwise"},
+    "precision.moments": {"fp32": "full"},
+    "precision.gradients": {"fp32": "full"},
     "model.position": {"learned_absolute": "learned", "rotary": "rope"},
     "model.activation": {"silu": "swiglu", "gelu_new": "gelu_tanh", "squared_relu": "relu2"},
     "optimizer.name": {"adamw_torch": "adamw", **{kind.megatron: name for name, kind in OPTIMIZERS.items()}},
@@ -310,8 +312,14 @@ def our_value(field: str, value: object, choices: Sequence[str]) -> str | None:
         value: as it was given: `BF16`, `torch.bfloat16`, `RMSNorm`.
         choices: the legal values.
     """
-    text = str(value).strip().lower().removeprefix("torch.")
-    return FOREIGN_VALUES.get(field, {}).get(text, text if text in choices else None)
+    # `torch.bfloat16`, `np.float32` and numpy's `<f4` are names of a dtype, whatever stands before it.
+    text = str(value).strip().lower()
+    bare = text.rpartition(".")[2].lstrip("<>=|")
+    named = FOREIGN_VALUES.get(field, {})
+    for word in (text, bare, DTYPES.get(bare, "")):
+        if word in named or word in choices:
+            return named.get(word, word)
+    return None
 
 
 def our_name(dotted: str) -> str | None:

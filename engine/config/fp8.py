@@ -41,7 +41,7 @@ class Fp8Config(Section):
     gather: Annotated[Literal["bf16", "fp8"], LAYOUT] = Field(
         "bf16", description="sequence parallelism: what linear layers gather travels in the run's dtype, or in FP8"
     )
-    bf16_layers: list[Count] = Field(
+    bf16_layers: list[Annotated[Count, Field(ge=0)]] = Field(
         [0, 0], min_length=2, max_length=2, description="first and last layers that stay in the run's dtype"
     )
 

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Required
 from pydantic import BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict
 
-from triaxis.engine.config.section import Problem, Rule, Subject, no_bool
+from triaxis.engine.config.counts import no_bool
+from triaxis.engine.config.section import Problem, Rule, Subject
 
 if TYPE_CHECKING:
     from triaxis.engine.config.training import OptimizerConfig

@@ -10,6 +10,7 @@ A value of the wrong type skips only the rules that need it, so that a user mend
 import difflib
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
@@ -23,8 +24,9 @@ from triaxis.engine.config.section import Rule, Section
 from triaxis.engine.config.shipped import config_path, nearest_names
 from triaxis.engine.config.tree import FORMAT_VERSION, Config
 from triaxis.engine.config.tree import problems as broken_rules
+from triaxis.engine.config.type_problems import section_at, type_problems
 from triaxis.engine.config.yaml_text import read_yaml
-from triaxis.engine.errors import ConfigError
+from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.storage.state_files import read_text
 
 ENVIRONMENT = {
@@ -40,6 +42,12 @@ ENVIRONMENT = {
     "RUN_NAME": "runtime.name",
 }
 """Environment variables that set a field; an empty one counts as unset."""
+
+LONGEST_SHOWN = 200
+"""Characters of an override or a key that a message repeats."""
+
+MOST_UNKNOWN = 50
+"""Unknown keys of a section that are told one by one."""
 
 S = TypeVar("S", bound=Section)
 
@@ -104,7 +112,7 @@ def load_config(
         config = Config.model_validate(reading.tree)
     except ValidationError as error:
         config = _valid_part(reading.tree, error)
-        reading.problems += _type_problems(error, reading.origins)
+        reading.problems += type_problems(error, reading.origins)
         # Their fields are values of other sections, of which some have none.
         config.__dict__.pop("phases", None)
     else:
@@ -127,7 +135,7 @@ def override(sections: Mapping[str, Any], overrides: Sequence[str], source: str)
     try:
         Config.model_validate(reading.tree)
     except ValidationError as error:
-        reading.problems += _type_problems(error, reading.origins, lacking=False)
+        reading.problems += type_problems(error, reading.origins, lacking=False)
     if reading.problems:
         raise ConfigError(reading.problems, source)
     return reading.tree
@@ -167,7 +175,7 @@ def _own_fields(reading: _Reading, base: Mapping[str, Any], entry: PhaseFields) 
         try:
             _with_fields(base, {**fields, key: value})
         except ValidationError as error:
-            reading.problems += [f"phase {entry['name']}: {problem}" for problem in _type_problems(error, {})]
+            reading.problems += [f"phase {entry['name']}: {problem}" for problem in type_problems(error, {})]
         else:
             fields[key] = value
     return fields
@@ -225,7 +233,7 @@ def _apply(reading: _Reading, overrides: Sequence[str], environment: Mapping[str
         text = environment.get(variable, "")
         if text:
             value = text if dotted == "runtime.name" else _value(reading, text, variable)
-            reading.set(dotted, value, f"{variable}={text} in the environment")
+            reading.set(dotted, value, f"{variable}={_brief(text)} in the environment")
     for override in overrides:
         dotted, equals, text = override.partition("=")
         dotted = dotted.strip()
@@ -244,37 +252,31 @@ def _apply(reading: _Reading, overrides: Sequence[str], environment: Mapping[str
             earlier = reading.origins.get(name)
             if earlier is not None and get_field(reading.tree, name) != value:
                 reading.problems.append(
-                    f"{name} is given twice with different values: {earlier}, and {override} on the command line. Which one is "
-                    f"meant would be a guess. Remove one of them."
+                    f"{name} is given twice with different values: {earlier}, and {_brief(override)} on the command line. Which "
+                    f"one is meant would be a guess. Remove one of them."
                 )
             else:
-                reading.set(name, value, f"{override} on the command line")
+                reading.set(name, value, f"{_brief(override)} on the command line")
+
+
+def _brief(text: str) -> str:
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}.. ({len(text):,} characters)"
 
 
 def _flat(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) per field, so that `parallel={tp: 2, pp: 2}` overrides no other key of the section."""
-    if isinstance(value, dict) and value and _section_at(dotted) is not None:
+    if isinstance(value, dict) and value and section_at(dotted) is not None:
         for key, inner in value.items():
             yield from _flat(f"{dotted}.{key}", inner)
     else:
         yield dotted, value
 
 
-def _section_at(dotted: str) -> type[Section] | None:
-    """Return the section of this name, or None if it is a field or nothing."""
-    section: type[Section] | None = Config
-    for part in dotted.split("."):
-        if section is None or part not in section.model_fields:
-            return None
-        section = section.section_type(part)
-    return section
-
-
 def _leaf_above(dotted: str) -> str | None:
     """Return the field that is used as a section: `parallel.tp` in `parallel.tp.x`."""
     parts = dotted.split(".")
     names = (".".join(parts[:count]) for count in range(1, len(parts)))
-    return next((name for name in names if name in Config.dotted_names() and _section_at(name) is None), None)
+    return next((name for name in names if name in Config.dotted_names() and section_at(name) is None), None)
 
 
 def _value(reading: _Reading, text: str, given: str) -> Any:
@@ -305,75 +307,28 @@ def _check_format(reading: _Reading) -> None:
 
 def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[str, Any], prefix: str) -> None:
     """Remove unknown keys, with a problem for each; an empty section becomes an empty mapping."""
+    unknown = [key for key in tree if key not in section.model_fields]
+    for key in unknown[:MOST_UNKNOWN]:
+        value, dotted = tree[key], f"{prefix}{key}"
+        # A section of another engine (`fp16:` of DeepSpeed) has keys with names here.
+        inside = [f"{dotted}.{name}" for name in value] if isinstance(value, dict) else []
+        for each in (dotted, *islice(filter(has_our_name, inside), MOST_UNKNOWN)):
+            reading.problems.append(unknown_key(_brief(each), reading.origins.get(each)))
+    if more := unknown[MOST_UNKNOWN:]:
+        place = f"section {prefix[:-1]}" if prefix else "the top level"
+        reading.problems.append(
+            f"{place}: {counted(len(more), 'more unknown key')}. They would have had no effect. Remove them."
+        )
+    for key in unknown:
+        del tree[key]
     for key in list(tree):
-        dotted = f"{prefix}{key}"
-        if key not in section.model_fields:
-            value = tree.pop(key)
-            # A section of another engine (`fp16:` of DeepSpeed) has keys with names here.
-            inside = [f"{dotted}.{name}" for name in value] if isinstance(value, dict) else []
-            for each in (dotted, *filter(has_our_name, inside)):
-                reading.problems.append(unknown_key(each, reading.origins.get(each)))
-            continue
-        inner = section.section_type(key)
+        dotted, inner = f"{prefix}{key}", section.section_type(key)
         if inner is None:
             continue
         if tree[key] is None and not prefix:
             tree[key] = {}
         if isinstance(tree[key], dict):
             _refuse_unknown_keys(reading, inner, tree[key], f"{dotted}.")
-
-
-def _type_problems(error: ValidationError, origins: Mapping[str, str], *, lacking: bool = True) -> Iterator[str]:
-    """Yield pydantic's findings in our words: field, value, rule, legal values; with `lacking`, fields without a value too."""
-    for detail in error.errors(include_url=False):
-        dotted = ".".join(str(part) for part in detail["loc"])
-        context = detail.get("ctx", {})
-        given = f"{dotted} = {detail['input']!r}"
-        given += "".join(f" ({origin})" for name, origin in origins.items() if f"{dotted}.".startswith(f"{name}."))
-        match detail["type"]:
-            case "missing" if not lacking:
-                pass
-            case "missing":
-                yield f"{dotted} is missing: every run needs it{meaning(detail['loc'])}. Add it to the file."
-            case "literal_error":
-                choices = context["expected"].replace("'", "")
-                names = choices.replace(" or ", ", ").split(", ")
-                field = ".".join(part for part in detail["loc"] if isinstance(part, str))
-                meant = our_value(field, detail["input"], names)
-                near = [meant] if meant else difflib.get_close_matches(str(detail["input"]), names, n=1, cutoff=0.4)
-                yield f"{given}: must be {choices}." + (f" Did you mean {near[0]}?" if near else "")
-            case "greater_than":
-                yield f"{given}: must be greater than {context['gt']}{meaning(detail['loc'])}."
-            case "greater_than_equal":
-                yield f"{given}: must be at least {context['ge']}{meaning(detail['loc'])}."
-            case "less_than_equal":
-                yield f"{given}: must be at most {context['le']:,}{meaning(detail['loc'])}."
-            case "less_than":
-                yield f"{given}: must be less than {context['lt']}{meaning(detail['loc'])}."
-            case "model_type":
-                yield f"{given}: must be a section, that is keys with values.{needed_keys(dotted)}"
-            case "value_error" if isinstance(detail["input"], bool) and _section_at(dotted) is not None:
-                yield f"{given}: must be a section, that is keys with values.{needed_keys(dotted)}"
-            case "extra_forbidden":
-                yield f"{given}: there is no such key{meaning(detail['loc'])}. Remove it."
-            case "value_error":
-                yield f"{given}: {context['error']}."
-            case _:
-                message = detail["msg"][0].lower() + detail["msg"][1:]
-                yield f"{given}: {message}{meaning(detail['loc'])}."
-
-
-def needed_keys(dotted: str) -> str:
-    """Return how a section that may be absent is given and left out, as one types it; nothing for one that every run has."""
-    section = _section_at(dotted)
-    if section is None or "." not in dotted:
-        return ""
-    needed = [
-        f"{dotted}.{name}={'NAME' if about.annotation is str else 'N'}"
-        for name, about in section.model_fields.items()
-        if about.is_required()
-    ]
-    return f" Write {' '.join(needed) or f'{dotted}={{}}'}, or {dotted}=null to leave it out."
 
 
 def as_overrides(dotted: str, text: str) -> list[str]:
@@ -384,7 +339,7 @@ def as_overrides(dotted: str, text: str) -> list[str]:
         text: the value as it was typed.
     """
     above, _, name = dotted.rpartition(".")
-    section = _section_at(above) if above else Config
+    section = section_at(above) if above else Config
     if section is None or name not in section.model_fields or section.section_type(name) is not None:
         return []
     adapter, ours = _adapter(section, name), our_value(dotted, text, _choices(section.model_fields[name].annotation))
@@ -403,18 +358,6 @@ def as_overrides(dotted: str, text: str) -> list[str]:
 def _choices(annotation: Any) -> list[str]:
     """Return the texts that an annotation lists, inside of unions too."""
     return [text for one in get_args(annotation) for text in ([one] if isinstance(one, str) else _choices(one))]
-
-
-def meaning(loc: Sequence[int | str]) -> str:
-    """Return the description of the field at `loc` in brackets, for a message."""
-    section: type[Section] | None = Config
-    description = None
-    for part in loc:
-        if section is None or part not in section.model_fields:
-            break
-        description = section.model_fields[str(part)].description
-        section = section.section_type(str(part))
-    return f" ({description})" if description else ""
 
 
 def _valid_part(tree: Mapping[str, Any], error: ValidationError) -> Config:

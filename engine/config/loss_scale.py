@@ -1,12 +1,21 @@
 """The `precision.loss_scale` section and its rules (no torch here)."""
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from triaxis.engine.config.counts import Count
 from triaxis.engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject
+
+SMALLEST_SCALE = 2.0**-24
+"""The smallest number of fp16."""
+
+LARGEST_SCALE = 2.0**64
+"""Some 50 overflows above what fp16 holds; Megatron-LM starts at 2^32. Above 2^128, fp32 has no such number."""
+
+
+Scale = Annotated[float, Field(ge=SMALLEST_SCALE, le=LARGEST_SCALE)]
 
 
 class LossScaleConfig(Section):
@@ -14,11 +23,11 @@ class LossScaleConfig(Section):
 
     on_resume: ClassVar[OnResume | None] = MEANT
 
-    initial: float = Field(65536.0, gt=0, description="scale of the first step")
+    initial: Scale = Field(65536.0, description="scale of the first step")
     window: Count = Field(1000, gt=0, description="steps without an overflow before it doubles")
     hysteresis: Count = Field(2, gt=0, description="overflows before it halves, counted anew when it has doubled")
-    minimum: float = Field(1.0, gt=0, description="smallest scale; an overflow there is a divergence")
-    static: float | None = Field(None, gt=0, description="one scale for the whole run; null: dynamic")
+    minimum: Scale = Field(1.0, description="smallest scale; an overflow there is a divergence")
+    static: Scale | None = Field(None, description="one scale for the whole run; null: dynamic")
 
 
 def only_fp16_has_a_scale(subject: Subject) -> Iterator[Problem]:

@@ -24,6 +24,7 @@ from pydantic import ConfigDict, Field
 from typing_extensions import TypedDict
 
 from triaxis.engine.config.counts import Count
+from triaxis.engine.config.places import Name
 from triaxis.engine.config.sources import Source
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class PhaseFields(TypedDict, total=False):
 
     __pydantic_config__ = ConfigDict(extra="allow", allow_inf_nan=False)  # type: ignore[misc]
 
-    name: Required[Annotated[str, Field(min_length=1)]]
+    name: Required[Name]
     until: Required[Annotated[Count, Field(gt=0)]]
 
 

@@ -1,14 +1,18 @@
-"""Paths in a configuration: what the shell does not expand in `checkpoint.dir=~/x` is expanded here (no torch here)."""
+"""Paths and names in a configuration: what the shell does not expand in `checkpoint.dir=~/x` is expanded here (no torch here)."""
 
 import os
 import re
 from typing import Annotated
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from triaxis.engine.storage.elsewhere import how_to_bring
 
 _VARIABLE = re.compile(r"\$\{?\w+\}?")
+
+
+LONGEST_NAME = 128
+"""Characters of a name; a folder's may have 255 bytes."""
 
 
 def local_path(text: str) -> str:
@@ -38,5 +42,17 @@ def _local_tokenizer(text: str) -> str:
     return local_path(text) if pattern.startswith("//") else f"{local_path(path)}{colon}{pattern}"
 
 
+def one_line(text: str) -> str:
+    """Return a name that people read in logs and tables.
+
+    Raises:
+        ValueError: it is longer than `LONGEST_NAME`, or has a newline or another character that is not printed.
+    """
+    if len(text) > LONGEST_NAME or not text.isprintable():
+        raise ValueError(f"must be one line of at most {LONGEST_NAME} printable characters, or no log could show it")
+    return text
+
+
 LocalPath = Annotated[str, AfterValidator(local_path)]
 TokenizerName = Annotated[str, AfterValidator(_local_tokenizer)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(one_line)]

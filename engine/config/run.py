@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, create_model, field_validator
 
 from triaxis.engine.config.counts import Count, count
-from triaxis.engine.config.places import LocalPath
+from triaxis.engine.config.places import LONGEST_NAME, LocalPath
 from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, multiples
 from triaxis.engine.layout.rank_rules import MOST_RANKS
 
@@ -17,9 +17,8 @@ SHORTEST_TIMEOUT = 1.0
 LONGEST_TIMEOUT = 30 * 24 * 3600.0
 """Seconds: 30 days."""
 
-LONGEST_NAME = 128
-"""Characters of a run name. File systems allow 255 bytes, and files of the run append to the name."""
-
+MOST_NAME_BYTES = 200
+"""Bytes of a run name. File systems allow 255, and files of the run append to the name."""
 
 MOST_REMEMBERED = 10_000
 """Steps whose losses and gradient norms are kept, and written into each checkpoint."""
@@ -226,12 +225,14 @@ def name_problems(name: str) -> Iterator[Problem]:
             {"runtime.name": [plain] if plain else []},
             "Choose a name without slashes.",
         )
-    elif len(name) > LONGEST_NAME or not name.isprintable():
-        plain = "".join(letter for letter in name if letter.isprintable())[:LONGEST_NAME].strip(" .-")
+    elif not name.isprintable() or len(name) > LONGEST_NAME or len(name.encode()) > MOST_NAME_BYTES:
+        plain = "".join(letter for letter in name if letter.isprintable())[:LONGEST_NAME]
+        plain = plain.encode()[:MOST_NAME_BYTES].decode(errors="ignore").strip(" .-")
         yield Problem(
             "runtime.name",
             name if name.isprintable() else repr(name),
-            f"must be one line of at most {LONGEST_NAME} printable characters: no folder could have that name, or no log show it",
+            f"must be one line of at most {LONGEST_NAME} printable characters and {MOST_NAME_BYTES} bytes: no folder could "
+            "have that name, or no log show it",
             {"runtime.name": [plain] if plain else []},
             "Choose a shorter name of one line.",
         )

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
+from triaxis.engine.config.counts import has_bool
 from triaxis.engine.config.plan import data_parallel_size
 
 if TYPE_CHECKING:  # the tree imports every section
@@ -51,13 +52,6 @@ LAYOUT = OnResume("layout")
 MEANT = OnResume("meant")
 
 
-def no_bool(value: object) -> object:
-    """Return a value of a field that is no section's; refuse a yes or no, which would count as 1 or 0."""
-    if isinstance(value, bool):
-        raise ValueError("a yes or no where a number belongs")
-    return value
-
-
 class Section(BaseModel):
     """A part of the tree. Unknown keys are refused; values are frozen after reading."""
 
@@ -70,7 +64,7 @@ class Section(BaseModel):
     @classmethod
     def _yes_is_no_number(cls, value: object, info: ValidationInfo) -> object:
         """Refuse a bool where none belongs: YAML reads `on` and `yes` as true, which would count as 1."""
-        if isinstance(value, bool) and not cls.takes_bool(str(info.field_name)):
+        if has_bool(value) and not cls.takes_bool(str(info.field_name)):
             raise ValueError(
                 "a yes or no (YAML reads on, off, yes and no as such) where none belongs; quote it if it is text"
             )
@@ -209,7 +203,7 @@ def _types(annotation: Any) -> tuple[Any, ...]:
 
 
 def plain(value: Any) -> str:
-    """Return a value as one types it in YAML."""
+    """Return a value as one types it in YAML; of a section, what is not its default."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -218,4 +212,8 @@ def plain(value: Any) -> str:
         return value or "''"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(plain, value))}]"
+    if isinstance(value, Section):
+        value = value.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {plain(inner)}' for key, inner in value.items())}}}"
     return f"{value:g}" if isinstance(value, float) else str(value)

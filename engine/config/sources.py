@@ -21,7 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-from triaxis.engine.config.places import LocalPath
+from triaxis.engine.config.counts import no_bool
+from triaxis.engine.config.places import LocalPath, Name
 
 
 class Source(BaseModel):
@@ -30,8 +31,10 @@ class Source(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
     path: LocalPath = Field(description="of a Megatron .bin/.idx pair, without the ending")
-    weight: float = Field(1.0, gt=0, description="share of the samples, before division by the sum")
-    name: str | None = Field(None, min_length=1, description="for people; null: the last part of the path")
+    weight: Annotated[float, BeforeValidator(no_bool)] = Field(
+        1.0, gt=0, description="share of the samples, before division by the sum"
+    )
+    name: Name | None = Field(None, description="for people; null: the last part of the path")
 
     @model_validator(mode="before")
     @classmethod

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,14 @@ def test_the_keys_of_a_section_of_another_engine_get_ours(base: Path) -> None:
         assert f"here it is precision.{name}" in problem
 
 
+def test_a_message_repeats_no_key_or_value_without_bound(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(BASE + "".join(f"key{number}: 1\n" for number in range(9000)))
+    error = refused(path, f"model.norm=[{'x, ' * 20_000}]", "train.steps=" + "9" * 4000)
+    assert "the top level: 8,950 more unknown keys" in str(error) and len(str(error)) < 30_000
+    assert len(str(refused(None, f"model.{'k' * 100_000}=1"))) < 5000
+
+
 def test_names_of_others_lead_to_fields_that_exist() -> None:
     fields = set(Config.dotted_names())
     sections = {name for name in fields if Config.section_type(name.split(".")[0]) and "." not in name}
@@ -240,10 +249,10 @@ def test_names_that_yaml_does_not_read_as_text_are_refused_by_name(tmp_path: Pat
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("parallel.tp=two", ["parallel.tp = 'two'", "integer"]),
+        ("parallel.tp=two", ["parallel.tp = 'two'", "must be a whole number (tensor parallel"]),
         ("parallel.tp=0", ["parallel.tp = 0", "greater than 0"]),
         ("parallel.tp=on", ["parallel.tp = True", "yes or no"]),
-        ("parallel.tp=1.5", ["parallel.tp = 1.5", "integer"]),
+        ("parallel.tp=1.5", ["parallel.tp = 1.5", "must be a whole number"]),
         (
             "checkpoint.interval=nver",
             ["interval = 'nver'", "such as 1000 or 1k, null (the last step and a stop), or never"],
@@ -265,7 +274,22 @@ def test_names_that_yaml_does_not_read_as_text_are_refused_by_name(tmp_path: Pat
         ("data.train=[[0.7, a]]", ["write {path: a, weight: 0.7}"]),
         ("data.train=[{weight: 2}]", ["data.train.0.path is missing"]),
         ("data.train=[{path: a, weight: 0}, b]", ["data.train.0.weight = 0", "greater than 0"]),
-        ("data.split=[0.9, 0.1]", ["data.split.2"]),
+        ("data.split=[0.9, 0.1]", ["data.split = [0.9, 0.1]", "lacks its entry 3"]),
+        ("precision.fp8.bf16_layers=[1]", ["must have 2 entries, not 1"]),
+        ("precision.fp8.bf16_layers=[-1, 0]", ["precision.fp8.bf16_layers.0 = -1", "at least 0"]),
+        ("precision.fp8.bf16_layers=[true, 0]", ["a yes or no"]),
+        ("data.train=[{path: a, weight: true}]", ["data.train.0.weight = True", "a yes or no"]),
+        ('data.train=[{path: a, name: "b\\ec"}]', ["data.train.0.name", "one line"]),
+        ("phases=[{name: a, until: true}]", ["phases.0.until = True", "a yes or no"]),
+        ('phases=[{name: "a\\nb", until: 9}]', ["phases.0.name", "one line"]),
+        ("precision.loss_scale.initial=1.0e+300", ["at most 1.84467"]),
+        ("precision.loss_scale.static=1.0e-300", ["at least 5.96"]),
+        ("telemetry.tensorboard=maybe", ["must be true or false (write event files"]),
+        ("precision.dtype=np.Float32", ["Did you mean fp32?"]),
+        ("precision.dtype='<f4'", ["Did you mean fp32?"]),
+        ("precision.dtype=bf16-mixed", ["Did you mean bf16?"]),
+        ("precision.dtype=torch.float8_e4m3fn", ["Did you mean bf16 with precision.fp8.recipe=tensorwise?"]),
+        ("precision.moments=torch.float32", ["Did you mean full?"]),
         ("telemetry.wandb={entity: e}", ["telemetry.wandb.project is missing", "project of the run"]),
         ("telemetry.wandb=true", ["must be a section", "Write telemetry.wandb.project=NAME, or telemetry.wandb=null"]),
         ("telemetry.wandb=mine", ["must be a section", "Write telemetry.wandb.project=NAME"]),
@@ -285,12 +309,20 @@ def test_where_a_wrong_value_came_from_is_said(base: Path) -> None:
 
 def test_missing_fields_are_named_with_their_meaning() -> None:
     problems = refused(None, "model={hidden_size: 8}", "train={steps: 3}", "data.synthetic=true").problems
-    missing = {problem.split(" ")[0] for problem in problems if "is missing" in problem}
-    of_model = {"model.num_layers", "model.num_attention_heads", "model.seq_length", "model.vocab_size"}
-    assert missing == {*of_model, "train.global_batch_size"}
-    assert any("transformer layers" in problem for problem in problems)
+    assert [problem.split(" ")[0] for problem in problems] == ["model", "train.global_batch_size"]
+    assert "model lacks num_layers, num_attention_heads, seq_length, vocab_size" in problems[0]
     without_sections = {problem.split(" ")[0] for problem in refused(None, "data.synthetic=true").problems}
-    assert without_sections == {*of_model, "model.hidden_size", "train.global_batch_size"}
+    assert without_sections == {"model", "train.global_batch_size"}
+
+
+def test_what_a_section_lacks_is_a_block_to_paste(tmp_path: Path) -> None:
+    [of_model, _] = refused(None, "data.synthetic=true", "train.steps=1").problems
+    said, *block = of_model.splitlines()
+    assert said.startswith("model lacks num_layers, hidden_size, num_attention_heads, seq_length, vocab_size")
+    assert any("# transformer layers" in line for line in block)
+    path = tmp_path / "c.yaml"
+    path.write_text(textwrap.dedent("\n".join(block)))
+    load_config(path, ["data.synthetic=true", "train={steps: 1, global_batch_size: 1, micro_batch_size: 1}"])
 
 
 def test_all_kinds_of_problems_are_reported_at_once(base: Path) -> None:
@@ -350,6 +382,7 @@ def test_a_wrong_value_of_any_field_is_named_and_stops_no_other_check(base: Path
     problems = refused(base, *overrides, f"{leaf}={{a: {{b: 1}}}}", "precision.fp4=1").problems
     assert sum(problem.startswith(leaf) for problem in problems) >= 1, problems
     assert any("not built yet" in problem for problem in problems), problems
+    assert not any("input should" in problem for problem in problems), problems
 
 
 # Writing

@@ -1,0 +1,139 @@
+"""Values of a wrong type, and missing fields, in our words (no torch here)."""
+
+import difflib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+from pydantic import ValidationError
+
+from triaxis.engine.config.foreign_names import our_value
+from triaxis.engine.config.phases import get_field
+from triaxis.engine.config.section import Section
+from triaxis.engine.config.shipped import config_path
+from triaxis.engine.config.tree import Config
+from triaxis.engine.config.write import commented_lines
+from triaxis.engine.config.yaml_text import read_yaml
+from triaxis.engine.errors import shown
+from triaxis.engine.storage.state_files import read_text
+
+EXAMPLE = "gpt_tiny"
+"""Shipped configuration whose values stand in a block to paste."""
+
+_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "list": "a list",
+    "tuple": "a list",
+    "dict": "keys with values",
+    "model": "keys with values",
+    "finite": "a finite number",
+}
+"""What a field takes, by the first part of the name of pydantic's finding."""
+
+
+def type_problems(error: ValidationError, origins: Mapping[str, str], *, lacking: bool = True) -> Iterator[str]:
+    """Yield pydantic's findings in our words: field, value, rule, legal values; with `lacking`, fields without a value too.
+
+    Args:
+        error: of the whole tree.
+        origins: where a field's value was given, by dotted name, if not in the file.
+        lacking: tell of fields without a value too.
+    """
+    missing: dict[str, list[str]] = defaultdict(list)
+    for detail in error.errors(include_url=False):
+        dotted = ".".join(str(part) for part in detail["loc"])
+        above, _, name = dotted.rpartition(".")
+        context, about = detail.get("ctx", {}), meaning(detail["loc"])
+        given = f"{dotted} = {shown(detail['input'])}"
+        given += "".join(f" ({origin})" for name, origin in origins.items() if f"{dotted}.".startswith(f"{name}."))
+        match detail["type"]:
+            case "missing" if name.isdigit():
+                yield f"{above} = {shown(detail['input'])}: lacks its entry {int(name) + 1}{about}."
+            case "missing":
+                missing[above].append(name)
+            case "literal_error":
+                choices = context["expected"].replace("'", "")
+                names = choices.replace(" or ", ", ").split(", ")
+                field = ".".join(part for part in detail["loc"] if isinstance(part, str))
+                meant = our_value(field, detail["input"], names)
+                near = [meant] if meant else difflib.get_close_matches(str(detail["input"]), names, n=1, cutoff=0.4)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                yield f"{given}: must be {choices}.{hint}"
+            case "greater_than":
+                yield f"{given}: must be greater than {context['gt']}{about}."
+            case "greater_than_equal":
+                yield f"{given}: must be at least {context['ge']}{about}."
+            case "less_than_equal":
+                yield f"{given}: must be at most {context['le']:,}{about}."
+            case "less_than":
+                yield f"{given}: must be less than {context['lt']}{about}."
+            case "model_type" | "value_error" if section_at(dotted) is not None and not isinstance(
+                detail["input"], dict
+            ):
+                yield f"{given}: must be a section, that is keys with values.{needed_keys(dotted)}"
+            case "extra_forbidden":
+                yield f"{given}: there is no such key{about}. Remove it."
+            case "value_error":
+                yield f"{given}: {context['error']}."
+            case "string_too_short":
+                yield f"{given}: must not be empty{about}."
+            case "too_short" | "too_long":
+                number = context.get("min_length", context.get("max_length"))
+                yield f"{given}: must have {number} entries, not {context['actual_length']}{about}."
+            case kind:
+                takes = _TYPES.get(kind.partition("_")[0])
+                yield f"{given}: must be {takes}{about}." if takes else f"{given}: {detail['msg'].lower()}{about}."
+    if lacking:
+        yield from (_lacks(section, names) for section, names in missing.items())
+
+
+def _lacks(section: str, names: Sequence[str]) -> str:
+    """Return the problem of all fields that a section, or an entry of a list, lacks."""
+    if len(names) == 1:
+        dotted = f"{section}.{names[0]}"
+        return f"{dotted} is missing: {section} needs it{meaning(dotted.split('.'))}. Add it to the file."
+    example, parts = read_yaml(read_text(config_path(EXAMPLE))), section.split(".")
+    lines = [f"{section} lacks {', '.join(names)}, which it needs. Add, with values of your own:"]
+    lines += [f"{'  ' * level}{part}:" for level, part in enumerate(parts)]
+    for name in names:
+        value = get_field(example, f"{section}.{name}")
+        about = meaning([*parts, name])[2:-1]
+        lines += commented_lines(name, "N" if value is None else value, about, "  " * len(parts))
+    return "\n       ".join(lines)
+
+
+def section_at(dotted: str) -> type[Section] | None:
+    """Return the section of this name, or None if it is a field or nothing."""
+    section: type[Section] | None = Config
+    for part in dotted.split("."):
+        if section is None or part not in section.model_fields:
+            return None
+        section = section.section_type(part)
+    return section
+
+
+def needed_keys(dotted: str) -> str:
+    """Return how a section that may be absent is given and left out, as one types it; nothing for one that every run has."""
+    section = section_at(dotted)
+    if section is None or "." not in dotted:
+        return ""
+    needed = [
+        f"{dotted}.{name}={'NAME' if about.annotation is str else 'N'}"
+        for name, about in section.model_fields.items()
+        if about.is_required()
+    ]
+    return f" Write {' '.join(needed) or f'{dotted}={{}}'}, or {dotted}=null to leave it out."
+
+
+def meaning(loc: Sequence[int | str]) -> str:
+    """Return the description of the field at `loc` in brackets, for a message."""
+    section: type[Section] | None = Config
+    description = None
+    for part in loc:
+        if section is None or part not in section.model_fields:
+            break
+        description = section.model_fields[str(part)].description
+        section = section.section_type(str(part))
+    return f" ({description})" if description else ""
