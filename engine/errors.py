@@ -10,6 +10,9 @@ from itertools import islice
 
 _SHOWN_CHARACTERS = 60
 
+LONGEST_SHOWN = 200
+"""Characters of a name or an override that a message repeats."""
+
 
 class ExitCode(IntEnum):
     """The ends of a process of ours. 0: the last step is made, or the run was finished already; 128 + n: ended by signal n."""
@@ -60,7 +63,19 @@ def shown(value: object) -> str:
         items = [f"a {type(item).__name__}" if isinstance(item, nested) else shown(item) for item in islice(value, 3)]
         text = ", ".join([*items, ".."] if len(value) > 3 else items)
         return f"[{text}]" if isinstance(value, list) else f"({text})"
+    if (
+        isinstance(value, dict)
+        and len(value) <= 3
+        and not any(isinstance(inner, dict | list) for inner in value.values())
+    ):
+        return "{" + ", ".join(f"{shown(key)}: {shown(inner)}" for key, inner in value.items()) + "}"
     return f"a {type(value).__name__}"
+
+
+def brief(text: str) -> str:
+    """Return a text for a line of a message, cut where it is longer than `LONGEST_SHOWN`."""
+    text = text if text.isprintable() else repr(text)[1:-1]
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}.. ({len(text):,} characters)"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:

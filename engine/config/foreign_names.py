@@ -46,6 +46,8 @@ FOREIGN_NAMES = {
     "qk_rope_head_dim": "model.mla.qk_rope_head_dim",
     "v_head_dim": "model.mla.v_head_dim",
     "encoder_seq_length": "model.seq_length",
+    "max_sequence_length": "model.seq_length",
+    "model_max_length": "model.seq_length",
     "make_vocab_size_divisible_by": "model.vocab_multiple",
     "padded_vocab_size": "model.vocab_size (without padding) and model.vocab_multiple",
     "normalization": "model.norm",

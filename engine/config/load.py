@@ -26,7 +26,7 @@ from triaxis.engine.config.tree import FORMAT_VERSION, Config
 from triaxis.engine.config.tree import problems as broken_rules
 from triaxis.engine.config.type_problems import section_at, type_problems
 from triaxis.engine.config.yaml_text import read_yaml
-from triaxis.engine.errors import ConfigError, counted
+from triaxis.engine.errors import ConfigError, brief, counted
 from triaxis.engine.storage.state_files import read_text
 
 ENVIRONMENT = {
@@ -42,9 +42,6 @@ ENVIRONMENT = {
     "RUN_NAME": "runtime.name",
 }
 """Environment variables that set a field; an empty one counts as unset."""
-
-LONGEST_SHOWN = 200
-"""Characters of an override or a key that a message repeats."""
 
 MOST_UNKNOWN = 50
 """Unknown keys of a section that are told one by one."""
@@ -233,7 +230,7 @@ def _apply(reading: _Reading, overrides: Sequence[str], environment: Mapping[str
         text = environment.get(variable, "")
         if text:
             value = text if dotted == "runtime.name" else _value(reading, text, variable)
-            reading.set(dotted, value, f"{variable}={_brief(text)} in the environment")
+            reading.set(dotted, value, f"{variable}={brief(text)} in the environment")
     for override in overrides:
         dotted, equals, text = override.partition("=")
         dotted = dotted.strip()
@@ -252,15 +249,11 @@ def _apply(reading: _Reading, overrides: Sequence[str], environment: Mapping[str
             earlier = reading.origins.get(name)
             if earlier is not None and get_field(reading.tree, name) != value:
                 reading.problems.append(
-                    f"{name} is given twice with different values: {earlier}, and {_brief(override)} on the command line. Which "
+                    f"{name} is given twice with different values: {earlier}, and {brief(override)} on the command line. Which "
                     f"one is meant would be a guess. Remove one of them."
                 )
             else:
-                reading.set(name, value, f"{_brief(override)} on the command line")
-
-
-def _brief(text: str) -> str:
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}.. ({len(text):,} characters)"
+                reading.set(name, value, f"{brief(override)} on the command line")
 
 
 def _flat(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -313,7 +306,7 @@ def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[s
         # A section of another engine (`fp16:` of DeepSpeed) has keys with names here.
         inside = [f"{dotted}.{name}" for name in value] if isinstance(value, dict) else []
         for each in (dotted, *islice(filter(has_our_name, inside), MOST_UNKNOWN)):
-            reading.problems.append(unknown_key(_brief(each), reading.origins.get(each)))
+            reading.problems.append(unknown_key(brief(each), reading.origins.get(each)))
     if more := unknown[MOST_UNKNOWN:]:
         place = f"section {prefix[:-1]}" if prefix else "the top level"
         reading.problems.append(

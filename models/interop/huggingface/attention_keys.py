@@ -12,6 +12,7 @@ from typing import Any
 
 from triaxis.engine.config.attention_kinds import Rotary
 from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.errors import shown
 from triaxis.models.interop.huggingface.family import FULL, OF_ROPE, SLIDING, Family, LayerKeys, Names, RopeKeys
 
 Keys = Mapping[str, Any]
@@ -64,7 +65,7 @@ def _read_ropes(keys: Keys, rope: RopeKeys) -> tuple[dict[str, Fields], list[str
     """Return `rope_base`, `rope_scaling` and `rotary_share` by type of layer, and problems."""
     ropes: dict[str, Fields] = {}
     problems = [
-        f"{name} = {keys[name]!r}: must be a mapping; how the model's heads rotate would be a guess."
+        f"{name} = {shown(keys[name])}: must be a mapping; how the model's heads rotate would be a guess."
         for name in OF_ROPE
         if not isinstance(keys.get(name), Mapping | None)
     ]
@@ -84,7 +85,7 @@ def _read_ropes(keys: Keys, rope: RopeKeys) -> tuple[dict[str, Fields], list[str
                 scalings.append(scaling)
             elif len(scaling) > 1:
                 problems.append(
-                    f"{place} = {dict(source)!r}: RoPE of this form is not built yet; the model would be another one."
+                    f"{place} = {shown(dict(source))}: RoPE of this form is not built yet; the model would be another one."
                 )
         if any(scaling != scalings[0] for scaling in scalings):
             problems.append(
@@ -119,8 +120,8 @@ def _agreed(
         return default, iter(())
     (place, value), *others = given.items()
     return value, (
-        f"{place} has {inner} = {value!r}, and elsewhere it is {other!r} ({where}): which one the model was trained with would be "
-        f"a guess. Remove one of them."
+        f"{place} has {inner} = {shown(value)}, and elsewhere it is {shown(other)} ({where}): which one the model was trained "
+        f"with would be a guess. Remove one of them."
         for where, other in others
         if other != value
     )

@@ -15,15 +15,17 @@ from typing import Any
 from pydantic import ValidationError
 
 from triaxis.engine.config.attention_kinds import beyond_plain
+from triaxis.engine.config.load import MOST_UNKNOWN
 from triaxis.engine.config.model import MOST_LAYERS, ModelConfig
 from triaxis.engine.config.moe import BalanceConfig
 from triaxis.engine.config.mtp import MTPConfig
-from triaxis.engine.errors import ConfigError
+from triaxis.engine.errors import ConfigError, brief, counted, shown
 from triaxis.engine.storage.elsewhere import how_to_bring
 from triaxis.engine.storage.json_text import parse_json
 from triaxis.engine.storage.state_files import read_text
 from triaxis.models.interop.huggingface.attention_keys import attention_differences, attention_keys, read_attention
 from triaxis.models.interop.huggingface.expert_keys import expert_differences, expert_keys, expert_notes, read_experts
+from triaxis.models.interop.huggingface.facts import agrees, is_note
 from triaxis.models.interop.huggingface.families import FAMILIES
 from triaxis.models.interop.huggingface.family import Family
 from triaxis.models.interop.huggingface.record import SPECIAL_IDS
@@ -194,14 +196,12 @@ def from_hugging_face(
     if family is None:
         raise ConfigError(
             [
-                f"model_type = {keys.get('model_type')!r}: must be one of {', '.join(FAMILIES)}; no other family can be built here."
+                f"model_type = {shown(keys.get('model_type'))}: must be one of {', '.join(FAMILIES)}; no other family can be built "
+                "here."
             ],
             source,
         )
-    problems = [
-        *_unusable({key: value for key, value in keys.items() if key not in ignore}, family),
-        *_not_to_ignore(keys, family, ignore),
-    ]
+    problems = list(_not_to_ignore(keys, family, ignore))
     model: dict[str, Any] = {}
     for theirs, ours in family.names.items():
         if theirs in keys or theirs in family.defaults:
@@ -216,10 +216,11 @@ def from_hugging_face(
         problems += read_experts(keys, family, model)
     problems += _read_functions(keys, family, model)
     problems += _read_mtp(keys, family, model)
+    problems += _activation(keys, family, model)
+    problems += _unusable({key: value for key, value in keys.items() if key not in ignore}, family, model)
     if seq_length is not None:
         problems += _too_long(model, seq_length)
         model["seq_length"] = seq_length
-    problems += _activation(keys, family, model)
     if family.embedding_dropout is not None:
         given = keys.get("embd_pdrop", family.embedding_dropout)
         if given != model["hidden_dropout"]:
@@ -234,7 +235,7 @@ def from_hugging_face(
         built = ModelConfig.model_validate(section)
     except ValidationError as error:
         wrong = [
-            f"model.{'.'.join(map(str, detail['loc']))} = {detail['input']!r}: {detail['msg']}."
+            f"model.{'.'.join(map(str, detail['loc']))} = {shown(detail['input'])}: {detail['msg']}."
             for detail in error.errors()
         ]
         raise ConfigError(wrong, source) from error
@@ -253,7 +254,7 @@ def _not_derived(keys: Keys, family: Family, model: ModelConfig) -> Iterator[str
     for key, derived in family.derived.items():
         given, wanted = keys.get(key), derived.value(model)
         if given != wanted and not (given is None and derived.may_lack):
-            yield f"{key} = {given!r}: must be {wanted!r} here: {derived.why}."
+            yield f"{key} = {shown(given)}: must be {shown(wanted)} here: {derived.why}."
 
 
 def text_keys(keys: Keys) -> Keys:
@@ -269,7 +270,7 @@ def _read_functions(keys: Keys, family: Family, model: dict[str, Any]) -> Iterat
     if family.scale is not None:
         given = keys.get(family.scale.key, family.scale.default)
         if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
-            yield f"{family.scale.key} = {given!r}: must be a number above 0, on which the scale of attention depends."
+            yield f"{family.scale.key} = {shown(given)}: must be a number above 0, on which the scale of attention depends."
         else:
             model["attention_scale"] = family.scale.to_ours(given)
     for ours, (source, function) in family.computed.items():
@@ -282,29 +283,35 @@ def _read_mtp(keys: Keys, family: Family, model: dict[str, Any]) -> Iterator[str
     given = {key: keys[key] for key in family.further if keys.get(key) is not None and family.naming.ahead}
     number = next(iter(given.values()), 0)
     if any(other != number for other in given.values()):
-        spelled = " and ".join(f"{key} = {value!r}" for key, value in given.items())
+        spelled = " and ".join(f"{key} = {shown(value)}" for key, value in given.items())
         yield f"{spelled}: both are our model.mtp.num_layers, and which is meant would be a guess. Remove one."
     elif number != 0:
         model["mtp"] = {"num_layers": number}
 
 
-def _unusable(keys: Keys, family: Family) -> Iterator[str]:
+def _unusable(keys: Keys, family: Family, model: Keys) -> Iterator[str]:
     known, rules = family.keys, {**OFF_ONLY, **family.off}
+    unknown = []
     for key, value in keys.items():
         if key == QUANTIZATION:
             if value is not None and fp8_block(value) is None:
                 yield (
-                    f"{key} = {value!r}: of quantized weights only FP8 (e4m3) with a weight_block_size is read, and expanded to "
-                    "bf16. Get the model in bf16, or have it expanded."
+                    f"{key} = {shown(value)}: of quantized weights only FP8 (e4m3) with a weight_block_size is read, and expanded "
+                    "to bf16. Get the model in bf16, or have it expanded."
                 )
         elif key in family.off or (key in OFF_ONLY and key not in known):
             off, why = rules[key]
-            if value not in off:
-                yield f"{key} = {value!r}: {why}; the model would be another one."
-        elif key not in known and key not in OF_OTHERS and not _has_no_effect(key):
+            if value not in off and not agrees(key, value, model):
+                yield f"{key} = {shown(value)}: {why}; the model would be another one."
+        elif not (key in known or key in OF_OTHERS or _has_no_effect(key)):
+            unknown.append(key)
+    if len(unknown) > MOST_UNKNOWN:
+        yield f"it has {counted(len(unknown), 'key')} that are not known here: it is no config.json of a published model."
+    for key in unknown[:MOST_UNKNOWN]:
+        if not agrees(key, value := keys[key], model):
             yield (
-                f"{key} = {value!r}: not a key that is known here, so whether it changes the model is not known either. If it "
-                f"does not, let it through with --ignore {key}."
+                f"{brief(key)} = {shown(value)}: not a key that is known here, so whether it changes the model is unknown too. If "
+                f"it does not, let it through with --ignore {brief(key)}."
             )
 
 
@@ -318,12 +325,16 @@ def _not_to_ignore(keys: Keys, family: Family, ignore: Collection[str]) -> Itera
 
 def _has_no_effect(key: str) -> bool:
     """Return whether no layer reads the key, such as one that begins with `_`: transformers keeps its own notes there."""
-    return key in WITHOUT_EFFECT or key in OF_GENERATION or key.startswith("_")
+    return key in WITHOUT_EFFECT or key in OF_GENERATION or key.startswith("_") or is_note(key)
 
 
 def passed_over(keys: Keys) -> list[str]:
     """Return the keys of generation and of bookkeeping that are in the file and compute nothing, sorted."""
-    return sorted(key for key in keys if key in OF_GENERATION or key.startswith("_"))
+    return sorted(
+        key
+        for key in keys
+        if key in OF_GENERATION or key.startswith("_") or (is_note(key) and key not in WITHOUT_EFFECT)
+    )
 
 
 def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
@@ -332,15 +343,17 @@ def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
     if "text_config" in keys:
         others = sorted(key for key, value in keys.items() if isinstance(value, Mapping) and key != "text_config")
         notes.append(
-            f"of a model of several parts the language model (text_config) was taken, without {', '.join(others)}"
+            f"of a model of several parts the language model (text_config) was taken, without {', '.join(map(brief, others))}"
         )
     if found:
-        notes.append(f"keys of config.json that compute nothing were passed over: {', '.join(found)}")
+        notes.append(
+            f"keys of config.json that compute nothing were passed over: {', '.join(map(brief, found[:MOST_UNKNOWN]))}"
+        )
     if (family := FAMILIES.get(str(text_keys(keys).get("model_type")))) is not None:
         notes += expert_notes(text_keys(keys), family)
     if ignore:
         notes.append(
-            f"keys of config.json that are not known here were ignored (--ignore): {', '.join(sorted(ignore))}"
+            f"keys of config.json that are not known here were ignored (--ignore): {', '.join(map(brief, sorted(ignore)))}"
         )
     return notes
 
@@ -349,7 +362,7 @@ def _activation(keys: Keys, family: Family, model: dict[str, Any]) -> Sequence[s
     key, known = family.activation_key, family.activations
     given = keys.get(key, family.defaults[key])
     if not isinstance(given, str) or given not in known:
-        return (f"{key} = {given!r}: must be one of {', '.join(known)}; no other one is built.",)
+        return (f"{key} = {shown(given)}: must be one of {', '.join(known)}; no other one is built.",)
     model["activation"] = known[given]
     return ()
 

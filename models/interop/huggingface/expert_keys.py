@@ -13,6 +13,7 @@ from typing import Any
 
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.config.moe import MoEConfig
+from triaxis.engine.errors import shown
 from triaxis.models.interop.huggingface.family import ExpertKeys, Family
 
 Keys = Mapping[str, Any]
@@ -50,13 +51,13 @@ def _kinds(keys: Keys, experts: ExpertKeys, num_layers: int) -> tuple[list[str],
     first, step = (keys.get(key, default) if key else default for key, default in (experts.first, experts.step))
     listed = keys.get(experts.listed) or []
     problems = [
-        f"{key} = {value!r}: must be a whole number of at least {least}; which layers have experts would be a guess."
+        f"{key} = {shown(value)}: must be a whole number of at least {least}; which layers have experts would be a guess."
         for (key, _), value, least in ((experts.first, first, 0), (experts.step, step, 1))
         if isinstance(value, bool) or not isinstance(value, int) or value < least
     ]
     if not isinstance(listed, list):
         problems.append(
-            f"{experts.listed} = {listed!r}: must be a list of layers; which have experts would be a guess."
+            f"{experts.listed} = {shown(listed)}: must be a list of layers; which have experts would be a guess."
         )
     if problems:
         return [], problems
@@ -72,7 +73,7 @@ def _section(keys: Keys, experts: ExpertKeys) -> tuple[Fields, list[str]]:
         given = {name: keys[name] for name in names if keys.get(name) is not None}
         value = next(iter(given.values()), default)
         if any(other != value for other in given.values()):
-            spelled = " and ".join(f"{name} = {other!r}" for name, other in given.items())
+            spelled = " and ".join(f"{name} = {shown(other)}" for name, other in given.items())
             problems.append(
                 f"{spelled}: both are our model.moe.{field}, and which is meant would be a guess. Remove one."
             )
@@ -84,7 +85,9 @@ def _section(keys: Keys, experts: ExpertKeys) -> tuple[Fields, list[str]]:
         key, without, with_groups = experts.method
         given_method = keys.get(key) or without
         if given_method not in (without, with_groups):
-            problems.append(f"{key} = {given_method!r}: must be {without} or {with_groups}; no other choice is built.")
+            problems.append(
+                f"{key} = {shown(given_method)}: must be {without} or {with_groups}; no other choice is built."
+            )
         elif given_method == without:
             moe |= {"groups": 1, "top_groups": 1}
     return moe, problems

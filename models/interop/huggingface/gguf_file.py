@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from triaxis.engine.checkpoint.format.store import TORCH_DTYPES
-from triaxis.engine.errors import CheckpointError, ConfigError
+from triaxis.engine.errors import CheckpointError, ConfigError, shown
 from triaxis.engine.program import install
 from triaxis.models.interop.huggingface.families import FAMILIES
 from triaxis.models.interop.huggingface.files import TensorPlan
@@ -179,7 +179,7 @@ class GgufFile:
         of_model.setdefault("vocab_size", len(fields.get("tokenizer.ggml.tokens", ())) or None)
         keys |= {key: of_model[name] for name, key in _KEYS.items() if of_model.get(name) is not None}
         problems = [
-            f"{architecture}.{name} = {value!r}: not a field that is known here; the model would be another one."
+            f"{architecture}.{name} = {shown(value)}: not a field that is known here; the model would be another one."
             for name, value in of_model.items()
             if name not in _KEYS and name not in _AS_HEADS
         ]

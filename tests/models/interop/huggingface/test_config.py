@@ -152,6 +152,44 @@ def test_keys_that_compute_nothing_are_let_through_and_listed() -> None:
     assert passed_over({**keys, **more}) == sorted(more) and passed_over(keys) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "agrees", "differs"),
+    [
+        ("phi3_mini", {"lm_head_bias": False, "interpolate_factor": 1, "full_attn_mod": 1}, {"lm_head_bias": True}),
+        ("llama3_8b", {"max_sequence_length": 8192}, {"max_sequence_length": 2048}),
+        ("llama3_8b", {"mlp_bias": False, "n_embd": 4096, "num_kv_heads": 8}, {"num_kv_heads": 32}),
+        ("llama3_8b", {"internal_version": "7b-v2", "transformers.js_config": {"a": 1}}, {"full_attn_mod": 2}),
+        ("qwen2.5_0.5b", {"attention_bias": True, "qkv_bias": True}, {"o_proj_bias": True}),
+        ("qwen2.5_0.5b", {"attention_bias": False}, {"use_bias": False}),
+        ("gpt2", {"attention_bias": True, "ffn_dropout": 0.0}, {"ffn_dropout": 0.1}),
+        ("smollm3_3b", {"logits_scale": 1.0}, {"attn_period": 1}),
+    ],
+)
+def test_an_unknown_key_that_repeats_a_fact_agrees_with_it(
+    name: str, agrees: dict[str, Any], differs: dict[str, Any]
+) -> None:
+    keys = PUBLISHED[name][0]
+    assert from_hugging_face({**keys, **agrees}) == from_hugging_face(keys)
+    with pytest.raises(ConfigError, match=f"{next(iter(differs))} = "):
+        from_hugging_face({**keys, **differs})
+
+
+def test_a_message_repeats_no_key_or_value_without_bound() -> None:
+    keys = PUBLISHED["llama3_8b"][0]
+    for more in (
+        {"x" * 10**6: 1},
+        {"strange": "x" * 10**6},
+        {f"strange{number}": 1 for number in range(10**5)},
+        {"hidden_act": ["silu"] * 10**6},
+        {"rope_scaling": {"rope_type": "x" * 10**6, "factor": 2.0}},
+    ):
+        with pytest.raises(ConfigError) as caught:
+            from_hugging_face({**keys, **more})
+        assert len(str(caught.value)) < 30_000
+    [line] = passed_over_notes({**keys, "_a\nb": 1, "_" + "x" * 10**6: 1})
+    assert "\n" not in line and len(line) < 1000
+
+
 def test_a_key_that_nobody_knows_is_let_through_by_name_only() -> None:
     keys = PUBLISHED["llama3_8b"][0]
     with pytest.raises(ConfigError, match=r"strange = 1: not a key that is known here.*--ignore strange"):

@@ -1,0 +1,58 @@
+"""Unknown keys of a config.json that repeat what the model is (no torch, no transformers here).
+
+    max_sequence_length = 2048     another name of a value that the file has         agrees where the values are equal
+    lm_head_bias = false           whether a layer has a bias                        agrees where it has none
+    interpolate_factor = 1         a factor of one, a dropout of zero, each layer    change nothing
+    internal_version = 7b-v2.33    a note on the file                                is read by no layer
+
+Published files hold such keys in any number, so no list could be complete: a key is read by the last of its words, and its value is
+compared with the model. What remains is refused.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from triaxis.engine.config.foreign_names import our_name
+from triaxis.engine.config.phases import get_field
+
+_NEUTRAL: Mapping[str, float] = {
+    **dict.fromkeys(("factor", "multiplier", "scale", "divisor"), 1),
+    **dict.fromkeys(("dropout", "pdrop", "noise"), 0),
+}
+"""Values without effect, by the last word of a key."""
+
+_EACH_LAYER = ("mod", "interval", "period", "freq", "frequency")
+"""Last words of a key for the number p of a pattern: each p-th layer is of another kind."""
+
+
+def is_note(key: str) -> bool:
+    """Return whether no layer can read the key: a version, or no name of Python (`transformers.js_config`)."""
+    return not key.isidentifier() or key.split("_")[-1] == "version"
+
+
+def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
+    """Return whether an unknown key says what the model is anyway.
+
+    Args:
+        key: of a config.json.
+        value: its value.
+        model: our `model` section as far as it was read.
+    """
+    part, _, last = key.rpartition("_")
+    if isinstance(value, bool) and last == "bias":
+        return value is _has_bias(part, model["bias"])
+    name = our_name(key) or ""
+    if name.startswith("model.") and (known := get_field({"model": model}, name)) is not None:
+        return type(value) is type(known) and value == known
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    if last in _EACH_LAYER:
+        return value == 1 and not model.get("layers")
+    return value == _NEUTRAL.get(last)
+
+
+def _has_bias(part: str, bias: str) -> bool | None:
+    """Return whether a part (`attention`, `mlp`, `lm_head`) has biases, where `bias` is our `model.bias`; None: unclear."""
+    if "head" in part or bias != "qkv":
+        return bias == "all" and "head" not in part
+    return True if any(word in part for word in ("att", "qkv", "q_proj", "k_proj", "v_proj")) else None
