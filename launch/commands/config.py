@@ -9,6 +9,7 @@ mup       the same, and a base width      ->  the config with the fields of muP
 import argparse
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from triaxis.engine.config.context_parallel import gathers_keys, method_line
@@ -34,7 +35,10 @@ from triaxis.models.predict.fit import Devices, memory_line, memory_rule, uses_g
 from triaxis.models.predict.rank_memory import GB, can_keep, predict, resolve_recompute
 from triaxis.models.run_rules import RULES_OF_A_RUN
 from triaxis.models.specs import num_parameters
-from triaxis.models.trained_part import schedule_of_step
+from triaxis.models.trained_part import trained_from
+
+MOST_EXECUTED = 16
+"""Pipeline ranks of a named schedule that is executed."""
 
 PRINT_EXAMPLES = """examples:
   triaxis config print configs/gpt_tiny.yaml
@@ -235,12 +239,21 @@ def _cp_imbalance(config: Config, dp: int) -> str:
 def _check_programs(config: Config, sizes: ParallelSizes) -> None:
     """Execute the programs of a step and of a validation under NCCL's rules, as every rank does before it trains.
 
+    A schedule that is named is one function of pp, vpp and the number of microbatches. Of a large one, a smaller one is executed
+    here, so that the answer comes in seconds; the ranks execute their own.
+
     Raises:
         ScheduleError: one of them would deadlock.
     """
-    num_microbatches = batch_plan(config, sizes.dp).num_microbatches
-    Programs(schedule_of_step(config, sizes))
-    Programs(of_forward(sizes, num_microbatches))
+    num_microbatches, pp = batch_plan(config, sizes.dp).num_microbatches, sizes.pp
+    first = trained_from(config)
+    if config.schedule.file is None and pp > MOST_EXECUTED:
+        pp, first = MOST_EXECUTED, min(first, MOST_EXECUTED * sizes.vpp - 1)
+    if config.schedule.file is None:
+        # Beyond 4 pp, more microbatches repeat what the ranks do between the pipeline's filling and its emptying.
+        num_microbatches = min(num_microbatches, 4 * pp + num_microbatches % pp)
+    Programs(schedules.of_config(config, pp, sizes.vpp, num_microbatches, first))
+    Programs(of_forward(replace(sizes, pp=pp), num_microbatches))
 
 
 def _stages(config: Config) -> str:

@@ -8,6 +8,7 @@ import pytest
 from tests.models.interop.huggingface.published_experts import PUBLISHED_EXPERTS
 from triaxis.engine.config.load import load_config
 from triaxis.engine.errors import ConfigError
+from triaxis.engine.pipeline.actions import Schedule
 from triaxis.engine.pipeline.lowering import Program
 from triaxis.engine.pipeline.validate import ScheduleFacts, check
 from triaxis.engine.telemetry.record.parameters import num_active
@@ -306,6 +307,17 @@ def test_check_executes_the_programs_of_a_step_and_of_a_validation(
     monkeypatch.setattr("triaxis.engine.pipeline.programs.check", lambda program: checked.append(program.schedule.name))
     assert main(["config", "check", TINY, "--gpus", "8"]) == 0
     assert checked[1:] == ["interleaved", "interleaved", "forward_only", "forward_only"]
+
+
+def test_check_of_a_large_pipeline_executes_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """64 pipeline ranks of 512 microbatches took 22 s."""
+    executed: list[Schedule] = []
+    monkeypatch.setattr("triaxis.launch.commands.config.Programs", executed.append)
+    assert main(["config", "check", "configs/gpt_1t.yaml", "--gpus", "3072"]) == 0
+    assert [(each.name, each.placement.vpp) for each in executed] == [("interleaved", 2), ("forward_only", 2)]
+    assert all(sum(map(len, each.actions)) < 10_000 for each in executed)
 
 
 @pytest.mark.parametrize("verb", ["from-hf", "from-megatron"])
