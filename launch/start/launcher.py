@@ -41,8 +41,9 @@ from triaxis.engine.telemetry.outlets.format import wrapped
 from triaxis.launch.start.gpu_memory import read_devices
 from triaxis.launch.start.import_path import import_variables
 from triaxis.launch.start.open_files import allow_open_files
+from triaxis.launch.start.other_launchers import without_other_launchers
 from triaxis.launch.start.preflight import refuse_without_gpu
-from triaxis.launch.start.process.ending import run_rank
+from triaxis.launch.start.process.ending import end, run_rank
 from triaxis.launch.start.process.failure import (
     AFTER,
     OTHERS_END_SECONDS,
@@ -141,11 +142,17 @@ def launch(request: Request, variables: Mapping[str, str]) -> int:
         return _be_a_rank(request, variables) if is_rank(variables) else _launch(request, variables)
 
 
-def _launch(request: Request, variables: Mapping[str, str]) -> int:
+def _launch(request: Request, environ: Mapping[str, str]) -> int:
+    cleaned = without_other_launchers(environ)
+    variables = cleaned.variables
+    for name in cleaned.removed:
+        os.environ.pop(name, None)
+    console = Console(highlight=False, soft_wrap=True)
+    for note in cleaned.notes:
+        _row(console, "others", f"variables of another launcher {note}")
     plan = make_plan(request, variables)
     arguments = torchrun_arguments(plan, request.worker, variables)
     environment = import_variables(variables) | thread_variables(variables) | device_variables(plan.world)
-    console = Console(highlight=False, soft_wrap=True)
     show(console, request, plan, arguments, environment)
     if request.dry_run:
         return 0
@@ -340,7 +347,7 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], place: "MeetingPlace") -
     started_seconds = time.time()
     words = torchrun.parse_args(list(arguments))
     place.use(words)
-    signals = ForwardedSignals()
+    signals = ForwardedSignals(leave=lambda number: end(_stopped_by(number)))
     try:
         with short_end(OTHERS_END_SECONDS), signals.listening(words):
             torchrun.run(words)

@@ -1,11 +1,19 @@
 """The meeting place of the launchers of a run's nodes: torchrun's static rendezvous, with a store that listens on one interface.
 
-torchrun's own listens on every interface of node 0. This one replaces it in our launcher's process; the line that the launcher
-prints starts the same ranks with torchrun's own.
+torchrun's own listens on every interface of node 0, and waits in a call that no signal ends and that says nothing. This one
+replaces it in our launcher's process; the line that the launcher prints starts the same ranks with torchrun's own.
+
+    node 0        opens the store          waits for the others     "waiting for node 2 of 0 .. 3 at 10.0.0.1 port 29500"
+    other nodes   wait for its port, then for all others
 """
 
 import argparse
 import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, TCPStore
@@ -20,11 +28,25 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from triaxis.engine.comm.network import Interface, cluster_interface
 from triaxis.engine.comm.runtime import open_store
+from triaxis.engine.errors import ExitCode, TopologyError, counted
 
 BACKEND = "triaxis"
 
 TIMEOUT = timedelta(minutes=15)
 """The longest time between the starts of a job's nodes."""
+
+POLL_SECONDS = 0.2
+QUIET_SECONDS = 3.0
+"""Nodes that start together meet within it, and nothing is said."""
+SAY_AGAIN_SECONDS = 60.0
+_SHOWN = 8
+"""Nodes that are named one by one."""
+
+
+class NodesMissingError(TopologyError):
+    """Nodes that have not come, or whose meeting place has gone; the same command may succeed later."""
+
+    exit_code = ExitCode.BROKE
 
 
 class MeetingPlace:
@@ -55,6 +77,8 @@ class MeetingPlace:
         num_nodes, node = parameters.max_nodes, int(parameters.config["node"])
         interface = cluster_interface(host, several_nodes=num_nodes > 1, variables=os.environ)
         if self._store is None:
+            if node != 0:
+                wait_for(lambda: [] if _listens(host, port) else [0], num_nodes, f"{host} port {port}")
             self._store = open_store(interface, port, TIMEOUT, is_server=node == 0)
         return _OneInterface(parameters.backend, interface, self._store, node, num_nodes, parameters.run_id)
 
@@ -81,8 +105,34 @@ class _OneInterface(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         prefixed = PrefixStore(self._run_id, self._store)
+        self._meet(prefixed)
         where = RendezvousStoreInfo(self._interface.store_host, self._store.port)
         return RendezvousInfo(prefixed, self._node, self._num_nodes, where)
+
+    def _meet(self, store: PrefixStore) -> None:
+        """Wait until the launchers of all nodes are here.
+
+        Raises:
+            NodesMissingError: some do not come, or node 0 has gone.
+        """
+        keys = [f"here/{node}" for node in range(self._num_nodes)]
+
+        def missing() -> list[int]:
+            if store.check(keys):
+                return []
+            return [node for node, key in enumerate(keys) if not store.check([key])]
+
+        where = f"{self._interface.store_host} port {self._store.port}"
+        try:
+            store.set(keys[self._node], "")
+            wait_for(missing, self._num_nodes, where)
+        except NodesMissingError:
+            raise
+        except RuntimeError as error:
+            raise NodesMissingError(
+                f"node 0 has left the meeting place ({where}) before all nodes were there, so no rank was started here. Its own "
+                "output says why; then start all nodes again."
+            ) from error
 
     def is_closed(self) -> bool:
         return False
@@ -98,3 +148,42 @@ class _OneInterface(RendezvousHandler):
 
     def shutdown(self) -> bool:
         return True
+
+
+def wait_for(
+    missing: Callable[[], Sequence[int]], num_nodes: int, where: str, limit_seconds: float = TIMEOUT.total_seconds()
+) -> None:
+    """Wait until no node is missing, in short sleeps that a signal ends; say which nodes are missing, and again each minute.
+
+    Args:
+        missing: returns the numbers of nodes that have not come.
+        num_nodes: of the run.
+        where: the meeting place, for messages.
+        limit_seconds: of the whole wait.
+
+    Raises:
+        NodesMissingError: nodes are missing at the end of it.
+    """
+    began, say_at = time.monotonic(), QUIET_SECONDS
+    while absent := missing():
+        waited = time.monotonic() - began
+        names = f"{'node' if len(absent) == 1 else 'nodes'} {', '.join(map(str, absent[:_SHOWN]))}"
+        names += f" and {len(absent) - _SHOWN:,} more" if len(absent) > _SHOWN else ""
+        if waited > limit_seconds:
+            raise NodesMissingError(
+                f"{names} of {counted(num_nodes, 'node')} did not come to {where} within {limit_seconds:,.0f} seconds, so no rank "
+                "was started. Start the same command there, with its own NODE_RANK and the same NNODES, MASTER_ADDR and "
+                "MASTER_PORT; a firewall between the nodes looks the same."
+            )
+        if waited >= say_at:
+            say_at = waited + SAY_AGAIN_SECONDS
+            text = f"waiting for {names} (of 0 .. {num_nodes - 1}) at {where}, since {waited:.0f} s; Ctrl-C ends it"
+            print(text, file=sys.stderr, flush=True)
+        time.sleep(POLL_SECONDS)
+
+
+def _listens(host: str, port: int) -> bool:
+    """Return whether something answers at this address."""
+    with suppress(OSError), socket.create_connection((host, port), timeout=1.0):
+        return True
+    return False

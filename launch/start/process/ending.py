@@ -11,6 +11,7 @@ that finds a thread joinable aborts the process ("terminate called without an ac
 """
 
 import os
+import signal
 import sys
 import threading
 import traceback
@@ -18,8 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NoReturn, Self
 
-from triaxis.engine.errors import TriaxisError
+from triaxis.engine.errors import ExitCode, TriaxisError
 from triaxis.launch.start.process.failure import ExplainedError, code_of
+from triaxis.launch.start.process.forward_signals import seen_at_once
 from triaxis.launch.start.process.front import standard_streams
 from triaxis.launch.start.process.lasting_output import lasting_output
 
@@ -32,9 +34,15 @@ Main = Callable[[Sequence[str]], int]
 
 
 def run_rank(main: Main, arguments: Sequence[str]) -> NoReturn:
-    """End this process with the exit code of `main(arguments)`."""
-    with standard_streams(), lasting_output():
+    """End this process with the exit code of `main(arguments)`; Ctrl-C ends it at once until the worker listens to it."""
+    with standard_streams(), lasting_output(), seen_at_once(_end_unless_heard):
         end(exit_code(main, arguments))
+
+
+def _end_unless_heard(number: signal.Signals) -> None:
+    """End this process after a Ctrl-C that is a KeyboardInterrupt: the call that is under way may not return to Python."""
+    if number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
+        end(ExitCode.INTERRUPTED)
 
 
 def exit_code(main: Main, arguments: Sequence[str]) -> int:

@@ -4,6 +4,7 @@
     SIGINT again                        handed on too; a rank that is still there after AT_ONCE_SECONDS is killed
     SIGHUP under nohup                  ignored, as it was when the launcher began; torchrun alone would end its ranks
     SIGUSR2                             ends the ranks as torchrun does after a failure: SIGTERM, then SIGKILL
+    any of the first, before ranks      ends the launcher, also inside a call that does not return to Python
 
 torchrun's own way would end the ranks 30 seconds after the signal, saved or not.
 """
@@ -11,8 +12,9 @@ torchrun's own way would end the ranks 30 seconds after the signal, saved or not
 import argparse
 import os
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -24,6 +26,9 @@ LONGEST_SAVE_SECONDS = 1800.0
 """Limit after which a rank never ends: its disk or a peer hangs."""
 
 AT_ONCE_SECONDS = 5.0
+
+STUCK_SECONDS = 1.0
+"""Time for a launcher without ranks to end by itself. A handler of Python runs only once the call that is under way returns."""
 
 END_RANKS = signal.SIGUSR2
 """Signal of a launcher of several hosts to the others once one has failed. SIGQUIT would make every rank dump core."""
@@ -39,12 +44,16 @@ class NoRanksError(Exception):
 class ForwardedSignals:
     """The signals of a launcher while its ranks run.
 
+    Args:
+        leave: ends this process, which has no ranks and has not answered a signal; None: nothing does.
+
     Attributes:
         first: the first signal; None: none came.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leave: Callable[[signal.Signals], object] | None = None) -> None:
         self.first: signal.Signals | None = None
+        self._leave = leave
         self._killer: threading.Timer | None = None
 
     @contextmanager
@@ -60,7 +69,7 @@ class ForwardedSignals:
         before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         before[END_RANKS] = signal.signal(END_RANKS, _end_ranks)
         try:
-            with self._instead_of_torchruns(words):
+            with self._instead_of_torchruns(words), seen_at_once(self._leave_without_ranks):
                 yield self
         finally:
             if self._killer is not None:
@@ -104,12 +113,45 @@ class ForwardedSignals:
         if again or self._killer is None:
             self._kill_after(AT_ONCE_SECONDS if again else LONGEST_SAVE_SECONDS)
 
+    def _leave_without_ranks(self, number: signal.Signals) -> None:
+        if self._leave is not None and number in STOP_OF_SIGNAL and not ranks():
+            self._leave(number)
+
     def _kill_after(self, seconds: float) -> None:
         if self._killer is not None:
             self._killer.cancel()
         self._killer = threading.Timer(seconds, _kill_ranks, [seconds])
         self._killer.daemon = True
         self._killer.start()
+
+
+@contextmanager
+def seen_at_once(stuck: Callable[[signal.Signals], None], after_seconds: float = STUCK_SECONDS) -> Iterator[None]:
+    """Call `stuck` in a thread with each signal of a Python handler that comes inside the block, unless the block ends first.
+
+    The thread hears of signals by the interpreter's wake-up descriptor, which is written whatever the main thread does.
+    """
+    heard, told = socket.socketpair()
+    told.setblocking(False)
+    over = threading.Event()
+
+    def listen() -> None:
+        while numbers := heard.recv(1):
+            if over.wait(after_seconds):
+                return
+            stuck(signal.Signals(numbers[0]))
+
+    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+    thread = threading.Thread(target=listen, name="signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        over.set()
+        told.close()
+        thread.join()
+        heard.close()
 
 
 def _end_ranks(number: int, frame: FrameType | None) -> None:
