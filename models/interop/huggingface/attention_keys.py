@@ -6,11 +6,12 @@ sliding_window, layer_types, no_rope_layers ..   <->  window and position, or la
 The keys of a family are data (`family.py`); a window of transformers lets a query see the keys > q - sliding_window, as ours.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
-from triaxis.engine.config.attention_kinds import Rotary
+from triaxis.engine.config.attention_kinds import RopeScaling, Rotary
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.errors import shown
 from triaxis.models.interop.huggingface.family import FULL, OF_ROPE, SLIDING, Family, LayerKeys, Names, RopeKeys
@@ -262,11 +263,14 @@ def _rope_keys(model: ModelConfig, rope: RopeKeys) -> Iterator[tuple[str, object
             yield "rope_scaling", scaling
         if rotary is not None and rope.share is not None:
             yield rope.share[0][0], rotary.dim / model.head_size
-        if rope.original_length is not None:
-            given = (
-                None if rotary is None or rotary.scaling is None else rotary.scaling.original_max_position_embeddings
-            )
-            yield "original_max_position_embeddings", given or model.seq_length
+        long = None if rotary is None else _longrope(rotary)
+        if rope.original_length is not None and long is None:
+            yield "original_max_position_embeddings", model.seq_length
+        elif long is not None:
+            # transformers 4 reads the first at the top alone, and in place of the factor the ratio of both.
+            yield "original_max_position_embeddings", long.original_max_position_embeddings
+            if (longest := _longest(long, model)) is not None:
+                yield "max_position_embeddings", longest
     # Types that share a key and differ are in the new form alone.
     yield from ((name, bases.pop()) for name, bases in top.items() if len(bases) == 1)
     if len(new) > 1:
@@ -277,9 +281,28 @@ def _scaling_keys(rotary: Rotary, model: ModelConfig, rope: RopeKeys) -> Fields:
     if rotary.scaling is None:
         return {}
     fields = rotary.scaling.model_dump(mode="json", exclude_defaults=True)
-    original = fields.get("original_max_position_embeddings")
-    is_derived = original is not None and fields["factor"] == model.seq_length / original
-    if rope.original_length is not None and is_derived and fields.keys() == PHI3_FIELDS:
+    long = _longrope(rotary)
+    has_ratio = long is not None and _longest(long, model) is not None
+    if rope.original_length is not None and has_ratio and fields.keys() == PHI3_FIELDS:
         # The other two follow from keys at the top.
         return {"type": fields["type"], "short_factor": fields["short_factor"], "long_factor": fields["long_factor"]}
+    if long is not None and not has_ratio:
+        fields.setdefault("attention_factor", _attention_factor(long))
     return {"rope_type": fields.pop("type"), **fields}
+
+
+def _attention_factor(long: RopeScaling) -> float:
+    """Return longrope's own factor (2402.13753), which `triaxis.engine.kernels.rotary` has too."""
+    assert long.factor is not None and long.original_max_position_embeddings is not None, "longrope has both"
+    return math.sqrt(1 + math.log(long.factor) / math.log(long.original_max_position_embeddings))
+
+
+def _longrope(rotary: Rotary) -> RopeScaling | None:
+    return rotary.scaling if rotary.scaling is not None and rotary.scaling.type == "longrope" else None
+
+
+def _longest(scaling: RopeScaling, model: ModelConfig) -> int | None:
+    """Return the length that is `factor` times the original one; None: no length of this model's texts is."""
+    assert scaling.factor is not None and scaling.original_max_position_embeddings is not None, "longrope has both"
+    longest = scaling.factor * scaling.original_max_position_embeddings
+    return int(longest) if longest.is_integer() and longest >= model.seq_length else None

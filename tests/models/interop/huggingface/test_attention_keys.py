@@ -8,6 +8,7 @@ import pytest
 from tests.models.interop.huggingface.published import GEMMA_LIKE, LLAMA_LIKE, PUBLISHED, model_of, without
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.errors import ConfigError
+from triaxis.engine.kernels.rotary import rotary_factor
 from triaxis.models.interop.huggingface.config import family_of, from_hugging_face, to_hugging_face
 
 
@@ -43,8 +44,23 @@ def test_longrope_of_a_phi3_has_the_file_s_lengths() -> None:
     keys, _ = to_hugging_face(model, "phi3", dtype="bfloat16")
     assert keys["rope_scaling"] == {**scaling, "type": "longrope"}, "the three fields that transformers 4 wants"
     assert (keys["max_position_embeddings"], keys["original_max_position_embeddings"]) == (131072, 4096)
-    keys, _ = to_hugging_face(model.model_copy(update={"seq_length": 8192}), "phi3", dtype="bfloat16")
-    assert keys["rope_scaling"]["factor"] == 32.0, "no longer that of the lengths"
+    shorter, _ = to_hugging_face(model.model_copy(update={"seq_length": 8192}), "phi3", dtype="bfloat16")
+    assert shorter == keys, "trained on shorter texts, it is the same model"
+
+
+def test_longrope_is_the_same_in_transformers_4() -> None:
+    """There the length of pretraining is read at the top alone, and the factor is the ratio of the lengths there."""
+    scaling = {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    model = model_of("phi3_mini", max_position_embeddings=131072, rope_scaling=scaling)
+    for seq_length in (4096, 8192, 131072):
+        keys, _ = to_hugging_face(model.model_copy(update={"seq_length": seq_length}), "llama", dtype="bfloat16")
+        assert (keys["max_position_embeddings"], keys["original_max_position_embeddings"]) == (131072, 4096)
+        assert "attention_factor" not in keys["rope_scaling"]
+    assert model.rope_scaling is not None
+    uneven = model.model_copy(update={"rope_scaling": model.rope_scaling.model_copy(update={"factor": 32.0001})})
+    keys, _ = to_hugging_face(uneven, "llama", dtype="bfloat16")
+    factor = keys["rope_scaling"]["attention_factor"]
+    assert factor == rotary_factor(uneven.kinds[0].rotary), "no ratio of whole lengths"
 
 
 def test_types_of_layers_need_a_rope_each() -> None:
