@@ -15,7 +15,9 @@ from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 
 class TensorBoardSink(Sink):
-    """The sink behind TensorBoard. Each attempt writes its own files; a repeated step replaces the earlier one.
+    """The sink behind TensorBoard. Each attempt writes its own files; a repeated step replaces the earlier one and all after it.
+
+    TensorBoard leaves out what it has read of a step once it finds the start of a session at that step or before.
 
     Raises:
         OSError: the folder cannot be written; no empty file is left in it.
@@ -28,6 +30,7 @@ class TensorBoardSink(Sink):
 
         try_to_write(directory.tensorboard)
         self._writer = SummaryWriter(log_dir=str(directory.tensorboard), flush_secs=30)
+        self._last_step: int | None = None
 
     @classmethod
     def check(cls) -> None:
@@ -42,8 +45,17 @@ class TensorBoardSink(Sink):
         return cls(directory)
 
     def record(self, metrics: StepMetrics) -> None:
+        if self._last_step is None or metrics.step <= self._last_step:
+            self._begin_at(metrics.step)
+        self._last_step = metrics.step
         for name, value in sections(metrics).items():
             self._writer.add_scalar(name, value, metrics.step)
+
+    def _begin_at(self, step: int) -> None:
+        """Write the start of a session: after a crash, a rollback or a start from scratch, steps from here on are made again."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
 
     def close(self) -> None:
         self._writer.close()
