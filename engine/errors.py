@@ -158,6 +158,12 @@ class OutOfMemoryError(TriaxisError):
     """A rank out of memory; the same configuration would fail again."""
 
 
+class PeerLostError(TriaxisError):
+    """A rank whose connection to another one broke; the other one has failed, and the same command goes on."""
+
+    exit_code = ExitCode.BROKE
+
+
 class NoRoomError(TriaxisError):
     """A node without room for a small file of a rank; with room, or on another node, the same command runs."""
 

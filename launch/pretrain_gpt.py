@@ -52,6 +52,7 @@ from triaxis.launch.rank.batches import open_batches, run_documents
 from triaxis.launch.rank.directory import begin_attempt, open_directory
 from triaxis.launch.rank.hang_watch import open_hang_watch
 from triaxis.launch.rank.join import Rank, join_run
+from triaxis.launch.rank.lost_peer import naming_lost_peers
 from triaxis.launch.rank.memory_snapshot import open_memory_snapshot
 from triaxis.launch.rank.out_of_memory import explaining_memory
 from triaxis.launch.rank.phase import config_of_phase
@@ -171,12 +172,15 @@ def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: Ran
     attempt = _Attempt(
         rank, directory, datasets, engine, telemetry, meter, documents, watchers, stop, held_before, explaining, way_out
     )
+    lost_peers = naming_lost_peers(topology, watchers.heartbeat, streams.log, lambda: directory.next_start(config))
     try:
-        beginning, facts = _begin(attempt)
-        saver = CheckpointSaver(engine, directory.checkpoints(config), facts, CheckpointNotices(telemetry, directory))
-        with closing(saver) as checkpoints:
-            stop.listen()
-            stopped = _loop(attempt, beginning, facts, checkpoints)
+        with lost_peers:
+            beginning, facts = _begin(attempt)
+            notices = CheckpointNotices(telemetry, directory)
+            saver = CheckpointSaver(engine, directory.checkpoints(config), facts, notices)
+            with closing(saver) as checkpoints:
+                stop.listen()
+                stopped = _loop(attempt, beginning, facts, checkpoints)
     except CheckpointError as error:
         telemetry.event("failed", error=f"CheckpointError: {error}")
         if stop.agreed is not Stop.PREEMPTED:

@@ -362,6 +362,16 @@ class RunDirectory:
             f"  from zero    the same command with --from-scratch"
         )
 
+    def next_start(self, config: Config) -> str:
+        """Return what the next start of the same command does, in a clause."""
+        try:
+            newest = max(self.checkpoints(config).steps(), default=0)
+        except OSError as error:
+            return f"the same command goes on from the newest checkpoint (which cannot be looked up: {error})"
+        if not newest:
+            return "no checkpoint is complete, so the same command begins as this attempt's run did"
+        return f"the same command goes on from step {newest:,}"
+
     def close(self) -> None:
         """Release the locks, as the kernel does when this process dies."""
         for lock in self._locks:

@@ -11,6 +11,7 @@ from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.step import Engine
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 from triaxis.engine.telemetry.record.events import EventLog
+from triaxis.launch.start.process.failure import where
 
 
 def open_heartbeat(rank: int, directory: RunDirectory) -> Heartbeat:
@@ -41,4 +42,20 @@ def open_hang_watch(engine: Engine, heartbeat: Heartbeat, directory: RunDirector
 
     runtime = engine.config.runtime
     limits = HangLimits.after(runtime.hangs_after_seconds, runtime.timeout_seconds)
-    return HangWatch(heartbeat, layout, directory.hang(), limits, announce, write_flight_record)
+    has_gpu = topology.device.type == "cuda"
+
+    def place(number: int, pid: int) -> str:
+        """Return the place of a rank of this node; each has the GPU of its number there."""
+        apart = number - rank
+        return where(topology.device.index + apart if has_gpu and topology.device.index is not None else None, pid)
+
+    return HangWatch(
+        heartbeat,
+        layout,
+        directory.hang(),
+        limits,
+        announce,
+        write_flight_record,
+        where=place,
+        next_action=lambda: directory.next_start(engine.config),
+    )

@@ -32,11 +32,12 @@ from triaxis.engine.config.plan import BatchPlan, batch_plan, parallel_sizes
 from triaxis.engine.config.tree import Config, require_legal
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
 from triaxis.engine.data.corpus.tokenizers import BYTES
-from triaxis.engine.device.gpus import BACKEND_VARIABLE, CPU, DEVICE_VARIABLE, NCCL, find_gpus
+from triaxis.engine.device.gpus import BACKEND_VARIABLE, CPU, CUDA, DEVICE_VARIABLE, NCCL, find_gpus
 from triaxis.engine.errors import ExitCode, TopologyError
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.program import ROOT, triaxis
-from triaxis.engine.run.directory import run_name
+from triaxis.engine.run.directory import RunDirectory, run_name
+from triaxis.engine.run.entries import LOGS
 from triaxis.engine.telemetry.outlets.format import wrapped
 from triaxis.launch.start.gpu_memory import read_devices
 from triaxis.launch.start.import_path import import_variables
@@ -52,6 +53,7 @@ from triaxis.launch.start.process.failure import (
     describe_hang,
     first_cause,
     rank_log,
+    where,
 )
 from triaxis.launch.start.process.forward_signals import ForwardedSignals, NoRanksError
 from triaxis.launch.start.process.lasting_output import lasting_output
@@ -356,8 +358,14 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], place: "MeetingPlace") -
     except SignalException as stopped:
         return _stopped_by(stopped.sigval)
     except ChildFailedError as failed:
-        logs = Path(plan.config.runtime.runs_dir) / run_name(plan.config, plan.config_path.stem, os.environ) / "logs"
-        failures = [RankFailure(rank, one.exitcode, one.timestamp) for rank, one in failed.failures.items()]
+        name = run_name(plan.config, plan.config_path.stem, os.environ)
+        directory = RunDirectory.join(plan.config.runtime.runs_dir, name, 0)
+        logs = directory.path / LOGS
+        has_gpu = plan.world.device == CUDA
+        failures = [
+            RankFailure(rank, one.exitcode, one.timestamp, where(one.local_rank if has_gpu else None, one.pid))
+            for rank, one in failed.failures.items()
+        ]
         codes = (*AFTER.values(), *plan.explained_codes)
         agreed = [code for code in codes if any(failure.exit_code == code for failure in failures)]
         if agreed:
@@ -375,6 +383,8 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], place: "MeetingPlace") -
         # Rank 0 has explained a user's mistake already.
         if (cause.rank, cause.exit_code) != (0, ExitCode.MISTAKE):
             print(describe(cause, logs, started_seconds), file=sys.stderr)
+            if plan.memory and (cause.exit_code < 0 or cause.exit_code == ExitCode.BROKE):
+                print(f"next: {directory.next_start(plan.config)}", file=sys.stderr)
         return cause.exit_code if cause.exit_code > 0 else 128 - cause.exit_code
     return 0
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
+from tests.log_lines import without_times
 from tests.soak.faults import Fault
 from tests.soak.judge import Expected, Seen
 from tests.soak.scene import LOG_INTERVAL, Settings
@@ -64,7 +65,7 @@ def pause_terminal(watcher: Watcher, fault: Fault, seen: Seen) -> None:
         if not counts:
             return False
         seen.source, seen.told = "the terminal", "\n".join(match[0] for match in LOST_LINES.finditer(words))
-        lost = Counter(run.rank_log(0)[logged:].splitlines()) - Counter(words.splitlines())
+        lost = Counter(without_times(run.rank_log(0)[logged:]).splitlines()) - Counter(words.splitlines())
         return lost.total() == sum(map(int, counts))
 
     run.wait(is_counted, watcher.patience(), "the terminal to count the lines of the log that it lacks")

@@ -36,12 +36,14 @@ class RankStatus:
         beat: its heartbeat; None where no rank has seen one.
         answers: whether it wrote this itself; if not, another rank of its node has read its heartbeat.
         still_seconds: for how long it had stood still; 0.0 where that is not known.
+        where: its host, process and GPU, in words.
     """
 
     rank: int
     beat: Beat | None
     answers: bool
     still_seconds: float = 0.0
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +126,9 @@ class HangReport:
         return "\n".join(lines)
 
     def name(self, rank: int) -> str:
-        """Return `rank 13 (pp 3, dp 0, tp 1)`."""
-        return f"rank {rank} ({self._layout.grid.coordinates(rank)})"
+        """Return `rank 13 (pp 3, dp 0, tp 1; node1, pid 4711, GPU 5)`."""
+        where = f"; {self._statuses[rank].where}" if self._statuses[rank].where else ""
+        return f"rank {rank} ({self._layout.grid.coordinates(rank)}{where})"
 
     def _about_culprit(self, rank: int) -> str:
         status = self._statuses[rank]

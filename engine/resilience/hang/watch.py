@@ -132,6 +132,8 @@ class HangWatch:
         announce: of the reporter: called with the step and the report before the end.
         write_flight_record: writes what the backend remembers of this rank's last calls to a file, where it does.
         leave: ends this process with an exit code.
+        where: returns the host, process and GPU of a rank of this node, by its number and the id of its process.
+        next_action: returns what to do once the run has ended, in a clause.
     """
 
     heartbeat: Heartbeat
@@ -141,6 +143,8 @@ class HangWatch:
     announce: Callable[[int, str], None]
     write_flight_record: Callable[[Path], None] = lambda path: None
     leave: Callable[[int], None] = os._exit
+    where: Callable[[int, int], str] = lambda rank, pid: ""
+    next_action: Callable[[], str] = lambda: "the same command goes on from the newest checkpoint"
 
     def __post_init__(self) -> None:
         self._rank = self.heartbeat.read().rank
@@ -186,7 +190,7 @@ class HangWatch:
     def _hangs(self, beat: Beat, still_seconds: float) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         own = self._path(self._rank, ANSWERS)
-        write_status(own, RankStatus(self._rank, beat, True, still_seconds))
+        write_status(own, RankStatus(self._rank, beat, True, still_seconds, self.where(self._rank, beat.pid)))
         # On its own: it asks the backend, which is what hangs.
         path = self.folder / f"rank_{self._rank:05d}.nccl.json"
         threading.Thread(target=self.write_flight_record, args=(path,), name="flight-record", daemon=True).start()
@@ -209,7 +213,9 @@ class HangWatch:
         is_deputy = self._rank == next(rank for rank in answered if rank in neighbours)
         if is_deputy:
             for rank in silent:
-                write_status(self._path(rank, SILENT), RankStatus(rank, self._beat_of(rank, beat.attempt), False))
+                last = self._beat_of(rank, beat.attempt)
+                where = "" if last is None else self.where(rank, last.pid)
+                write_status(self._path(rank, SILENT), RankStatus(rank, last, False, where=where))
         if self._rank == answered[0]:
             self._report()
         # The reporter may have waited for other nodes first.
@@ -231,7 +237,7 @@ class HangWatch:
             found = read_status(self._path(rank, ANSWERS)) or read_status(self._path(rank, SILENT))
             statuses.append(found or RankStatus(rank, None, False))
         report = HangReport(self.layout, statuses)
-        text = f"{report.text()}\n  what each rank was doing: {self.folder}"
+        text = f"{report.text()}\n  what each rank was doing: {self.folder}\n  next: {self.next_action()}"
         with suppress(OSError):
             self.announce(report.step, text)
         record = {"reporter": self._rank, "step": report.step, "culprits": report.culprits, "text": text}
@@ -287,7 +293,11 @@ def read_status(path: Path) -> RankStatus | None:
             return None
         beat = record["beat"]
         return RankStatus(
-            record["rank"], None if beat is None else Beat(**beat), record["answers"], record["still_seconds"]
+            record["rank"],
+            None if beat is None else Beat(**beat),
+            record["answers"],
+            record["still_seconds"],
+            record["where"],
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

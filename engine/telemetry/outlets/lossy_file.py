@@ -50,6 +50,29 @@ class Gap:
         return begins + f"[{lines} missing here: {cause}]\n".encode()
 
 
+class Stamps:
+    """The local time at the head of each line, as dmesg -T, NCCL and SLURM write it: 2026-11-26 08:27:31.123.
+
+    Args:
+        clock: returns seconds since the epoch.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._is_inside = False
+
+    def put_on(self, data: bytes) -> bytes:
+        """Return `data` with a time in front of each line that begins in it."""
+        if not data:
+            return data
+        seconds = self._clock()
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+        stamp = f"{at}.{int(seconds % 1 * 1000):03d} ".encode()
+        first = b"" if self._is_inside else stamp
+        self._is_inside = not data.endswith(b"\n")
+        return first + data[:-1].replace(b"\n", b"\n" + stamp) + data[-1:]
+
+
 LOOK_SECONDS = 1.0
 """Time between two looks at a log's path, each of one system call."""
 
@@ -107,6 +130,7 @@ class LossyFile(io.RawIOBase):
         stands_for: the descriptor whose terminal and number the stream claims; None: its own.
         replace: called with the error of a write; true where it has put another file in the descriptor's place.
         log: of the file, where it is a log that may be removed under the run; looked at before each write.
+        stamps: put on the lines; None: lines are written as they are. A stream whose relay has ended gets new ones.
         patience_seconds: for which a write waits for a paused terminal or pipe. Lines are lost after that, and the next writes do
             not wait until there is room. None: a write waits as long as the descriptor makes it wait.
     """
@@ -118,8 +142,10 @@ class LossyFile(io.RawIOBase):
         stands_for: int | None = None,
         replace: Callable[[OSError], bool] | None = None,
         log: LogPath | None = None,
+        stamps: Stamps | None = None,
         patience_seconds: float | None = None,
     ) -> None:
+        self._stamps = stamps
         self._descriptor = descriptor
         self._patience_seconds = patience_seconds
         self._is_paused = False
@@ -147,7 +173,7 @@ class LossyFile(io.RawIOBase):
         with self._lock:
             if self._log is not None:
                 self._log.look()
-            self._write(given)
+            self._write(given if self._stamps is None else self._stamps.put_on(given))
         return len(given)
 
     def _write(self, given: bytes) -> None:
@@ -182,6 +208,7 @@ class LossyFile(io.RawIOBase):
             except OSError as error:
                 if self._replace is None or not self._replace(error):
                     return written, error
+                self._stamps = Stamps()
         return written, None
 
     def _waits_too_long(self) -> bool:

@@ -4,6 +4,9 @@
     rank 0    the same                                                  ->  relay  ->  rank_00000.log and the terminal
               the progress bar                                          ->  relay  ->  the terminal alone
 
+Each line of a log begins with its time. What C++ writes on other ranks than 0 goes straight to the file, with the time that the
+library gives it or none, so that a crash loses nothing.
+
 No write of a rank fails or waits for a terminal: `triaxis.engine.telemetry.outlets.relay` is a process that keeps, drops or
 loses what the terminal or a full disk does not take. Other ranks count what their log refuses. Without its relay, rank 0 goes
 on with its log alone.
@@ -22,7 +25,7 @@ from typing import TextIO
 
 from triaxis.engine.program import IMPORT_ROOT
 from triaxis.engine.storage.redaction import blotted
-from triaxis.engine.telemetry.outlets.lossy_file import LogPath, LossyFile, text_over
+from triaxis.engine.telemetry.outlets.lossy_file import LogPath, LossyFile, Stamps, text_over
 from triaxis.engine.telemetry.outlets.relay import DROPPED, END_SECONDS
 
 _RELAY_ENDS_SECONDS = END_SECONDS + 0.5
@@ -87,7 +90,7 @@ def rank_log(path: Path, *, show: bool) -> Iterator[RankStreams]:
         os.dup2(target, 1)
         os.dup2(target, 2)
         if relay is None:
-            said = blotted(text_over(LossyFile(1, log=LogPath(absolute, (1, 2)))))
+            said = blotted(text_over(LossyFile(1, log=LogPath(absolute, (1, 2)), stamps=Stamps())))
             streams = RankStreams(said, None)
         else:
             os.close(relay.both)

@@ -27,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from triaxis.engine.telemetry.outlets.lossy_file import Gap, LogPath, wait_for_room
+from triaxis.engine.telemetry.outlets.lossy_file import Gap, LogPath, Stamps, wait_for_room
 
 MOST_BYTES = 1 << 20
 """Bytes that an outlet keeps while it cannot write: some thousand lines."""
@@ -63,7 +63,7 @@ class Outlet:
         descriptor: written to by the thread alone.
         is_terminal: an error that is not a lack of room drops it for good.
         on_change: called by the thread with a change, its cause and the number of lines that were lost.
-        log: of a log file, which is looked at before each write.
+        log: of a log file, which is looked at before each write, and whose lines get times.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class Outlet:
     ) -> None:
         self._descriptor = descriptor
         self._log = log
+        self._stamps = None if log is None else Stamps()
         self._is_terminal = is_terminal
         self._on_change = on_change
         self._most_bytes = most_bytes
@@ -94,6 +95,7 @@ class Outlet:
     def write(self, data: bytes) -> None:
         """Queue `data`; lines beyond the bound are lost until the queue is empty. Never wait for the descriptor."""
         with self._changed:
+            data = data if self._stamps is None else self._stamps.put_on(data)
             if self._is_dropped:
                 return
             if self._gap.num_lines:

@@ -4,7 +4,9 @@ When one rank dies, torchrun ends the others, and those that were talking to it 
 first cause is a rank that torchrun did not end, that was seen dead first (whole seconds), and whose log stopped first.
 """
 
+import os
 import signal
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +42,17 @@ class ExplainedError(Exception):
         self.exit_code = exit_code
 
 
+def where(device_index: int | None, pid: int | None = None) -> str:
+    """Return the host, process and GPU of a rank of this node: `node1, pid 4711, GPU 3`.
+
+    Args:
+        device_index: of its GPU; None: it has none.
+        pid: of its process; None: this one.
+    """
+    gpu = "" if device_index is None else f", GPU {device_index}"
+    return f"{socket.gethostname()}, pid {os.getpid() if pid is None else pid}{gpu}"
+
+
 def code_of(error: BaseException) -> int:
     """Return the exit code of a rank that an exception ends."""
     if isinstance(error, TriaxisError | ExplainedError):
@@ -49,11 +62,18 @@ def code_of(error: BaseException) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """The end of one rank: `exit_code` is negative for a signal, `seen_seconds` counts from the epoch."""
+    """The end of one rank.
+
+    Attributes:
+        exit_code: negative for a signal.
+        seen_seconds: from the epoch.
+        where: its host, process and GPU, in words.
+    """
 
     rank: int
     exit_code: int
     seen_seconds: int
+    where: str = ""
 
     @property
     def how(self) -> str:
@@ -102,7 +122,8 @@ def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: floa
 
 def describe(failure: RankFailure, logs: Path, since_seconds: float) -> str:
     """Describe the end of a rank: exit code, last lines of its log (rank 0 has printed them), and causes that they name."""
-    head = f"rank {failure.rank} ended with {failure.how}, so the job was stopped."
+    where = f" ({failure.where})" if failure.where else ""
+    head = f"rank {failure.rank}{where} ended with {failure.how}, so the job was stopped."
     log = rank_log(logs, failure.rank, since_seconds)
     if log is None:
         return f"{head} It had not opened its log in {logs} yet; its output is above."

@@ -31,6 +31,7 @@ from tests.launch.command_line import (
     wait_until_gone,
 )
 from tests.launch.forked_ranks import fork_ranks_of, train_in
+from tests.log_lines import without_times
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.stdlib import Entropies, entropies
@@ -323,9 +324,19 @@ def test_the_start_reads_like_a_start(killed: Finished) -> None:
 
 def test_a_killed_rank_ends_the_job_and_is_named(killed: Finished) -> None:
     assert killed.said.exit_code == 128 + 9
-    assert "rank 1 ended with signal SIGKILL, so the job was stopped" in killed.said.err
+    ended = r"rank 1 \(\S+, pid \d+\) ended with signal SIGKILL, so the job was stopped"
+    assert re.search(ended, killed.said.err), killed.said.err
+    assert re.search(r"next: the same command goes on from step [\d,]+\n", killed.said.err)
     assert "logs/attempt_00/rank_00001.log" in killed.said.err
     assert not (killed.path / "finished").exists()
+
+
+def test_its_peer_says_in_a_line_whom_it_lost_and_its_log_has_the_traceback(killed: Finished) -> None:
+    said, log = killed.said.out, (killed.path / "logs" / "attempt_00" / "rank_00000.log").read_text()
+    (line,) = [line for line in said.splitlines() if line.startswith("error: rank 0 (")]
+    assert re.search(r"rank 0 \(\S+, pid \d+\) lost rank 1 \(node 0\) in the \w+ over \w+ \(", line), line
+    assert re.search(r"Next: the same command goes on from step [\d,]+\.$", line)
+    assert "Traceback" not in said + killed.said.err and "Traceback" in log
 
 
 def test_the_same_command_again_resumes_and_makes_the_same_steps(killed: Finished) -> None:
@@ -347,7 +358,8 @@ def test_the_same_command_again_resumes_and_makes_the_same_steps(killed: Finishe
     num_replayed = min(len(first) - began, len(second))
     same_bit_by_bit(first[began : began + num_replayed], second[:num_replayed])
     log = killed.path / "logs" / "attempt_01" / "rank_00000.log"
-    assert log.read_text() == said.out[said.out.index("Triaxis: killed") :], "it keeps what the terminal showed"
+    shown = said.out[said.out.index("Triaxis: killed") :]
+    assert without_times(log.read_text()) == shown, "it keeps what the terminal showed"
 
 
 def test_a_run_that_diverges_stops_before_it_harms_the_weights(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from triaxis.engine.telemetry.outlets.lossy_file import LogPath, LossyFile
+from tests.log_lines import without_times
+from triaxis.engine.telemetry.outlets.lossy_file import LogPath, LossyFile, Stamps
 
 pytestmark = pytest.mark.distributed
 
@@ -31,7 +32,7 @@ def execute(tmp_path: Path, show: bool, body: str) -> tuple[subprocess.Completed
         cwd=Path(__file__).parents[4],
         check=False,
     )
-    return done, log.read_text()
+    return done, without_times(log.read_text())
 
 
 SPEAK = """
@@ -83,7 +84,7 @@ with rank_log(path, show=show):
 """
     _, log = execute(tmp_path, show, body)
     assert log.splitlines() == ["[this log begins again: its folder was removed or moved]", "after", "from C"]
-    assert (tmp_path / "old" / "rank_00000.log").read_text().splitlines() == ["before", "between"]
+    assert without_times((tmp_path / "old" / "rank_00000.log").read_text()).splitlines() == ["before", "between"]
 
 
 def test_a_log_of_another_run_that_has_the_path_is_left_alone(tmp_path: Path) -> None:
@@ -100,6 +101,13 @@ def test_a_log_of_another_run_that_has_the_path_is_left_alone(tmp_path: Path) ->
         lossy.write(b"three\n")
     assert (tmp_path / "old").read_text() == "one\ntwo\n"
     assert path.read_text() == "[this log begins again: its folder was removed or moved]\nthree\n"
+
+
+def test_each_line_has_a_time_and_a_part_of_a_line_has_none_of_its_own() -> None:
+    stamps = Stamps(lambda: 1_700_000_000.25)
+    written = b"".join(stamps.put_on(part) for part in (b"one\ntw", b"o", b"\n", b"", b"\nthree\n"))
+    assert [line[19:] for line in written.splitlines()] == [b".250 one", b".250 two", b".250 ", b".250 three"]
+    assert written.startswith(b"2023-11-1")
 
 
 def test_the_last_words_of_a_crash_are_kept(tmp_path: Path) -> None:
@@ -159,4 +167,5 @@ def test_the_streams_of_this_process_come_back(tmp_path: Path) -> None:
         print("hello")
     assert (sys.stdout, sys.stderr) == streams
     assert open_descriptors() == descriptors
-    assert (tmp_path / "x.log").read_text() == "hello\n"
+    log = (tmp_path / "x.log").read_text()
+    assert log != without_times(log) == "hello\n"

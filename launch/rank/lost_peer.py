@@ -1,0 +1,72 @@
+"""The message of a rank whose peer has gone: one line with places and the next action; the traceback is in its log alone.
+
+rank 0 (node1, pid 4711, GPU 0) lost rank 2 (node 1) in the recv over pp_forward: Connection closed by peer. ...
+
+A broken connection is no bug of this rank. The launcher, or the output of the lost rank, has the first cause.
+"""
+
+import re
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+from triaxis.engine.comm.ledger import NO_PEER
+from triaxis.engine.comm.topology import Topology
+from triaxis.engine.errors import PeerLostError
+from triaxis.engine.resilience.hang.heartbeat import Beat, Heartbeat
+from triaxis.launch.start.process.failure import where
+
+_LOST = re.compile(
+    r"connection (?:closed|reset) by (?:remote )?peer|connection closed|broken pipe|connection refused|connection reset"
+    r"|ncclRemoteError|remote process exited|socket (?:closed|timeout)|timed out waiting|connection timed out",
+    re.IGNORECASE,
+)
+"""Words of gloo, NCCL and torch's store on a peer that has gone or does not answer."""
+
+
+_SHOWN = 4
+"""Ranks of a collective that are named one by one."""
+
+
+@contextmanager
+def naming_lost_peers(
+    topology: Topology, heartbeat: Heartbeat, log: TextIO, next_action: Callable[[], str]
+) -> Iterator[None]:
+    """Turn a connection that breaks inside into an error for people, and write its traceback to the log.
+
+    Args:
+        topology: of this rank.
+        heartbeat: of this rank; it has the call that it waits for.
+        log: the rank's log file.
+        next_action: returns what to do now, in a clause.
+
+    Raises:
+        PeerLostError: instead of the backend's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if (cause := _LOST.search(str(error))) is None:
+            raise
+        traceback.print_exception(error, file=log)
+        log.flush()
+        who = f"rank {topology.rank} ({where(topology.device.index)})"
+        raise PeerLostError(
+            f"{who} lost {lost(heartbeat.read(), topology)}: {cause[0]}. The output of the rank or node that ended first says why; "
+            f"the traceback is in this rank's log. Next: {next_action()}."
+        ) from error
+
+
+def lost(beat: Beat, topology: Topology) -> str:
+    """Return who was lost and in which call, from the call that a rank waits for."""
+    if not beat.op:
+        return "a peer"
+    axis = topology.optional_axis(beat.axis)
+    assert axis is not None, "this rank waits on it"
+    ranks = [rank for rank in axis.ranks if rank != topology.rank]
+    if beat.peer != NO_PEER:
+        ranks = [axis.ranks[beat.peer]]
+    named = [f"rank {rank} (node {topology.grid.node(rank)})" for rank in ranks[:_SHOWN]]
+    more = f" or one of {len(ranks) - _SHOWN:,} more" if len(ranks) > _SHOWN else ""
+    return f"{' or '.join(named)}{more} in the {beat.op} over {beat.axis} ({beat.purpose})"
