@@ -1,6 +1,8 @@
 """An allocation of SLURM, and calls of SLURM's commands in it (no torch here)."""
 
+import re
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -84,5 +86,44 @@ def call(*words: str, variables: Mapping[str, str] | None = None) -> CommandResu
 
 
 def say(text: str) -> None:
-    """Print a line into the job's output."""
-    print(f"triaxis: {text}", flush=True)
+    """Print a line into the job's output, with the local time, as SLURM's own log has it."""
+    print(f"triaxis: {time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
+
+
+def job_fields(number: str) -> dict[str, str]:
+    """Return the fields of `scontrol show job`; {} where SLURM does not answer."""
+    return dict(re.findall(r"(\w+)=(\S*)", call("scontrol", "show", "job", "--oneliner", number).stdout))
+
+
+def seconds_of(text: str) -> int | None:
+    """Convert `"1-02:03:04"` to seconds; None: not a time ("UNLIMITED")."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def check_lead(script: str, fields: Mapping[str, str], variables: Mapping[str, str]) -> None:
+    """Refuse a time limit that is not longer than the lead of the signal before it.
+
+    SLURM does not tell a job its signal, so that is SBATCH_SIGNAL's, or the one in the header of the script.
+
+    Args:
+        script: text of the batch script.
+        fields: of `scontrol show job`.
+        variables: of the job.
+
+    Raises:
+        TopologyError: the ranks would be told to stop as soon as they start.
+    """
+    header = re.search(r"^#SBATCH\s+--signal[=\s]\s*(\S+)", script, re.MULTILINE)
+    asked = variables.get("SBATCH_SIGNAL") or (header[1] if header else "")
+    lead, limit = re.search(r"@(\d+)$", asked), seconds_of(fields.get("TimeLimit", ""))
+    if lead is None or limit is None or limit > int(lead[1]):
+        return
+    raise TopologyError(
+        f"--time={fields['TimeLimit']} is not longer than the {int(lead[1]):,} seconds of --signal={asked}: SLURM would tell the "
+        "ranks to save and stop as soon as they start, again and again, and no step would be made. Give more time, or a shorter "
+        "lead: in the header, or as SBATCH_SIGNAL=B:USR1@60 in front of sbatch (a job cannot see a --signal of the command line)."
+    )

@@ -28,12 +28,14 @@ from typing import TextIO
 
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.tree import Config, require_legal
-from triaxis.engine.errors import ExitCode
+from triaxis.engine.errors import ExitCode, attempt_name
 from triaxis.engine.program import ROOT
 from triaxis.engine.run.directory import RunDirectory, run_name
+from triaxis.engine.run.entries import next_attempt
+from triaxis.engine.storage.state_files import read_regular
 from triaxis.launch.cli import command_module, command_parser
 from triaxis.launch.commands.train import request
-from triaxis.launch.slurm.allocation import Job, call, say
+from triaxis.launch.slurm.allocation import Job, call, check_lead, job_fields, say, seconds_of
 from triaxis.launch.slurm.history import ATTEMPTS_WITHOUT_PROGRESS, FAILURES_TO_EXCLUDE, History, Outcome
 from triaxis.launch.slurm.srun_report import StepReport
 from triaxis.launch.start.gpu_memory import memory_rules
@@ -205,8 +207,7 @@ class NextAttempt:
 
     def start(self, excluded: Sequence[str]) -> bool:
         """Requeue the job without these nodes, or submit another; False: the job was cancelled, or SLURM refused both."""
-        shown = call("scontrol", "show", "job", "--oneliner", self._job.number)
-        fields = dict(re.findall(r"(\w+)=(\S*)", shown.stdout))
+        fields = job_fields(self._job.number)
         if int(fields.get("Restarts") or 0) > self._job.restart:
             say("SLURM requeues this job itself")
             self._exclude(fields, excluded)
@@ -292,17 +293,8 @@ def submit_words(
 
 def is_out_of_time(fields: Mapping[str, str]) -> bool:
     """Return whether a job ends because its time is over (then it goes on), and not because it was cancelled."""
-    limit, ran = (_seconds(fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
+    limit, ran = (seconds_of(fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
     return limit is not None and ran is not None and ran >= limit
-
-
-def _seconds(text: str) -> int | None:
-    """Convert `"1-02:03:04"` to seconds; None: not a time ("UNLIMITED")."""
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 # The job ------------------------------------------------------------------------------------------------------------------
@@ -325,6 +317,10 @@ def _start(argv: Sequence[str]) -> int:
 def _run(root: Path, script: str, words: Sequence[str]) -> int:
     job = Job.from_variables(os.environ)
     step = _listening(job)
+    header = b""
+    with contextlib.suppress(OSError):  # then SBATCH_SIGNAL alone is known
+        header = read_regular(Path(script))
+    check_lead(header.decode(errors="replace"), job_fields(job.number), os.environ)
     config, path = _config(words, job)
     name = run_name(config, path.stem, os.environ)
     directory = RunDirectory.join(config.runtime.runs_dir, name, 0)
@@ -334,6 +330,7 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
         return 0
     history, asked = History(directory.path), list(words)
     while True:
+        attempt = attempt_name(next_attempt(directory.path))  # as the ranks will call it
         history.begin(job.number, job.restart, job.nodes, newest_step(directory, config))
         code = step.run(step_words(root, asked, os.environ), step_variables(job, os.environ))
         outcome = judge(code, step.report, step.received)
@@ -350,9 +347,7 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
     if outcome is Outcome.FINISHED:
         return 0
     suspicion = f", first on {', '.join(blamed)}" if blamed else ""
-    say(
-        f"attempt {len(history.attempts)} {outcome.value}{suspicion}; newest checkpoint: step {history.attempts[-1].to_step}"
-    )
+    say(f"{attempt} {outcome.value}{suspicion}; newest checkpoint: step {history.attempts[-1].to_step}")
     if outcome is Outcome.DIVERGED:
         say(
             "loss or gradients went wrong on all ranks, and starting again would give the same numbers. Change what is said above, "

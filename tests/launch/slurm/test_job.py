@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
 from triaxis.engine.errors import ExitCode, TopologyError, TriaxisError
-from triaxis.launch.slurm.allocation import Job
+from triaxis.launch.slurm.allocation import Job, check_lead
 from triaxis.launch.slurm.history import History, Outcome
 from triaxis.launch.slurm.job import (
     NextAttempt,
@@ -399,3 +399,27 @@ def test_the_signal_before_the_time_limit_is_handed_to_srun(slurm: Path) -> None
     finally:
         signal.signal(signal.SIGALRM, before)
     assert judge(exit_code, step.report, step.received) is Outcome.PREEMPTED
+
+
+@pytest.mark.parametrize(
+    ("limit", "header", "variables", "is_refused"),
+    [
+        ("00:05:00", "#SBATCH --signal=B:USR1@600", {}, True),
+        ("00:10:00", "#SBATCH --signal=B:USR1@600", {}, True),
+        ("00:10:01", "#SBATCH --signal=B:USR1@600", {}, False),
+        ("1-00:00:00", "#SBATCH --signal=B:USR1@600", {}, False),
+        ("UNLIMITED", "#SBATCH --signal=B:USR1@600", {}, False),
+        ("00:05:00", "##SBATCH --signal=B:USR1@600", {}, False),
+        ("00:05:00", "#SBATCH --signal=B:USR1@600", {"SBATCH_SIGNAL": "B:USR1@60"}, False),
+        ("00:05:00", "", {"SBATCH_SIGNAL": "B:USR1@300"}, True),
+    ],
+)
+def test_a_time_limit_within_the_lead_of_the_signal_is_refused(
+    limit: str, header: str, variables: dict[str, str], is_refused: bool
+) -> None:
+    script, fields = f"#!/bin/bash\n{header}\n", {"TimeLimit": limit}
+    if not is_refused:
+        check_lead(script, fields, variables)
+        return
+    with pytest.raises(TopologyError, match=rf"--time={limit} is not longer than the \d00 seconds of --signal=B:USR1@"):
+        check_lead(script, fields, variables)
