@@ -212,7 +212,7 @@ def plain(value: Any) -> str:
         return value or "''"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(plain, value))}]"
-    if isinstance(value, Section):
+    if isinstance(value, BaseModel):
         value = value.model_dump(mode="json", exclude_defaults=True)
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}: {plain(inner)}' for key, inner in value.items())}}}"

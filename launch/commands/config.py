@@ -109,8 +109,12 @@ def run(args: argparse.Namespace) -> int:
         print_json(args, [dict(zip(rows[0], row, strict=True)) for row in rows[1:]])
         return 0
     check_counts(world_size=args.world_size, ranks_per_node=args.ranks_per_node)
-    if args.gpu_memory is not None and not args.gpu_memory > 0:
-        refuse([f"--gpu-memory {args.gpu_memory:g}: must be more than 0; nothing would fit."])
+    if args.gpu_memory is not None and not 0 < args.gpu_memory < float("inf"):
+        refuse(
+            [
+                f"--gpu-memory {args.gpu_memory:g}: must be a number of GB above 0: with it, nothing or everything would fit."
+            ]
+        )
     devices = None if args.gpu_memory is None else Devices(int(args.gpu_memory * GB))
     config = load_config(
         args.config,

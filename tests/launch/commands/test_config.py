@@ -273,8 +273,9 @@ def test_check_compares_the_prediction_with_the_memory_of_a_gpu(capsys: pytest.C
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert "has 2 problems" in error and "memory = 47.1 GB predicted" in error and "These fit: " in error
-    assert main([*arguments[:3], "--gpu-memory", "0"]) == 2
-    assert "--gpu-memory 0: must be more than 0" in capsys.readouterr().err
+    for wrong in ("0", "inf", "nan"):
+        assert main([*arguments[:3], "--gpu-memory", wrong]) == 2
+        assert f"--gpu-memory {wrong}: must be a number of GB above 0" in capsys.readouterr().err
 
 
 def test_check_reports_everything_at_once_and_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
