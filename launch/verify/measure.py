@@ -24,6 +24,7 @@ from triaxis.engine.errors import DivergenceError
 from triaxis.engine.layout.shard_spec import Init, ParamRecord
 from triaxis.engine.numerics.precision import accumulation_dtype
 from triaxis.engine.step import Engine
+from triaxis.engine.step_result import explain
 from triaxis.engine.tensor_parallel.initial_weights import initial_box
 from triaxis.launch.verify.verdict.deviation import Deviation
 from triaxis.launch.verify.verdict.records import StepFacts, TensorKind, TensorReport, together
@@ -91,6 +92,8 @@ def run_steps(
     notebook: Notebook,
     watch: AbstractContextManager[None],
     begin_step: Callable[[int], None] = lambda step: None,
+    *,
+    may_diverge: bool,
 ) -> list[StepFacts]:
     """Train on the given global batches; pass every tensor of every step to the notebook.
 
@@ -99,6 +102,11 @@ def run_steps(
         steps: this rank's microbatches, step by step.
         watch: open during the first forward and backward.
         begin_step: called with the number of each step, from 0, before it.
+        may_diverge: go on behind a loss or gradient that is not finite: in a layout, its place is what is looked for.
+
+    Raises:
+        DivergenceError: numbers that are not finite in one process, an overflow of fp16, or rows without room for experts; on every
+            rank.
     """
     _write_parameters(engine, 0, "start", notebook)
     facts = []
@@ -110,7 +118,16 @@ def run_steps(
         else:
             counts = engine.forward_backward(microbatches)
         _write_owned(engine, step, "gradient", notebook)
-        result = engine.update(counts, lr).wait()
+        result = engine.update(counts, lr).read()
+        if result.dropped:
+            raise DivergenceError(
+                f"Step {step + 1} of the verification: {result.flaw}. Its weights are off the initial point, and so is its load. "
+                "With model.moe.row_headroom=null everything else is compared."
+            )
+        if result.flaw and not may_diverge:
+            raise DivergenceError(
+                f"Step {step + 1} of the verification, in one process: {explain(result)} There is nothing to compare with."
+            )
         if result.has_overflowed:
             raise DivergenceError(
                 f"Step {step + 1} of the verification overflows in fp16 at a loss scale of {result.loss_scale:g}, and would "

@@ -95,7 +95,15 @@ def observe(
     steps = batches_of_steps(config, topology)
     samples = tuple(_samples_of(step, topology) for step in steps)
     begin_step = partial(setattr, routings, "step")
-    facts = run_steps(engine, steps, config.optimizer.lr, notebook, probes.open(), begin_step)
+    facts = run_steps(
+        engine,
+        steps,
+        config.optimizer.lr,
+        notebook,
+        probes.open(),
+        begin_step,
+        may_diverge=not is_reference and noise_of is None,
+    )
     if isinstance(notebook, Writing):
         (folder / REFERENCE_SAMPLES).write_text(json.dumps(samples))
         (folder / REFERENCE_STEPS).write_text(json.dumps([asdict(one) for one in facts]))

@@ -3,16 +3,19 @@
 `launch/verify/shrink.py` promises that each of them has the same value in the small configuration as in the one that was given.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, local_kv_heads, method_of
+from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.config.moe import dispatch_of
 from triaxis.engine.config.plan import data_parallel_size, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.deal import block_length
 from triaxis.engine.layout.shard_spec import cut
 from triaxis.launch.verify.shrink_experts import relations_of_experts
+from triaxis.launch.verify.shrink_layers import relations_of_stages
 
 MOST_ROUNDS = 3
 """A first, a last and one between them: further rounds of microbatches are like the second."""
@@ -53,8 +56,8 @@ def stage_relations(
         # uniform: a whole group, several groups, a last group with fewer layers
         (num_layers >= size, groups > 1, num_layers % size > 0),
         _sign(num_layers - layers_per_group) if recomputed == "block" else None,
-        # offloaded: no group, one or several; all of the stage; the border inside a group
-        (min(moved, 2), moved == groups, num_offloaded % size > 0),
+        # offloaded: no group, one, two (each in a buffer of its own) or more; all of the stage; the border inside a group
+        (min(moved, 3), moved == groups, num_offloaded % size > 0),
     )
 
 
@@ -146,6 +149,11 @@ def _experts(config: Config) -> tuple[object, ...] | None:
     return None if moe is None else (dispatch_of(config), *relations_of_experts(moe, ep))
 
 
+def is_root_of_width(model: ModelConfig) -> bool:
+    """Return whether the embedding is multiplied with the square root of the hidden size (Gemma)."""
+    return model.embedding_multiplier == math.sqrt(model.hidden_size)
+
+
 def _query_heads_of_a_rank(config: Config) -> tuple[bool, bool]:
     model, tp = config.model, config.parallel.tp
     on_rank, keys_on_rank = model.num_attention_heads // tp, max(1, model.kv_heads // tp)
@@ -177,10 +185,13 @@ RELATIONS: Mapping[str, Callable[[Config], object]] = MappingProxyType(
         "recomputed and offloaded layers of each stage": _layers_of_stages,
         "several layers are recomputed together": lambda c: c.recompute.num_layers > 1,
         "kinds of layers": _kinds_of_layers,
+        "kinds and parameter groups of each stage's layers": relations_of_stages,
         "latents of queries, and values smaller than keys": lambda c: (
             c.model.mla and (c.model.mla.q_lora_rank is None, c.model.value_size < c.model.head_size)
         ),
         "experts, choices, groups and their ranks": _experts,
+        "room for the rows of experts": lambda c: c.model.moe and c.model.moe.row_headroom,
+        "embedding is multiplied with the root of the width": lambda c: is_root_of_width(c.model),
         "microbatches modulo stages": lambda c: num_microbatches(c) % c.parallel.pp,
         "rounds of microbatches": lambda c: min(num_microbatches(c) // c.parallel.pp, MOST_ROUNDS),
         "several samples in a microbatch": lambda c: c.train.micro_batch_size > 1,

@@ -47,9 +47,10 @@ class Routings:
         self._written: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._reports: dict[tuple[int, int], RoutingReport] = {}
         for chunk in chunks:
-            for block in cast(GPTChunk, chunk).blocks:
-                if isinstance(moe := block.get_submodule("mlp"), MoE):
-                    self._follow(moe, is_reference=folder is None)
+            # Layers of multi-token prediction choose like the others.
+            for module in cast(GPTChunk, chunk).modules():
+                if isinstance(module, MoE):
+                    self._follow(module, is_reference=folder is None)
 
     def reports(self) -> tuple[RoutingReport, ...]:
         """Return what was compared, by step and layer."""

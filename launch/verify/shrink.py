@@ -7,6 +7,7 @@ which ranks hold padding of the vocabulary. `launch/verify/relations.py` lists t
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from triaxis.engine.config.context_parallel import gathers_keys, heads_of_pieces, method_of
@@ -19,6 +20,7 @@ from triaxis.launch.verify.relations import (
     MOST_ROUNDS,
     blocks_of_part,
     head_pieces,
+    is_root_of_width,
     layer_counts,
     num_microbatches,
     recomputed_layers,
@@ -27,6 +29,7 @@ from triaxis.launch.verify.relations import (
 )
 from triaxis.launch.verify.shrink_attention import shrink_attention
 from triaxis.launch.verify.shrink_experts import shrink_experts
+from triaxis.launch.verify.shrink_layers import groups_of, kept_layers, kinds_of, needed_places
 
 HEAD_DIM = 8
 ROTATED = 4
@@ -53,7 +56,8 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
     Kept: the ranks of every axis, vpp, the schedule, and every relation of `launch/verify/relations.py`. Buckets and offloaded
     tensors are always small, so that there are several.
     """
-    layers, per_group, num_offloaded = _layers(config)
+    kept, per_group, num_offloaded = _layers(config)
+    layers = [layer for stage in kept for layer in stage]
     seq_length = _seq_length(config)
     batch = _batch(config, data_parallel_size(config.parallel, None) or 1)
     recompute: dict[str, Any] = {"num_layers": per_group}
@@ -63,11 +67,12 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
         recompute["head_tokens"] = next(n for n in range(tokens, 0, -1) if head_pieces(tokens, n) == wanted)
     changes: dict[str, dict[str, Any]] = {
         "model": {
-            "num_layers": sum(layers),
+            "num_layers": len(layers),
             "seq_length": seq_length,
             **_heads(config),
             **_vocabulary(config.model, config.parallel.tp),
             **shrink_attention(config.model, seq_length, _head_dim(config) if config.model.mla is None else ROTATED),
+            **kinds_of(config, layers),
         },
         "train": batch,
         "optimizer": {"bucket_bytes": BUCKET_BYTES},
@@ -77,8 +82,10 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
     fp8 = config.precision.fp8
     if fp8 is not None:
         # At least one layer has FP8 operands.
-        kept = [min(count, 1) for count in fp8.bf16_layers]
-        changes["precision"] = {"fp8": fp8.model_dump() | {"bf16_layers": kept if sum(kept) < sum(layers) else [0, 0]}}
+        rounded = [min(count, 1) for count in fp8.bf16_layers]
+        changes["precision"] = {
+            "fp8": fp8.model_dump() | {"bf16_layers": rounded if sum(rounded) < len(layers) else [0, 0]}
+        }
     moe = config.model.moe
     if moe is not None:
         width = changes["model"]["ffn_hidden_size"]
@@ -86,11 +93,18 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
         changes["kernels"] = {"dispatch": dispatch_of(config)}
     if config.model.mtp is not None:
         # One token ahead reads the model's output, the others what the one before has found.
-        changes["model"]["mtp"] = {"num_layers": min(config.model.mtp.num_layers, 2)}
+        mtp = config.model.mtp
+        changes["model"]["mtp"] = mtp.model_dump() | {"num_layers": min(mtp.num_layers, 2)}
     # By the sizes of the small model, auto could be another method.
     changes["parallel"] = {"cp_method": method_of(config)} if config.parallel.cp > 1 else {}
     if config.parallel.layers_per_stage is not None:
-        changes["parallel"]["layers_per_stage"] = layers
+        changes["parallel"]["layers_per_stage"] = [len(stage) for stage in kept]
+    if is_root_of_width(config.model):
+        changes["model"]["embedding_multiplier"] = math.sqrt(changes["model"]["hidden_size"])
+    if config.optimizer.groups:
+        model = ModelConfig.model_validate(config.model.model_dump(mode="json") | changes["model"])
+        ahead = range(config.model.num_layers, config.model.num_layers + model.num_mtp_layers)
+        changes["optimizer"]["groups"] = groups_of(config, model, [*layers, *ahead])
     return changes
 
 
@@ -182,11 +196,17 @@ def _seq_length(config: Config) -> int:
     return next(n for n in range(least, least + 3 * tp + 2) if (n % 2, n % tp == 0) == kept)
 
 
-def _layers(config: Config) -> tuple[list[int], int, int]:
-    """Return (layers of each stage, layers per recomputed group, offloaded layers): the fewest that keep all relations."""
+def _layers(config: Config) -> tuple[list[list[int]], int, int]:
+    """Return (numbers of the layers that each stage keeps, layers per recomputed group, offloaded layers).
+
+    They are the fewest that keep all relations.
+    """
     recomputed, counts = recomputed_layers(config), layer_counts(config)
     per_group, num_offloaded = config.recompute.num_layers, config.offload.num_layers
     sizes = sorted({count for count in counts if count})
+    needed = needed_places(config)
+    # A stage has the needed places of the smaller ones too.
+    more = [sum(before <= place < size for place in needed) for before, size in pairwise([0, *sizes])]
 
     def related(size: int, group: int, offloaded: int) -> Relation:
         return stage_relations(size, recomputed=recomputed, layers_per_group=group, num_offloaded=offloaded)
@@ -196,31 +216,34 @@ def _layers(config: Config) -> tuple[list[int], int, int]:
     for group in range(min(2, per_group), min(MOST_PER_GROUP, per_group) + 1):
         for offloaded in range(min(1, num_offloaded), min(num_offloaded, MOST_PER_GROUP * (len(sizes) + 2)) + 1):
             candidates = partial(related, group=group, offloaded=offloaded)
-            most = 2 * group + offloaded + 2
+            most = 2 * group + offloaded + 2 + max(more)
             if config.parallel.layers_per_stage is None:
-                smaller = _even_sizes(wanted, candidates, most)
+                smaller = _even_sizes(wanted, candidates, range(more[0], most + 1))
             else:
-                smaller = _listed_sizes(wanted, candidates, most)
+                smaller = _listed_sizes(wanted, candidates, more, most)
             if smaller is not None and sum(smaller) < sum(best[0]):
                 best = (smaller, group, offloaded)
-    new_size = dict(zip(sizes, best[0], strict=True))
-    return [new_size.get(count, 0) for count in counts], best[1], best[2]
+    return kept_layers(config, needed, sizes, best[0]), best[1], best[2]
 
 
-def _even_sizes(wanted: Sequence[Relation], related: Callable[[int], Relation], most: int) -> list[int] | None:
+def _even_sizes(
+    wanted: Sequence[Relation], related: Callable[[int], Relation], candidates: Sequence[int]
+) -> list[int] | None:
     """Return the smallest sizes of stages, each one more than the one before, that are related as wanted."""
-    for least in range(1, most + 1):
+    for least in candidates:
         sizes = [least + place for place in range(len(wanted))]
         if [related(size) for size in sizes] == list(wanted):
             return sizes
     return None
 
 
-def _listed_sizes(wanted: Sequence[Relation], related: Callable[[int], Relation], most: int) -> list[int] | None:
-    """Return the smallest growing sizes of stages that are related as wanted; at most `most` between two of them."""
+def _listed_sizes(
+    wanted: Sequence[Relation], related: Callable[[int], Relation], more: Sequence[int], most: int
+) -> list[int] | None:
+    """Return the smallest growing sizes of stages that are related as wanted; from `more` to `most` between two of them."""
     sizes: list[int] = []
-    for relation in wanted:
-        first = sizes[-1] + 1 if sizes else 1
+    for relation, least in zip(wanted, more, strict=True):
+        first = (sizes[-1] if sizes else 0) + max(1, least)
         size = next((size for size in range(first, first + most) if related(size) == relation), None)
         if size is None:
             return None

@@ -1,7 +1,7 @@
 """The attention of a smaller model of the same kind (no torch here).
 
-Kept: the kinds of layers in the order in which they first occur. Of each, whether its window is shorter than the samples, whether
-heads rotate in part, the rule that scales frequencies, and on which side of its original length LongRoPE is.
+Kept of each kind of layers: whether its window is shorter than the samples, whether heads rotate in part, the rule that scales
+frequencies, and on which side of its original length LongRoPE is. Which layers are of it, `launch/verify/shrink_layers.py` says.
 """
 
 from collections.abc import Mapping
@@ -19,8 +19,6 @@ def shrink_attention(model: ModelConfig, seq_length: int, head_dim: int) -> dict
     own = {name: getattr(model, name) for name in ("window", "rotary_share", "rope_scaling")}
     changes = _fields(own, model, seq_length, head_dim, own["rotary_share"])
     if model.layers is not None:
-        # Kinds that the last layers cut off come last, so that they are still named.
-        changes["layers"] = list(dict.fromkeys([*(kind.name for kind in model.kinds), *model.layer_kinds]))
         changes["layer_kinds"] = {
             name: {**kind, **_fields(kind, model, seq_length, head_dim, kind.get("rotary_share", model.rotary_share))}
             for name, kind in model.layer_kinds.items()
@@ -35,7 +33,9 @@ def _fields(
     found: dict[str, Any] = {}
     if "window" in given:
         window = given["window"]
-        found["window"] = max(1, seq_length // 3) if window is not None and window < model.seq_length else window
+        if window is not None:
+            window = max(1, seq_length // 3) if window < model.seq_length else max(window, seq_length)
+        found["window"] = window
     if "rotary_share" in given:
         found["rotary_share"] = PART if share < 1 else 1.0
     if "rope_scaling" in given:

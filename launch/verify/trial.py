@@ -91,9 +91,6 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     tree = asked.model_dump(mode="json")
     for section, values in (shrink(asked) if small else {}).items():
         tree[section] |= values
-    if tree["model"].get("moe") is not None:
-        # The start is off the initial point, and so is the load: a buffer that training fills may be too small.
-        tree["model"]["moe"] |= {"row_headroom": None}
     tree["data"] = {"synthetic": True, **_documents(asked.data)}
     as_a_run(tree, num_steps)
     optimizer = asked.optimizer
@@ -119,6 +116,9 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         "recompute": {"granularity": "none"},
         "offload": {},
     }
+    if (moe := tree["model"]["moe"]) is not None:
+        # One process has room for every row.
+        one["model"]["moe"] = moe | {"row_headroom": None}
     without_gather(one)
     reference = checked(one)
     # Settled like the layout, so that a layout of one process is equal to it.

@@ -1,19 +1,22 @@
 """Each planted bug is found, by the parameter or place that goes wrong first and the axis, and nothing else is blamed."""
 
+import math
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.documented import ROOT
+from tests.harness import RankFailedError
 from tests.parity.cases import Case
 from tests.planting import Plant, run_planted
-from tests.verify import planted_axes, planted_fp8
+from tests.verify import planted_axes, planted_documents, planted_fp8, planted_shrunk
 from tests.verify.bug import Bug
 from tests.verify.planted import BUGS, DOWN
 from tests.verify.trials import run
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.step import Engine
+from triaxis.launch.start.command_line import layout_overrides
 from triaxis.launch.verify.run import Trial, trial
 from triaxis.launch.verify.verdict.judge import Verdict
 
@@ -88,6 +91,11 @@ RELATED = (
 """Bugs that need a relation between sizes: the first difference, and words in which gpt_tiny has that relation."""
 
 
+def small_trial(name: str, layout: str, *words: str, num_steps: int = 1) -> Trial:
+    path = ROOT / "configs" / f"{name}.yaml"
+    return trial(path, (*layout_overrides(layout), *words), small=True, num_steps=num_steps, dtype="float64")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("plant", "what", "words"), RELATED)
 def test_a_small_size_shows_what_the_full_one_does(
@@ -98,6 +106,91 @@ def test_a_small_size_shows_what_the_full_one_does(
     assert run(asked, references).equal
     verdict = run(asked, references, plant, sub_layouts=False)
     assert not verdict.equal and verdict.differences[0].what == what, verdict.differences[:1]
+
+
+PATTERN = ("model.num_layers=8", "model.layers=[local*2, global]", "model.layer_kinds={local: {window: 4}, global: {}}")
+FREEZE = ("model.num_layers=6", "optimizer.groups=[{match: 'layers.[2-3].*', freeze: true}]")
+SLOW_LAYERS = ("model.num_layers=6", "optimizer.groups=[{match: 'layers.[2-3].*', lr_factor: 0.1}]")
+OFFLOADED = ("model.num_layers=6", "offload.num_layers=4")
+FROM_STAGE = planted_documents.kinds_of_layers_count_from_each_stage
+OF_LAYERS: tuple[tuple[Plant, str, str, tuple[str, ...], str, str, str | None], ...] = (
+    (FROM_STAGE, "gpt_tiny", "pp=2,vpp=2", PATTERN, "output", "attention", "pp"),
+    (FROM_STAGE, "gpt_tiny", "pp=4", PATTERN, "output", "attention", "pp"),
+    (FROM_STAGE, "gemma2_9b", "pp=2", (), "output", "attention", "pp"),
+    (FROM_STAGE, "smollm3_3b", "pp=2", (), "output", "attention", "pp"),
+    (planted_shrunk.frozen_columns_do_not_add_input_gradients, "gpt_tiny", "tp=2", FREEZE, "gradient", "", "tp"),
+    (
+        planted_shrunk.rates_are_those_of_a_stages_own_numbers,
+        "gpt_tiny",
+        "pp=2",
+        SLOW_LAYERS,
+        "master",
+        "layers.",
+        "pp",
+    ),
+    (planted_shrunk.host_buffers_are_free_before_they_are_read, "gpt_tiny", "dp=2", OFFLOADED, "gradient", "", None),
+    (
+        planted_shrunk.rows_without_room_are_not_counted,
+        "moe_tiny",
+        "dp=2,ep=2",
+        ("model.moe.row_headroom=0.6",),
+        "output",
+        "mlp",
+        None,
+    ),
+)
+"""Bugs that need a relation between layers, or room for rows: config, layout, words, the first difference, its place and axis."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "name", "layout", "words", "what", "place", "axis"),
+    OF_LAYERS,
+    ids=["-".join([one[0].__name__, *one[1:3]]) for one in OF_LAYERS],
+)
+def test_a_small_size_keeps_the_layers_that_show_a_bug(
+    plant: Plant,
+    name: str,
+    layout: str,
+    words: tuple[str, ...],
+    what: str,
+    place: str,
+    axis: str | None,
+    references: Path,
+) -> None:
+    asked = small_trial(name, layout, *words)
+    if plant is planted_shrunk.rows_without_room_are_not_counted:
+        with pytest.raises(RankFailedError, match=r"found no room .* off the initial point"):
+            run(asked, references)
+    else:
+        assert run(asked, references).equal
+    verdict = run(asked, references, plant)
+    assert not verdict.equal and verdict.cause is not None
+    assert verdict.differences[0].what == what and place in verdict.differences[0].name, verdict.differences[:1]
+    assert verdict.cause.axis == axis, verdict.cause
+
+
+AHEAD = ("moe_tiny", "tp=2,ep=2", "model.mtp={num_layers: 1}")
+
+
+@pytest.mark.slow
+def test_the_choices_of_a_layer_ahead_are_compared(references: Path) -> None:
+    asked = small_trial(*AHEAD)
+    layer = f"layers.{asked.config.model.num_layers}.mlp"
+    assert run(asked, references).equal
+    verdict = run(asked, references, planted_shrunk.choices_of_a_layer_ahead_move_on_a_rank)
+    assert not verdict.equal and verdict.cause is not None
+    assert [(one.what, one.name) for one in verdict.differences] == [("routing", layer)] and verdict.cause.axis == "tp"
+
+
+@pytest.mark.slow
+def test_numbers_that_are_not_finite_have_a_verdict(references: Path) -> None:
+    asked = small_trial("gpt_tiny", "tp=2", num_steps=2)
+    verdict = run(asked, references, planted_shrunk.gradients_of_a_rank_are_not_finite)
+    assert not verdict.equal and verdict.cause is not None
+    first, *_ = verdict.differences
+    assert (first.step, first.what, first.name) == (0, "gradient", "layers.0.mlp.down.weight")
+    assert verdict.cause.axis == "tp" and not math.isfinite(first.error)
 
 
 OF_FP8 = {str(bug) for bug in planted_fp8.BUGS}

@@ -8,14 +8,31 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tests.documented import ROOT
+from triaxis.engine.config.groups import is_frozen
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.plan import stages_of
 from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.layout.partition import partition
 from triaxis.launch.verify.relations import RELATIONS, relations, rows_of_ranks
 from triaxis.launch.verify.shrink import shrink
+from triaxis.models.specs import layer_specs
 
+GROUPS: tuple[dict[str, Any], ...] = (
+    {"match": "layers.[2-3].*", "freeze": True},
+    {"match": "layers.*[05].mlp.*", "lr_factor": 0.5},
+    {"match": "layers.1?.attention.proj.weight", "lr_factor": 0.25},
+    {"match": "*norm.weight", "weight_decay": 0.3},
+)
 WITHIN = {"attention": "within", "positions": "document", "synthetic_document_length": 100}
+
+
+@st.composite
+def _kinds(draw: st.DrawFn) -> dict[str, Any]:
+    """Fields of a model whose layers repeat a pattern; or of one whose layers are alike."""
+    pattern = draw(st.lists(st.sampled_from(["near", "far"]), max_size=7))
+    kinds = {"near": {"window": 16}, "far": {"sinks": True}}
+    return {"layers": pattern, "layer_kinds": {name: kinds[name] for name in pattern}} if pattern else {}
 
 
 @st.composite
@@ -46,6 +63,8 @@ def configs(draw: st.DrawFn) -> Config:
     multiple = draw(st.sampled_from([8, 64, 128, 1024]))
     methods = ["ulysses"] if max(1, kv_heads // tp) % cp == 0 else []
     experts = _experts(draw, tp, tp * cp * dp) if draw(st.booleans()) else None
+    kinds = {} if experts is not None else draw(_kinds())
+    groups = draw(st.lists(st.sampled_from(GROUPS), max_size=2, unique_by=lambda group: group["match"]))
     micro = draw(st.integers(1, 4))
     num_microbatches = pp * draw(st.integers(1, 9)) if vpp > 1 else draw(st.integers(1, 20))
     return Config.model_validate(
@@ -61,7 +80,10 @@ def configs(draw: st.DrawFn) -> Config:
                 "vocab_size": draw(st.integers(1, 3000) | st.integers(20, 50000)),
                 "vocab_multiple": multiple,
                 **({} if experts is None else {"bias": "none", **experts[0]}),
+                **kinds,
+                **draw(st.sampled_from([{}, {"mtp": {"num_layers": 3, "loss_weight": 0.5}}])),
             },
+            "optimizer": {"groups": groups},
             "data": {"synthetic": True} | (draw(st.sampled_from([{}, WITHIN])) if cp > 1 else {}),
             "train": {"steps": 1, "micro_batch_size": micro, "global_batch_size": num_microbatches * micro * dp},
             "parallel": {
@@ -108,7 +130,7 @@ def shrunk(config: Config) -> Config:
     return Config.model_validate(tree)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(configs())
 def test_relations_are_kept_and_sizes_are_not(config: Config) -> None:
     assume(not problems(config))
@@ -126,7 +148,8 @@ def test_relations_are_kept_and_sizes_are_not(config: Config) -> None:
     assert model.seq_length <= max(8, 2 * sizes.tp) + most
     stages = sizes.pp * sizes.vpp
     # The largest: groups of 3 with a border of what is offloaded in the second leave stages of 7 and of 8 layers.
-    assert sizes.layers_per_stage is not None or model.num_layers <= 8 * stages
+    is_bounded = sizes.layers_per_stage is None and model.layers is None and not small.optimizer.groups
+    assert not is_bounded or model.num_layers <= 8 * stages
     if model.moe is not None:
         # Twice over: more on a rank than a token chooses, of which there are more than ranks or than a group has.
         assert model.moe.num_experts <= 8 * sizes.ep + 16 and model.moe.ffn_hidden_size <= max(20, 16 * sizes.tp)
@@ -152,6 +175,48 @@ def test_kinds_of_layers_stay_what_they_are() -> None:
     assert problems(with_value(small, "model.vocab_size", 257)) == [], "but for the tokenizer's own ids"
     assert relations(large)["kinds of layers"] == relations(small)["kinds of layers"]
     assert [kind.name for kind in small.model.kinds] == ["local", "global"] * (small.model.num_layers // 2)
+
+
+def _patterned(pattern: str, num_layers: int, *words: str) -> Config:
+    kinds = "model.layer_kinds={local: {window: 4}, global: {}}"
+    return _gpt_tiny(f"model.layers=[{pattern}]", f"model.num_layers={num_layers}", kinds, "parallel.tp=1", *words)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "num_layers", "pp", "vpp", "stages"),
+    [
+        ("local, global", 42, 2, 1, ["lgl", "glg"]),
+        ("local*3, global", 36, 2, 1, ["lllgl", "lglll"]),
+        ("local*2, global", 8, 2, 2, ["ll", "gl", "lg", "ll"]),
+        ("local*5, global", 12, 2, 1, ["lg", "lg"]),
+        ("local*3, global", 12, 1, 1, ["lgl"]),
+    ],
+)
+def test_each_stage_begins_where_it_did_in_the_pattern(
+    pattern: str, num_layers: int, pp: int, vpp: int, stages: list[str]
+) -> None:
+    small = shrunk(_patterned(pattern, num_layers, f"parallel.pp={pp}", f"parallel.vpp={vpp}"))
+    names = "".join(kind.name[0] for kind in small.model.kinds)
+    assert [names[stage.layers.start : stage.layers.stop] for stage in stages_of(small)] == stages
+
+
+def test_a_parameter_keeps_its_group_under_another_number() -> None:
+    groups = "optimizer.groups=[{match: 'layers.[4-7].*', freeze: true}, {match: 'layers.11.mlp.*', lr_factor: 0.5}]"
+    small = shrunk(_gpt_tiny("model.num_layers=12", "parallel.pp=2", "parallel.vpp=1", groups))
+    # Layers 0 2 4 5 of either stage; of the last one, the MLP has a rate of its own.
+    frozen = [
+        layer
+        for layer in range(small.model.num_layers)
+        if is_frozen(f"layers.{layer}.mlp.norm.weight", small.optimizer)
+    ]
+    slow = {group["match"] for group in small.optimizer.groups if "lr_factor" in group}
+    assert (small.model.num_layers, frozen) == (8, [2, 3, 4])
+    assert slow == {spec.name for spec in layer_specs(small.model, 7) if ".mlp." in spec.name}
+
+
+def test_three_offloaded_layers_stay_three() -> None:
+    small = shrunk(_gpt_tiny("offload.num_layers=4", "model.num_layers=12", "parallel.pp=2", "parallel.vpp=1"))
+    assert (small.model.num_layers, small.offload.num_layers) == (8, 3)
 
 
 @pytest.mark.parametrize("q_lora_rank", ["1536", "null"])

@@ -1,0 +1,142 @@
+"""The layers that a smaller model of the same kind keeps (no torch here).
+
+    stages of 6 layers    [local local global local local global]   [local local global local local global]
+    kept, at 0, 2, 3      [local global local]                      [local global local]
+
+Layers are told apart by what their numbers give them: their kind, and the groups of their parameters. A small stage is the layers
+at the same places of every stage, so that two stages are alike, or begin with other layers, just as before.
+"""
+
+from collections.abc import Hashable, Sequence, Set
+from fnmatch import fnmatchcase
+from itertools import combinations
+from typing import Any
+
+from triaxis.engine.config.groups import GroupFields, group_of
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.plan import stages_of
+from triaxis.engine.config.tree import Config
+from triaxis.models.specs import layer_specs, model_specs
+
+Labels = tuple[int, ...]
+"""The layers of a stage, each as a number that layers have in common which are alike; counted as they first occur in the model."""
+
+
+def stage_labels(config: Config) -> list[Labels]:
+    """Return the labels of each stage's layers, in stage order, without those of multi-token prediction."""
+    model, groups = config.model, config.optimizer.groups
+    kinds = model.kinds
+    # The names of a layer's parameters, without its number, are those of its kind.
+    names = {
+        kind: [spec.name.split(".", 2)[2] for spec in layer_specs(model, kinds.index(kind))] for kind in set(kinds)
+    }
+    seen: dict[Hashable, int] = {}
+
+    def label(layer: int) -> int:
+        """What a layer's number gives it: its kind, and the group of each of its parameters."""
+        rules = [group_of(f"layers.{layer}.{name}", groups) for name in names[kinds[layer]]] if groups else []
+        fields = [None if number is None else _fields(groups[number]) for number in rules]
+        return seen.setdefault((kinds[layer], tuple(fields)), len(seen))
+
+    return [tuple(map(label, stage.layers[: stage.num_own])) for stage in stages_of(config)]
+
+
+def relations_of_stages(config: Config) -> tuple[object, ...]:
+    """Relate what the layers of stages are to each other: where a stage begins in the pattern of kinds, and what it holds."""
+    stages = stage_labels(config)
+    return (
+        # the first layer; which layers are behind which others
+        [(labels[:1], {(one, other) for one, other in combinations(labels, 2) if one != other}) for labels in stages],
+        # stages that are alike as far as both go
+        [[_first_difference(one, other) is None for other in stages] for one in stages],
+        # the kind of the layers of multi-token prediction
+        [labels for labels in stages if labels][-1][-1] if config.model.num_mtp_layers else None,
+    )
+
+
+def needed_places(config: Config) -> set[int]:
+    """Return the places in a stage, from 0, of the layers that all these relations need."""
+    stages = list(dict.fromkeys(stage_labels(config)))
+    needed = {0}
+    for labels in filter(None, stages):
+        for one in dict.fromkeys(labels):
+            first = labels.index(one)
+            behind = labels[first + 1 :]
+            others = [first + 1 + behind.index(other) for other in dict.fromkeys(behind) if other != one]
+            needed |= {first, *others}
+    for one, other in combinations(stages, 2):
+        apart = _first_difference(one, other)
+        if apart is not None and all(one[at] == other[at] for at in needed if at < min(len(one), len(other))):
+            needed.add(apart)
+    if config.model.num_mtp_layers:
+        needed.add(len([labels for labels in stage_labels(config) if labels][-1]) - 1)
+    return needed
+
+
+def kept_layers(config: Config, needed: Set[int], sizes: Sequence[int], small_sizes: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of the layers that each stage keeps; a layer may stand for several.
+
+    Args:
+        needed: `needed_places`.
+        sizes: of stages with layers, growing.
+        small_sizes: what each becomes, growing too.
+    """
+    places: list[list[int]] = []
+    before = (0, 0)
+    for size, small in zip(sizes, small_sizes, strict=True):
+        between = sorted(range(before[0], size), key=lambda place: (place not in needed, place))
+        count = small - before[1]
+        places.append([*(places[-1] if places else []), *sorted((between * -(-count // len(between)))[:count])])
+        before = (size, small)
+    of_size = dict(zip(sizes, places, strict=True))
+    return [
+        [stage.layers[place] for place in of_size[stage.num_own]] if stage.num_own else []
+        for stage in stages_of(config)
+    ]
+
+
+def kinds_of(config: Config, layers: Sequence[int]) -> dict[str, Any]:
+    """Return the pattern `model.layers` of the model that keeps these layers; nothing where all layers are alike anyway."""
+    model = config.model
+    if model.layers is None:
+        return {}
+    kinds = model.kinds
+    names = [kinds[layer].name for layer in layers]
+    # Kinds that no layer has are still named.
+    return {"layers": [*names, *(name for name in model.layer_kinds if name not in names)]}
+
+
+def groups_of(config: Config, small: ModelConfig, layers: Sequence[int]) -> list[GroupFields]:
+    """Return `optimizer.groups` for the model that keeps these layers: each parameter has the group that it had.
+
+    Args:
+        small: the model without them.
+        layers: the layer of the larger model that each layer of the smaller one was, those of multi-token prediction included.
+    """
+    groups = config.optimizer.groups
+    had = {}
+    for spec in model_specs(small):
+        head, *rest = spec.name.split(".", 2)
+        was = ".".join([head, str(layers[int(rest[0])]), rest[1]]) if head == "layers" else spec.name
+        had[spec.name] = group_of(was, groups)
+    if all(group_of(name, groups) == number for name, number in had.items()):
+        return [group for number, group in enumerate(groups) if number in had.values()]
+    found = []
+    for number, group in enumerate(groups):
+        names = [name for name, mine in had.items() if mine == number]
+        whole = [
+            pattern
+            for pattern in (f"layers.{layer}.*" for layer in range(len(layers)))
+            if all((name in names) == fnmatchcase(name, pattern) for name in had if fnmatchcase(name, pattern))
+        ]
+        alone = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in whole)]
+        found += [GroupFields(**{**group, "match": pattern}) for pattern in (*whole, *alone)]
+    return found
+
+
+def _first_difference(one: Labels, other: Labels) -> int | None:
+    return next((at for at, (mine, theirs) in enumerate(zip(one, other, strict=False)) if mine != theirs), None)
+
+
+def _fields(group: GroupFields) -> tuple[tuple[str, object], ...]:
+    return tuple(sorted((name, value) for name, value in group.items() if name != "match"))
