@@ -23,7 +23,6 @@ from triaxis.launch.start.command_line import (
     add_dry_run,
     add_json,
     add_output,
-    layout_overrides,
     print_json,
     refuse,
 )
@@ -31,6 +30,7 @@ from triaxis.launch.verify.covering import Row
 from triaxis.launch.verify.matrix import MOST_RANKS, matrix
 from triaxis.launch.verify.oracle import NUM_STEPS, ORACLES, oracle_trial, show_oracle_plan, verify_against
 from triaxis.launch.verify.run import Trial, VerificationError, show_plan, trial, verify_layout
+from triaxis.launch.verify.trial import layout_words
 from triaxis.launch.verify.verdict.bounds import noise_factor
 from triaxis.launch.verify.verdict.judge import Difference, Verdict
 
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_matrix(console, args)
     if args.oracle is not None:
         return _run_oracle(console, args)
-    layout = [] if args.layout is None else layout_overrides(args.layout)
+    layout = [] if args.layout is None else layout_words(args.config, args.overrides, args.layout)
     asked = trial(
         args.config,
         (*args.overrides, *layout),
@@ -117,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.dry_run:
         show_plan(asked)
+        print_json(args, planned([asked]), args.output)
         return EQUAL
     try:
         verdict = verify_layout(asked)
@@ -153,6 +154,7 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
     if args.dry_run:
         for _, asked in trials:
             show_plan(asked)
+        print_json(args, planned([asked for _, asked in trials]), args.output)
         return EQUAL
     certificates: list[dict[str, object]] = []
     num_different = 0
@@ -187,13 +189,14 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
         args.config,
         args.overrides,
         oracle=args.oracle,
-        layout=None if args.layout is None else layout_overrides(args.layout),
+        layout=None if args.layout is None else layout_words(args.config, args.overrides, args.layout),
         small=not args.full_size,
         num_steps=args.steps,
         dtype=args.dtype,
     )
     if args.dry_run:
         show_oracle_plan(asked)
+        print_json(args, planned(asked.trials, asked.against), args.output)
         return EQUAL
     certificates = []
     is_equal = True
@@ -234,6 +237,14 @@ def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> d
         "likely_cause": None if verdict.cause is None else asdict(verdict.cause),
         "reference_steps": [asdict(step) for step in verdict.reference],
         "config": asked.config.model_dump(mode="json"),
+    }
+
+
+def planned(trials: Sequence[Trial], against: str = ONE_PROCESS) -> dict[str, object]:
+    """Build what a dry run would compare as JSON: the layouts, and the configuration that makes each of their runs."""
+    return {
+        "against": against,
+        "trials": [{"layout": _layout(one.config), "config": one.config.model_dump(mode="json")} for one in trials],
     }
 
 

@@ -14,11 +14,14 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
+from triaxis.engine.config.load import load_config
+from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.config.moe import BalanceConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
@@ -61,12 +64,14 @@ SITES = ("token_losses", "loss")
 """The outputs that every model has."""
 
 _LARGEST = {"tp": 2, "pp": 2, "vpp": 2, "dp": 2, "sequence_parallel": True}
-LAYOUTS: tuple[dict[str, int | bool], ...] = (
+LAYOUTS: tuple[dict[str, Any], ...] = (
     {"tp": 2, "pp": 2},
     {"tp": 2, "dp": 2, "sequence_parallel": True},
     {"pp": 2, "vpp": 2, "dp": 2},
 )
-"""What is compared where no layout was asked for: every way of cutting, on 4 ranks each, of one small model."""
+"""What is compared where no layout was asked for: every way of cutting, on 4 ranks each, of one small model.
+
+With dp, an even number of experts is cut in two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +121,51 @@ def oracle_trial(
             f"without --layout, our one process and {len(LAYOUTS)} layouts are compared, and this word would be ignored"
         )
         refuse(f"{word}: {why}. Give the layout: --layout tp=2,pp=2." for word in ignored)
-    largest = [f"parallel.{name}={str(value).lower()}" for name, value in _LARGEST.items()]
-    own_sizes = ["parallel.layers_per_stage=null", "schedule.name=auto", "schedule.file=null", *largest]
-    chosen = own_sizes if layout is None else layout
-    asked = trial(path, (*overrides, *chosen), small=small, num_steps=num_steps, dtype=dtype)
+        layout = _largest(path, overrides)
+        asked = trial(path, (*overrides, *layout), small=small, num_steps=num_steps, dtype=dtype)
+        layouts = [checked(tree) for tree in _layouts(asked.config)]
+    else:
+        asked = trial(path, (*overrides, *layout), small=small, num_steps=num_steps, dtype=dtype)
+        layouts = [asked.config]
     refuse(refusals(oracle, asked.config), f"a comparison with {oracle}")
-    layouts = [asked.config]
-    if layout is None:
-        tree = asked.config.model_dump(mode="json")
-        layouts = [checked(tree | {"parallel": tree["parallel"] | ONE_PROCESS | sizes}) for sizes in LAYOUTS]
     trials = [Trial(config, asked.reference) for config in layouts if config != asked.reference]
     return OracleTrial(oracle, found, (Trial(asked.reference, asked.reference), *trials))
+
+
+def _largest(path: Path, overrides: Sequence[str]) -> list[str]:
+    """Return as overrides the layout that has every size of `LAYOUTS`, for which a model is made small."""
+    # The config's own layout is not run, so the model need not fit it.
+    model = load_config(path, (*overrides, *_words(ONE_PROCESS)), os.environ).model
+    stages = _listed_stages(model, _LARGEST["pp"] * _LARGEST["vpp"])
+    return _words({**ONE_PROCESS, **_LARGEST, "ep": _ways(model), "layers_per_stage": stages})
+
+
+def _words(parallel: Mapping[str, object]) -> list[str]:
+    words = {f"parallel.{name}": value for name, value in parallel.items()}
+    return [
+        f"{name}={json.dumps(value)}"
+        for name, value in (words | {"schedule.name": "auto", "schedule.file": None}).items()
+    ]
+
+
+def _layouts(config: Config) -> Iterator[dict[str, Any]]:
+    """Yield `LAYOUTS` of this model, as trees of configurations."""
+    tree = config.model_dump(mode="json")
+    for sizes in LAYOUTS:
+        experts = {"ep": _ways(config.model) if sizes.get("dp", 1) > 1 else 1}
+        stages = _listed_stages(config.model, sizes.get("pp", 1) * sizes.get("vpp", 1))
+        yield tree | {"parallel": tree["parallel"] | ONE_PROCESS | sizes | experts | {"layers_per_stage": stages}}
+
+
+def _ways(model: ModelConfig) -> int:
+    """Return the number of parts into which experts are cut with dp."""
+    return 1 if model.moe is None or model.moe.num_experts % 2 else 2
+
+
+def _listed_stages(model: ModelConfig, num_stages: int) -> list[int] | None:
+    """Return the layers of each stage where there are fewer layers than stages: the last stages have none; else None."""
+    num_layers = model.num_layers
+    return None if num_layers >= num_stages else [1] * num_layers + [0] * (num_stages - num_layers)
 
 
 def installed_version(oracle: str) -> str:
@@ -173,8 +212,8 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
                     f"model.moe.balance.{name} = {rate}: {oracle} trains without it, so gradients and choices would differ. Add "
                     f"model.moe.balance.{name}=0."
                 )
-        if moe.choice_bias:
-            yield f"model.moe.choice_bias = True: {oracle} trains no bias of a choice. Add model.moe.choice_bias=false."
+    if oracle == "megatron-core":
+        yield from _documents_of_megatron(config)
     try:
         if oracle == "megatron-core":
             if megatron_args(config.model)["apply_layernorm_1p"]:
@@ -182,7 +221,26 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
         else:
             family_of(config.model)
     except ConfigError as error:
-        yield from error.problems
+        # Of the families, the nearest: what stands against it is the least.
+        yield from (
+            error.problems
+            if oracle == "megatron-core"
+            else [min(error.problems, key=lambda one: ("model.moe = " in one, one.count("; ")))]
+        )
+
+
+def _documents_of_megatron(config: Config) -> Iterator[str]:
+    data, kinds = config.data, set(config.model.kinds)
+    if data.attention == "within" and any(kind.window is not None for kind in kinds):
+        yield (
+            "data.attention = within: megatron-core's attention in torch replaces the mask of documents by that of its window, "
+            "and another model would be compared. Add data.attention=across."
+        )
+    if data.attention == "across" and data.positions == "document" and any(kind.rotary for kind in kinds):
+        yield (
+            "data.positions = document: megatron-core rotates by the place in the sample, and another model would be compared. "
+            "Add data.positions=sample, or data.attention=within, where both rotate alike."
+        )
 
 
 def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:

@@ -1,9 +1,10 @@
 """From a config and a layout to the configurations that a verification runs (no torch here)."""
 
 import json
+import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,11 @@ from triaxis.engine.config.section import with_value
 from triaxis.engine.config.training import CONSTANT_RATE
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
+from triaxis.launch.start.command_line import layout_overrides
 from triaxis.launch.verify.shrink import shrink
 from triaxis.launch.verify.verdict.bounds import TOLERANCES
 from triaxis.models.predict.rank_memory import resolve_recompute
+from triaxis.models.predict.recompute_choice import candidates
 
 DOCUMENT_LENGTH = 3
 """Mean tokens of the documents of random samples, where the run depends on documents."""
@@ -87,7 +90,7 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     asked = load_config(path, overrides, os.environ)
     asked = with_value(asked, "parallel.dp", asked.parallel.dp or 1)
     # What is chosen by memory is chosen for the sizes that were asked for.
-    asked = resolve_recompute(asked, parallel_sizes(asked))
+    asked = _with_recompute(asked, small=small)
     tree = asked.model_dump(mode="json")
     for section, values in (shrink(asked) if small else {}).items():
         tree[section] |= values
@@ -123,6 +126,43 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     reference = checked(one)
     # Settled like the layout, so that a layout of one process is equal to it.
     return Trial(checked(tree), resolve_recompute(reference, parallel_sizes(reference)), _noise(one))
+
+
+def _with_recompute(asked: Config, *, small: bool) -> Config:
+    """Return the configuration with what its memory asks to recompute.
+
+    A small model may stand for a layout for which no memory is enough: then it is what saves most, the last that is tried.
+
+    Raises:
+        ConfigError: the sizes are kept, and no choice is enough.
+    """
+    sizes = parallel_sizes(asked)
+    try:
+        return resolve_recompute(asked, sizes)
+    except ConfigError:
+        if not small:
+            raise
+    *_, most = [asked.recompute] if asked.recompute.granularity != "auto" else candidates(asked, sizes)
+    return resolve_recompute(asked.model_copy(update={"recompute": most.model_copy(update={"memory_gb": None})}), sizes)
+
+
+def layout_words(path: Path, overrides: Sequence[str], layout: str) -> list[str]:
+    """Return `--layout` as overrides; where the file lists the layers of another number of stages, its stages become even.
+
+    Raises:
+        ConfigError: a word of the layout that is none.
+    """
+    words = layout_overrides(layout)
+    try:
+        listed = load_config(path, overrides, os.environ).parallel.layers_per_stage
+    except ConfigError:
+        return words  # what is wrong besides is said with the layout
+    sizes = dict(word.removeprefix("parallel.").split("=") for word in words)
+    num_stages = math.prod(int(sizes[name]) if sizes[name].isdecimal() else 0 for name in ("pp", "vpp"))
+    is_typed = any(word.startswith("parallel.layers_per_stage=") for word in overrides)
+    if is_typed or not isinstance(listed, list) or len(listed) == num_stages:
+        return words
+    return [*words, "parallel.layers_per_stage=null"]
 
 
 def _documents(data: DataConfig) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Bugs of a loader that every layout shares, planted at run time: only who reads the corpus apart from it can see them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.epoch_index import EpochIndex
 from triaxis.engine.data.loader import Batches, MicroBatch
 from triaxis.engine.data.samples import DocumentPart, SampleStream
@@ -39,3 +41,13 @@ def each_sample_begins_one_token_early() -> None:
         return parts_at(self, index, max(0, start - 1), length)
 
     SampleStream.parts_at = early  # type: ignore[method-assign]
+
+
+def documents_end_one_token_late() -> None:
+    """Plant boundaries that count the token before a document as its first."""
+    of = Documents.of.__func__
+
+    def late(cls: type[Documents], lengths: Sequence[tuple[int, ...]]) -> Documents:
+        return of(cls, [(row[0] + 1, row[1] - 1, *row[2:]) if len(row) > 1 and row[1] > 1 else row for row in lengths])
+
+    Documents.of = classmethod(late)  # type: ignore[assignment, method-assign]

@@ -1,8 +1,9 @@
 """Comparisons with oracles on ranks of the test harness, with or without a bug in the oracle."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -38,8 +39,28 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2 and qwen3": BASE | LLAMA | {"bias": "qkv", "qk_norm": True},
     "mixtral": BASE | LLAMA | {"layers": ["moe"], "moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 16}},
 }
+MODELS["deepseek_v3"] = BASE | {
+    "norm": "rmsnorm",
+    "norm_eps": 1e-6,
+    "activation": "swiglu",
+    "bias": "none",
+    "tie_embeddings": False,
+    "mla": {"q_lora_rank": 10, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 5},
+    "layers": ["dense", "moe*4"],
+    "moe": {
+        "num_experts": 12,
+        "top_k": 3,
+        "ffn_hidden_size": 16,
+        "shared_experts": 1,
+        "score": "sigmoid",
+        "scaling": 2.5,
+        "groups": 4,
+        "top_groups": 2,
+        "choice_bias": True,
+    },
+}
 ONLY_MEGATRON = ("one kv head", "qwen2 and qwen3")
-ONLY_TRANSFORMERS = ("mixtral",)
+ONLY_TRANSFORMERS = ("mixtral", "deepseek_v3")
 COMPARED = [
     "samples",
     "start",
@@ -55,11 +76,23 @@ COMPARED = [
 """The kinds of numbers that a comparison with an oracle reports."""
 
 
-def asked(oracle: str, name: str, *, layout: Sequence[str] | None = None, dtype: str = "float64") -> OracleTrial:
-    """Three steps of one of `MODELS`; `layout` as words of a configuration, None: the command's own layouts."""
+def asked(
+    oracle: str,
+    name: str,
+    *,
+    layout: Sequence[str] | None = None,
+    dtype: str = "float64",
+    data: Mapping[str, Any] = MappingProxyType({}),
+) -> OracleTrial:
+    """Three steps of one of `MODELS`.
+
+    Args:
+        layout: words of a configuration; None: the command's own layouts.
+        data: fields of that section.
+    """
     tree = {
         "model": MODELS[name],
-        "data": {"synthetic": True},
+        "data": {"synthetic": True, **data},
         "train": {"steps": 1, "global_batch_size": 4},
         "optimizer": {"bucket_bytes": 4096},
     }

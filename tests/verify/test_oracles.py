@@ -11,6 +11,7 @@ import pytest
 from tests.lacking import need_package
 from tests.verify import planted
 from tests.verify.loader_bugs import (
+    documents_end_one_token_late,
     each_sample_begins_one_token_early,
     the_last_label_of_a_row_is_its_first_token,
     the_last_label_of_a_row_is_not_counted,
@@ -64,6 +65,37 @@ def test_experts_train_as_in_transformers(references: Path) -> None:
 @pytest.mark.parametrize(("oracle", "name"), CASES, ids=[f"{oracle}-{name}" for oracle, name in CASES])
 def test_every_family_in_every_way_of_cutting(oracle: str, name: str, dtype: str, references: Path) -> None:
     assert_equal(references, oracle, name, layout=None, dtype=dtype, num_layouts=4)
+
+
+WITHIN = {"attention": "within"}
+FROM_ZERO = {"attention": "within", "positions": "document", "count_document_starts": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("oracle", "name", "data"),
+    [
+        ("transformers", "llama", WITHIN),
+        ("transformers", "gpt2", WITHIN),
+        ("transformers", "gpt2", FROM_ZERO),
+        ("transformers", "llama", {"positions": "document"}),
+        ("megatron-core", "llama", FROM_ZERO),
+        ("megatron-core", "gpt2", WITHIN),
+    ],
+)
+def test_documents_are_the_oracles_own(oracle: str, name: str, data: dict[str, object], references: Path) -> None:
+    needs(oracle)
+    for sizes, verdict in verdicts(asked(oracle, name, layout=TP2_PP2, data=data), references).items():
+        assert verdict.equal, f"{sizes}: {verdict.differences[:3]}"
+
+
+@pytest.mark.slow
+def test_a_document_that_ends_late_is_our_loaders(references: Path) -> None:
+    needs("transformers")
+    one = asked("transformers", "llama", layout=ONE, data=WITHIN)
+    (verdict,) = verdicts(one, references, our_plant=documents_end_one_token_late).values()
+    assert {one.what for one in verdict.differences} == {"samples"}
+    assert verdict.largest["loss"][0] > 1e-6, "the samples differ and the loss does not"
 
 
 # Differences -------------------------------------------------------------------------------------------------------------

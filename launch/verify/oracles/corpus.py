@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from triaxis.engine.config.data import DataConfig
+from triaxis.engine.config.data import DataConfig, reads_documents
 from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 
@@ -33,7 +34,7 @@ TOKENIZER = "tokenizer.json"
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC, VERSION, UINT16 = b"MMIDIDX\x00\x00", 1, 8
 LONGEST_DOCUMENT = 3
-"""In samples."""
+"""In samples; where a run depends on documents a third of that, so that samples have several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +44,26 @@ class Rows:
     Attributes:
         tokens, labels: int64 [b, s].
         loss_mask: bool [b, s], False where a label is not counted.
+        documents: int64 [b, s], the number of each token's document in its row, from 0.
+        positions: int64 [b, s].
     """
 
     tokens: NDArray[np.int64]
     labels: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
+    documents: NDArray[np.int64]
+    positions: NDArray[np.int64]
     sample_ids: list[int]
 
 
 def with_corpus(config: Config, folder: Path) -> Config:
-    """Return the configuration that reads the corpus in `folder`, every document of it, and names its tokenizer."""
+    """Return the configuration that reads the corpus in `folder`, every document of it, and names its tokenizer.
+
+    What the configuration makes of documents stays.
+    """
     corpus, tokenizer = str(folder / CORPUS), str(folder / TOKENIZER)
-    data = DataConfig(train=[Source(path=corpus)], split=(1.0, 0.0, 0.0), tokenizer=tokenizer)
+    of_documents = config.data.model_dump(include={"attention", "positions", "count_document_starts"})
+    data = DataConfig(train=[Source(path=corpus)], split=(1.0, 0.0, 0.0), tokenizer=tokenizer, **of_documents)
     return config.model_copy(update={"data": data})
 
 
@@ -66,9 +75,10 @@ def write_corpus(config: Config, folder: Path) -> None:
     model, train = config.model, config.train
     draw = np.random.default_rng(train.seed)
     needed = (train.steps or 1) * train.global_batch_size * model.seq_length
+    longest = (1 if reads_documents(config.data) else LONGEST_DOCUMENT) * model.seq_length
     lengths: list[int] = []
     while sum(lengths) < max(needed * 2 // 3, 2 * model.seq_length):
-        lengths.append(int(draw.integers(1, LONGEST_DOCUMENT * model.seq_length)))
+        lengths.append(int(draw.integers(1, longest)))
     tokens = draw.integers(0, model.vocab_size, sum(lengths)).astype("<u2")
     tokens.tofile(folder / f"{CORPUS}.bin")
     starts = np.cumsum([0, *lengths[:-1]]) * tokens.itemsize
@@ -89,7 +99,7 @@ def rows_of_steps(config: Config, masked_fraction: float) -> Iterator[list[Rows]
         masked_fraction: probability that a label is not counted.
     """
     train, micro = config.train, config.train.micro_batch_size
-    samples = _Samples(config.data.train[0].path, config.model.seq_length, train.seed)
+    samples = _Samples(config.data, config.model.seq_length, train.seed)
     for step in range(train.steps or 1):
         consumed = step * train.global_batch_size
         yield [
@@ -99,17 +109,19 @@ def rows_of_steps(config: Config, masked_fraction: float) -> Iterator[list[Rows]
 
 
 def _rows(samples: "_Samples", ids: list[int], seed: int, masked_fraction: float) -> Rows:
-    tokens, labels = (
-        np.stack(part) for part in zip(*(samples.inputs_and_labels(number) for number in ids), strict=True)
+    tokens, labels, is_counted, documents, positions = (
+        np.stack(part) for part in zip(*(samples.row(number) for number in ids), strict=True)
     )
     draws = np.stack([_random_bits(tokens.shape[1], "synthetic mask", seed, number) for number in ids])
-    return Rows(tokens, labels, (draws >> np.uint64(11)) * 2.0**-53 >= masked_fraction, ids)
+    is_counted &= (draws >> np.uint64(11)) * 2.0**-53 >= masked_fraction
+    return Rows(tokens, labels, is_counted, documents, positions, ids)
 
 
 class _Samples:
     """The samples of all documents of a corpus, epoch after epoch."""
 
-    def __init__(self, prefix: str, seq_length: int, seed: int) -> None:
+    def __init__(self, data: DataConfig, seq_length: int, seed: int) -> None:
+        prefix, self._data = data.train[0].path, data
         content = Path(f"{prefix}.idx").read_bytes()
         _, _, _, num_sequences, num_bounds = HEADER.unpack(content[: HEADER.size])
         lengths = np.frombuffer(content, "<i4", num_sequences, HEADER.size)
@@ -121,13 +133,25 @@ class _Samples:
         self._length, self._seed = seq_length, seed
         self._per_epoch = (sum(map(len, self._documents)) - 1) // seq_length
 
-    def inputs_and_labels(self, sample_id: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return tokens k s .. k s + s - 1 of the epoch's stream and the s tokens that begin one later, int64 [s]."""
+    def row(self, sample_id: int) -> tuple[NDArray[Any], ...]:
+        """Return one row [s] of each field of `Rows`.
+
+        They are tokens k s .. k s + s - 1 of the epoch's stream, and as labels the s tokens that begin one later.
+        """
         epoch, place = divmod(sample_id, self._per_epoch)
         order = _permutation(len(self._documents), "documents", self._seed, epoch)
         stream = np.concatenate([self._documents[number] for number in order])
+        document = np.repeat(np.arange(len(order)), [len(self._documents[number]) for number in order])
         start = int(_permutation(self._per_epoch, "samples", self._seed, epoch)[place]) * self._length
-        return stream[start : start + self._length], stream[start + 1 : start + 1 + self._length]
+        row, after = slice(start, start + self._length), slice(start + 1, start + 1 + self._length)
+        documents = document[row] - document[start]
+        positions = np.arange(self._length)
+        if self._data.positions == "document":
+            positions -= np.searchsorted(documents, documents)  # the first token of each document
+        is_counted = np.full(self._length, True)
+        if not self._data.count_document_starts:
+            is_counted = document[after] == document[row]
+        return stream[row], stream[after], is_counted, documents, positions
 
 
 def _random_bits(count: int, *key: int | str) -> NDArray[np.uint64]:

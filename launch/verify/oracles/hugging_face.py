@@ -1,5 +1,7 @@
 """A model of transformers with torch's AdamW, as an oracle."""
 
+from unittest.mock import patch
+
 import torch
 from torch import nn
 
@@ -24,16 +26,21 @@ class HuggingFace:
         self._gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).to(dtype)
         # Its products of several experts at once take no float64.
         self._gpt.set_experts_implementation("eager")
-        self._named: dict[str, nn.Parameter] = dict(self._gpt.named_parameters())
         naming = FAMILIES[family].naming
         self.pairs = exchanges(family, config.model, naming.fused or naming)
+        weights = dict(self._gpt.named_parameters())
+        # A bias of the choice of experts is a buffer there.
+        names = {name for pair in self.pairs for name in pair.theirs}
+        self._named: dict[str, torch.Tensor] = weights | {
+            name: buffer for name, buffer in self._gpt.named_buffers() if name in names
+        }
+        self._weights = list(weights.values())
         optimizer = config.optimizer
-        weights = list(self._named.values())
         self._clip = optimizer.clip_grad or float("inf")
         self._optimizer = torch.optim.AdamW(
             [
-                {"params": [one for one in weights if one.dim() > 1], "weight_decay": optimizer.weight_decay},
-                {"params": [one for one in weights if one.dim() == 1], "weight_decay": 0.0},
+                {"params": [one for one in self._weights if one.dim() > 1], "weight_decay": optimizer.weight_decay},
+                {"params": [one for one in self._weights if one.dim() == 1], "weight_decay": 0.0},
             ],
             lr=optimizer.lr,
             betas=(optimizer.beta1, optimizer.beta2),
@@ -47,7 +54,11 @@ class HuggingFace:
         self._optimizer.zero_grad()
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
-        logits = self._gpt(input_ids=microbatch.tokens, position_ids=microbatch.position_ids, use_cache=False).logits
+        numbers = None if microbatch.documents is None else microbatch.documents.numbers
+        # It finds documents where positions begin anew; here they are known.
+        with patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: numbers):
+            output = self._gpt(input_ids=microbatch.tokens, position_ids=microbatch.position_ids, use_cache=False)
+        logits = output.logits
         losses = nn.functional.cross_entropy(logits.flatten(0, 1), microbatch.labels.flatten(), reduction="none")
         return losses.view(microbatch.labels.shape)
 
@@ -60,10 +71,10 @@ class HuggingFace:
         return gradient
 
     def update(self, scale: float) -> float:
-        for one in self._named.values():
+        for one in self._weights:
             if one.grad is not None:
                 one.grad.mul_(scale)
-        grad_norm = nn.utils.clip_grad_norm_(self._named.values(), self._clip)
+        grad_norm = nn.utils.clip_grad_norm_(self._weights, self._clip)
         self._optimizer.step()
         return float(grad_norm)
 

@@ -59,9 +59,12 @@ class MegatronCore:
         self._optimizer.zero_grad()
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
-        losses: torch.Tensor = self._wrapped(
-            microbatch.tokens, microbatch.position_ids, self._mask, labels=microbatch.labels
-        )
+        mask = self._mask
+        if microbatch.documents is not None:
+            # As its own `--reset-attention-mask` has it.
+            numbers = microbatch.documents.numbers
+            mask = mask | (numbers[:, None, :, None] != numbers[:, None, None, :])
+        losses: torch.Tensor = self._wrapped(microbatch.tokens, microbatch.position_ids, mask, labels=microbatch.labels)
         return losses
 
     def end_backward(self) -> None:

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.config.tree import Config
+from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.layout.shard_spec import ParamRecord, ParamSpec, localize
 from triaxis.engine.numerics.precision import DTYPES
@@ -89,7 +90,7 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
     samples: list[list[Sample]] = []
     sites: dict[str, torch.Tensor] = {}
     for step, rows in enumerate(rows_of_steps(config, MASKED_FRACTION)):
-        microbatches = [microbatch_of(one) for one in rows]
+        microbatches = [microbatch_of(one, within=config.data.attention == "within") for one in rows]
         samples.append([sample for one in microbatches for sample in checksums(one)])
         oracle.begin_step()
         loss_sum, num_tokens = 0.0, 0
@@ -117,16 +118,18 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
     save_file(sites, folder / REFERENCE_SITES)
 
 
-def microbatch_of(rows: Rows) -> MicroBatch:
-    """Return the oracle's own rows as the tensors that a model reads."""
-    num_rows, length = rows.tokens.shape
+def microbatch_of(rows: Rows, *, within: bool) -> MicroBatch:
+    """Return the oracle's own rows as the tensors that a model reads; it has documents where attention is `within` them."""
+    numbers = torch.from_numpy(rows.documents)
     return MicroBatch(
         tokens=torch.from_numpy(rows.tokens),
         labels=torch.from_numpy(rows.labels),
         loss_mask=torch.from_numpy(rows.loss_mask),
-        position_ids=torch.arange(length).expand(num_rows, length),
+        position_ids=torch.from_numpy(rows.positions),
         sample_ids=rows.sample_ids,
         num_tokens=int(rows.loss_mask.sum()),
+        # An oracle masks by the numbers alone.
+        documents=Documents((), torch.empty(0), numbers) if within else None,
     )
 
 
@@ -147,8 +150,14 @@ class _Book:
 
     @torch.no_grad()
     def write(self, step: int, kind: TensorKind, read: Callable[[str], torch.Tensor]) -> None:
-        """Write all tensors of a kind; `read` returns them by the oracle's names."""
+        """Write all tensors of a kind; `read` returns them by the oracle's names.
+
+        What no gradient trains has neither gradient nor moments.
+        """
+        is_of_all = kind in ("start", "master", "parameter")
         for pair in self._oracle.pairs:
+            if not (is_of_all or all(spec.is_trained for spec in pair.ours)):
+                continue
             theirs = [read(name).view_as(self._oracle.parameter(name)) for name in pair.theirs]
             for spec, values in zip(pair.ours, pair.to_ours(theirs), strict=True):
                 self._notebook.tensor(step, kind, Part(_whole(spec), 0, values.reshape(-1)))

@@ -16,7 +16,7 @@ from tests.lacking import need_package
 from tests.launch.command_line import ROOT
 from tests.launch.forked_ranks import fork_ranks_of
 from tests.verify.oracles import COMPARED
-from triaxis.engine.config.plan import parallel_sizes
+from triaxis.engine.config.plan import parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.launch.cli import main
 from triaxis.launch.verify import oracle as verify_oracle
@@ -191,6 +191,8 @@ def test_a_matrix_says_each_verdict_and_counts_them(
         ),
         (["--oracle", "transformers", "model.norm=layernorm"], "as llama: model.norm = layernorm, there it is rmsnorm"),
         (["--oracle", "transformers", "model.num_attention_heads=1"], "model.num_attention_heads"),
+        (["--oracle", "megatron-core", "data.attention=within", "model.window=4"], "Add data.attention=across"),
+        (["--oracle", "megatron-core", "data.positions=document"], "Add data.positions=sample"),
         (["--layout", "tp=2,xp=2"], "'xp=2' is not one of tp=.., cp=.., pp=.."),
         (["--layout", "tp=2,tp=4"], "each at most once"),
         (["--layout", "tp=3"], "model.num_attention_heads"),
@@ -208,6 +210,31 @@ def test_mistakes(
     is_installed(monkeypatch)
     assert main([*CONFIG, *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_dry_run_says_as_json_what_it_would_compare(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CONFIG, "--layout", "tp=2,pp=2", "--dry-run", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    (one,) = planned["trials"]
+    assert (planned["against"], one["layout"], one["config"]["parallel"]["tp"]) == (
+        "one process",
+        "tp=2 pp=2 vpp=1 dp=1",
+        2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "stages"),
+    [("llama3_405b", "tp=2,pp=2", [2, 2]), ("llama3_8b_128k", "tp=2,pp=2", [2, 2]), ("deepseek_v3", "dp=2", [3])],
+)
+def test_a_shipped_config_takes_a_layout_that_is_not_its_own(
+    name: str, layout: str, stages: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory and its list of stages are of another layout."""
+    asked = verdict_is(monkeypatch, Verdict({"loss": (1e-16, "")}, (), None))
+    assert main(["verify", "--config", str(ROOT / "configs" / f"{name}.yaml"), "--layout", layout]) == 0
+    config = asked[0].config
+    assert [stage.num_own for stage in stages_of(config)] == stages and config.recompute.granularity == "full"
 
 
 # Against somebody else's model ----------------------------------------------------------------------------------------------
@@ -355,3 +382,21 @@ def test_no_number_of_the_tables_is_cut(width: int, monkeypatch: pytest.MonkeyPa
     assert isinstance(console.file, StringIO)
     out = console.file.getvalue()
     assert all(number in out for number in ("1.23457e-05", "2.46913e-05", "2.00001", "1.5e-05")) and "\u2026" not in out
+
+
+def test_a_model_of_few_layers_has_stages_without_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    (asked,) = asked_of(monkeypatch, "gpt_tiny", "model.num_layers=2")
+    layouts = [[stage.num_own for stage in stages_of(trial.config)] for trial in asked.trials]
+    assert layouts == [[2], [1, 1], [2], [1, 1, 0, 0]]
+
+
+def test_experts_are_cut_in_one_of_the_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    balance = "model.moe.balance={}"
+    (asked,) = asked_of(monkeypatch, "mixtral_8x7b", balance)
+    assert [trial.config.parallel.ep for trial in asked.trials] == [1, 1, 2, 2]
+
+
+def asked_of(monkeypatch: pytest.MonkeyPatch, name: str, *words: str) -> list[OracleTrial]:
+    asked = oracle_says(monkeypatch, *[Verdict({"loss": (1e-16, "")}, (), None)] * 4)
+    assert main(["verify", str(ROOT / "configs" / f"{name}.yaml"), "--oracle", "transformers", *words]) == 0
+    return asked
