@@ -79,8 +79,8 @@ def _step_calls(config: Config) -> tuple[Counter[str], Counter[str], Counter[str
     engine.train_step(batches.next_step(), LEARNING_RATE)
     operators = _Operators()
     with operators:
-        counts = engine.forward_backward(batches.next_step())
-    engine.update(counts, LEARNING_RATE).wait()
+        losses = engine.forward_backward(batches.next_step())
+    engine.update(losses, LEARNING_RATE).wait()
     microbatches = batches.next_step()
     with _python_calls() as python:
         engine.forward_backward(microbatches)

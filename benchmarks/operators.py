@@ -28,7 +28,7 @@ from benchmarks.engine_overhead import LEARNING_RATE, add_model_options, batches
 from benchmarks.plain_gpt import PlainLoop
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import Batches, MicroBatch
-from triaxis.engine.step import Engine
+from triaxis.engine.step import BatchLosses, Engine
 from triaxis.models.gpt.chunk import GPTChunk
 
 Place = Literal["embedding", "blocks", "head and loss", "optimizer"]
@@ -128,7 +128,7 @@ def engine_side(engine: Engine) -> Side:
     assert chunk.embedding is not None
     modules: list[tuple[nn.Module, Place]] = [(chunk.embedding, "embedding")]
     modules += [(block, "blocks") for block in chunk.blocks]
-    return engine.forward_backward, lambda counts: engine.update(cast(torch.Tensor, counts), LEARNING_RATE), modules
+    return engine.forward_backward, lambda losses: engine.update(cast(BatchLosses, losses), LEARNING_RATE), modules
 
 
 def plain_side(loop: PlainLoop) -> Side:

@@ -102,9 +102,9 @@ def compare(stepping: Stepping, most_rounds: int, seconds: float, log_interval: 
         times.enter(StepPart.DATA)
         microbatches = batches.next_step()
         times.enter(StepPart.FORWARD_BACKWARD)
-        counts = engine.forward_backward(microbatches)
+        losses = engine.forward_backward(microbatches)
         times.enter(StepPart.OPTIMIZER)
-        engine.update(counts, LEARNING_RATE).wait()
+        engine.update(losses, LEARNING_RATE).wait()
         times.end_step()
         steps_made += 1
         times.on_step(steps_made)

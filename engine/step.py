@@ -1,37 +1,45 @@
 """One optimizer step, and one validation: forward and backward over all microbatches, reduction, clipping, update.
 
+    labels      one small all-reduce over the world, of the counted labels; the training loop posts it a step ahead
     executor    runs the schedule; gradients go to main grads, buckets are reduced as they fill
-    finish      the owned parts hold whole gradients, scaled by 1 / nominal tokens
-    agree       one small all-reduce over the world: [sum of squares, loss sum, tokens, rows without room, flags of a save, flags
-                of a stop, whether the allocator retried]; with experts another one of their load
+    finish      the owned parts hold whole gradients
+    agree       one small all-reduce over the world: [sum of squares, loss sum, rows without room, flags of a save, flags of a
+                stop, whether the allocator retried]; with experts another one of their load
     balance     routers' biases follow the load
-    optimizer   gradients x (nominal / actual tokens) / loss scale x clip factor; AdamW on the owned parts; all-gathers posted
+    optimizer   gradients / loss scale x clip factor; AdamW on the owned parts; all-gathers posted
     read        loss, norm and flags on the host, when they are waited for (by the loop, a step later)
 
 Nothing before `read` brings a number to the host: norm, clipping and the decision not to update are made on the device, so
 that it is never idle while the host reads. From a step on whose loss or gradients are not finite, nothing is updated (with
 `resilience.on_nonfinite: skip`, in that step alone). A step whose loss or gradient norm is an outlier updates nothing either
 (`StepLimits`). Of an fp16 run, gradients that only overflow lower the loss scale
-(`engine/optimizer/loss_scale.py`): their step alone updates nothing, and it is no divergence.
+(`engine/optimizer/loss_scale.py`): their step alone updates nothing, and it is no divergence. Nor is a step without a counted
+label, which updates nothing either.
 
-The loss is the sum of token losses over the unmasked tokens of the GLOBAL batch. The backward scales by the constant
-1 / nominal tokens (global batch x sequence length), so that no rank needs to know the others' masks; what masks
-take away is put right by one factor at the end, exactly 1.0 where nothing is masked.
+Each loss has its own divisor, known before the backward, and all are of the GLOBAL batch:
+
+    loss = L0 / n0  +  loss_weight / D x (L1 / n1 + .. LD / nD)  +  losses of routers / nominal tokens
+
+Lk is the sum of the losses of the counted labels at distance k (`engine/config/mtp.py`), and nk is their number, at least 1. A
+router chooses for every token, counted or not, so its losses are over global batch x sequence length
+(`engine/expert_parallel/routing.py`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from triaxis.engine.activations.saved_tensors import SavedTensors
 from triaxis.engine.comm.agreement import NO_FLAGS, NUM_NUMBERS, NUM_SUMS, StepFlags, StopFlags
+from triaxis.engine.comm.collectives import Pending
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.plan import BatchPlan
 from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import count_labels
 from triaxis.engine.device.host_copy import ToHost, to_device
 from triaxis.engine.errors import DivergenceError
 from triaxis.engine.expert_parallel.balance import ExpertLoad
@@ -72,6 +80,18 @@ class Chunk(Protocol):
     def __call__(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def logits(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def train(self, mode: bool = True) -> nn.Module: ...
+
+
+class BatchLosses(NamedTuple):
+    """The losses of one global batch, in float64 on the device.
+
+    Attributes:
+        sums: [1 + D], of this rank: the sum of token losses, then the weighted sums of each token ahead; zeros off the last stage.
+        labels: [1 + D], of the global batch: the numbers of counted labels, by which each of these losses is divided.
+    """
+
+    sums: torch.Tensor
+    labels: torch.Tensor
 
 
 @dataclass
@@ -126,25 +146,28 @@ class Engine:
         """Return the load of this rank's experts, one for all chunks; None: the model has none."""
         return self.chunks[0].load
 
-    @property
-    def nominal_tokens(self) -> int:
-        return self.plan.tokens_per_step
+    def post_labels(self, num_labels: Sequence[int]) -> Pending:
+        """Post the sum over the world of this rank's labels (`triaxis.engine.data.loader.count_labels`); every rank calls it.
+
+        Returns:
+            The sum, for `forward_backward`.
+        """
+        vector = to_device(num_labels, AGREEMENT_DTYPE, self.topology.device)
+        return self.topology.axis("world").all_reduce(vector, "labels")
 
     def forward_backward(
         self,
         microbatches: Sequence[Any],
         observers: Sequence[InstructionObserver] = (),
         on_grad: Callable[[ShardedParameter], None] | None = None,
-    ) -> torch.Tensor:
+        labels: Pending | None = None,
+    ) -> BatchLosses:
         """Compute and reduce the gradients of one global batch.
 
         Args:
             observers: of the instructions of this step alone (`triaxis.engine.pipeline.executor.Executor`).
             on_grad: called with each parameter whose gradient was added (`triaxis.engine.optimizer.grad_buffer.GradBuffers.start`).
-
-        Returns:
-            This rank's [loss sum, tokens]; zeros off the last stage. With multi-token prediction the weighted loss sums of tokens
-            ahead follow, then the numbers of those tokens.
+            labels: from `post_labels`, of these microbatches; None: it is posted now.
         """
         self.topology.ledger.reset()
         self._set_mode(training=True)
@@ -152,12 +175,15 @@ class Engine:
             self.load.begin()
             self.load.loss_scale.copy_(self.loss_scale.scale)
         self.buffers.start(self.plan.num_microbatches, on_grad)
+        if labels is None:
+            labels = self.post_labels(count_labels(microbatches))
+        # All tensor- and pipeline-parallel ranks of a replica have the same labels.
+        num_labels = labels.wait() / (self.topology.sizes.tp * self.topology.sizes.pp)
         program = self.train_programs.next()
-        scale = self.loss_scale.scale / self.nominal_tokens
+        scale = self.loss_scale.scale / num_labels.clamp(min=1.0)
         losses = self.executor.run(program, microbatches, self._loss, loss_scale=scale, observers=observers)
-        counts = self._count(losses, microbatches, self.config.model.num_mtp_layers)
         self.buffers.finish()
-        return counts
+        return BatchLosses(self._sums(losses, len(num_labels)), num_labels)
 
     def _set_mode(self, *, training: bool) -> None:
         # Torch sets it module by module, so that a step of small microbatches would notice.
@@ -171,15 +197,16 @@ class Engine:
 
     def update(
         self,
-        counts: torch.Tensor,
+        losses: BatchLosses,
         lr: float,
         flags: StepFlags = NO_FLAGS,
         limits: StepLimits = NO_LIMITS,
     ) -> PendingResult:
-        """Post one update of the weights with the reduced gradients; `counts` are this rank's.
+        """Post one update of the weights with the reduced gradients; `losses` are those of their batch.
 
-        A loss above `limits.divergence` is treated as one that is not finite: nothing is updated. A finite loss or gradient norm
-        above the other limits leaves this update out, and the loss scale as it is.
+        A batch without a counted label updates nothing: no decay, no moments, no average, no bias of a router. A loss above
+        `limits.divergence` is treated as one that is not finite: nothing is updated. A finite loss or gradient norm above the other
+        limits leaves this update out, and the loss scale as it is.
         `flags` of a save and of a stop are summed over the ranks in the same small all-reduce
         (`triaxis.engine.comm.agreement`), and so is whether this rank's allocator has retried.
         """
@@ -187,33 +214,37 @@ class Engine:
         raised = flags._replace(retried=float(self._retries > before)).values()
         load = self.load
         posted = None if load is None else load.post(self.topology.axis("world"))
-        mine = [self.optimizer.grad_square_sum().to(AGREEMENT_DTYPE).view(1), counts[:2], self._overflow()]
-        vector = torch.cat((*mine, counts.new_zeros(len(raised)), counts[2:]))
+        mine = [self.optimizer.grad_square_sum().to(AGREEMENT_DTYPE).view(1), losses.sums[:1], self._overflow()]
+        vector = torch.cat((*mine, losses.sums.new_zeros(len(raised)), losses.sums[1:]))
         for place, flag in enumerate(raised, start=NUM_SUMS):
             if flag:
                 vector[place].fill_(flag)
         agreed = self.topology.axis("world").all_reduce(vector, "step").wait()
 
-        square_sum, loss_sum, num_tokens, overflow = agreed[:NUM_SUMS].unbind()
-        # A global batch without a single counted token has no gradient; its loss is reported as zero.
-        tokens = num_tokens.clamp(min=1.0)
+        square_sum, loss_sum, overflow = agreed[:NUM_SUMS].unbind()
+        num_tokens, divisors = losses.labels[0], losses.labels.clamp(min=1.0)
+        # Of a global batch without a single counted label the loss is reported as zero.
+        loss = loss_sum / divisors[0]
         used = self.loss_scale.scale
-        scale = self.nominal_tokens / tokens / used
+        scale = 1.0 / used
         grad_norm = square_sum.sqrt() * scale
-        is_bad = loss_sum.isfinite().logical_not() | (loss_sum / tokens > limits.divergence) | (overflow > 0)
+        is_bad = loss_sum.isfinite().logical_not() | (loss > limits.divergence) | (overflow > 0)
         has_overflowed = square_sum.isfinite().logical_not()
         is_bad |= has_overflowed & self.loss_scale.can_fall().logical_not()
         self.diverged = is_bad if self.config.resilience.on_nonfinite == "skip" else self.diverged | is_bad
         has_overflowed &= self.diverged.logical_not()
-        is_outlier = (loss_sum / tokens > limits.loss) | (grad_norm > limits.grad_norm)
-        is_outlier &= (self.diverged | has_overflowed).logical_not()
-        self.loss_scale.update(has_overflowed, self.diverged | is_outlier)
-        skip = self.diverged | has_overflowed | is_outlier
+        is_empty = (num_tokens == 0) & has_overflowed.logical_not()
+        is_outlier = (loss > limits.loss) | (grad_norm > limits.grad_norm)
+        is_outlier &= (self.diverged | has_overflowed | is_empty).logical_not()
+        left_out = self.diverged | is_outlier | is_empty
+        self.loss_scale.update(has_overflowed, left_out)
+        skip = left_out | has_overflowed
         clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
         self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=skip)
         why_skipped = (self.diverged, used, has_overflowed, is_outlier)
-        sums = torch.stack((loss_sum / tokens, grad_norm, num_tokens, loss_sum, square_sum, overflow, *why_skipped))
-        numbers = [sums, agreed[NUM_SUMS:NUM_NUMBERS], losses_ahead(agreed[NUM_NUMBERS:], self.config.model.mtp)]
+        sums = torch.stack((loss, grad_norm, num_tokens, loss_sum, square_sum, overflow, *why_skipped))
+        ahead = losses_ahead(agreed[NUM_NUMBERS:], divisors[1:], self.config.model.mtp)
+        numbers = [sums, agreed[NUM_SUMS:NUM_NUMBERS], ahead]
         num_experts = 0
         if load is not None and posted is not None:
             by_layer = posted.wait()
@@ -239,7 +270,9 @@ class Engine:
         self._set_mode(training=False)
         for microbatches in steps:
             losses = self.executor.run(self.forward_programs.next(), microbatches, self._loss)
-            counts += self._count(losses, microbatches)
+            counts[:1] += self._sums(losses, 1)
+            if losses and self.topology.coordinates.tp == 0:
+                counts[1] += count_labels(microbatches)[0]
         vector = torch.cat((counts, self._overflow()))
         loss_sum, total, overflow = self.topology.axis("world").all_reduce(vector, "validation").wait().tolist()
         if overflow:
@@ -265,16 +298,8 @@ class Engine:
             return torch.zeros(1, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         return self.load.overflow.to(AGREEMENT_DTYPE).view(1)
 
-    def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any], num_ahead: int = 0) -> torch.Tensor:
-        """Return [loss sum, tokens] on the device, counted once per model replica: by the tp rank 0 of the last stage.
-
-        The same of `num_ahead` tokens further on follows, first all sums and then all numbers.
-        """
-        device = self.topology.device
+    def _sums(self, losses: Sequence[torch.Tensor], number: int) -> torch.Tensor:
+        """Return the first `number` sums over microbatches, once per replica: on the tp rank 0 of the last stage, else zeros."""
         if not losses or self.topology.coordinates.tp != 0:
-            return torch.zeros(2 + 2 * num_ahead, dtype=AGREEMENT_DTYPE, device=device)
-        sums = torch.stack(list(losses)).sum(0).to(AGREEMENT_DTYPE).view(-1)
-        num_tokens = sum(microbatch.num_tokens for microbatch in microbatches)
-        ahead = [sum(microbatch.num_ahead[place] for microbatch in microbatches) for place in range(num_ahead)]
-        counts = to_device((num_tokens, *ahead), AGREEMENT_DTYPE, device)
-        return torch.cat((sums[:1], counts[:1], sums[1:], counts[1:]))
+            return torch.zeros(number, dtype=AGREEMENT_DTYPE, device=self.topology.device)
+        return torch.stack(list(losses)).sum(0).to(AGREEMENT_DTYPE).view(-1)[:number]

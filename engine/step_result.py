@@ -21,9 +21,9 @@ class StepResult:
     Attributes:
         loss: per token, in nats.
         grad_norm: global, before clipping, without the loss scale.
-        num_tokens: counted tokens of the global batch.
+        num_tokens: counted labels of the global batch. Without any, the step has updated nothing.
         flags: how many ranks raised each flag.
-        flaw: why the step has updated nothing; "": it has, or its gradients overflowed.
+        flaw: why the step has updated nothing; "": it has, or it left its update out as below or for want of a counted label.
         load: tokens of the global batch that chose each expert, by layer with experts; (): the model has none.
         dropped: rows of tokens that found no room in the buffers of their experts; a step with any has a flaw.
         ahead: loss per token of multi-token prediction, at each distance beyond the next token.
@@ -184,12 +184,9 @@ class StepsInFlight:
         return finished
 
 
-def losses_ahead(sums: torch.Tensor, mtp: MTPConfig | None) -> torch.Tensor:
-    """Return the loss per token [D] of multi-token prediction, from [D weighted loss sums, D numbers of tokens]."""
-    if mtp is None:
-        return sums
-    loss_sums, num_tokens = sums.chunk(2)
-    return loss_sums * (mtp.num_layers / mtp.loss_weight) / num_tokens.clamp(min=1.0)
+def losses_ahead(sums: torch.Tensor, divisors: torch.Tensor, mtp: MTPConfig | None) -> torch.Tensor:
+    """Return the loss per token [D] of multi-token prediction, from the weighted loss sums [D] and the numbers of labels [D]."""
+    return sums if mtp is None else sums * (mtp.num_layers / mtp.loss_weight) / divisors
 
 
 def without_room(rows: int) -> str:

@@ -52,6 +52,12 @@ ModelBuilder = Callable[
 """A builder of this rank's chunks (on the meta device) and its parameters by name; `triaxis.models.gpt.chunk.build_chunks`."""
 
 
+class TrainingSource(StepSource, Protocol):
+    """Training batches; a step's counted labels are known before the step itself (`triaxis.engine.data.loader.Batches`)."""
+
+    def next_labels(self) -> list[int]: ...
+
+
 class Observer(ValidationObserver, Protocol):
     """A follower of the loop (`triaxis.engine.telemetry`), called on every rank; steps count from 0.
 
@@ -91,7 +97,7 @@ class TrainingRun:
     """
 
     engine: Engine
-    open_batches: Callable[[int], StepSource]
+    open_batches: Callable[[int], TrainingSource]
     open_validation: Callable[[], StepSource] | None
     observer: Observer
     checkpoints: CheckpointSaver
@@ -193,7 +199,7 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
                 consumed_samples, validation_is_due = state.consumed_samples, state.validation_is_due
 
 
-def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: bool = False) -> Stop | None:
+def train_steps(run: TrainingRun, batches: TrainingSource, *, validation_is_due: bool = False) -> Stop | None:
     """Make the steps that follow the batches' `consumed_samples`; returns why the run stopped, None after its last step.
 
     The samples of a step depend on `consumed_samples` alone. Where the run has phases, these are the steps of the engine's one: at
@@ -207,7 +213,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
     plan, phase = engine.plan, engine.plan.phase
     end_step, first_step = phase.end_step, phase.step_after(batches.consumed_samples)
     validation = Validation(engine, run.open_validation, observer, stop)
-    in_flight, stops = StepsInFlight(), False
+    in_flight, stops, ahead = StepsInFlight(), False, None
 
     if validation_is_due and validation.is_due(first_step - 1):
         is_validated = validation.make(first_step - 1)
@@ -220,9 +226,11 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
             observer.enter(StepPart.DATA)
             microbatches = batches.next_step()
             observer.on_batch(microbatches)
+            # The backward divides by the labels of all ranks. Summed a step ahead, they are there when it begins.
+            labels, ahead = ahead, None if is_last else engine.post_labels(batches.next_labels())
 
             observer.enter(StepPart.FORWARD_BACKWARD)
-            counts = engine.forward_backward(microbatches)
+            losses = engine.forward_backward(microbatches, labels=labels)
 
             observer.enter(StepPart.OPTIMIZER)
             run.guard.before_update(step)
@@ -230,7 +238,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
                 phase.tokens_before(step), plan.tokens_per_step, engine.config.optimizer, plan.num_tokens
             )
             flags = StepFlags(checkpoints.flags(), stop.flags())
-            in_flight.post(step, lr, engine.update(counts, lr, flags, run.guard.limits(step)))
+            in_flight.post(step, lr, engine.update(losses, lr, flags, run.guard.limits(step)))
             reads_all = is_last or validates or checkpoints.is_due(step + 1, is_last=is_last)
             finished = in_flight.read(stop, newest=reads_all)
             observer.end_step()

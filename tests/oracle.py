@@ -7,7 +7,7 @@ slices them is what the tests check).
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -91,6 +91,27 @@ def rope_frequencies(r: int, base: float, scaling: RopeScaling | None, length: i
 
 
 def oracle_loss_sum(
+    model: ModelConfig, weights: Weights, tokens: torch.Tensor, *rows: Any, **options: Any
+) -> torch.Tensor:
+    """Sum of the unmasked tokens' losses; arguments as of `oracle_losses`."""
+    return oracle_losses(model, weights, tokens, *rows, **options).of_next
+
+
+class OracleLosses(NamedTuple):
+    """The losses of some samples, each a scalar of its own graph.
+
+    Attributes:
+        of_next: sum over the counted labels, with the z-loss of the head in its gradient and not in its value.
+        ahead: the same of each token ahead, without a weight, and the number of its counted labels.
+        on_load: the losses of the routers, as a sum over all tokens.
+    """
+
+    of_next: torch.Tensor
+    ahead: list[tuple[torch.Tensor, int]]
+    on_load: torch.Tensor
+
+
+def oracle_losses(
     model: ModelConfig,
     weights: Weights,
     tokens: torch.Tensor,
@@ -101,11 +122,10 @@ def oracle_loss_sum(
     seed: int = 0,
     documents: torch.Tensor | None = None,
     load: dict[int, torch.Tensor] | None = None,
-    ahead: list[tuple[float, int]] | None = None,
-) -> torch.Tensor:
-    """Sum of the unmasked tokens' losses. ids int64 [b, s], mask bool [b, s]; documents: number of each token's, [b, s].
+) -> OracleLosses:
+    """Losses of samples. ids int64 [b, s], mask bool [b, s]; documents: number of each token's, [b, s].
 
-    `load` gets the tokens that chose each expert, [E] by layer; `ahead` the sum and number of losses of each token ahead.
+    `load` gets the tokens that chose each expert, [E] by layer.
     """
     b, s = tokens.shape
     h, d, mla = model.hidden_size, model.head_size, model.mla
@@ -297,7 +317,7 @@ def oracle_loss_sum(
         return losses + (extra - extra.detach())
 
     x = norm(x, "final_norm")
-    total = (losses_of(x, labels) * loss_mask).sum()
+    of_next, ahead = (losses_of(x, labels) * loss_mask).sum(), []
     if model.mtp is not None:
         for distance in range(1, model.mtp.num_layers + 1):
             layer = model.num_layers + distance - 1
@@ -315,12 +335,8 @@ def oracle_loss_sum(
             embedded = hidden_dropout(embedded, f"{name}.embedding.dropout")
             joined = torch.cat((norm(embedded, f"{name}.embedding_norm"), norm(x, f"{name}.hidden_norm")), dim=-1)
             x = norm(run_layer(layer, joined @ weights[f"{name}.projection.weight"].t()), f"{name}.norm")
-            further = (losses_of(x, target) * counted).sum()
-            if ahead is not None:
-                ahead.append((float(further.detach()), int(counted.sum())))
-            share = model.mtp.loss_weight / model.mtp.num_layers * further
-            total = total + (share - share.detach())
-    return total + (on_load - on_load.detach())
+            ahead.append(((losses_of(x, target) * counted).sum(), int(counted.sum())))
+    return OracleLosses(of_next, ahead, on_load)
 
 
 def oracle_choice(scores: list[float], moe: MoEConfig) -> list[int]:

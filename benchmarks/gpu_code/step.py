@@ -270,9 +270,9 @@ def record_step(config: Config) -> StepRecord:
             know_rows(engine, known)
         batches = microbatches(engine)
         with recorder.recording():
-            counts = engine.forward_backward(batches)
+            losses = engine.forward_backward(batches)
             recorder.is_update = True
-            engine.update(counts, lr=1e-3)
+            engine.update(losses, lr=1e-3)
             engine.buffers.wait_all()
         topology.close()
     return recorder.record

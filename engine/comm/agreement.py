@@ -1,14 +1,16 @@
 """The numbers that all ranks sum in a step's one small all-reduce, and their order (no torch here).
 
-sums     squared gradient norm, loss sum, tokens, rows of experts' buffers that were too few     made on the device
-(a model with multi-token prediction adds the sum of losses and the number of tokens of each token ahead, after these)
+sums     squared gradient norm, loss sum, rows of experts' buffers that were too few     made on the device
 flags    of a save, of a stop, of the allocator (`StepFlags`)       known to the host; 0.0 or 1.0 before the sum
+(a model with multi-token prediction adds the sum of losses of each token ahead, after these)
+
+The counted labels are summed before the step (`triaxis.engine.step.Engine.post_labels`), because the backward divides by them.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-NUM_SUMS = 4
+NUM_SUMS = 3
 
 
 class SaveFlags(NamedTuple):

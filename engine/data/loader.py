@@ -11,7 +11,7 @@ thread and a queue in step order make the result independent of timing.
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -55,6 +55,16 @@ class MicroBatch:
     """Numbers of tokens that are predicted at each of these distances."""
     rank_work: tuple[int, ...] | None = None
     """Keys that the queries of each rank that shares the rows see, over all layers; None: rows are not cut, or are one document."""
+
+    @property
+    def num_labels(self) -> tuple[int, ...]:
+        """Return the numbers of counted labels, by distance: of the next tokens, then of those ahead."""
+        return (self.num_tokens, *self.num_ahead)
+
+
+def count_labels(microbatches: Sequence[MicroBatch]) -> list[int]:
+    """Return the counted labels of a rank's microbatches, by distance."""
+    return [sum(counts) for counts in zip(*(each.num_labels for each in microbatches), strict=True)]
 
 
 class Batches:
@@ -123,6 +133,14 @@ class Batches:
         self._read_one_more()
         self.consumed_samples += self.global_batch_size
         return [self._to_device(microbatch) for microbatch in microbatches]
+
+    def next_labels(self) -> list[int]:
+        """Return the counted labels of the step that `next_step` returns next, by distance; waits until that step is read.
+
+        Zeros where it cannot be read: `next_step` raises that error, once the step before it is made.
+        """
+        upcoming = self._ahead[0]
+        return [0] * (1 + self._num_ahead) if upcoming.exception() else count_labels(upcoming.result())
 
     def close(self) -> None:
         """Stop reading and wait for the thread; may be called twice."""

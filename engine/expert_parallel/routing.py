@@ -5,7 +5,7 @@
     weights g                  s of the chosen, divided by their sum with `normalize`, times `scaling`
 
 The bias enters the choice alone, so it has no gradient (2408.15664). Two losses add to the gradient of the logits and not to the
-reported loss. Like the loss of a token they are divided by the nominal tokens of the global batch:
+reported loss. They are over all tokens of the global batch, counted by the loss or not, because each of them is routed:
 
     z loss            z sum over tokens of log(sum of exp(logits))^2                                       2202.08906, equation 5
     sequence loss     a sum over samples of S sum_i f_i P_i, f_i = E / (k S) x tokens that chose i,        2412.19437, equations

@@ -1,6 +1,6 @@
 """The loss scale: a factor of the loss in the backward that keeps small fp16 gradients from becoming zero (1710.03740).
 
-    backward     d loss x scale / nominal tokens         on the last stage and in routers; gradients come out x scale
+    backward     d loss x scale / its divisor            on the last stage and in routers; gradients come out x scale
     overflow     the squared gradient norm is not finite while the loss is, and the scale may still fall
                  -> no update in this step; after `hysteresis` of them the scale halves, at every one, until it has doubled again
     update       gradients / scale; after `window` of them in a row the scale doubles

@@ -66,7 +66,7 @@ class Executor:
         program: Program,
         microbatches: Sequence[Any],
         function: ChunkFunction,
-        loss_scale: float | torch.Tensor = 1.0,
+        loss_scale: torch.Tensor | None = None,
         observers: Sequence[InstructionObserver] = (),
     ) -> list[torch.Tensor]:
         """Run the program; gradients go to the main grads.
@@ -74,7 +74,7 @@ class Executor:
         Args:
             program: lowered for this topology's pp, with as many microbatches.
             microbatches: one batch per microbatch; every stage gets it.
-            loss_scale: the gradient of each output of the last stage, a number or a scalar on the device.
+            loss_scale: the gradient of each output of the last stage, with as many elements; None: the program has no backward.
             observers: of this run alone, after those of the executor.
 
         Returns:
@@ -91,7 +91,7 @@ class _Run:
     program: Program
     microbatches: Sequence[Any]
     function: ChunkFunction
-    loss_scale: float | torch.Tensor
+    loss_scale: torch.Tensor | None
     observers: Sequence[InstructionObserver]
 
     def __post_init__(self) -> None:
@@ -156,7 +156,9 @@ class _Run:
         stage = self.placement.stage_of(self.rank, chunk)
         kept = self.kept.pop((chunk, microbatch))
         if stage == self.placement.num_stages - 1:
-            grad = torch.empty_like(self.outputs[microbatch]).fill_(self.loss_scale)
+            assert self.loss_scale is not None, "a backward needs the gradient of the outputs"
+            output = self.outputs[microbatch]
+            grad = torch.empty_like(output).copy_(self.loss_scale.view_as(output))
         else:
             grad = self.transport.take(StageTensor("backward", stage, microbatch))
         queue = self.executor.queues[chunk]

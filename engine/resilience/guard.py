@@ -2,6 +2,7 @@
 
     gradients of an fp16 run overflow                                     continues: its loss scale falls (`loss_scale.py`)
     a loss or gradient norm far above those of the last steps             continues without that update (`StepLimits`)
+    no label of the global batch is counted                               continues without that update
     a loss or gradient that is not finite, or a loss above its limit      resilience.on_nonfinite
         stop        no update from that step on; the error names the first rank and module
         skip        no update in that step; its samples stay consumed
@@ -83,6 +84,9 @@ class Guard:
         if result.has_overflowed:
             return
         if not (result.flaw or result.outlier):
+            if not result.num_tokens:
+                self._report_empty(step)
+                return
             self._num_skips_in_a_row = 0
             self._history.remember(step, result.loss, result.grad_norm, self._config)
             return
@@ -113,6 +117,16 @@ class Guard:
                 "(resilience.max_skips_in_a_row): the weights themselves are spoiled. Continue from an older checkpoint."
             )
         raise DivergenceError(error)
+
+    def _report_empty(self, step: int) -> None:
+        first, stop = self.samples(step)
+        self._notices.on_trouble(
+            "no_labels",
+            step,
+            f"step {step + 1:,} on samples {first:,} to {stop - 1:,}: no label of theirs is counted, so there is no loss "
+            "(data.count_document_starts=false leaves out the first token of each document). Its update is left out.",
+            samples=[first, stop],
+        )
 
     def _leave_out(self, step: int, result: StepResult, samples: tuple[int, int]) -> None:
         """Report a step that is an outlier; DivergenceError where too many of them follow each other."""

@@ -59,7 +59,7 @@ class TrainingObserver:
         experts: measures the load of experts; None: the model has none.
         norms: measures norms by groups of parameters; None: nothing asks for them.
         fp8: measures the numbers that FP8 loses; None: nothing asks for them.
-        loss: of the last step; None before the first.
+        loss: of the last step with a counted label; None before the first.
         val_loss: of the last validation; None before the first.
     """
 
@@ -126,7 +126,7 @@ class TrainingObserver:
 
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
         """Record step `step`, counted from 0."""
-        self.loss = result.loss
+        self.loss = result.loss if result.num_tokens else self.loss
         self._num_overflows += result.has_overflowed
         self._num_outliers += bool(result.outlier)
         ended = self._ended.popleft()

@@ -314,10 +314,10 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
     watch.phase = "gradients"
     modules, saving = [cast(nn.Module, chunk) for chunk in engine.chunks], {chunk.saved for chunk in engine.chunks}
     with watch.looking_at(modules, list(saving), HEAD_MODULES, PLACES):
-        counts = engine.forward_backward(batches, observers=[recorder])
+        losses = engine.forward_backward(batches, observers=[recorder])
     recorder.begin_update()
     watch.phase = "optimizer"
-    engine.update(counts, lr=1e-3)
+    engine.update(losses, lr=1e-3)
     engine.buffers.wait_all()
     recorder.end()
     num_microbatches = engine.plan.num_microbatches

@@ -39,10 +39,10 @@ def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
     dataset = SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length)
     with closing(open_batches(config, topology, dataset)) as batches:
         engine.train_step(batches.next_step(), config.optimizer.lr)
-        sums = engine.forward_backward(batches.next_step())
-        # The update sums them over all ranks.
+        losses = engine.forward_backward(batches.next_step())
+        # The update sums the load over all ranks.
         chosen = None if engine.load is None else engine.load.counts.clone()
-        engine.update(sums, config.optimizer.lr).wait()
+        engine.update(losses, config.optimizer.lr).wait()
     measured = measured_traffic(topology.ledger.posted)
     choices = None if chosen is None else choices_of_group(engine, chosen)
     return measured, expected_traffic(config, topology.sizes, topology.coordinates, engine.stages, choices)

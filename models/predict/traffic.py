@@ -19,7 +19,8 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather, reduce-scatter and al
                       where it is cut, once, also where a layer is recomputed; of the output's gradient likewise; of a weight over
                       tp, once a step
                       with `precision.fp8.gather` also of what is gathered for linear layers, which then is 1 byte per element
-    token ahead       a layer, and the calls of embedding and head once more; two more numbers in the step's agreement
+    token ahead       a layer, and the calls of embedding and head once more; one more number in each of the step's sums over the
+                      world: of counted labels, and of what all ranks agree on
     frozen            before the first layer with a trained parameter there are forwards alone, in pipeline stages too; a frozen
                       weight has no bucket, and its input is not gathered again
     layer, experts    of an MLP's calls those of the shared experts alone, and what `models/predict/experts/traffic.py` counts
@@ -142,8 +143,9 @@ def expected_traffic(
         _pipeline(tally, config, sizes, stage, num_stages, part.first_stage(stages))
         _experts(tally, config, sizes, at, stages[stage], going_back, choices)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
-    agreed = NUM_NUMBERS + 2 * config.model.num_mtp_layers
-    tally.add("world", "step", "all_reduce", sizes.world_size, agreed * BYTES_PER_ELEMENT["float64"])
+    ahead = config.model.num_mtp_layers
+    for purpose, numbers in (("labels", 1 + ahead), ("step", NUM_NUMBERS + ahead)):
+        tally.add("world", purpose, "all_reduce", sizes.world_size, numbers * BYTES_PER_ELEMENT["float64"])
     if config.model.moe is not None:
         load = len(config.model.expert_layers) * config.model.moe.num_experts * COUNT_BYTES
         tally.add("world", f"{EXPERTS} load", "all_reduce", sizes.world_size, load)

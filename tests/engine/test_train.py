@@ -72,7 +72,7 @@ class Loop:
         self.asked_in_batch = asked_in_batch
         self.log: Log = []
         self.consumed_samples = begins_at * self.plan.samples_per_step
-        self.step = begins_at - 1
+        self.step, self.begins_at = begins_at - 1, begins_at
         self.saved: list[tuple[int, bool]] = []
 
     def run(self, *, validation_is_due: bool = False) -> Log:
@@ -95,8 +95,14 @@ class Loop:
 
     # The engine
 
-    def forward_backward(self, microbatches: Any) -> None:
+    def post_labels(self, num_labels: list[int]) -> list[int]:
+        return num_labels
+
+    def forward_backward(self, microbatches: Any, labels: list[int] | None) -> None:
         self.step += 1
+        # Those of a first step are summed in it, those of each later one during the step before.
+        is_first = self.step == self.begins_at
+        assert labels == (None if is_first else [self.step])
         if self.step == self.asked_at:
             self.request.ask(Stop.PREEMPTED)
 
@@ -140,6 +146,11 @@ class Loop:
     def next_step(self) -> list[Any]:
         self.consumed_samples += self.plan.samples_per_step
         return []
+
+    def next_labels(self) -> list[int]:
+        upcoming = self.step + 2
+        assert upcoming < self.plan.phase.end_step, "no label of the run's last step is behind it"
+        return [upcoming]
 
     def close(self) -> None: ...
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tests.oracle import oracle_loss_sum, oracle_weights
+from tests.oracle import OracleLosses, oracle_losses, oracle_weights
 from tests.parity.models import DOCUMENTS, MODELS
 from triaxis.engine.checkpoint.shards import having
 from triaxis.engine.comm.topology import Topology
@@ -301,7 +301,8 @@ def owned_pieces(engine: Engine, which: str) -> list[Piece]:
 
 @dataclass
 class RankResult:
-    """Results of one rank: loss sum, tokens, gradients and losses ahead of the first step; loss, norm by step; last masters."""
+    """Results of one rank: its loss sum, the tokens of all ranks, gradients and losses ahead of the first step; loss, norm by step;
+    last masters."""
 
     loss_sum: float
     num_tokens: int
@@ -344,14 +345,14 @@ def run_case(rank: int, case: Case, weights: Mapping[str, torch.Tensor], num_ste
     """One rank of a layout: gradients of the first global batch, and `num_steps` updates, the first with them."""
     engine, batches = build_rank(rank, case)
     load_weights(engine, {name: weight.detach() for name, weight in weights.items()})
-    counts = engine.forward_backward(batches.next_step())
-    loss_sum, num_tokens = counts[:2].tolist()
+    losses = engine.forward_backward(batches.next_step())
+    loss_sum, num_tokens = float(losses.sums[0]), float(losses.labels[0])
     grads = owned_pieces(engine, "grads")
     steps, ahead = [], ()
     for step in range(num_steps):
         if step > 0:
-            counts = engine.forward_backward(batches.next_step())
-        result = engine.update(counts, lr=1e-2 / (step + 1)).wait()
+            losses = engine.forward_backward(batches.next_step())
+        result = engine.update(losses, lr=1e-2 / (step + 1)).wait()
         steps.append((result.loss, result.grad_norm))
         ahead = ahead or result.ahead
     batches.close()
@@ -381,6 +382,18 @@ class OracleResult:
     steps: list[tuple[float, float]]
     weights: dict[str, torch.Tensor]
     ahead: tuple[float, ...]
+
+
+def trained_loss(config: Config, found: OracleLosses, tokens: int, nominal: int) -> torch.Tensor:
+    """The loss whose gradient is trained, by the documented formula: each part over a divisor of its own.
+
+    The next tokens over their counted labels, each token ahead over its own, the routers' losses over all tokens.
+    """
+    total = found.of_next / tokens + found.on_load / nominal
+    for summed, count in found.ahead:
+        assert config.model.mtp is not None
+        total = total + config.model.mtp.loss_weight / config.model.mtp.num_layers * summed / max(count, 1)
+    return total
 
 
 def run_oracle(
@@ -421,7 +434,7 @@ def run_oracle(
     for step in range(max(num_steps, 1)):
         (batch,) = batches.next_step()
         load: dict[int, torch.Tensor] = {}
-        loss_sum = oracle_loss_sum(
+        found = oracle_losses(
             config.model,
             weights,
             batch.tokens,
@@ -432,17 +445,15 @@ def run_oracle(
             seed=config.train.seed,
             documents=None if batch.documents is None else batch.documents.numbers,
             load=load,
-            ahead=(ahead := []),
         )
         tokens = int(batch.loss_mask.sum())
         optimizer.zero_grad()
-        (loss_sum / tokens).backward()
-        loss = float(loss_sum.detach()) / tokens
+        trained_loss(config, found, tokens, nominal).backward()
+        loss = float(found.of_next.detach()) / tokens
         if step == 0:
-            first_loss, first_ahead = loss, tuple(total / max(count, 1) for total, count in ahead)
-            grads = {
-                name: weight.grad * tokens / nominal for name, weight in weights.items() if weight.grad is not None
-            }
+            first_loss = loss
+            first_ahead = tuple(float(total.detach()) / max(count, 1) for total, count in found.ahead)
+            grads = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
         trained = [weight for weight in weights.values() if weight.requires_grad]
         norm = torch.nn.utils.clip_grad_norm_(trained, config.optimizer.clip_grad or torch.inf)
         steps.append((loss, float(norm)))

@@ -45,10 +45,10 @@ def snapshots(
         load_weights(engine, {name: weight.detach() for name, weight in weights.items()})
     found = [(owned_pieces(engine, "master"), owned_pieces(engine, "ema"))]
     for step in range(num_steps):
-        counts = engine.forward_backward(batches.next_step())
+        losses = engine.forward_backward(batches.next_step())
         if step == skipped and rank == 0:
             next(owned for owned in engine.optimizer.trained if owned.buffer.replica_index == 0).grads[0] = torch.inf
-        result = engine.update(counts, lr=1e-2 / (step + 1)).wait()
+        result = engine.update(losses, lr=1e-2 / (step + 1)).wait()
         assert result.has_overflowed == (step == skipped)
         found.append((owned_pieces(engine, "master"), owned_pieces(engine, "ema")))
     batches.close()

@@ -30,9 +30,9 @@ def build_scaled(rank: int, case: Case, config: LossScaleConfig) -> tuple[Engine
 
 def grads_and_masters(rank: int, case: Case, scale: float) -> tuple[list[torch.Tensor], list[torch.Tensor], float]:
     engine, batches = build_scaled(rank, case, LossScaleConfig(static=scale))
-    counts = engine.forward_backward(batches.next_step())
+    losses = engine.forward_backward(batches.next_step())
     grads = [piece.values for piece in owned_pieces(engine, "grads")]
-    norm = engine.update(counts, LR).wait().grad_norm
+    norm = engine.update(losses, LR).wait().grad_norm
     batches.close()
     return grads, [piece.values for piece in owned_pieces(engine, "master")], norm
 
@@ -79,13 +79,13 @@ def planted(rank: int, case: Case) -> tuple[list[float | None], list[int], int]:
     engine, batches = build_scaled(rank, case, LossScaleConfig(initial=1024.0, window=2, hysteresis=2))
     used, skipped = [], []
     for step in range(len(USED)):
-        counts = engine.forward_backward(batches.next_step())
+        losses = engine.forward_backward(batches.next_step())
         where, value = PLANTED.get(step, (None, 0.0))
         if where is not None and engine.topology.rank == where % case.world_size:
             counted = next(owned for owned in engine.optimizer.trained if owned.buffer.replica_index == 0)
             counted.grads[0] = value
         before = [piece.values for piece in owned_pieces(engine, "master")]
-        result = engine.update(counts, LR).wait()
+        result = engine.update(losses, LR).wait()
         after = [piece.values for piece in owned_pieces(engine, "master")]
         assert all(map(torch.equal, before, after)) == result.has_overflowed
         used.append(result.loss_scale)
@@ -148,14 +148,14 @@ def course_of_torch(rank: int, case: Case) -> Course:
         scaler.scale(torch.zeros(()))
         used = scaler.get_scale()
         mine.follow(scaler)
-        loss_sum, num_tokens = engine.forward_backward(batches.next_step()).tolist()
+        losses = engine.forward_backward(batches.next_step())
         for number, where, _, weight in runs:
-            weight.grad = owned[number].grads[where] * (engine.nominal_tokens / num_tokens)
+            weight.grad = owned[number].grads[where].clone()
         scaler.unscale_(optimizer)
         torch.nn.utils.clip_grad_norm_([weight for *_, weight in runs], config.clip_grad or torch.inf)
         scaler.step(optimizer)
         scaler.update()
-        steps.append((used, scaler.get_scale() < used, loss_sum / num_tokens))
+        steps.append((used, scaler.get_scale() < used, float(losses.sums / losses.labels)))
         for number, where, _, weight in runs:
             masters[number][where] = weight.detach()
         for each, master in zip(owned, masters, strict=True):
@@ -189,13 +189,13 @@ def divergences(rank: int, case: Case) -> list[str]:
     texts = []
     for config in (LossScaleConfig(initial=4.0, minimum=4.0), LossScaleConfig(static=64.0), LossScaleConfig()):
         engine, batches = build_scaled(rank, case, config)
-        counts = engine.forward_backward(batches.next_step())
+        losses = engine.forward_backward(batches.next_step())
         engine.optimizer.trained[0].grads[0] = torch.inf
         if config == LossScaleConfig():
-            counts[0] = torch.nan
+            losses.sums[0] = torch.nan
         before = engine.loss_scale.state()
         try:
-            engine.update(counts, LR).wait()
+            engine.update(losses, LR).wait()
         except DivergenceError as error:
             texts.append(str(error))
         assert engine.loss_scale.state() == before and engine.optimizer.num_updates == 0

@@ -39,9 +39,9 @@ def measured(
     norms.begin(0)
     results = []
     for step in range(2):
-        counts = engine.forward_backward(batches.next_step())
+        losses = engine.forward_backward(batches.next_step())
         norms.before_update()
-        results.append(engine.update(counts, lr=LR / (step + 1)).wait())
+        results.append(engine.update(losses, lr=LR / (step + 1)).wait())
         norms.after_update()
     batches.close()
     return norms.read(1, results[1].grad_norm), norms.read(0, results[0].grad_norm)
@@ -78,10 +78,10 @@ def first_norms(rank: int, case: Case, weights: Mapping[str, torch.Tensor]) -> M
     engine, batches = build_rank(rank, case)
     load_weights(engine, {name: weight.detach() for name, weight in weights.items()})
     norms = GroupNorms(engine.optimizer, engine.topology.axis("world"), engine.config.optimizer.groups, 1)
-    counts = engine.forward_backward(batches.next_step())
+    losses = engine.forward_backward(batches.next_step())
     batches.close()
     norms.before_update()
-    grad_norm = engine.update(counts, lr=LR).wait().grad_norm
+    grad_norm = engine.update(losses, lr=LR).wait().grad_norm
     norms.after_update()
     return norms.read(0, grad_norm)
 

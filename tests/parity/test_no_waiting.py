@@ -83,13 +83,13 @@ def waits_and_marks(rank: int, case: Case, plant: bool) -> tuple[list[str], int]
     times.begin(1, is_marked=True)
     times.enter(StepPart.FORWARD_BACKWARD)
     with Reads() as reads, Copies(reads.names):
-        counts = engine.forward_backward(microbatches)
-        result = engine.update(counts, 1e-3)
+        losses = engine.forward_backward(microbatches)
+        result = engine.update(losses, 1e-3)
         if plant:
-            float(counts[0])
-            counts.tolist()
-            counts.new_tensor(1.0)
-            torch.tensor([1.0], device=counts.device)
+            float(losses.sums[0])
+            losses.sums.tolist()
+            losses.sums.new_tensor(1.0)
+            torch.tensor([1.0], device=losses.sums.device)
     batches.close()
     result.wait()
     marks = [event for event in engine.topology.ledger.events if event.op == "host_read"]
@@ -193,13 +193,13 @@ def diverge(rank: int, case: Case, where: str) -> tuple[list[str], bool, int]:
     before = state(engine)
     errors = []
     for step in range(2):
-        counts = engine.forward_backward(batches.next_step())
+        losses = engine.forward_backward(batches.next_step())
         if step == 0 and where == "gradient" and rank == case.world_size - 1:
             # Replicas are equal, so the norm counts the first one only.
             next(owned for owned in engine.optimizer.owned if owned.buffer.replica_index == 0).grads[0] = torch.inf
         if step == 0 and where == "loss":
-            counts[0] = torch.nan
-        result = engine.update(counts, 1e-2)
+            losses.sums[0] = torch.nan
+        result = engine.update(losses, 1e-2)
         try:
             result.wait()
         except DivergenceError as error:

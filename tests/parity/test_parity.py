@@ -195,7 +195,7 @@ def check(
     """Loss, norms of each step, every gradient of the first and the weights after the last; what `case` freezes has kept its."""
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 
-    tokens = sum(result.num_tokens for result in results)
+    (tokens,) = {result.num_tokens for result in results}
     assert sum(result.loss_sum for result in results) / tokens == pytest.approx(expected.loss, rel=1e-12)
     for result in results:
         for got, want in zip(result.steps, expected.steps, strict=True):

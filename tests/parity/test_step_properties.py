@@ -109,9 +109,9 @@ def traffic_of_a_step(
     for _ in range(num_before):
         engine.train_step(batches.next_step(), 1e-3)
     with CountCalls() as calls:
-        sums = engine.forward_backward(batches.next_step())
+        losses = engine.forward_backward(batches.next_step())
         chosen = None if engine.load is None else engine.load.counts.clone()
-        engine.update(sums, 1e-3).wait()
+        engine.update(losses, 1e-3).wait()
         if plant:
             dist.all_reduce(torch.zeros(1))
     batches.close()

@@ -19,14 +19,14 @@ from torch import nn
 
 from tests.soak.scene import ACTS, PACE_SECONDS, PLAN, PRINTED_LINE_BYTES, PRINTED_LINES, SLOW_PACE_SECONDS
 from triaxis.engine.resilience.nonfinite import module_title
-from triaxis.engine.step import Engine
+from triaxis.engine.step import BatchLosses, Engine
 
 
 def install(folder: str, rank: int) -> None:
     """From now on every step of this process goes through a `Disturber`."""
     disturber, forward_backward = Disturber(Path(folder), rank), Engine.forward_backward
 
-    def disturbed(engine: Engine, microbatches: Sequence[Any], **named: Any) -> torch.Tensor:
+    def disturbed(engine: Engine, microbatches: Sequence[Any], **named: Any) -> BatchLosses:
         disturber.before_step(engine, microbatches)
         return forward_backward(engine, microbatches, **named)
 

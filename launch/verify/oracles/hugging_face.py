@@ -70,10 +70,7 @@ class HuggingFace:
         assert gradient is not None, f"{name} had no part in the loss"
         return gradient
 
-    def update(self, scale: float) -> float:
-        for one in self._weights:
-            if one.grad is not None:
-                one.grad.mul_(scale)
+    def update(self) -> float:
         grad_norm = nn.utils.clip_grad_norm_(self._weights, self._clip)
         self._optimizer.step()
         return float(grad_norm)

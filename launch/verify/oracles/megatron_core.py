@@ -73,8 +73,7 @@ class MegatronCore:
     def gradient(self, name: str) -> torch.Tensor:
         return self._named[name].main_grad
 
-    def update(self, scale: float) -> float:
-        self._wrapped.scale_gradients(scale)
+    def update(self) -> float:
         _, grad_norm, _ = self._optimizer.step()
         self._scheduler.step(increment=1)
         return float(grad_norm)

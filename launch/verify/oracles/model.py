@@ -43,8 +43,8 @@ class Oracle(Protocol):
     def gradient(self, name: str) -> torch.Tensor:
         """Return the sum so far."""
 
-    def update(self, scale: float) -> float:
-        """Run one optimizer step with gradients x `scale`, clipped; return their norm before clipping."""
+    def update(self) -> float:
+        """Run one optimizer step with the gradients, clipped; return their norm before clipping."""
 
     def state(self, kind: TensorKind, name: str) -> torch.Tensor:
         """Return the master or a moment (`exp_avg`) after an update, with the parameter's number of elements."""

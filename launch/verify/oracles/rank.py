@@ -82,10 +82,8 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
         start: our weights by name, in their logical shapes and the run's dtype.
         folder: where `triaxis.launch.verify.rank` looks for its reference.
     """
-    model, train = config.model, config.train
     book = _Book(oracle, Writing(folder))
     book.set_start(start)
-    nominal = train.global_batch_size * model.seq_length
     facts = []
     samples: list[list[Sample]] = []
     sites: dict[str, torch.Tensor] = {}
@@ -93,21 +91,20 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
         microbatches = [microbatch_of(one, within=config.data.attention == "within") for one in rows]
         samples.append([sample for one in microbatches for sample in checksums(one)])
         oracle.begin_step()
-        loss_sum, num_tokens = 0.0, 0
+        loss_sum, num_tokens = 0.0, sum(microbatch.num_tokens for microbatch in microbatches)
+        counted = max(num_tokens, 1)  # a batch without a counted token has no gradient, and a loss of zero
         for microbatch in microbatches:
             losses = oracle.token_losses(microbatch)
             loss = (losses * microbatch.loss_mask).sum()
-            (loss / nominal).backward()
+            (loss / counted).backward()
             loss_sum += float(loss.detach())
-            num_tokens += microbatch.num_tokens
             if step == 0:
                 for sample, row in zip(microbatch.sample_ids, losses.detach().double(), strict=True):
                     sites[f"{TOKEN_LOSSES}|{sample}"] = row.clone()
                 sites[f"{LOSS}|{','.join(map(str, microbatch.sample_ids))}"] = loss.detach().double().view(1)
         oracle.end_backward()
-        counted = max(num_tokens, 1)  # a batch without a counted token has no gradient, and a loss of zero
         book.write(step, "gradient", oracle.gradient)
-        grad_norm = oracle.update(nominal / counted)
+        grad_norm = oracle.update()
         for kind in OPTIMIZERS[config.optimizer.name].state_kinds:
             book.write(step, kind, partial(oracle.state, kind))
         book.write(step, "parameter", oracle.parameter)

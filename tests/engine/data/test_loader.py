@@ -97,6 +97,7 @@ def test_tokens_ahead_are_those_of_the_row(attention: AttentionScope) -> None:
         attention=attention,
         num_ahead=2,
     )
+    upcoming = batches.next_labels()
     (microbatch,) = batches.next_step()
     batches.close()
     assert microbatch.ahead is not None and microbatch.mask_ahead is not None
@@ -113,6 +114,7 @@ def test_tokens_ahead_are_those_of_the_row(attention: AttentionScope) -> None:
                 assert bool(microbatch.mask_ahead[distance - 1, row, place]) == is_there
                 if target <= 12:
                     assert microbatch.ahead[distance - 1, row, place] == sample.tokens[target]
+    assert upcoming == [microbatch.num_tokens, *microbatch.num_ahead]
     assert microbatch.num_ahead == tuple(counts) and 0 < counts[1] < counts[0] < microbatch.num_tokens
 
 
@@ -148,6 +150,7 @@ def test_an_error_arrives_at_its_step_and_stays() -> None:
     batches = open_batches(Breaks(), dp=1)
     batches.next_step()
     batches.next_step()
+    assert batches.next_labels() == [0], "the step before is still to be made"
     for _ in range(3):
         with pytest.raises(DataError, match="sample 19 is unreadable"):
             batches.next_step()

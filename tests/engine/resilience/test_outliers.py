@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.resilience.runs import Trace, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from triaxis.engine.checkpoint.format.manifest import read_manifest
-from triaxis.engine.step import Engine
+from triaxis.engine.step import BatchLosses, Engine
 
 pytestmark = pytest.mark.distributed
 
@@ -40,15 +39,15 @@ class Spikes:
         forward_backward = engine.forward_backward
 
         @wraps(forward_backward)
-        def spoiled(microbatches: Sequence[Any], **named: Any) -> torch.Tensor:
-            counts = forward_backward(microbatches, **named)
+        def spoiled(microbatches: Sequence[Any], **named: Any) -> BatchLosses:
+            losses = forward_backward(microbatches, **named)
             step = microbatches[0].sample_ids[0] // BATCH
-            counts_tokens, is_first = bool(counts[1] > 0), engine.topology.axis("dp").index == 0
-            if step in self.in_loss and counts_tokens and is_first:
-                counts[0] += self.more
+            has_losses, is_first = bool(losses.sums[0] > 0), engine.topology.axis("dp").index == 0
+            if step in self.in_loss and has_losses and is_first:
+                losses.sums[0] += self.more
             for owned in engine.optimizer.trained if step in self.in_gradient else ():
                 owned.grads.mul_(self.factor)
-            return counts
+            return losses
 
         engine.forward_backward = spoiled  # type: ignore[method-assign]
 

@@ -13,6 +13,8 @@ from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
 from triaxis.engine.checkpoint.history import RunHistory
 from triaxis.engine.optimizer.lr import learning_rate
+from triaxis.engine.resilience.guard import Guard
+from triaxis.engine.step_result import StepResult
 
 pytestmark = pytest.mark.distributed
 
@@ -191,3 +193,22 @@ def test_a_loss_above_its_limit_is_left_out_whenever_the_run_saves(tmp_path: Pat
     (tmp_path / "1" / "latest").write_text("step_00000009\n")
     (again,) = run_ranks(run, 1, ALONE, str(tmp_path / "1"), sections, spike, 1)
     assert [(again.events[0][2], again.fingerprint, again.history.losses)] == ends[:1]
+
+
+# No labels ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_without_labels_is_reported_and_is_nothing_else() -> None:
+    """Its loss of zero is not remembered, and however many follow each other, it is no fault of the weights."""
+    case, sections = replace(ALONE, num_layers=1), {"train": few(), "resilience": {"loss_spike": 2.0}}
+    engine, trace, history = engine_of(0, config_of(case, sections), case), Trace(), RunHistory()
+    guard = Guard(engine, history, open_batches(engine, history), trace)
+    most = engine.config.resilience.max_skips_in_a_row
+    for step in range(most + 2):
+        guard.judge(step, StepResult(loss=0.0, grad_norm=0.1, num_tokens=0))
+    guard.judge(most + 2, StepResult(loss=3.0, grad_norm=0.1, num_tokens=8))
+    assert [step for step, _ in history.losses] == [most + 2]
+    assert [(kind, step) for kind, step, *_ in trace.events] == [("no_labels", step) for step in range(most + 2)]
+    _, _, message, details = trace.events[1]
+    assert message.startswith("step 2 on samples 4 to 7: no label of theirs is counted, so there is no loss (")
+    assert message.endswith("Its update is left out.") and details == {"samples": [4, 8]}

@@ -74,11 +74,11 @@ def comparisons(rank: int, case: Case) -> tuple[list[list[str] | None], list[Eve
     check, found = ReplicaCheck(engine), []
     with closing(open_batches(engine, RunHistory())(0)) as batches:
         for step in range(2):
-            counts = engine.forward_backward(batches.next_step())
+            losses = engine.forward_backward(batches.next_step())
             before = len(engine.topology.ledger.posted)
             check.post(step)
             calls = engine.topology.ledger.posted[before:]
-            engine.update(counts, 1e-2).wait()
+            engine.update(losses, 1e-2).wait()
             found.append(check.read(step))
     engine.buffers.wait_all()
     for step, name in enumerate(WRONG, start=2):

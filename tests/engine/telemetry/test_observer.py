@@ -78,6 +78,9 @@ def test_outliers_are_counted(make_config: Callable[..., Config], monkeypatch: p
     assert [record.num_outliers for record in records] == [None, 1, 1, 2]
     lines = [record.outlier_line() for record in records[::3]]
     assert lines == [None, "2 outliers, whose updates were left out"] and "num_outliers" not in records[0].to_record()
+    observer.end_step()
+    observer.on_step(4, StepResult(0.0, 0.5, num_tokens=0), lr=0.1)
+    assert observer.loss == 3.0, "a step without labels has no loss"
     assert sections(records[3])["optim/num_outliers"] == records[3].to_record()["num_outliers"] == 2
 
 

@@ -198,9 +198,9 @@ def split_steps(rank: int, hosts: Sequence[str], sizes: ParallelSizes) -> list[T
         times.enter(StepPart.DATA)
         microbatches = batches.next_step()
         times.enter(StepPart.FORWARD_BACKWARD)
-        counts = engine.forward_backward(microbatches)
+        losses = engine.forward_backward(microbatches)
         times.enter(StepPart.OPTIMIZER)
-        engine.update(counts, 1e-3).wait()
+        engine.update(losses, 1e-3).wait()
         times.end_step()
         split = times.on_step(step)
         splits += [] if split is None else [split]

@@ -63,14 +63,14 @@ def gradients(config: Config) -> tuple[float, dict[str, torch.Tensor]]:
         attention="across",
         positions="sample",
     )
-    loss_sum, num_tokens = engine.forward_backward(batches.next_step())[:2].tolist()
+    losses = engine.forward_backward(batches.next_step())
     batches.close()
     matrices = {
         name: parameter.bound_main_grad().clone()
         for name, parameter in engine.parameters.items()
         if name.startswith("layers.") and name.endswith("weight") and parameter.value.ndim > 1
     }
-    return loss_sum / num_tokens, matrices
+    return float(losses.sums / losses.labels), matrices
 
 
 def linears(names: list[str]) -> list[list[str]]:

@@ -87,10 +87,10 @@ def followed_step(rank: int) -> tuple[list[tuple[float, float]], list[tuple[floa
     microbatches = batches.next_step()
     marks.enter(StepPart.FORWARD_BACKWARD)
     engine.topology.ledger.reset()
-    counts = engine.forward_backward(microbatches)
+    losses = engine.forward_backward(microbatches)
     posted = engine.topology.ledger.posted
     marks.enter(StepPart.OPTIMIZER)
-    engine.update(counts, 1e-3).wait()
+    engine.update(losses, 1e-3).wait()
     step = ended(marks)
     batches.close()
     spans = zip(step.activities, pairwise(marks.clock.elapsed(step.marks)), strict=True)
