@@ -35,6 +35,7 @@ from torch import nn
 from triaxis.engine.activations.saved_tensors import SavedTensors
 from triaxis.engine.comm.agreement import NO_FLAGS, NUM_NUMBERS, NUM_SUMS, StepFlags, StopFlags
 from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.comm.ledger import LABELS
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.plan import BatchPlan
@@ -153,7 +154,7 @@ class Engine:
             The sum, for `forward_backward`.
         """
         vector = to_device(num_labels, AGREEMENT_DTYPE, self.topology.device)
-        return self.topology.axis("world").all_reduce(vector, "labels")
+        return self.topology.axis("world").all_reduce(vector, LABELS)
 
     def forward_backward(
         self,

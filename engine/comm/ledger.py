@@ -27,6 +27,9 @@ KEYS_AND_VALUES, HEADS = "keys and values", "heads"
 EXPERTS = "experts"
 """First word of the purposes of what tokens, their experts and the load of experts send."""
 
+LABELS = "labels"
+"""Purpose of the sum of counted labels over the world, which a step's backward divides by."""
+
 ATTENTION = "attention"
 """Mark of an attention call over gathered keys and values."""
 

@@ -37,6 +37,7 @@ from triaxis.engine.comm.ledger import (
     FP8_SCALES,
     HEADS,
     KEYS_AND_VALUES,
+    LABELS,
     QK_NORM,
     REPLICA_GRADIENTS,
     Event,
@@ -144,7 +145,7 @@ def expected_traffic(
         _experts(tally, config, sizes, at, stages[stage], going_back, choices)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
     ahead = config.model.num_mtp_layers
-    for purpose, numbers in (("labels", 1 + ahead), ("step", NUM_NUMBERS + ahead)):
+    for purpose, numbers in ((LABELS, 1 + ahead), ("step", NUM_NUMBERS + ahead)):
         tally.add("world", purpose, "all_reduce", sizes.world_size, numbers * BYTES_PER_ELEMENT["float64"])
     if config.model.moe is not None:
         load = len(config.model.expert_layers) * config.model.moe.num_experts * COUNT_BYTES

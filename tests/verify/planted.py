@@ -65,7 +65,7 @@ def qk_norm_gradients_are_not_summed() -> None:
 def loss_is_scaled_twice() -> None:
     run = Executor.run
 
-    def scaled(self: Executor, *args: Any, loss_scale: float = 1.0, **named: Any) -> list[torch.Tensor]:
+    def scaled(self: Executor, *args: Any, loss_scale: torch.Tensor, **named: Any) -> list[torch.Tensor]:
         return run(self, *args, loss_scale=loss_scale**2, **named)
 
     Executor.run = scaled  # type: ignore[assignment,method-assign]

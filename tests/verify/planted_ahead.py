@@ -2,13 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
+
+import torch
 
 from tests.parity.cases import Case
-from tests.verify.bug import Bug
+from tests.verify.bug import Bug, anything
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.layout.shard_spec import Init, ParamSpec
+from triaxis.engine.pipeline.executor import Executor
 from triaxis.models import specs
 
 
@@ -39,6 +43,16 @@ def joining_weights_are_not_summed_over_tp() -> None:
     specs._joining = whole
 
 
+def tokens_ahead_are_divided_by_the_number_of_next_tokens() -> None:
+    """Plant one divisor for all, which weighs tokens ahead by the share of next tokens that have them."""
+    run = Executor.run
+
+    def by_next(self: Executor, *args: Any, loss_scale: torch.Tensor, **named: Any) -> list[torch.Tensor]:
+        return run(self, *args, loss_scale=loss_scale[:1].expand(len(loss_scale)), **named)
+
+    Executor.run = by_next  # type: ignore[assignment,method-assign]
+
+
 def is_losses_of_a_token_ahead(name: str) -> bool:
     return name == "layers.2.losses"
 
@@ -63,5 +77,13 @@ BUGS = (
         is_projection,
         "tp",
         "tp",
+    ),
+    Bug(
+        tokens_ahead_are_divided_by_the_number_of_next_tokens,
+        Case("ahead two", pp=2, dp=2, global_batch_size=4),
+        "gradient",
+        anything,
+        None,
+        "stays",
     ),
 )

@@ -164,7 +164,7 @@ def dropout_counts_layers_of_the_stage() -> None:
 def loss_is_divided_by_the_stages() -> None:
     run = Executor.run
 
-    def divided(self: Executor, *args: Any, loss_scale: float = 1.0, **named: Any) -> list[torch.Tensor]:
+    def divided(self: Executor, *args: Any, loss_scale: torch.Tensor, **named: Any) -> list[torch.Tensor]:
         return run(self, *args, loss_scale=loss_scale / self.topology.axis("pp").size, **named)
 
     Executor.run = divided  # type: ignore[assignment,method-assign]
@@ -259,7 +259,7 @@ def each_dp_rank_divides_by_its_own_tokens() -> None:
     run = Executor.run
 
     def divided(
-        self: Executor, program: Any, microbatches: Sequence[Any], function: Any, loss_scale: float = 1.0, **named: Any
+        self: Executor, program: Any, microbatches: Sequence[Any], function: Any, *, loss_scale: torch.Tensor, **named: Any
     ) -> list[torch.Tensor]:
         dp = self.topology.axis("dp")
         mine = sum(microbatch.num_tokens for microbatch in microbatches)

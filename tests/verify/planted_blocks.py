@@ -11,7 +11,7 @@ from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.kernels.fusion import Fusion
-from triaxis.engine.step import Engine
+from triaxis.engine.step import BatchLosses, Engine
 from triaxis.engine.tensor_parallel.qk_norm import _local_squares
 from triaxis.models.gpt.block import Block
 from triaxis.models.gpt.chunk import GPTChunk
@@ -70,7 +70,7 @@ def the_mlp_is_added_without_its_multiplier() -> None:
 def z_loss_is_divided_by_each_ranks_own_tokens() -> None:
     run = Engine.forward_backward
 
-    def own(self: Engine, microbatches: Sequence[Any]) -> torch.Tensor:
+    def own(self: Engine, microbatches: Sequence[Any]) -> BatchLosses:
         mine = torch.stack([batch.loss_mask.sum() for batch in microbatches]).sum().double()
         dp = self.topology.axis("dp")
         share = float(dp.all_reduce(mine.clone(), "planted").wait() / (dp.size * mine))

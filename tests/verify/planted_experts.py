@@ -18,6 +18,7 @@ from triaxis.engine.expert_parallel.region import ExpertRegion
 from triaxis.engine.expert_parallel.routing import Choice, Router
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, add_squares
 from triaxis.engine.optimizer.grad_buffer import FlatBuffer, GradBuffers
+from triaxis.engine.pipeline.executor import Executor
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.models.gpt.moe import MoE
 
@@ -126,6 +127,20 @@ def losses_on_the_load_grow_with_ep() -> None:
         return replace(region, router=replace(region.router, loss_scale=scale))
 
     ExpertRegion.of = classmethod(scaled)  # type: ignore[method-assign,assignment]
+
+
+def losses_on_the_load_are_scaled_by_the_mask() -> None:
+    """Plant a factor of nominal / counted tokens, as where all gradients get it at the end of a step."""
+    run = Executor.run
+
+    def masked(
+        self: Executor, program: Any, microbatches: Any, function: Any, *, loss_scale: torch.Tensor, **named: Any
+    ) -> list[torch.Tensor]:
+        engine = function.__self__
+        engine.load.loss_scale.copy_(loss_scale[0] * engine.plan.tokens_per_step)
+        return run(self, program, microbatches, function, loss_scale=loss_scale, **named)
+
+    Executor.run = masked  # type: ignore[assignment,method-assign]
 
 
 def the_load_of_a_sample_is_that_of_each_ranks_tokens() -> None:
@@ -273,6 +288,14 @@ BUGS = (
         lives_on=frozenset({"dp", "tp"}),
     ),
     Bug(losses_on_the_load_grow_with_ep, GATHER, "gradient", anything, "ep", "ep=1"),
+    Bug(
+        losses_on_the_load_are_scaled_by_the_mask,
+        Case("moe losses", dp=2, num_layers=2),
+        "gradient",
+        anything,
+        None,
+        "stays",
+    ),
     Bug(
         the_load_of_a_sample_is_that_of_each_ranks_tokens,
         Case("moe losses", cp=2, dp=2, num_layers=2),

@@ -11,7 +11,7 @@
     optimizer      norm, clipping, update; posting of the gathers
     data           reading and copying the next global batch
     checkpoint     what saving stops
-    other          everything else: reading and writing down numbers, Python between two actions, the step's agreement
+    other          everything else: reading and writing down numbers, Python between two actions, the sum of labels, the agreement
 
 A rank sees that it waited for another stage, but not why: bubble and exposed_pp are separated where the times of all ranks
 are (`triaxis.engine.telemetry.timing.bubble`). `StepTally` is of one rank, `TimeSplit` of all.
@@ -28,7 +28,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any, Literal, get_args
 
-from triaxis.engine.comm.ledger import HOST_READ, REPLICA_GRADIENTS, Event
+from triaxis.engine.comm.ledger import HOST_READ, LABELS, REPLICA_GRADIENTS, Event
 from triaxis.engine.pipeline.actions import Action
 from triaxis.engine.pipeline.lowering import Post
 from triaxis.engine.run.step_parts import StepPart
@@ -85,7 +85,7 @@ def _span_of_wait(wait: Event) -> str:
     if wait.axis == "ends":
         return ENDS_WAIT
     if wait.axis == "world":
-        return END_WAIT
+        return "other" if wait.purpose == LABELS else END_WAIT
     if wait.axis == "cp":
         return "exposed_cp"
     if wait.axis in ("experts", "sample"):

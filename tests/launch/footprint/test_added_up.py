@@ -117,7 +117,7 @@ def test_an_operator_belongs_to_the_module_that_needs_it(recompute: tuple[str, s
     (found,) = run_ranks(first_rank, 1, thin(Case("gpt", tp=2, global_batch_size=3, recompute=recompute)))
     reduced = {place: counts["c10d::allreduce_"] for place, counts in found.ops.items()}
     # A layer's two forward (twice if computed again) and two backward; the embedding's forward; the head's backward, and two of
-    # the cross-entropy; the step's small one. Four layers, three microbatches.
+    # the cross-entropy; the step's small ones, of its labels and at its end. Four layers, three microbatches.
     per_layer = 6 if recompute[0] == "full" else 4
-    expected = {"embedding": 3, "blocks": 3 * 4 * per_layer, "loss": 3 * 3, "optimizer": 1}
+    expected = {"embedding": 3, "blocks": 3 * 4 * per_layer, "loss": 3 * 3, "gradients": 1, "optimizer": 1}
     assert {place: count for place, count in reduced.items() if count} == expected

@@ -83,15 +83,14 @@ def gradients_are_scaled_by_dp() -> None:
 
 
 def each_rank_averages_over_its_own_tokens() -> None:
-    """Plant a loss scale of a data-parallel rank's own token count in place of the global batch's."""
+    """Plant a mean over a data-parallel rank's own token count in place of the global batch's."""
     run = Executor.run
 
     def averaged(
-        self: Executor, program: Any, microbatches: Sequence[Any], *args: Any, loss_scale: float = 1.0, **named: Any
+        self: Executor, program: Any, microbatches: Sequence[Any], *args: Any, loss_scale: torch.Tensor, **named: Any
     ) -> list[torch.Tensor]:
-        counted = sum(one.num_tokens for one in microbatches)
-        nominal = sum(one.loss_mask.numel() for one in microbatches)
-        return run(self, program, microbatches, *args, loss_scale=loss_scale * nominal / counted, **named)
+        own = self.topology.axis("dp").size * sum(one.num_tokens for one in microbatches)
+        return run(self, program, microbatches, *args, loss_scale=torch.full_like(loss_scale, 1 / own), **named)
 
     Executor.run = averaged  # type: ignore[assignment,method-assign]
 

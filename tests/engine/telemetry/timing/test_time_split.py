@@ -51,6 +51,7 @@ STEP = Call("all_reduce", "world", "step")
         (Activity(StepPart.OPTIMIZER), "optimizer"),
         (Activity(StepPart.OPTIMIZER, wait=STEP), "end_wait"),
         (Activity(StepPart.FORWARD_BACKWARD), "other"),
+        (Activity(StepPart.FORWARD_BACKWARD, None, Call("all_reduce", "world", "labels")), "other"),
         (Activity(StepPart.FORWARD_BACKWARD, F0), "compute"),
         (Activity(StepPart.FORWARD_BACKWARD, Post("forward", ())), "exposed_pp"),
         (Activity(StepPart.FORWARD_BACKWARD, F0, RECEIVE), "input_wait"),
