@@ -216,7 +216,7 @@ def oracle_losses(
         logits = x @ weights[f"{name}.router.weight"].t()
         scores = logits.softmax(-1) if moe.score == "softmax" else torch.sigmoid(logits)
         ranked = scores + weights[f"{name}.router.bias"].detach() if moe.has_bias else scores
-        is_chosen = torch.zeros_like(scores)
+        is_chosen, is_counted = torch.zeros_like(scores), torch.zeros_like(scores)
         for row in range(b):
             for column in range(s):
                 if moe.force_balanced:
@@ -224,6 +224,11 @@ def oracle_losses(
                 else:
                     chosen = oracle_choice(ranked[row, column].tolist(), moe)
                 is_chosen[row, column, chosen] = 1.0
+                # Equation 18 counts the best scores, whatever bias and groups make of them.
+                if moe.balance.sequence_counts == "scores":
+                    of_token = scores[row, column].tolist()
+                    chosen = sorted(range(moe.num_experts), key=lambda one: (-of_token[one], one))[: moe.top_k]
+                is_counted[row, column, chosen] = 1.0
         if load is not None:
             load[layer] = load.get(layer, 0) + is_chosen.sum((0, 1)).long()
         gains = scores * is_chosen
@@ -237,7 +242,7 @@ def oracle_losses(
             y = y + gains[..., expert : expert + 1] * mlp(x, *of_expert)
         if moe.shared_experts:
             y = y + mlp(x, weights[f"{name}.shared.{kind}.weight"], weights[f"{name}.shared.down.weight"])
-        fractions = is_chosen.mean(1) * moe.num_experts / moe.top_k
+        fractions = is_counted.mean(1) * moe.num_experts / moe.top_k
         shares = (scores / scores.sum(-1, keepdim=True)).mean(1)
         extra = moe.balance.sequence_loss * s * (fractions * shares).sum()
         return y, extra + moe.balance.z_loss * logits.logsumexp(-1).square().sum()

@@ -18,7 +18,7 @@ from pydantic_core import to_jsonable_python
 
 from triaxis.engine.config.phases import PHASE_FIELDS, fields_of, past_differs
 from triaxis.engine.config.plan import planned_steps, planned_tokens
-from triaxis.engine.config.section import Section, Verdict
+from triaxis.engine.config.section import Section, Verdict, with_value
 from triaxis.engine.config.tree import Config, resume_verdict
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.storage.redaction import tree_without_secrets
@@ -26,6 +26,9 @@ from triaxis.engine.storage.redaction import tree_without_secrets
 _OPTIMIZER = "optimizer.name"
 
 _SHOWN = 12
+
+SEQUENCE_COUNTS = "model.moe.balance.sequence_counts"
+"""What the sequence loss counts: a run goes on as it was (`with_kept_counts`). Before there was a choice, it was `choices`."""
 
 ABSENT = "absent"
 """The value shown for a field that one of two configurations lacks."""
@@ -49,7 +52,7 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
 
     A field missing in a saved section, or in a section that only affects speed, had its default: an older version wrote it, and new
     fields do nothing by default. Other missing fields count as "absent": an import may know no data. Of a section that is null on
-    one side, the fields of the other side are the differences.
+    one side, the fields of the other side are the differences. What the sequence loss counts is kept where it is not recorded.
     """
     # Recorded values have no secrets; a renewed secret is no difference.
     saved = dict(flat(tree_without_secrets({key: value for key, value in there.items() if key != "format_version"})))
@@ -64,12 +67,29 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
         has_default = verdict == "layout" or key.rpartition(".")[0] in sections
         if any(key == name or key.startswith(f"{name}.") for name in of_phases):
             continue
+        if key == SEQUENCE_COUNTS and key not in saved:
+            continue
         was = saved[key] if key in saved else _default(key) if has_default else ABSENT
         now = asked.get(key, ABSENT)
         is_section = (was is None and key in asked_sections) or (now is None and key in sections)
         if was != now and not is_section:
             found.append(Change(key, was, now, verdict))
     return found
+
+
+def with_kept_counts(there: Mapping[str, Any], config: Config) -> Config:
+    """Return the configuration whose sequence loss counts what that of a saved run has counted, unless the change is accepted.
+
+    Args:
+        there: the configuration of the saved run, as JSON.
+        config: of the run that goes on.
+    """
+    saved, moe = dict(flat(there)), config.model.moe
+    is_asked = moe is None or not moe.counts_scores or _covered(SEQUENCE_COUNTS, config.checkpoint.accept)
+    has_loss = bool(saved.get("model.moe.balance.sequence_loss"))
+    if is_asked or not has_loss or saved.get(SEQUENCE_COUNTS, "choices") == "scores":
+        return config
+    return with_value(config, SEQUENCE_COUNTS, "choices")
 
 
 def lengthening(config: Config, num_steps: int) -> str:

@@ -44,6 +44,11 @@ class BalanceConfig(Section):
     sequence_loss: float = Field(
         0.0, ge=0, description="factor of a loss on the load within each sample, trained but not printed (DeepSeek-V3)"
     )
+    sequence_counts: Literal["scores", "choices"] = Field(
+        "scores",
+        description="what the sequence loss counts: scores: a token's k best, without bias and groups (DeepSeek-V3); choices: the "
+        "experts that it chose",
+    )
     z_loss: float = Field(
         0.0, ge=0, description="factor of the mean log(sum of exp(router logits))^2, trained but not printed (ST-MoE)"
     )
@@ -85,6 +90,17 @@ class MoEConfig(Section):
     def has_bias(self) -> bool:
         """Return whether the choice of experts has a bias."""
         return self.choice_bias or self.balance.bias_rate > 0
+
+    @property
+    def choice_is_of_scores(self) -> bool:
+        """Return whether a token's choice is its k best scores, whatever `balance.sequence_counts` says."""
+        return not self.has_bias and self.groups == 1 and not self.force_balanced
+
+    @property
+    def counts_scores(self) -> bool:
+        """Return whether the sequence loss counts other experts than those that are chosen."""
+        balance = self.balance
+        return balance.sequence_loss > 0 and balance.sequence_counts == "scores" and not self.choice_is_of_scores
 
     @property
     def shared_size(self) -> int:

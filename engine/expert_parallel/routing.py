@@ -8,11 +8,13 @@ The bias enters the choice alone, so it has no gradient (2408.15664). Two losses
 reported loss. They are over all tokens of the global batch, counted by the loss or not, because each of them is routed:
 
     z loss            z sum over tokens of log(sum of exp(logits))^2                                       2202.08906, equation 5
-    sequence loss     a sum over samples of S sum_i f_i P_i, f_i = E / (k S) x tokens that chose i,        2412.19437, equations
+    sequence loss     a sum over samples of S sum_i f_i P_i, f_i = E / (k S) x tokens that i counts,       2412.19437, equations
                       P_i = 1 / S sum over its tokens of s_i / sum(s)                                      17 to 20
 
-S is a sample's tokens. They are cut over cp x tp ranks, so f is summed over them; P enters linearly and needs no sum. With softmax,
-s sums to 1, and the sequence loss is Switch's auxiliary loss (2101.03961, equation 4) of each sample by itself.
+Expert i counts the tokens for which s_i is among the k largest s, without bias and groups, which move the choice and not what the
+router prefers. With `balance.sequence_counts` = choices it counts those that chose it. S is a sample's tokens. They are cut over
+cp x tp ranks, so f is summed over them; P enters linearly and needs no sum. With softmax, s sums to 1, and the sequence loss is
+Switch's auxiliary loss (2101.03961, equation 4) of each sample by itself.
 
 Choices of a forward that is recomputed are remembered: in other bits a token could choose otherwise.
 """
@@ -62,19 +64,22 @@ class Router:
     loss_scale: float
     dynamic_scale: torch.Tensor
 
-    def choose(self, scores: torch.Tensor, bias: torch.Tensor | None, samples: int) -> Choice:
-        """Choose experts by scores [T, E]; the T tokens are [T / samples, samples], samples fast."""
-        return self.chosen(top_experts(scores if bias is None else scores + bias, self.moe), scores, samples)
+    def choose(self, scores: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Choose experts int64 [T, k] by scores [T, E]."""
+        return top_experts(scores if bias is None else scores + bias, self.moe)
 
-    def in_turn(self, positions: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
-        """Choose experts one after the other by the tokens' int64 positions [T] in their samples."""
+    def in_turn(self, positions: torch.Tensor) -> torch.Tensor:
+        """Choose experts int64 [T, k] one after the other by the tokens' int64 positions [T] in their samples."""
         k = self.moe.top_k
-        experts = (positions.unsqueeze(-1) * k + torch.arange(k, device=positions.device)) % self.moe.num_experts
-        return self.chosen(experts, scores, samples)
+        return (positions.unsqueeze(-1) * k + torch.arange(k, device=positions.device)) % self.moe.num_experts
 
-    def chosen(self, experts: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
-        """Return the choice of the experts int64 [T, k]."""
-        return Choice(experts, self._fractions(experts, scores, samples))
+    def counted(self, experts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return the experts int64 [T, k] that the sequence loss counts, of tokens that have chosen `experts`."""
+        return _largest(scores, self.moe.top_k) if self.moe.counts_scores else experts
+
+    def choice(self, experts: torch.Tensor, counted: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
+        """Return the choice of the experts int64 [T, k]; the T tokens are [T / samples, samples], samples fast."""
+        return Choice(experts, self._fractions(counted, scores, samples))
 
     def _fractions(self, experts: torch.Tensor, scores: torch.Tensor, samples: int) -> torch.Tensor | None:
         if not self.moe.balance.sequence_loss:

@@ -1,16 +1,18 @@
-"""The phase in which a run goes on: rank 0 finds it by the newest checkpoint, before any group of the topology exists.
+"""The phase and the form of a loss in which a run goes on: rank 0 finds them by the newest checkpoint, before any group exists.
 
 Layouts of phases may differ, so the phase decides which groups there are. A checkpoint that is saved at the edge of a phase belongs
-to the next one.
+to the next one. What the sequence loss of experts counts is built into the model: a run goes on with what it has counted before.
 """
 
 import os
 from pathlib import Path
 
 from triaxis.engine.checkpoint.directory import Candidate, find
+from triaxis.engine.checkpoint.resume_rules import SEQUENCE_COUNTS, accepting, with_kept_counts
 from triaxis.engine.comm.runtime import RankEnvironment
 from triaxis.engine.comm.store_agreement import rank_0_says
 from triaxis.engine.config.phases import at_phase, phase_at
+from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError
 from triaxis.engine.run.directory import RunDirectory, run_name
@@ -26,26 +28,51 @@ def config_of_phase(
         stem: of the config's file, after which a run without a name is named.
         from_scratch, is_first_start: as in `triaxis.launch.rank.directory.open_directory`.
     """
-    if not config.phases:
+    moe = config.model.moe
+    may_keep = moe is not None and moe.balance.sequence_loss > 0
+    if not (config.phases or may_keep):
         return config
-    name = ""
+    name, counts = "", ""
     if environment.rank == 0:
-        name = phase_to_run(config, stem, from_scratch=from_scratch, is_first_start=is_first_start)
-    return at_phase(config, rank_0_says(name, "phase"))
+        candidate = to_go_on_with(config, stem, from_scratch=from_scratch, is_first_start=is_first_start)
+        if config.phases:
+            name = phase_after(config, candidate)
+        kept = config_after(at_phase(config, name) if config.phases else config, candidate)
+        counts = "" if kept.model.moe is None else kept.model.moe.balance.sequence_counts
+    if config.phases:
+        config = at_phase(config, rank_0_says(name, "phase"))
+    return with_value(config, SEQUENCE_COUNTS, rank_0_says(counts, "sequence counts")) if may_keep else config
 
 
-def phase_to_run(config: Config, stem: str, *, from_scratch: bool, is_first_start: bool) -> str:
-    """Return the name of the phase that follows the checkpoint with which the run would go on.
+def phase_after(config: Config, candidate: Candidate | None) -> str:
+    """Return the name of the phase that follows a checkpoint; None: the run begins."""
+    return phase_at(config, 0 if candidate is None else candidate.manifest.state.consumed_tokens).name
+
+
+def config_after(config: Config, candidate: Candidate | None) -> Config:
+    """Return the configuration in which a run goes on from a checkpoint; print what stays as it was."""
+    if candidate is None:
+        return config
+    kept = with_kept_counts(candidate.manifest.config, config)
+    if kept != config:
+        print(
+            f"note: {SEQUENCE_COUNTS} stays choices: the sequence loss of {candidate.folder} counts the experts that tokens chose. "
+            f"With scores it would be another loss; if that is meant: {accepting([*config.checkpoint.accept, SEQUENCE_COUNTS])}"
+        )
+    return kept
+
+
+def to_go_on_with(config: Config, stem: str, *, from_scratch: bool, is_first_start: bool) -> Candidate | None:
+    """Return the checkpoint with which the run would go on; None: it begins.
 
     What is wrong with that checkpoint is reported where it is loaded; until then the run is taken to begin.
     """
     try:
         directory = RunDirectory.join(config.runtime.runs_dir, run_name(config, stem, os.environ), 0)
         starts_over = directory.starts_over(from_scratch=from_scratch, is_first_start=is_first_start)
-        candidate = _candidate(config, directory, starts_over=starts_over)
+        return _candidate(config, directory, starts_over=starts_over)
     except (TriaxisError, OSError):
-        candidate = None
-    return phase_at(config, 0 if candidate is None else candidate.manifest.state.consumed_tokens).name
+        return None
 
 
 def _candidate(config: Config, directory: RunDirectory, *, starts_over: bool) -> Candidate | None:

@@ -1,6 +1,7 @@
 """The choices of experts of a verification: written down by the reference, compared and summed by each rank of a layout.
 
-    reference.routing.safetensors      experts of each token, `step|layer|sample`: int32 [s, k], by number
+    reference.routing.safetensors      experts of each token, `step|layer|sample`: int32 [s, k], by number, and where the sequence
+                                       loss counts others, those: `step|counted layer|sample`
     digest of a layer                  sum over its tokens of hash(sample, position, layer, experts), modulo 2^64
 
 Each token is routed on one rank, so the digests of all ranks add up to the reference's wherever tokens and experts are.
@@ -10,7 +11,7 @@ and what follows is another function. So the ranks report how many choices they 
 of the reference: everything after is compared as in a dense model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from triaxis.engine.expert_parallel.routing import Choice
 from triaxis.engine.numerics.hashing import GOLDEN, key64, mix_words_
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.launch.verify.verdict.records import RoutingReport
@@ -65,37 +65,45 @@ class Routings:
         save_file(whole, folder / REFERENCE_ROUTING)
 
     def _follow(self, moe: MoE, *, is_reference: bool) -> None:
-        choose = moe.choice
+        choose, count = moe.chosen, moe.counted
 
-        def followed(keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:
-            choice = choose(keys, shape, scores)
-            if not moe.training:
-                return choice
+        def known(
+            keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor, experts: torch.Tensor, *, of: str
+        ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+            """Yield (sample, positions, experts, the reference's experts) of each sample; the reference writes down its own."""
             num_samples = shape[1]
             positions = moe.positions(keys, shape, scores).view(-1, num_samples).cpu()
-            experts = choice.experts.cpu().view(len(positions), num_samples, -1)
-            columns = [
-                (sample, positions[:, column], experts[:, column]) for column, sample in enumerate(keys.sample_ids)
-            ]
-            if is_reference:
-                for sample, places, chosen in columns:
-                    self._written.setdefault(self._name(moe.layer, sample), []).append((places, chosen.sort().values))
-            wanted = [self._wanted(moe.layer, sample, places, chosen) for sample, places, chosen in columns]
-            for (sample, places, chosen), known in zip(columns, wanted, strict=True):
-                self._add(moe.layer, sample, places, chosen, known)
-            if not self._imposed:
-                return choice
-            imposed = torch.stack(wanted, dim=1).flatten(0, 1).to(choice.experts.device)
-            return moe.experts.router.chosen(imposed, scores, num_samples)
+            by_sample = experts.cpu().view(len(positions), num_samples, -1)
+            for column, sample in enumerate(keys.sample_ids):
+                places, own = positions[:, column], by_sample[:, column]
+                name = f"{self.step}|{of}{moe.layer}|{sample}"
+                if is_reference:
+                    self._written.setdefault(name, []).append((places, own.sort().values))
+                yield sample, places, own, self._wanted(name, places, own)
 
-        moe.choice = followed  # type: ignore[method-assign]
+        def imposed(wanted: Sequence[torch.Tensor], experts: torch.Tensor) -> torch.Tensor:
+            return torch.stack(tuple(wanted), dim=1).flatten(0, 1).to(experts.device) if self._imposed else experts
 
-    def _name(self, layer: int, sample: int) -> str:
-        return f"{self.step}|{layer}|{sample}"
+        def chosen(keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
+            experts = choose(keys, shape, scores)
+            if not moe.training:
+                return experts
+            columns = list(known(keys, shape, scores, experts, of=""))
+            for column in columns:
+                self._add(moe.layer, *column)
+            return imposed([wanted for *_, wanted in columns], experts)
 
-    def _wanted(self, layer: int, sample: int, positions: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        def counted(keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+            found = count(keys, shape, scores, experts)
+            if not (moe.training and moe.experts.router.moe.counts_scores):
+                return found
+            return imposed([wanted for *_, wanted in known(keys, shape, scores, found, of="counted ")], found)
+
+        moe.chosen = chosen  # type: ignore[method-assign]
+        moe.counted = counted  # type: ignore[method-assign]
+
+    def _wanted(self, name: str, positions: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """Return the reference's experts int64 [n, k] of a sample's tokens; the rank's own where it has none."""
-        name = self._name(layer, sample)
         if self._known is None or name not in self._names:
             return experts
         return self._known.get_tensor(name)[positions].long()

@@ -74,18 +74,23 @@ class MoE(nn.Module):
         return out
 
     def _choose(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:
-        choice = self.choice(keys, shape, scores)
+        experts = self.chosen(keys, shape, scores)
         if self.training:
-            self.experts.load.add(self.layer, choice.experts)
-        return choice
+            self.experts.load.add(self.layer, experts)
+        return self.experts.router.choice(experts, self.counted(keys, shape, scores, experts), scores, shape[1])
 
-    def choice(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:
-        """Choose the experts of this rank's tokens by their scores [T, E]; `shape` is that of the layer's input."""
-        router, samples = self.experts.router, shape[1]
+    def chosen(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
+        """Choose the experts int64 [T, k] of this rank's tokens by scores [T, E]; `shape` is that of the layer's input."""
+        router = self.experts.router
         if router.moe.force_balanced:
-            return router.in_turn(self.positions(keys, shape, scores), scores, samples)
-        bias = None if self.bias is None else self.bias.weight().detach()
-        return router.choose(scores, bias, samples)
+            return router.in_turn(self.positions(keys, shape, scores))
+        return router.choose(scores, None if self.bias is None else self.bias.weight().detach())
+
+    def counted(
+        self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor, experts: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the experts int64 [T, k] that the sequence loss counts; `experts` are the chosen ones."""
+        return self.experts.router.counted(experts, scores)
 
     def positions(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
         """Return the places of this rank's tokens [T] in their samples."""

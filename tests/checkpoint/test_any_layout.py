@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import triaxis.engine.checkpoint.writer
 from tests.checkpoint.runs import Trace, run
-from tests.harness import run_ranks
+from tests.harness import RankFailedError, run_ranks
 from tests.parity.cases import Case
+from tests.planting import run_planted
+from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
 
 pytestmark = pytest.mark.distributed
 
@@ -44,8 +47,8 @@ TOLERANCE = 1e-9
 
 PAIRS = [(one, (one + by) % len(LAYOUTS)) for one in range(len(LAYOUTS)) for by in (3, 5, 6, 12)]
 """Each layout saves for four others, and loads what four others saved."""
-IN_CI = {(0, 3), (2, 7), (4, 10), (9, 12), (10, 0)}
-"""Each axis saves or loads in one of them, in numbers that differ; both models are among them."""
+IN_CI = {(0, 3), (2, 7), (4, 10), (10, 0)}
+"""With the layers ahead, each axis saves or loads in one of them, in numbers that differ; both models are among them."""
 
 
 def case_of(layout: int, model: str) -> Case:
@@ -78,8 +81,9 @@ def test_any_layout_loads_what_any_other_saved(folder: Path, one: int, other: in
     goes_over(folder, MODELS[(one // 2 + other) % 2], one, other)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("one", "other"), [(3, 4), (12, 0), (4, 12)])
+@pytest.mark.parametrize(
+    ("one", "other"), [(9, 12), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((3, 4), (12, 0), (4, 12)))]
+)
 def test_layers_of_tokens_ahead_go_over(folder: Path, one: int, other: int) -> None:
     """The last stage has an embedding of its own, or with one rank the first one's."""
     goes_over(folder, "ahead two", one, other)
@@ -100,3 +104,31 @@ def goes_over(folder: Path, model: str, one: int, other: int) -> None:
         assert read == set(range((NUM_BEFORE + step) * 24, (NUM_BEFORE + step + 1) * 24)), (
             "the data go on where they were"
         )
+
+
+def every_replica_saves_layers_ahead() -> None:
+    """Plant a writer that takes the replicas of what only layers ahead have for parts."""
+    found = triaxis.engine.checkpoint.writer.saved_buckets
+
+    def with_replicas(optimizer: DistributedOptimizer) -> list[OwnedBucket]:
+        ahead = [owned for owned in optimizer.owned if any(".mtp." in part.record.name for part in owned.segments)]
+        return [*found(optimizer), *(owned for owned in ahead if owned.buffer.replica_index > 0)]
+
+    triaxis.engine.checkpoint.writer.saved_buckets = with_replicas
+
+
+@pytest.mark.slow
+def test_layers_ahead_that_are_saved_by_each_replica_are_not_loaded(tmp_path: Path) -> None:
+    case = case_of(9, "ahead two")
+    run_planted(
+        every_replica_saves_layers_ahead,
+        run,
+        case.world_size,
+        case,
+        str(tmp_path),
+        NUM_BEFORE,
+        0,
+        {"interval": NUM_BEFORE},
+    )
+    with pytest.raises(RankFailedError, match="elements saved of"):
+        run_ranks(run, case.world_size, case, str(tmp_path), NUM_BEFORE + NUM_AFTER, 1, {})

@@ -31,6 +31,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     "moe all": {"layers": ["moe"], "moe": _MIXTRAL | {"top_k": 4}},
     "moe gelu": {"layers": ["moe"], "moe": _MIXTRAL | {"shared_experts": 1}, "activation": "gelu"},
     "moe in turn": {"layers": ["moe"], "moe": _MIXTRAL | {"force_balanced": True}},
+    "moe counted by choices": {
+        "layers": ["moe"],
+        "moe": _DEEPSEEK | {"balance": _BALANCE | {"sequence_counts": "choices"}},
+    },
     "deepseek": {"layers": ["dense", "moe*3"], "moe": _DEEPSEEK, "num_layers": 4},
 }
 """Each form of routing alone, and all of them together."""

@@ -192,7 +192,7 @@ def check(
     weights: Mapping[str, torch.Tensor],
     case: Case | None = None,
 ) -> None:
-    """Loss, norms of each step, every gradient of the first and the weights after the last; what `case` freezes has kept its."""
+    """Losses, norms of each step, every gradient of the first and the weights after the last; what `case` freezes has kept its."""
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
 
     (tokens,) = {result.num_tokens for result in results}
@@ -200,6 +200,8 @@ def check(
     for result in results:
         for got, want in zip(result.steps, expected.steps, strict=True):
             assert got == pytest.approx(want, rel=1e-9)
+        # What is reported of tokens ahead, which no gradient shows.
+        assert result.ahead == pytest.approx(expected.ahead, rel=1e-12)
 
     # A key bias has a gradient of exactly zero in theory, so the tolerance is relative to the tensor or to its share of all.
     trained = {name: shape for name, shape in shapes.items() if is_trained(name, case)}

@@ -144,14 +144,14 @@ def losses_on_the_load_are_scaled_by_the_mask() -> None:
 
 
 def the_load_of_a_sample_is_that_of_each_ranks_tokens() -> None:
-    chosen = Router.chosen
+    choice = Router.choice
 
-    def alone(self: Router, experts: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
+    def alone(self: Router, experts: torch.Tensor, counted: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
         # The fractions are of this rank's part of the sample, as if it were the whole.
         part = replace(self, sample=_Alone(), seq_length=len(scores) // samples)  # type: ignore[arg-type]
-        return chosen(part, experts, scores, samples)
+        return choice(part, experts, counted, scores, samples)
 
-    Router.chosen = alone  # type: ignore[method-assign]
+    Router.choice = alone  # type: ignore[method-assign]
 
 
 class _Alone:

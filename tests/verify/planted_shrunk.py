@@ -9,7 +9,6 @@ import triaxis.models.gpt.block
 from triaxis.engine.activations.offload import HostMemory, Mark, OffloadedStorage
 from triaxis.engine.config.groups import UpdateRule
 from triaxis.engine.expert_parallel.balance import ExpertLoad
-from triaxis.engine.expert_parallel.routing import Choice
 from triaxis.engine.optimizer import distributed
 from triaxis.engine.step import Engine
 from triaxis.engine.tensor_parallel import layers
@@ -73,16 +72,14 @@ def rows_without_room_are_not_counted() -> None:
 
 
 def choices_of_a_layer_ahead_move_on_a_rank() -> None:
-    plain = MoE.choice
+    plain = MoE.chosen
 
-    def moved(self: MoE, *args: Any) -> Choice:
-        choice = plain(self, *args)
+    def moved(self: MoE, *args: Any) -> torch.Tensor:
+        experts = plain(self, *args)
         is_wrong = self.layer >= self.context.model.num_layers and self.context.region.axis.index == 1
-        return (
-            choice._replace(experts=(choice.experts + 1) % self.experts.router.moe.num_experts) if is_wrong else choice
-        )
+        return (experts + 1) % self.experts.router.moe.num_experts if is_wrong else experts
 
-    MoE.choice = moved  # type: ignore[method-assign]
+    MoE.chosen = moved  # type: ignore[method-assign]
 
 
 def gradients_of_a_rank_are_not_finite() -> None:
