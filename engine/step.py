@@ -20,9 +20,9 @@ Each loss has its own divisor, known before the backward, and all are of the GLO
 
     loss = L0 / n0  +  loss_weight / D x (L1 / n1 + .. LD / nD)  +  losses of routers / nominal tokens
 
-Lk is the sum of the losses of the counted labels at distance k (`engine/config/mtp.py`), and nk is their number, at least 1. A
-router chooses for every token, counted or not, so its losses are over global batch x sequence length
-(`engine/expert_parallel/routing.py`).
+Lk is the sum of the losses of the counted labels at distance k (`engine/config/mtp.py`). Their number is nk (s - k) / s in rows of s
+labels, which hold s - k of them at most: without a mask each nk is the number of nominal tokens (2412.19437, equation 24). A router
+chooses for every token, counted or not, so its losses are over global batch x sequence length (`engine/expert_parallel/routing.py`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -88,7 +88,7 @@ class BatchLosses(NamedTuple):
 
     Attributes:
         sums: [1 + D], of this rank: the sum of token losses, then the weighted sums of each token ahead; zeros off the last stage.
-        labels: [1 + D], of the global batch: the numbers of counted labels, by which each of these losses is divided.
+        labels: [1 + D], of the global batch: the numbers of counted labels.
     """
 
     sums: torch.Tensor
@@ -181,10 +181,16 @@ class Engine:
         # All tensor- and pipeline-parallel ranks of a replica have the same labels.
         num_labels = labels.wait() / (self.topology.sizes.tp * self.topology.sizes.pp)
         program = self.train_programs.next()
-        scale = self.loss_scale.scale / num_labels.clamp(min=1.0)
+        scale = self.loss_scale.scale / self._divisors(num_labels)
         losses = self.executor.run(program, microbatches, self._loss, loss_scale=scale, observers=observers)
         self.buffers.finish()
         return BatchLosses(self._sums(losses, len(num_labels)), num_labels)
+
+    def _divisors(self, num_labels: torch.Tensor) -> torch.Tensor:
+        """Return the divisors n [1 + D] of the losses from their numbers of counted labels; 1 where no label is counted."""
+        s = self.config.model.seq_length
+        in_a_row = torch.arange(s, s - len(num_labels), -1, dtype=num_labels.dtype, device=num_labels.device)
+        return (num_labels * s / in_a_row).clamp(min=1.0)
 
     def _set_mode(self, *, training: bool) -> None:
         # Torch sets it module by module, so that a step of small microbatches would notice.

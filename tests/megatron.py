@@ -125,12 +125,13 @@ def build(model: ModelConfig, *, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def with_mtp(gpt: Any, model: ModelConfig) -> Any:
-    """The same part of a GPTModel with its layers of tokens ahead; the loss of each is a mean over its own tokens."""
+    """The same part of a GPTModel with its layers of tokens ahead; the loss of each is a sum, as that of the next tokens."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 
     config = gpt.config
     config.mtp_num_layers, config.mtp_loss_scaling_factor = model.mtp.num_layers, model.mtp.loss_weight
+    config.calculate_per_token_loss = True
     spec = get_gpt_layer_local_spec(normalization=config.normalization)
     return GPTModel(
         config,
@@ -177,7 +178,7 @@ def arguments(model: ModelConfig, **more: Any) -> argparse.Namespace:
             "vocab_size": model.vocab_size,
             "mtp_num_layers": model.num_mtp_layers or None,
             "mtp_loss_scaling_factor": 0.1 if model.mtp is None else model.mtp.loss_weight,
-            "calculate_per_token_loss": False,
+            "calculate_per_token_loss": model.mtp is not None,
             "params_dtype": torch.bfloat16,
             "attention_backend": AttnBackend.auto,
             "load": Path("somewhere"),
@@ -275,9 +276,10 @@ def step(wrapped: Any, optimizer: Any, model: ModelConfig, seed: int) -> float:
     if model.mtp is not None:
         from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
+        losses = logits(wrapped, tokens[:, :-1], tokens[:, 1:])
         # The gradient of tokens ahead joins the backward with this factor, which Megatron-LM's schedule sets.
-        MTPLossAutoScaler.set_loss_scale(torch.tensor(1.0))
-        loss = logits(wrapped, tokens[:, :-1], tokens[:, 1:]).mean()
+        MTPLossAutoScaler.set_loss_scale(torch.tensor(1 / losses.numel()))
+        loss = losses.mean()
     else:
         columns = logits(wrapped, tokens[:, :-1])[..., : model.vocab_size]
         loss = torch.nn.functional.cross_entropy(columns.flatten(0, 1), tokens[:, 1:].flatten())

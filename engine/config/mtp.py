@@ -2,12 +2,13 @@
 
     h0_i = final_norm(last layer)_i
     hk_i = norm_k(layer_k(W_k [norm(embedding(t_{i+k})), norm(h(k-1)_i)]))          k = 1 .. num_layers
-    loss = L0 + loss_weight / num_layers x (L1 + .. )       Lk: cross-entropy of t_{i+k+1} from head(hk_i), a mean
+    loss = L0 + loss_weight / num_layers x (L1 + .. )       Lk: cross-entropy of t_{i+k+1} from head(hk_i)
 
 Each layer is of the kind of the model's last one. Word embedding and head are the model's own, norms and W_k [h, 2 h] the layer's.
 The position i of a token counts for Lk where k + 1 tokens follow it in its row, all of them counted by the loss itself, and with
-`data.attention: within` all in its document. Lk is the mean over the positions of the global batch that count for it. The
-printed loss is L0; evaluation and generation leave these layers out.
+`data.attention: within` all in its document. Lk is the mean over the positions of the global batch that count for it, times (s - k) / s,
+the share of a row's s positions that can: without a mask it is a sum over T = batch x s (2412.19437, equation 24). The printed loss
+is L0; evaluation and generation leave these layers out.
 """
 
 from collections.abc import Iterator

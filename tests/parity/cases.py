@@ -387,12 +387,13 @@ class OracleResult:
 def trained_loss(config: Config, found: OracleLosses, tokens: int, nominal: int) -> torch.Tensor:
     """The loss whose gradient is trained, by the documented formula: each part over a divisor of its own.
 
-    The next tokens over their counted labels, each token ahead over its own, the routers' losses over all tokens.
+    The next tokens over their counted labels, each token ahead over its own x s / (s - k), the routers' losses over all tokens.
     """
-    total = found.of_next / tokens + found.on_load / nominal
-    for summed, count in found.ahead:
+    total, s = found.of_next / tokens + found.on_load / nominal, config.model.seq_length
+    for k, (summed, count) in enumerate(found.ahead, start=1):
         assert config.model.mtp is not None
-        total = total + config.model.mtp.loss_weight / config.model.mtp.num_layers * summed / max(count, 1)
+        mean = summed / max(count, 1) * (s - k) / s
+        total = total + config.model.mtp.loss_weight / config.model.mtp.num_layers * mean
     return total
 
 

@@ -224,10 +224,10 @@ def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]
         notes.append(
             "the batch size was ramped up: here it is constant, and the step follows from samples / batch size"
         )
-    if args.get("mtp_num_layers") and args.get("calculate_per_token_loss"):
+    if args.get("mtp_num_layers") and not args.get("calculate_per_token_loss"):
         notes.append(
-            "losses of tokens further ahead were sums over the number of next tokens (--calculate-per-token-loss): here they are "
-            "means over those tokens, which raises them by a share of k / seq_length at k tokens further on"
+            "losses of tokens further ahead were means over those tokens: here their sums are over the number of next tokens, as "
+            "with --calculate-per-token-loss, which lowers them by a share of k / seq_length at k tokens further on"
         )
     dtype = "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32"
     precision = {"dtype": dtype} | ({"loss_scale": _loss_scale(args)} if dtype == "fp16" else {})

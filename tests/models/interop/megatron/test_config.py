@@ -92,9 +92,9 @@ def test_layers_of_tokens_ahead_behind_layers_that_differ_are_not_exported() -> 
         megatron_args(ModelConfig.model_validate(fields | differing))
 
 
-def test_sums_over_the_number_of_next_tokens_are_a_note() -> None:
+def test_means_over_tokens_ahead_are_a_note() -> None:
     args = ARGS | {"mtp_num_layers": 1}
-    (note,) = training_sections(args | {"calculate_per_token_loss": True})[1]
-    assert "(--calculate-per-token-loss): here they are means over those tokens" in note
-    assert training_sections(args)[1] == []
-    assert training_sections(ARGS | {"calculate_per_token_loss": True})[1] == []
+    (note,) = training_sections(args)[1]
+    assert "as with --calculate-per-token-loss" in note
+    assert training_sections(args | {"calculate_per_token_loss": True})[1] == []
+    assert training_sections(ARGS)[1] == []
