@@ -30,7 +30,7 @@ from triaxis.engine.comm.stop import Stop, StopRequest
 from triaxis.engine.config.data import reads_documents
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
-from triaxis.engine.data.datasets import Datasets, open_run_datasets, unbroken_corpora
+from triaxis.engine.data.datasets import Datasets, ReadAgain, open_run_datasets, read_again, unbroken_corpora
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.data.run_tokenizer import recorded_end
@@ -218,6 +218,7 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
             recompute=rank.resolved.recompute,
             device_type=engine.topology.device.type,
             documents=attempt.documents,
+            read_again=_read_again(attempt.datasets, config),
             unbroken=unbroken_corpora(attempt.datasets.train) if reads_documents(config.data) else (),
         )
         show_start(telemetry.report, directory, attempt.meter, start)
@@ -245,6 +246,13 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
         specs=model_specs(config.model),
         history=beginning.history,
     )
+
+
+def _read_again(datasets: Datasets, config: Config) -> list[ReadAgain]:
+    """Return the corpora of which each validation asks more samples than their part holds."""
+    if datasets.valid is None or config.eval.interval is None:
+        return []
+    return read_again(datasets.valid, config.eval.steps * config.train.global_batch_size)
 
 
 def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoints: CheckpointSaver) -> Stop | None:

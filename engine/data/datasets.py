@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from triaxis.engine.config.data import DataConfig
 from triaxis.engine.config.phases import DataSegment, data_segments
@@ -191,6 +192,26 @@ def unbroken_corpora(source: SampleSource) -> list[str]:
         stream.corpus.prefix
         for stream in streams
         if stream.num_tokens > UNBROKEN * stream.seq_length * len(stream.documents)
+    ]
+
+
+class ReadAgain(NamedTuple):
+    """A corpus of which more samples are asked than an epoch of its part holds."""
+
+    corpus: str
+    asked: int
+    held: int
+
+
+def read_again(source: SampleSource, num_samples: int) -> list[ReadAgain]:
+    """Return the corpora that give some of the first `num_samples` samples more than once; random tokens never do."""
+    if not isinstance(source, Blend):
+        return []
+    asked = zip(source.sources, counts_of(source.shares, num_samples), strict=True)
+    return [
+        ReadAgain(stream.corpus.prefix, count, stream.samples_per_epoch)
+        for stream, count in asked
+        if isinstance(stream, SampleStream) and count > stream.samples_per_epoch
     ]
 
 

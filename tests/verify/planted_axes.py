@@ -259,7 +259,13 @@ def each_dp_rank_divides_by_its_own_tokens() -> None:
     run = Executor.run
 
     def divided(
-        self: Executor, program: Any, microbatches: Sequence[Any], function: Any, *, loss_scale: torch.Tensor, **named: Any
+        self: Executor,
+        program: Any,
+        microbatches: Sequence[Any],
+        function: Any,
+        *,
+        loss_scale: torch.Tensor,
+        **named: Any,
     ) -> list[torch.Tensor]:
         dp = self.topology.axis("dp")
         mine = sum(microbatch.num_tokens for microbatch in microbatches)

@@ -17,6 +17,7 @@ from triaxis.engine.config.plan import BatchPlan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.deal import windows_of
 from triaxis.engine.context_parallel.imbalance import predicted_imbalance
+from triaxis.engine.data.datasets import ReadAgain
 from triaxis.engine.data.document_statistics import UNBROKEN, DocumentStatistics
 from triaxis.engine.errors import attempt_name, counted
 from triaxis.engine.program import triaxis
@@ -49,6 +50,7 @@ class Start:
         recompute: what `config.recompute` came to.
         documents: within which tokens attend; None: across them.
         unbroken: corpora that seem to have no document ends.
+        read_again: corpora of whose part a validation asks more samples than it holds.
     """
 
     config: Config
@@ -63,6 +65,7 @@ class Start:
     device_type: str = "cpu"
     documents: DocumentStatistics | None = None
     unbroken: Sequence[str] = ()
+    read_again: Sequence[ReadAgain] = ()
 
 
 def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
@@ -76,6 +79,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         *([("attention", method_line(start.config))] if start.config.parallel.cp > 1 else []),
         ("memory" if start.device_type == "cpu" else MEMORY[start.device_type], start.memory),
         *_documents(start),
+        *(("validation", _again(each)) for each in start.read_again),
         *_activations(start),
         ("parameters", "\n".join(comparison(start.counted, start.listed, start.config.model))),
         ("FLOPs", "\n".join(_flops(meter, start))),
@@ -95,6 +99,15 @@ def _saves(config: Config, directory: RunDirectory) -> str:
         return NOTHING
     every = "" if config.checkpoint.every is None else f"every {config.checkpoint.every:,} steps, "
     return f"{every}the last step and a stop, in {directory.checkpoints(config).path}/"
+
+
+def _again(read: ReadAgain) -> str:
+    """Describe a validation that reads its samples more than once."""
+    return (
+        f"asks {read.corpus} for {counted(read.asked, 'sample')}, and its part holds {read.held:,}: each is read up to "
+        f"{-(-read.asked // read.held):,} times, which makes the loss no more exact. Lower eval.steps, or give validation more "
+        "documents (data.split, data.valid)"
+    )
 
 
 def _documents(start: Start) -> Iterator[tuple[str, str]]:

@@ -14,8 +14,9 @@ import pytest
 from triaxis.engine.config.data import DataConfig
 from triaxis.engine.data import datasets as datasets_module
 from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
-from triaxis.engine.data.datasets import Datasets, open_datasets, unbroken_corpora
+from triaxis.engine.data.datasets import Datasets, open_datasets, read_again, unbroken_corpora
 from triaxis.engine.data.samples import SampleSource
+from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.errors import DataError
 
 
@@ -128,6 +129,9 @@ def test_a_corpus_without_document_ends_is_named(write_corpus: Callable[..., str
         DataConfig(train=[broken, sound], split=(1, 0, 0), cache_dir=str(tmp_path)), 16, 1, vocab_size=50
     ).train
     assert unbroken_corpora(train) == [broken]
+    # 187 samples of each are an epoch; of an odd number the first corpus gives one more.
+    assert read_again(train, 374) == read_again(SyntheticDataset(1, 50, 16), 10**6) == []
+    assert read_again(train, 375) == [(broken, 188, 187)] and read_again(train, 376)[1] == (sound, 188, 187)
 
 
 TENSORS = ("documents", "loader", "sequence_part")

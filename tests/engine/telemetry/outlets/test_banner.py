@@ -13,6 +13,7 @@ from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.deal import windows_of
 from triaxis.engine.context_parallel.imbalance import work_of_ranks
+from triaxis.engine.data.datasets import ReadAgain
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.telemetry.outlets.banner import End, Start, show_end, show_start
@@ -97,7 +98,11 @@ def test_the_banner_describes_documents(make_config: Callable[..., Config], run:
     assert "computes" in said["imbalance"] and "more than the mean" in said["imbalance"]
     said = start_rows(config, run, replace(plain, unbroken=["data/web"]))
     assert said["documents"].startswith("data/web: documents are longer than 100 samples on average")
-    assert "imbalance" not in said
+    assert "imbalance" not in said and "validation" not in said
+    said = start_rows(config, run, replace(plain, read_again=[ReadAgain("data/web", 8000, 21)]))
+    assert said["validation"].startswith(
+        "asks data/web for 8,000 samples, and its part holds 21: each is read up to 381 times"
+    )
 
 
 def test_the_banner_describes_imbalance_over_cp(make_config: Callable[..., Config], run: RunDirectory) -> None:
