@@ -30,7 +30,7 @@ from triaxis.engine.comm.stop import Stop, StopRequest
 from triaxis.engine.config.data import reads_documents
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
-from triaxis.engine.data.datasets import Datasets, ReadAgain, open_run_datasets, read_again, unbroken_corpora
+from triaxis.engine.data.datasets import Datasets, ReadAgain, read_again, unbroken_corpora
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.data.run_tokenizer import recorded_end
@@ -50,6 +50,7 @@ from triaxis.engine.train import TrainingRun, build, train
 from triaxis.launch.rank.banner import corpus_entropies, count_parameters, describe, measured_memory, predicted_memory
 from triaxis.launch.rank.batches import open_batches, run_documents
 from triaxis.launch.rank.directory import begin_attempt, open_directory
+from triaxis.launch.rank.first_orders import FirstOrders
 from triaxis.launch.rank.hang_watch import open_hang_watch
 from triaxis.launch.rank.join import Rank, join_run
 from triaxis.launch.rank.lost_peer import naming_lost_peers
@@ -83,12 +84,13 @@ def main(argv: Sequence[str]) -> int:
     stem, from_scratch = Path(words[0]).stem, FROM_SCRATCH in argv
 
     def choose_phase(config: Config, environment: RankEnvironment) -> Config:
-        first = is_first_start(environment)
         return config_of_phase(config, stem, environment, from_scratch=from_scratch, is_first_start=first)
 
-    with WayOut() as way_out, join_run(words, trains=True, choose_phase=choose_phase) as rank:
+    first = is_first_start(RankEnvironment.from_variables(os.environ))
+    orders = FirstOrders(stem, from_scratch=from_scratch, is_first_start=first)
+    joining = join_run(words, trains=True, choose_phase=choose_phase, before=orders.build)
+    with WayOut() as way_out, joining as rank:
         refuse_without_gpu(rank.config, has_gpu=rank.topology.device.type == "cuda")
-        first = is_first_start(rank.runtime.environment)
         directory = open_directory(rank, stem, from_scratch=from_scratch, is_first_start=first)
         if directory.finished is not None:
             if rank.number == 0:
@@ -96,7 +98,8 @@ def main(argv: Sequence[str]) -> int:
             return 0
         log = rank_log(directory.rank_log(rank.number), show=rank.number == 0)
         with log as streams, _printing_errors(), closing(Watchers(rank, directory)) as watchers:
-            return _train(rank, directory, watchers, streams, way_out)
+            orders.progress.heartbeat = watchers.heartbeat
+            return _train(rank, directory, watchers, streams, way_out, orders.datasets(rank.config))
 
 
 def is_first_start(environment: RankEnvironment) -> bool:
@@ -138,10 +141,11 @@ class _Attempt:
     way_out: WayOut
 
 
-def _train(rank: Rank, directory: RunDirectory, watchers: Watchers, streams: RankStreams, way_out: WayOut) -> int:
+def _train(
+    rank: Rank, directory: RunDirectory, watchers: Watchers, streams: RankStreams, way_out: WayOut, datasets: Datasets
+) -> int:
     """Build, begin, train; returns the exit code."""
     config, topology = rank.config, rank.topology
-    datasets = open_run_datasets(config)
     held_before = peak_memory_bytes(topology.device)
     explaining = partial(explaining_memory, config, topology, open_memory_snapshot(rank, directory))
     with way_out.bounded(), explaining():

@@ -6,9 +6,9 @@
 
 Each layer is of the kind of the model's last one. Word embedding and head are the model's own, norms and W_k [h, 2 h] the layer's.
 The position i of a token counts for Lk where k + 1 tokens follow it in its row, all of them counted by the loss itself, and with
-`data.attention: within` all in its document. Lk is the mean over the positions of the global batch that count for it, times (s - k) / s,
-the share of a row's s positions that can: without a mask it is a sum over T = batch x s (2412.19437, equation 24). The printed loss
-is L0; evaluation and generation leave these layers out.
+`data.attention: within` all in its document. Lk is the mean over the positions of the global batch that count for it, times
+(s - k) / s, the share of a row's s positions that can: without a mask it is a sum over batch x s (2412.19437, equation 24). The
+printed loss is L0; evaluation and generation leave these layers out.
 """
 
 from collections.abc import Iterator

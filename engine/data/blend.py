@@ -103,6 +103,13 @@ class Blend:
         source = int(self._table[place])
         return source, periods * self.shares[source] + int(self._rank[place])
 
+    def next_of_each(self, sample_id: int) -> list[tuple[SampleSource, int]]:
+        """Return each source with its first sample at or behind a sample of the blend."""
+        periods, place = divmod(sample_id - self.first_id, len(self._table))
+        taken = np.bincount(self._table[:place], minlength=len(self.sources))
+        starts = zip(self.sources, self.shares, taken, strict=True)
+        return [(source, periods * share + int(count)) for source, share, count in starts]
+
     def __getitem__(self, sample_id: int) -> Sample:
         source, inner = self.locate(sample_id)
         return self.sources[source][inner]

@@ -23,6 +23,7 @@ from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.record import read_record
 from triaxis.engine.data.corpus.tokenizers import BYTES
 from triaxis.engine.data.document_statistics import UNBROKEN
+from triaxis.engine.data.index_cache import Progress
 from triaxis.engine.data.remainder import ContinuedStream
 from triaxis.engine.data.samples import SampleSource, SampleStream
 from triaxis.engine.data.skipped import SkippedRanges
@@ -56,6 +57,7 @@ def open_datasets(
     *,
     vocab_size: int,
     segments: Sequence[DataSegment] = (),
+    progress: Progress | None = None,
 ) -> Datasets:
     """Open the corpora, split and blend them.
 
@@ -66,6 +68,7 @@ def open_datasets(
         cache_dir: folder of index caches, instead of `data.cache_dir`; without both, PREFIX.cache next to each corpus.
         vocab_size: of the model, without padding; a corpus with larger ids is refused.
         segments: parts of the run up to the present one, where its samples change on the way (`data_segments`).
+        progress: follows the building of orders.
 
     Raises:
         DataError: a corpus is missing, damaged, too small for its split or of another vocabulary.
@@ -103,6 +106,7 @@ def open_datasets(
             cache_dir=Path(folder or f"{prefix}.cache"),
             vocab_size=vocab_size,
             count_document_starts=data_config.count_document_starts,
+            progress=progress,
         )
 
     def blend(sources: Sequence[Source], documents: Mapping[str, range]) -> Blend:
@@ -141,7 +145,7 @@ def open_datasets(
     return Datasets(train_blend, valid_blend, test_blend, digest, after)
 
 
-def open_run_datasets(config: Config) -> Datasets:
+def open_run_datasets(config: Config, progress: Progress | None = None) -> Datasets:
     """Open the datasets of a run in the phase whose fields its configuration has; see `open_datasets`."""
     return open_datasets(
         config.data,
@@ -149,7 +153,19 @@ def open_run_datasets(config: Config) -> Datasets:
         config.train.seed,
         vocab_size=config.model.vocab_size,
         segments=data_segments(config),
+        progress=progress,
     )
+
+
+def open_orders(source: SampleSource, sample_id: int) -> None:
+    """Open the orders of the epochs that are read from a sample of a source on, of each of its corpora.
+
+    Raises:
+        DataError: the index cache cannot be written.
+    """
+    if isinstance(source, Blend):
+        for each, inner in source.next_of_each(max(sample_id, source.first_id)):
+            each.lengths(inner)
 
 
 def continued(

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from triaxis.engine.data.index_cache import key_digest, open_numbers
+from triaxis.engine.data import order_pieces
+from triaxis.engine.data.index_cache import Progress, key_digest, open_numbers
 from triaxis.engine.data.shuffle import permutation
 
 
@@ -56,18 +57,32 @@ def build_epoch(key: EpochKey, document_lengths: NDArray[np.int64], num_samples:
     return EpochIndex(order, offsets, permutation(num_samples, "samples", key.seed, key.epoch))
 
 
-def open_epoch(cache_dir: Path, key: EpochKey, document_lengths: NDArray[np.int64], num_samples: int) -> EpochIndex:
+def open_epoch(
+    cache_dir: Path,
+    key: EpochKey,
+    document_lengths: NDArray[np.int64],
+    num_samples: int,
+    progress: Progress | None = None,
+) -> EpochIndex:
     """Return the epoch's order from its cache file, which the first process of a node builds while the others wait.
+
+    One of more numbers than a piece is built in pieces that survive a kill, with the same bits. `progress` follows that.
 
     Raises:
         DataError: the cache folder cannot be read or written.
     """
     counts = (len(document_lengths), len(document_lengths) + 1, num_samples)
 
-    def build() -> tuple[NDArray[np.int64], ...]:
+    path, text = cache_dir / key.file_name(), key.text()
+
+    def build() -> tuple[NDArray[np.int64], ...] | None:
+        if sum(counts) > order_pieces.PIECE:
+            follower = progress or Progress()
+            order_pieces.fill_epoch(path, text, key.seed, key.epoch, document_lengths, num_samples, follower)
+            return None
         index = build_epoch(key, document_lengths, num_samples)
         return index.document_order, index.token_offsets, index.sample_order
 
-    values = open_numbers(cache_dir / key.file_name(), key.text(), build, sum(counts))
+    values = open_numbers(path, text, build, sum(counts), progress=progress)
     documents, offsets, _ = np.cumsum(counts)
     return EpochIndex(values[:documents], values[documents:offsets], values[offsets:])

@@ -8,17 +8,35 @@ All processes of a node share the file by mmap. A truncated, damaged or foreign 
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from triaxis.engine.errors import DataError
-from triaxis.engine.storage.files import HASH_BLOCK_BYTES, locked, write_atomically
+from triaxis.engine.storage.files import HASH_BLOCK_BYTES, locked, sync, sync_folder, write_atomically
 
 MAGIC = b"TRXEPOC1"
 DIGEST_BYTES = 32
+HEAD_BYTES = len(MAGIC) + DIGEST_BYTES
 logger = logging.getLogger(__name__)
+
+
+class Progress:
+    """A follower of what takes long: here, one that does nothing."""
+
+    def piece(self, path: Path, done: int, of: int) -> None:
+        """Hear that this process has made a piece of a cache file."""
+
+    def waits(self, path: Path) -> None:
+        """Hear, again and again, that another process of the node has the lock under which a cache file is made."""
+
+    def hashes(self, path: Path) -> None:
+        """Hear that this process has read on in a cache file."""
+
+    def ends(self) -> None:
+        """Hear that the numbers are there."""
 
 
 def key_digest(key: str) -> str:
@@ -27,39 +45,50 @@ def key_digest(key: str) -> str:
 
 
 def open_numbers(
-    path: Path, key: str, build: Callable[[], Sequence[NDArray[np.int64]]], count: int | None, lock: str = ".lock"
+    path: Path,
+    key: str,
+    build: Callable[[], Sequence[NDArray[np.int64]] | None],
+    count: int | None,
+    lock: str = ".lock",
+    progress: Progress | None = None,
 ) -> NDArray[np.int64]:
     """Return the numbers of a cache file, int64, which the first process of a node builds while the others wait.
 
     Args:
         path: of the file.
         key: text of all that decides the numbers.
-        build: returns the arrays that are written behind each other.
+        build: returns the arrays that are written behind each other; None: it has made the file itself (`seal`).
         count: how many numbers there are; None: as many as there are in the file.
         lock: name of the file that is locked meanwhile; `build` may open numbers under another one.
+        progress: follows what takes long.
 
     Raises:
         DataError: the cache folder cannot be read or written.
     """
+    progress = progress or Progress()
+    hashed = partial(progress.hashes, path)
     try:
-        if (numbers := _load(path, key, count)) is not None:
+        if (numbers := _load(path, key, count, hashed)) is not None:
             return numbers
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.parent / lock):
-            if (numbers := _load(path, key, count)) is not None:
+        with locked(path.parent / lock, partial(progress.waits, path)):
+            if (numbers := _load(path, key, count, hashed)) is not None:
                 return numbers
             if path.exists():
                 logger.warning("index cache %s is truncated or damaged: building it again", path)
-            payload = [np.ascontiguousarray(part, np.int64).data.cast("B") for part in build()]
-            count = sum(len(part) for part in payload) // 8
-            write_atomically(path, [MAGIC, _digest(key, payload), *payload])
+            if (parts := build()) is not None:
+                payload = [np.ascontiguousarray(part, np.int64).data.cast("B") for part in parts]
+                count = sum(len(part) for part in payload) // 8
+                write_atomically(path, [MAGIC, _digest(key, payload, hashed), *payload])
+        numbers = _load(path, key, count, hashed)
     except OSError as error:
         room = "" if count is None else f", with {8 * count:,} bytes free per epoch"
         raise DataError(
             f"the index cache {path} cannot be read or written ({error.strerror or error}). Every run needs it, once per node. Set "
             f"data.cache_dir to a folder that this user can write{room}."
         ) from error
-    numbers = _load(path, key, count)
+    finally:
+        progress.ends()
     if numbers is None:
         raise DataError(
             f"the index cache {path} does not hold what was just written to it: the disk or the file system is unreliable. "
@@ -68,17 +97,34 @@ def open_numbers(
     return numbers
 
 
-def _digest(key: str, payload: Sequence[memoryview]) -> bytes:
+def seal(building: Path, path: Path, key: str, progress: Progress) -> None:
+    """Make a cache file of one whose numbers are written behind room for the head.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with building.open("r+b") as file:
+        content = np.memmap(building, dtype=np.uint8, mode="r", offset=HEAD_BYTES)
+        file.write(MAGIC + _digest(key, [content.data], partial(progress.hashes, path)))
+        file.flush()
+        sync(file.fileno())
+    building.replace(path)
+    sync_folder(path.parent)
+
+
+def _digest(key: str, payload: Sequence[memoryview], hashed: Callable[[], None]) -> bytes:
+    """Return the sha256 of a key and numbers; `hashed` is called after each block."""
     digest = hashlib.sha256(key.encode())
     for part in payload:
         for start in range(0, len(part), HASH_BLOCK_BYTES):
             digest.update(part[start : start + HASH_BLOCK_BYTES])
+            hashed()
     return digest.digest()
 
 
-def _load(path: Path, key: str, count: int | None) -> NDArray[np.int64] | None:
+def _load(path: Path, key: str, count: int | None, hashed: Callable[[], None]) -> NDArray[np.int64] | None:
     """Return the numbers of a cache file, or None if it is missing or does not match its key."""
-    start = len(MAGIC) + DIGEST_BYTES
+    start = HEAD_BYTES
     try:
         size = path.stat().st_size
         if size < start or (size - start) % 8 or count not in (None, (size - start) // 8):
@@ -86,6 +132,6 @@ def _load(path: Path, key: str, count: int | None) -> NDArray[np.int64] | None:
         content = np.memmap(path, dtype=np.uint8, mode="r")
     except (FileNotFoundError, NotADirectoryError):
         return None
-    if content[:start].tobytes() != MAGIC + _digest(key, [content[start:].data]):
+    if content[:start].tobytes() != MAGIC + _digest(key, [content[start:].data], hashed):
         return None
     return content[start:].view("<i8")

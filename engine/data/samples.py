@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.epoch_index import EpochIndex, EpochKey, open_epoch
+from triaxis.engine.data.index_cache import Progress
 from triaxis.engine.errors import DataError
 
 EPOCHS_KEPT_OPEN = 2
@@ -90,6 +91,7 @@ class SampleStream:
         cache_dir: folder of the epochs' orders.
         vocab_size: upper bound of the tokens.
         count_document_starts: the loss counts a document's first token, predicted from the end of the document before it.
+        progress: follows the building of an epoch's order.
 
     Raises:
         DataError: the documents have fewer than s + 1 tokens.
@@ -105,10 +107,11 @@ class SampleStream:
         cache_dir: Path,
         vocab_size: int,
         count_document_starts: bool = True,
+        progress: Progress | None = None,
     ) -> None:
         self.corpus, self.documents = corpus, documents
         self.seq_length, self.seed, self.cache_dir, self.vocab_size = seq_length, seed, cache_dir, vocab_size
-        self.count_document_starts = count_document_starts
+        self.count_document_starts, self._progress = count_document_starts, progress
         self._fingerprint = corpus.fingerprint
         self._lengths = corpus.document_lengths(documents)
         self.num_tokens = int(self._lengths.sum())
@@ -140,6 +143,7 @@ class SampleStream:
             cache_dir=self.cache_dir,
             vocab_size=self.vocab_size,
             count_document_starts=self.count_document_starts,
+            progress=self._progress,
         )
 
     def __getitem__(self, sample_id: int) -> Sample:
@@ -190,7 +194,7 @@ class SampleStream:
             key = EpochKey(
                 self._fingerprint, self.documents.start, self.documents.stop, self.seq_length, self.seed, epoch
             )
-            self._epochs[epoch] = open_epoch(self.cache_dir, key, self._lengths, self.samples_per_epoch)
+            self._epochs[epoch] = open_epoch(self.cache_dir, key, self._lengths, self.samples_per_epoch, self._progress)
             while len(self._epochs) > EPOCHS_KEPT_OPEN:
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]

@@ -12,11 +12,21 @@ import json
 import numpy as np
 from numpy.typing import NDArray
 
+PER_COUNT = 4
+"""Numbers that Philox makes at each count of its counter."""
 
-def random_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
-    """Return `count` uniform 64-bit numbers, uint64 [count]; a longer call with the same key begins with the same numbers."""
+
+def random_bits(count: int, *key: int | str, skip: int = 0) -> NDArray[np.uint64]:
+    """Return `count` uniform 64-bit numbers, uint64 [count]; a longer call with the same key begins with the same numbers.
+
+    Args:
+        count: how many.
+        key: decides them.
+        skip: of the same key's numbers, how many come before; a multiple of `PER_COUNT`.
+    """
+    assert skip % PER_COUNT == 0, skip
     digest = hashlib.sha256(json.dumps(key).encode()).digest()
-    return np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(count)
+    return np.random.Philox(key=int.from_bytes(digest[:16], "little"), counter=skip // PER_COUNT).random_raw(count)
 
 
 def permutation(count: int, *key: int | str) -> NDArray[np.int64]:

@@ -9,7 +9,8 @@ So a reader never sees half a file, and a crash leaves at most a `.partial` that
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,15 +53,29 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+_LOOK_SECONDS = 0.2
+"""Time between two tries to get a lock."""
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, waits: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the exclusive lock on the file `path` (created if missing, kept afterwards: removing it would race).
+
+    `waits` is called again and again while another process has it.
 
     The kernel releases the lock when its holder dies. On file systems without working locks two holders may meet, so their writes
     must be correct even then, as `write_atomically` is.
     """
     with path.open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        while waits is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waits()
+                time.sleep(_LOOK_SECONDS)
+        else:
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 

@@ -68,13 +68,17 @@ def join_run(
     *,
     trains: bool = False,
     choose_phase: Callable[[Config, RankEnvironment], Config] | None = None,
+    before: Callable[[Config], None] = lambda config: None,
 ) -> Iterator[Rank]:
     """Read the configuration of a worker from its words, and join its run; arguments and errors are those of `read_config`.
 
     A rank that torchrun has started ends with its launcher. One that trains resolves the run's tokenizer (`with_tokenizer`).
 
     Args:
+        words: of the worker.
+        trains: as in `read_config`.
         choose_phase: as in `join`.
+        before: called with the configuration before any rank waits for another one; it may take long.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -84,6 +88,7 @@ def join_run(
         config, note = with_tokenizer(config)
         if note is not None and environment.rank == 0:
             print(f"note: {note}")
+    before(config)
     with join(config, environment, choose_phase) as rank:
         yield rank
 

@@ -9,6 +9,7 @@ The file is written once before it is mapped. A store into a page that /dev/shm 
 write fails with an error instead, and the rank takes the folder for temporary files. Docker gives all processes 64 MB of /dev/shm.
 
     words (int64)    0 layout  1 rank  2 pid  3 attempt  4 beats  5 step  6 position  7 peer  8 begun  9 started
+                     10 building  11 built
     texts            128.. part   160.. op   192.. axis   224.. purpose, each padded with zeros to its end
 
 `step` counts from 1. `position` is the number of the action of the rank's schedule that runs, from 1; 0: none runs. (Actions and
@@ -37,12 +38,16 @@ from triaxis.engine.pipeline.lowering import Instruction
 from triaxis.engine.run.step_parts import FIRST, StepPart, StepWatcher
 from triaxis.engine.storage.state_files import read_regular
 
-LAYOUT = 0x0154_5249_4158_0001
+LAYOUT = 0x0154_5249_4158_0002
 """The first word of the file: kind of file and layout of the words."""
 
 SIZE = 320
-_WORDS = ("layout", "rank", "pid", "attempt", "beats", "step", "position", "peer", "begun", "started")
+_WORDS = (
+    *("layout", "rank", "pid", "attempt", "beats", "step", "position", "peer", "begun", "started"),
+    *("building", "built"),
+)
 _BEATS, _STEP, _POSITION, _PEER, _BEGUN = map(_WORDS.index, ("beats", "step", "position", "peer", "begun"))
+_BUILDING, _BUILT = map(_WORDS.index, ("building", "built"))
 _TEXTS = {"part": 128, "op": 160, "axis": 192, "purpose": 224}
 _TEXT_BYTES = {"part": 32, "op": 32, "axis": 32, "purpose": 96}
 
@@ -60,6 +65,8 @@ class Beat:
         peer: index on the axis of the other end of a send or receive; NO_PEER for a collective.
         begun: steps that this process has begun.
         started: when this process was started, by the system's clock: with `pid`, which process it is.
+        building: 1 while the rank's loader builds the order of an epoch, or waits for its node's process that does.
+        built: how often that has come a piece further; another thread counts it than `beats`.
     """
 
     rank: int
@@ -75,6 +82,12 @@ class Beat:
     peer: int
     begun: int
     started: int
+    building: int = 0
+    built: int = 0
+
+    def is_still(self, later: "Beat") -> bool:
+        """Return whether the rank has not moved between this beat and a later one."""
+        return (self.beats, self.built) == (later.beats, later.built)
 
 
 def folders_of(run: Path) -> list[Path]:
@@ -150,7 +163,7 @@ class Heartbeat(StepWatcher):
                 "the rank was doing. Make room in one of them, or set TMPDIR to a folder that has some."
             )
         self._words = memoryview(self._map)[: 8 * len(_WORDS)].cast("q")
-        for place, value in enumerate((LAYOUT, rank, pid, attempt, 0, 0, 0, NO_PEER, 0, started_at(pid))):
+        for place, value in enumerate((LAYOUT, rank, pid, attempt, 0, 0, 0, NO_PEER, 0, started_at(pid), 0, 0)):
             self._words[place] = value
         self._texts: dict[tuple[str, str], bytes] = {}
         self._num_actions = 0
@@ -192,6 +205,15 @@ class Heartbeat(StepWatcher):
         """Write down that the wait is over."""
         self._write("op", "")
         self._words[_BEATS] += 1
+
+    def builds(self) -> None:
+        """Write down that the order of an epoch has come a piece further; the loader's thread calls it."""
+        self._words[_BUILDING] = 1
+        self._words[_BUILT] += 1
+
+    def has_built(self) -> None:
+        """Write down that the order is there."""
+        self._words[_BUILDING] = 0
 
     def read_begins(self, mark: Event) -> None:
         """Write nothing: what a device waits for while its host reads is a call that was waited for before."""

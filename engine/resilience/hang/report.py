@@ -217,6 +217,8 @@ class HangReport:
         beat = status.beat
         if beat is None:
             return "was not seen"
+        if beat.part == StepPart.DATA and beat.building:
+            return f"is building the order of an epoch for step {beat.step:,}"
         if beat.part == StepPart.DATA:
             return f"is reading the data of step {beat.step:,}"
         if beat.part == StepPart.FORWARD_BACKWARD and (action := self._action(beat)) is not None:

@@ -9,8 +9,11 @@
     end           deputies kill the silent ranks of their nodes (a stopped process takes no other signal), all others leave with
                   `ExitCode.HUNG`
 
-A rank that resumes deletes its status: it was only slow. All of it is done by threads that need nothing from
-torch or the other ranks but the run directory, so it works while the main thread is blocked in a collective.
+A rank that resumes deletes its status: it was only slow. One whose loader builds the order of an epoch moves with each piece; where
+others wait for it and report, it says so (`rank_00003.busy`), and they take their status back.
+
+All of it is done by threads that need nothing from torch or the other ranks but the run directory, so it works while the main
+thread is blocked in a collective.
 
 On GPUs a rank's thread runs ahead of its device, so what it waits for is what the host waits for: mostly the numbers of a step. It
 stands still there for nearly a whole step, without a heartbeat.
@@ -41,6 +44,9 @@ from triaxis.engine.storage.state_files import read_object
 REPORT = "report.json"
 ANSWERS, SILENT = "answers", "silent"
 """Kinds of a rank's file: written by the rank itself, or by its deputy."""
+
+BUSY = "busy"
+"""Kind of the file of a rank that builds the order of an epoch while others report."""
 
 _RANK_FILE = re.compile(r"rank_(?P<rank>[0-9]{5,9})\.\w+\.json")
 
@@ -168,14 +174,18 @@ class HangWatch:
             if self._over.wait(limits.look_seconds):
                 return
             beat = self.heartbeat.read()
-            if beat.beats != last.beats:
+            limit_seconds = still_limit.seconds(beat.begun)
+            if beat.building and still_seconds < limit_seconds and self._ranks(ANSWERS):
+                self._say_busy()
+            if not last.is_still(beat):
                 still_limit.went_on(last.begun, still_seconds)
                 last, still_seconds = beat, 0.0
                 continue
             # A process that was stopped and goes on has not stood still for all that time.
             still_seconds += min(time.monotonic() - before, 2 * limits.look_seconds)
+            is_late = still_seconds >= limit_seconds and may_hang(beat)
             # Where others hang, a rank that does not move reports at once: they may wait for it.
-            if (still_seconds >= still_limit.seconds(beat.begun) and may_hang(beat)) or self._ranks(ANSWERS):
+            if is_late or (not beat.building and self._ranks(ANSWERS)):
                 try:
                     self._hangs(beat, still_seconds)
                 except OSError as error:
@@ -191,6 +201,7 @@ class HangWatch:
         self.folder.mkdir(parents=True, exist_ok=True)
         own = self._path(self._rank, ANSWERS)
         write_status(own, RankStatus(self._rank, beat, True, still_seconds, self.where(self._rank, beat.pid)))
+        said_at = own.stat().st_mtime_ns
         # On its own: it asks the backend, which is what hangs.
         path = self.folder / f"rank_{self._rank:05d}.nccl.json"
         threading.Thread(target=self.write_flight_record, args=(path,), name="flight-record", daemon=True).start()
@@ -199,6 +210,8 @@ class HangWatch:
         neighbours = [rank for rank in range(grid.world_size) if grid.node(rank) == node]
 
         def all_answer() -> bool:
+            if self._busy_since(said_at):
+                return True
             # One rank of a node lists the folder; the others wait for what comes of it.
             if any(self._path(rank, ANSWERS).exists() for rank in neighbours if rank < self._rank):
                 return (self.folder / REPORT).exists()
@@ -207,6 +220,10 @@ class HangWatch:
         if not self._wait_for(all_answer, unless_goes_on=beat):
             own.unlink(missing_ok=True)
             print(f"rank {self._rank}: went on after standing still for {still_seconds:.0f} seconds", file=sys.stderr)
+            return
+        if self._busy_since(said_at):
+            own.unlink(missing_ok=True)
+            print(f"rank {self._rank}: waits for a rank that builds the order of an epoch", file=sys.stderr)
             return
         answered = sorted({*self._ranks(ANSWERS), self._rank})
         silent = [rank for rank in neighbours if rank not in answered]
@@ -248,7 +265,7 @@ class HangWatch:
         deadline = time.monotonic() + graces * self.limits.grace_seconds
         poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * self.layout.grid.world_size)
         while time.monotonic() < deadline and not is_done():
-            if unless_goes_on is not None and self.heartbeat.read().beats != unless_goes_on.beats:
+            if unless_goes_on is not None and not self.heartbeat.read().is_still(unless_goes_on):
                 return False
             time.sleep(poll_seconds)
         return True
@@ -257,6 +274,19 @@ class HangWatch:
         """List the ranks with a status of this kind, by the names of files alone, since all ranks look at once."""
         found = (_RANK_FILE.fullmatch(path.name) for path in self.folder.glob(f"rank_*.{kind}.json"))
         return [int(match["rank"]) for match in found if match is not None]
+
+    def _say_busy(self) -> None:
+        """Tell ranks that report that this one builds the order of an epoch, piece after piece, and that they wait for it."""
+        with suppress(OSError):
+            write_atomically(self.folder / f"rank_{self._rank:05d}.{BUSY}", [b""])
+
+    def _busy_since(self, time_ns: int) -> bool:
+        """Return whether a rank has said so at or after a time of the folder's file system."""
+        for path in self.folder.glob(f"rank_*.{BUSY}"):
+            with suppress(OSError):
+                if path.stat().st_mtime_ns >= time_ns:
+                    return True
+        return False
 
     def _path(self, rank: int, kind: str) -> Path:
         return self.folder / f"rank_{rank:05d}.{kind}.json"

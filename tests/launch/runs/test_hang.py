@@ -45,14 +45,16 @@ def test_a_stopped_rank_is_named_and_the_job_ends(tmp_path: Path) -> None:
     assert report is not None and report["culprits"] == [STOPPED] and report["reporter"] == 0
     text = report["text"]
     # SIGSTOP may come at any moment of a step: inside a phase or an action, between two actions, or while data is read.
-    seen = rf"rank {STOPPED} \(pp 1, dp 1, tp 0\) does not answer; it was last seen (in the|between|reading the) .*step \d+"
+    place = r"; \S+, pid \d+\)"
+    seen = rf"rank {STOPPED} \(pp 1, dp 1, tp 0{place} does not answer; it was last seen (in the|between|reading the) .*step \d+"
     assert re.search(seen, text), text
     # Rank 1 is the other stage of its pipeline. It waits for a message, until its own is taken, or in a call of all ranks
     # to which rank 2, which waits for its replica's gradients, has not come either ("ranks 2, 3").
-    waits = rf"  rank 1 \(pp 0, dp 1, tp 0\) waits .*(rank {STOPPED}\b|ranks (\d+, )*{STOPPED}\b)"
+    waits = rf"  rank 1 \(pp 0, dp 1, tp 0{place} waits .*(rank {STOPPED}\b|ranks (\d+, )*{STOPPED}\b)"
     lines = text.splitlines()
     assert any(re.match(waits, line) for line in lines), text
     assert text.splitlines()[1] in said.out + said.err
+    assert lines[-1].startswith("  next: ") and "same command" in lines[-1]
     [event] = [event for event in events(run) if event["kind"] == "hang"]
     assert event["rank"] == 0 and event["report"] == text and event["message"] in lines[1]
     for folder in folders_of(run):

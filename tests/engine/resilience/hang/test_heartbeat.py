@@ -364,6 +364,48 @@ def test_a_rank_of_long_steps_is_not_ended(heartbeat: Heartbeat, tmp_path: Path)
     watch.close()
 
 
+@pytest.mark.parametrize("builds", [True, False])
+def test_a_rank_that_builds_an_order_is_not_ended(builds: bool, heartbeat: Heartbeat, tmp_path: Path) -> None:
+    """The build takes ten times as long as a rank may stand still."""
+    left = threading.Event()
+    heartbeat.enter(StepPart.DATA)
+    limits = HangLimits(0.05, 0.05, 0.01, 0.05)
+    watch = HangWatch(heartbeat, ALONE, tmp_path / "hang", limits, lambda *_: None, leave=lambda code: left.set())
+    watch.start()
+    for _ in range(50):
+        if builds:
+            heartbeat.builds()
+        left.wait(0.01)
+    heartbeat.has_built()
+    watch.close()
+    assert left.is_set() != builds
+
+
+def test_ranks_that_wait_for_one_that_builds_take_their_words_back(tmp_path: Path) -> None:
+    """Rank 0 stands in a call of rank 1, which is on another node and builds; once it builds no more, it is a hang."""
+    two = RunLayout(RankGrid(ParallelSizes(dp=2), 1), {"world": [(0, 1)]}, SCHEDULE, SCHEDULE)
+    folder, left = tmp_path / "hang", threading.Event()
+    limits = HangLimits(0.1, 0.1, 0.01, 0.2)
+    beats = [Heartbeat([tmp_path / f"node{rank}"], rank, 0) for rank in range(2)]
+    for each in beats:
+        each.enter(StepPart.DATA)
+    beats[1].builds()
+    watches = [
+        HangWatch(each, two, folder, limits, lambda *_: None, leave=lambda code: (left.set(), time.sleep(60.0))[0])
+        for each in beats
+    ]
+    said = io.StringIO()
+    with redirect_stderr(said):
+        for watch in watches:
+            watch.start()
+        for _ in range(100):
+            beats[1].builds()
+            time.sleep(0.01)
+        assert not left.is_set() and "waits for a rank that builds the order of an epoch" in said.getvalue()
+        beats[1].has_built()
+        assert left.wait(30.0)
+
+
 def test_one_rank_of_a_node_lists_the_words_of_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 of a node is silent. Rank 1 waits beside rank 0, which has answered before it, and lists once, in the end."""
     three = RunLayout(RankGrid(ParallelSizes(dp=3)), {"world": [(0, 1, 2)]}, SCHEDULE, SCHEDULE)

@@ -1,0 +1,163 @@
+"""The order of a large epoch, built in pieces inside its file: a kill costs one piece (no torch here).
+
+    numbers of a block (random bits | index)  -- sorted -->  FILE.runs    each block by itself
+    slices of all blocks by value             -- sorted -->  their place  the same order as of one sort over all
+    lengths along the order                   -- added  -->  offsets
+    every piece written: FILE.building, on the disk; then FILE.done counts it
+
+A sort of numbers that all differ has one result, so the pieces have the bits of `triaxis.engine.data.shuffle.permutation`. At the
+end `FILE.building` gets the head of a cache file and its name (`engine/data/index_cache.py`).
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triaxis.engine.data.index_cache import HEAD_BYTES, Progress, key_digest, seal
+from triaxis.engine.data.shuffle import random_bits
+from triaxis.engine.storage.files import sync, write_atomically
+from triaxis.engine.storage.state_files import read_object
+
+PIECE = 2**24
+"""Numbers of a piece, a multiple of 4: 128 MiB, sorted in about two seconds."""
+
+Int64s = NDArray[np.int64]
+_Steps = Iterator[Callable[[], None]]
+
+
+def done_path(path: Path) -> Path:
+    """Return the file that counts the pieces of a cache file that are on the disk."""
+    return path.with_name(f"{path.name}.done")
+
+
+def fill_epoch(
+    path: Path, key: str, seed: int, epoch: int, document_lengths: Int64s, num_samples: int, progress: Progress
+) -> None:
+    """Write the cache file of an epoch's three arrays, from the pieces that an earlier start has left, if there are some.
+
+    Args:
+        path: of the cache file.
+        key: text of all that decides the numbers.
+        seed, epoch: of both orders.
+        document_lengths: int64 [D], tokens.
+        num_samples: of the epoch.
+        progress: hears of each piece.
+
+    Raises:
+        OSError: the folder cannot be written, or has no room.
+    """
+    num_documents = len(document_lengths)
+    building, runs_path = (path.with_name(f"{path.name}.{kind}") for kind in ("building", "runs"))
+    count, longest = 2 * num_documents + 1 + num_samples, max(num_documents, num_samples)
+    # Of a journal without its files, or of other sizes, nothing is taken over.
+    name = key_digest(json.dumps([key, PIECE, count]))
+    done = _num_done(path, name, {building: HEAD_BYTES + 8 * count, runs_path: 8 * longest})
+    with _reserved(building, HEAD_BYTES + 8 * count) as file, _reserved(runs_path, 8 * longest) as runs_file:
+        numbers = np.memmap(building, np.int64, "r+", HEAD_BYTES, (count,))
+        runs = np.memmap(runs_path, np.uint64, "r+", 0, (longest,))
+        order, offsets = numbers[:num_documents], numbers[num_documents : 2 * num_documents + 1]
+        steps = [
+            *_sorting(order, runs, "documents", seed, epoch),
+            *_adding(order, offsets, document_lengths),
+            *_sorting(numbers[2 * num_documents + 1 :], runs, "samples", seed, epoch),
+        ]
+        for number, step in enumerate(steps):
+            if number >= done:
+                step()
+                numbers.flush()
+                runs.flush()
+                sync(file.fileno())
+                sync(runs_file.fileno())
+                journal = {"name": name, "done": number + 1, "of": len(steps)}
+                write_atomically(done_path(path), [json.dumps(journal).encode()])
+            progress.piece(path, number + 1, len(steps))
+        del numbers, runs, order, offsets, steps
+    seal(building, path, key, progress)
+    for left in (runs_path, done_path(path)):
+        left.unlink(missing_ok=True)
+
+
+def pieces_done(path: Path) -> tuple[int, int]:
+    """Return how many pieces of a cache file are done, of how many; (0, 0) where none is known."""
+    try:
+        found = read_object(done_path(path)) or {}
+        return int(found["done"]), int(found["of"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, 0
+
+
+def _num_done(path: Path, name: str, sizes: dict[Path, int]) -> int:
+    try:
+        journal = read_object(done_path(path)) or {}
+        is_whole = all(file.stat().st_size == size for file, size in sizes.items())
+    except (OSError, ValueError):
+        return 0
+    return pieces_done(path)[0] if is_whole and journal.get("name") == name else 0
+
+
+def _reserved(path: Path, size: int) -> BinaryIO:
+    """Open a file of that size whose room is taken: a page without room would end the process with SIGBUS."""
+    file = path.open("r+b" if path.exists() else "w+b")
+    try:
+        file.truncate(size)
+        os.posix_fallocate(file.fileno(), 0, size)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _blocks(count: int) -> list[tuple[int, int]]:
+    return [(start, min(count, start + PIECE)) for start in range(0, count, PIECE)]
+
+
+def _sorting(out: Int64s, runs: NDArray[np.uint64], *key: int | str) -> _Steps:
+    """Yield the steps of `permutation(len(out), *key)`."""
+    count = len(out)
+    index_bits = np.uint64(max(count - 1, 0).bit_length())
+    mask = (np.uint64(1) << index_bits) - np.uint64(1)
+    blocks = _blocks(count)
+
+    def sort_block(start: int, stop: int) -> None:
+        numbers = (random_bits(stop - start, *key, skip=start) >> index_bits << index_bits) | np.arange(
+            start, stop, dtype=np.uint64
+        )
+        numbers.sort()
+        runs[start:stop] = numbers
+
+    def sort_values(part: int) -> None:
+        # Numbers are spread evenly, so that parts of their range have about PIECE of them each.
+        least = np.uint64(part * 2**64 // len(blocks))
+        firsts = [int(np.searchsorted(runs[start:stop], least)) for start, stop in blocks]
+        lasts = [stop - start for start, stop in blocks]
+        if part + 1 < len(blocks):
+            beyond = np.uint64((part + 1) * 2**64 // len(blocks))
+            lasts = [int(np.searchsorted(runs[start:stop], beyond)) for start, stop in blocks]
+        spans = zip(blocks, firsts, lasts, strict=True)
+        numbers = np.concatenate([runs[start + first : start + last] for (start, _), first, last in spans])
+        numbers.sort()
+        place = sum(firsts)
+        out[place : place + len(numbers)] = (numbers & mask).astype(np.int64)
+
+    for start, stop in blocks:
+        yield lambda start=start, stop=stop: sort_block(start, stop)
+    for part in range(len(blocks)):
+        yield lambda part=part: sort_values(part)
+
+
+def _adding(order: Int64s, offsets: Int64s, lengths: Int64s) -> _Steps:
+    """Yield the steps of the cumulative sums of lengths in this order, from 0."""
+
+    def add(start: int, stop: int) -> None:
+        if start == 0:
+            offsets[0] = 0
+        np.cumsum(lengths[order[start:stop]], out=offsets[start + 1 : stop + 1])
+        offsets[start + 1 : stop + 1] += offsets[start]
+
+    for start, stop in _blocks(len(order)):
+        yield lambda start=start, stop=stop: add(start, stop)
