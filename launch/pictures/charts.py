@@ -50,7 +50,7 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Keep about `most` of the points at most: of each group of neighbours the smallest and the largest y, and every gap."""
+    """Keep about `most` of the points at most: of each group of neighbours the smallest and the largest y, a gap, and both ends."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -60,7 +60,9 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
         finite = [place for place, (_, y) in enumerate(group) if math.isfinite(y)]
         places = {min(finite, key=lambda i: group[i][1]), max(finite, key=lambda i: group[i][1])} if finite else set()
         gap = next((place for place, (_, y) in enumerate(group) if not math.isfinite(y)), None)
-        kept += [group[place] for place in sorted(places | ({gap} if gap is not None else set()))]
+        places |= {gap} if gap is not None else set()
+        places |= {0} if start == 0 else {len(group) - 1} if start + size >= len(points) else set()
+        kept += [group[place] for place in sorted(places)]
     return kept
 
 

@@ -13,10 +13,10 @@ from triaxis.engine.pipeline.actions import Schedule
 from triaxis.engine.pipeline.simulate import Costs, Timeline, simulate
 from triaxis.engine.telemetry.outlets.format import in_bytes
 from triaxis.engine.telemetry.timing.time_split import PARTS
-from triaxis.launch.pictures.charts import Line, bar_chart, line_chart, share_bar, stacked_chart
+from triaxis.launch.pictures.charts import MOST_POINTS, Line, bar_chart, line_chart, share_bar, stacked_chart, thinned
 from triaxis.launch.pictures.schedule_picture import schedule_chart
 from triaxis.launch.pictures.style import NUM_COLOURS
-from triaxis.launch.report.record import RunRecord, number
+from triaxis.launch.report.record import RunRecord, as_number, number, value_at
 from triaxis.models.predict.rank_memory import Memory, predict, shown_kinds
 from triaxis.models.trained_part import schedule_of
 
@@ -49,14 +49,17 @@ PART_NAMES = {
 
 def series(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[float, float]]:
     """List (step, value) of every record that has the value; NaN and infinities stay, as gaps of the curve."""
-    return [(number(each, "step"), number(each, *keys)) for each in records if _has(each, *keys)]
+    found = ((each, value_at(each, *keys)) for each in records)
+    return [(number(each, "step"), as_number(value)) for each, value in found if value is not None]
+
+
+def curve(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[float, float]]:
+    """Return `series` with the points that a chart may draw: of a long run, all would take more memory than its records."""
+    return thinned(series(records, *keys), 4 * MOST_POINTS)
 
 
 def _has(record: Mapping[str, object], *keys: str) -> bool:
-    value: object = record
-    for key in keys:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value is not None
+    return value_at(record, *keys) is not None
 
 
 def starts(run: RunRecord) -> list[tuple[float, str]]:
@@ -72,9 +75,9 @@ def loss(run: RunRecord) -> str:
     """Render training and validation loss, with the steps that were repeated."""
     # Broad and below, so that both can be seen where a step that was made again has the same loss to the bit.
     lines = [
-        Line("repeated or lost, after a resume or rollback", series(each, "loss"), "c1 broad") for each in run.replaced
+        Line("repeated or lost, after a resume or rollback", curve(each, "loss"), "c1 broad") for each in run.replaced
     ]
-    lines.append(Line("training loss", series(run.steps, "loss"), "c0"))
+    lines.append(Line("training loss", curve(run.steps, "loss"), "c0"))
     if validation := [point for point in series(run.steps, "val_loss") if math.isfinite(point[1])]:
         lines.append(Line("validation loss", validation, "c2 dots"))
     lines = [line for line in lines if line.points]
@@ -101,7 +104,7 @@ def small_charts(run: RunRecord) -> str:
     """Render learning rate and gradient norm, side by side."""
     charts = []
     for title, key, style in (("Learning rate", "lr", "c4"), ("Gradient norm, before clipping", "grad_norm", "c1")):
-        points = series(run.steps, key)
+        points = curve(run.steps, key)
         if any(math.isfinite(y) for _, y in points):
             drawn = line_chart(title, [Line(title, points, style)], marks=starts(run), from_zero=True, small=True)
         else:
@@ -166,18 +169,18 @@ def _norm(norms: object, key: str) -> float:
 
 def throughput(run: RunRecord) -> str:
     """Render tokens per second of the job, and its share of the hardware's peak."""
-    tokens = series(run.steps, "tokens_per_second")
+    tokens = curve(run.steps, "tokens_per_second")
     if not any(math.isfinite(y) for _, y in tokens):
         return MISSING.format("No step is recorded yet.")
     charts = [("Tokens per second, all ranks", [Line("tokens/s", tokens, "c0")])]
     flops = [
-        Line("model FLOPs", series(run.steps, "model_tflops_per_device"), "c2"),
-        Line("hardware FLOPs (with recompute)", series(run.steps, "hardware_tflops_per_device"), "c1 dashed"),
+        Line("model FLOPs", curve(run.steps, "model_tflops_per_device"), "c2"),
+        Line("hardware FLOPs (with recompute)", curve(run.steps, "hardware_tflops_per_device"), "c1 dashed"),
     ]
     if any(math.isfinite(y) for line in flops for _, y in line.points):
         charts.append(("TFLOP/s per device", [line for line in flops if line.points]))
-    mfu = [Line("MFU", [(x, 100 * y) for x, y in series(run.steps, "mfu")], "c4")]
-    mfu.append(Line("HFU", [(x, 100 * y) for x, y in series(run.steps, "hfu")], "c1 dashed"))
+    mfu = [Line("MFU", [(x, 100 * y) for x, y in curve(run.steps, "mfu")], "c4")]
+    mfu.append(Line("HFU", [(x, 100 * y) for x, y in curve(run.steps, "hfu")], "c1 dashed"))
     if all(line.points for line in mfu):
         charts.append(("Of the device's peak, %", mfu))
     drawn = "".join(
@@ -193,26 +196,25 @@ def times(run: RunRecord) -> str:
     split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
     if split:
         names = [part for part in PARTS if any(number(each, "time_split", f"{part}_seconds") > 0 for each in split)]
-        rows = [[_zero(number(each, "time_split", f"{part}_seconds")) for part in names] for each in split]
+        keys = [("time_split", f"{part}_seconds") for part in names]
         said = "Seconds per step, the mean over all ranks and over the steps between two lines of the log; it adds up to the step."
         labels = [PART_NAMES[part] for part in names]
-        columns = [
-            (number(each, "time_split", "first_step"), number(each, "time_split", "last_step"), row)
-            for each, row in zip(split, rows, strict=True)
-        ]
+        columns = _columns(split, keys, ("time_split", "first_step"), ("time_split", "last_step"))
     else:
         timed = [each for each in run.steps if isinstance(each.get("spans_seconds"), Mapping)]
         if not timed:
             return MISSING.format("No times are recorded.")
         labels = list(dict.fromkeys(str(name) for each in timed for name in each["spans_seconds"]))
-        rows = [[_zero(number(each, "spans_seconds", name)) for name in labels] for each in timed]
+        columns = _columns(timed, [("spans_seconds", name) for name in labels], ("step",), ("step",))
         said = (
             "Parts of a step by the clock of the logging rank's host, in seconds per step. Waits in its forward and backward are "
             "not split: no step of this run has a time split."
         )
         labels = [name.replace("_", " ") for name in labels]
-        columns = [(number(each, "step"), number(each, "step"), row) for each, row in zip(timed, rows, strict=True)]
-    means = {name: sum(row[place] for row in rows) / len(rows) for place, name in enumerate(labels)}
+    num_steps = sum(size for *_, size in columns)
+    means = {
+        name: sum(size * row[place] for _, _, row, size in columns) / num_steps for place, name in enumerate(labels)
+    }
     whole = sum(means.values()) or 1.0
     table = "".join(
         f'<tr><td><i class="key c{place % NUM_COLOURS}"></i>{escape(name)}</td><td class="n">{1e3 * seconds:,.2f} ms</td>'
@@ -223,7 +225,7 @@ def times(run: RunRecord) -> str:
     return (
         f'<p class="soft">{escape(said)}</p>{share_bar("shares of a step", means)}'
         f'<table><tr><th>part</th><th class="n">per step</th><th class="n">share</th></tr>{table}</table>'
-        f"<h3>Seconds per step</h3>{stacked_chart('seconds per step, by part', labels, _merged(columns))}"
+        f"<h3>Seconds per step</h3>{stacked_chart('seconds per step, by part', labels, [column[:3] for column in columns])}"
     )
 
 
@@ -251,15 +253,18 @@ def _zero(value: float) -> float:
     return value if math.isfinite(value) else 0.0
 
 
-def _merged(columns: Sequence[tuple[float, float, Sequence[float]]]) -> list[tuple[float, float, Sequence[float]]]:
-    """Merge neighbouring columns to their means, so that at most `MOST_COLUMNS` are left."""
-    size = -(-len(columns) // MOST_COLUMNS)
-    groups = [columns[start : start + size] for start in range(0, len(columns), size)]
+def _columns(
+    records: Sequence[Mapping[str, object]], keys: Sequence[Sequence[str]], first: Sequence[str], last: Sequence[str]
+) -> list[tuple[float, float, Sequence[float], int]]:
+    """Return (first step, last step, means of the numbers at `keys`, records) of neighbours, at most `MOST_COLUMNS` of them."""
+    size = -(-len(records) // MOST_COLUMNS)
+    groups = [records[start : start + size] for start in range(0, len(records), size)]
     return [
         (
-            group[0][0],
-            group[-1][1],
-            [sum(values) / len(group) for values in zip(*(each for _, _, each in group), strict=True)],
+            number(group[0], *first),
+            number(group[-1], *last),
+            [sum(_zero(number(each, *key)) for each in group) / len(group) for key in keys],
+            len(group),
         )
         for group in groups
     ]

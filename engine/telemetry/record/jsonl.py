@@ -13,7 +13,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,25 +163,33 @@ class Records:
     end: int
 
 
-def read_records(path: Path, start: int = 0) -> Records:
+def read_records(
+    path: Path, start: int = 0, kept: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda record: record
+) -> Records:
     """Read the objects of a file from byte `start` on, which is the beginning of a line; none where there is no file.
 
     A last line that was never ended and a line that is no object are counted, not raised: a run that was killed leaves one.
+
+    Args:
+        kept: of an object, what stays in memory.
     """
     if not path.is_file():  # a FIFO would be waited for
         return Records([], 0, start)
+    records, num_unreadable, end = list[Mapping[str, Any]](), 0, start
     with path.open("rb") as file:
         file.seek(start)
-        *lines, torn = file.read().split(b"\n")
-    records, num_unreadable = [], int(bool(torn))
-    for line in lines:
-        with suppress(ValueError):
-            record = parse_json(line or b"null")
-            if isinstance(record, dict):
-                records.append(record)
-                continue
-        num_unreadable += bool(line)
-    return Records(records, num_unreadable, start + sum(len(line) + 1 for line in lines))
+        for line in file:
+            if not line.endswith(b"\n"):
+                num_unreadable += 1
+                break
+            end += len(line)
+            with suppress(ValueError):
+                record = parse_json(line if line != b"\n" else b"null")
+                if isinstance(record, dict):
+                    records.append(kept(record))
+                    continue
+            num_unreadable += line != b"\n"
+    return Records(records, num_unreadable, end)
 
 
 def _ends_with_newline(path: Path) -> bool:

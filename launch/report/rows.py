@@ -1,0 +1,92 @@
+"""Records of a long run in little memory: their numbers lie in one array (no torch here).
+
+    {"step": 7, "loss": 2.5, "time_split": {"data_seconds": 0.1}, "note": "x"}
+      numbers   .. | 7 2.5 0.1 | ..           8 bytes each, where a dict takes some 60
+      others    .. | "x" | ..
+      form      step: an int at 0; loss: at 1; time_split: {data_seconds: at 2}; note: the other at 0        shared by like records
+
+200,000 records of 45 numbers take 90 MB, as dicts 1.1 GB.
+"""
+
+from array import array
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+LARGEST_EXACT = 2**53
+"""Integers up to this one are exact as a double."""
+
+Form = dict[str, "tuple[str, int] | Form"]
+"""By key: the kind of a value (`int`, `float` or `other`) and its place, or the form of a mapping."""
+
+
+class Rows:
+    """A store of records; calling it adds one and returns its `Row`."""
+
+    def __init__(self) -> None:
+        self.numbers = array("d")
+        self.others: list[Any] = []
+        self._forms: dict[tuple[Any, ...], Form] = {}
+
+    def __call__(self, record: Mapping[str, Any]) -> "Row":
+        start = (len(self.numbers), len(self.others))
+        shape = self._add(record)
+        form = self._forms.get(shape)
+        if form is None:
+            form = self._forms[shape] = _form_of(shape, [0, 0])
+        return Row(self, form, *start)
+
+    def _add(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Add the values of a record, and return its keys, each with the kind of its value."""
+        shape: list[Any] = []
+        for key, value in record.items():
+            if type(value) is float or (type(value) is int and -LARGEST_EXACT <= value <= LARGEST_EXACT):
+                self.numbers.append(value)
+                shape += (key, type(value).__name__)
+            elif isinstance(value, Mapping):
+                shape += (key, self._add(value))
+            else:
+                self.others.append(value)
+                shape += (key, "other")
+        return tuple(shape)
+
+
+def _form_of(shape: tuple[Any, ...], places: list[int]) -> Form:
+    form: Form = {}
+    for key, kind in zip(shape[::2], shape[1::2], strict=True):
+        if isinstance(kind, tuple):
+            form[key] = _form_of(kind, places)
+        else:
+            form[key] = (kind, places[kind == "other"])
+            places[kind == "other"] += 1
+    return form
+
+
+class Row(Mapping[str, Any]):
+    """A record of `Rows`, or a mapping inside one: it reads as the dict that it was."""
+
+    __slots__ = ("_form", "_number", "_other", "_store")
+
+    def __init__(self, store: Rows, form: Form, number: int, other: int) -> None:
+        self._store, self._form, self._number, self._other = store, form, number, other
+
+    def __getitem__(self, key: str) -> Any:
+        found = self._form[key]
+        if isinstance(found, dict):
+            return Row(self._store, found, self._number, self._other)
+        kind, at = found
+        if kind == "other":
+            return self._store.others[self._other + at]
+        value = self._store.numbers[self._number + at]
+        return int(value) if kind == "int" else value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self._form else default
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._form
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._form)
+
+    def __len__(self) -> int:
+        return len(self._form)
