@@ -20,9 +20,9 @@ Each loss has its own divisor, known before the backward, and all are of the GLO
 
     loss = L0 / n0  +  loss_weight / D x (L1 / n1 + .. LD / nD)  +  losses of routers / nominal tokens
 
-Lk is the sum of the losses of the counted labels at distance k (`engine/config/mtp.py`), and their number is nk (s - k) / s: of the s
-labels of a row s - k can count. Without a mask each nk is the number of nominal tokens (2412.19437, equation 24). A router chooses for
-every token, counted or not, so its losses are over the nominal tokens (`engine/expert_parallel/routing.py`).
+Lk is the sum of the losses of the counted labels at distance k (`engine/config/mtp.py`). Their number is nk (s - k) / s: of the s
+labels of a row s - k can count. Without a mask each nk is the number of nominal tokens (2412.19437, equation 24). A router chooses
+for every token, counted or not, so its losses are over the nominal tokens (`engine/expert_parallel/routing.py`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
