@@ -31,6 +31,7 @@ from triaxis.engine.data.corpus.tokenizers import BytesTokenizer
 from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.step import Engine
+from triaxis.engine.storage.redaction import tree_without_secrets
 
 TOKENIZER = "tokenizer"
 """The fingerprint of the data that may never change under a run."""
@@ -303,7 +304,7 @@ def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequenc
     Raises:
         CheckpointError: a difference was not accepted, or cannot be.
     """
-    saved = candidate.manifest.state.data
+    saved, data = candidate.manifest.state.data, tree_without_secrets(data)
     compared = [part for part in data if part in saved]
     differed = [part for part in compared if saved[part] != data[part]]
     if differed == [TOKENIZER] != compared and saved[TOKENIZER] == BytesTokenizer().identity:

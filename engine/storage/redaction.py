@@ -19,7 +19,22 @@ from urllib.parse import quote
 
 from triaxis.engine.errors import OutputError
 
-_NAMES = re.compile(r".*(API_?KEY|ACCESS_KEY|PRIVATE_KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE)", re.IGNORECASE)
+_NAMES = re.compile(
+    r"(?!(OLD)?PWD$)(?!.*_(FILE|PATH|DIR|SOCK)$)"
+    r".*((API_?KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|WEBHOOK)S?(?![A-Z])"
+    r"|(?<![A-Z])(KEY|PASS|PAT|PWD|DSN|AUTH|BEARER)(?![A-Z])).*",
+    re.IGNORECASE,
+)
+"""Names of variables that hold a secret: one of the words is in them, and they are no name of a file."""
+
+_SHAPES = re.compile(
+    r"(?<=://)[^\s/@:'\"]*:[^\s/@'\"]+(?=@)"  # user and password in an address
+    r"|(?<=hooks\.slack\.com/services/)[\w/]+|(?<=/api/webhooks/)[\w/-]+"
+    r"|\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|wandb_v1_\w{20,}"
+    r"|sk-(?:proj-|ant-[a-z0-9]+-)?\w{32,}|AKIA[0-9A-Z]{16}|xox[abeprs]-[\w-]{20,})"
+)
+"""Secrets by their form, whichever variable or file they come from."""
+
 LEAST_LENGTH = 8
 """Least characters of a secret; a shorter value is a word or number that other text may contain."""
 
@@ -27,7 +42,7 @@ REDACTED = "[redacted]"
 
 
 def without_secrets(text: str, variables: Mapping[str, str] | None = None) -> str:
-    """Return `text` without the values of variables that are named like a secret (WANDB_API_KEY, HF_TOKEN, ...).
+    """Return `text` without what has the form of a secret, and the values of variables that are named like one (HF_TOKEN, ..).
 
     Args:
         text: text to be written.
@@ -35,15 +50,13 @@ def without_secrets(text: str, variables: Mapping[str, str] | None = None) -> st
     """
     given = os.environ if variables is None else variables
     values = {value for name, value in given.items() if len(value) >= LEAST_LENGTH and _NAMES.fullmatch(name)}
-    if not values:
-        return text
     # Plain, as in JSON and repr, and as in an address.
     forms = {
         form for value in values for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe=""))
     }
     for form in sorted(forms, key=len, reverse=True):
         text = text.replace(form, REDACTED)
-    return text
+    return _SHAPES.sub(REDACTED, text)
 
 
 def tree_without_secrets(value: Any, variables: Mapping[str, str] | None = None) -> Any:

@@ -249,6 +249,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     told = {
         "config": tree_without_secrets(manifest.config),
         "run": without_secrets(manifest.run),
+        # The names of phases are keys in it.
+        "state": manifest.state.model_copy(update={"data": tree_without_secrets(manifest.state.data)}),
         "lineage": tuple(
             ancestor.model_copy(update={"path": without_secrets(ancestor.path)}) for ancestor in manifest.lineage
         ),

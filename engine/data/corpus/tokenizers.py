@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from triaxis.engine.data.corpus.end_of_document import end_of_document
 from triaxis.engine.data.corpus.sentencepiece_model import SentencePieceTokenizer
 from triaxis.engine.data.corpus.tiktoken_ranks import ENDING, TiktokenTokenizer
-from triaxis.engine.errors import DataError
+from triaxis.engine.errors import DataError, shown
 from triaxis.engine.storage.elsewhere import how_to_bring
 from triaxis.engine.storage.files import sha256_of_file
 from triaxis.engine.storage.json_text import parse_json
@@ -30,6 +30,8 @@ TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"
 CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
+_TOKEN_FLAGS = ("special", "single_word", "lstrip", "rstrip", "normalized")
+_AGAIN = "Which tokens the tokenizer has would be a guess. Copy the file from the model's folder again."
 
 
 class Tokenizer(Protocol):
@@ -158,14 +160,13 @@ def _of_folder(folder: Path, tokenizer: Any) -> tuple[str | None, list[str]]:
 
     transformers does the same when it opens the folder (`added_tokens_decoder` in PreTrainedTokenizerFast).
     """
-    config = _json_of(folder / CONFIG)
     added = []
-    for number, token in sorted((config.get("added_tokens_decoder") or {}).items(), key=lambda item: int(item[0])):
+    for number, token in _added_tokens(folder / CONFIG):
         name = token["content"]
         if tokenizer.token_to_id(name) is None:
             _add_token(tokenizer, token)
             added.append(name)
-        if (found := tokenizer.token_to_id(name)) != int(number):
+        if (found := tokenizer.token_to_id(name)) != number:
             raise DataError(
                 f"{folder}: {CONFIG} gives {name!r} the id {number}, and {TOKENIZER_JSON} {found}: the two are of "
                 f"different models. Copy both from one place."
@@ -177,19 +178,43 @@ def special_token(folder: Path, role: str) -> str | None:
     """Return the token that a folder of transformers names for a role, such as `eos_token`; None where it names none.
 
     Raises:
-        DataError: its tokenizer_config.json or special_tokens_map.json is no JSON.
+        DataError: its tokenizer_config.json or special_tokens_map.json is no JSON, or names something else than a token.
     """
-    token = _json_of(folder / CONFIG).get(role) or _json_of(folder / SPECIAL_TOKENS).get(role)
-    return token["content"] if isinstance(token, dict) else token
+    for path in (folder / CONFIG, folder / SPECIAL_TOKENS):
+        if token := _json_of(path).get(role):
+            name = token.get("content") if isinstance(token, dict) else token
+            if not isinstance(name, str):
+                raise DataError(f"{path}: {role} = {shown(token)} is no token: it must be a text. {_AGAIN}")
+            return name
+    return None
+
+
+def _added_tokens(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Return the tokens that a tokenizer_config.json lists with their ids, in the order of these.
+
+    Raises:
+        DataError: the file is no JSON, or its list has another form than transformers writes.
+    """
+    listed = _json_of(path).get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise DataError(f"{path}: added_tokens_decoder = {shown(listed)} must have tokens by their ids. {_AGAIN}")
+    for number, token in listed.items():
+        is_id = number.isdecimal() and len(number) < 10
+        if not (is_id and isinstance(token, dict) and isinstance(token.get("content"), str)):
+            raise DataError(
+                f"{path}: added_tokens_decoder has {shown(number)}: {shown(token)}, where an id and a token with its `content` "
+                f"belong. {_AGAIN}"
+            )
+        if wrong := [name for name in _TOKEN_FLAGS if not isinstance(token.get(name, False), bool)]:
+            raise DataError(f"{path}: {wrong[0]} of token {number} must be true or false. {_AGAIN}")
+    return sorted((int(number), token) for number, token in listed.items())
 
 
 def _add_token(tokenizer: Any, token: dict[str, Any]) -> None:
     import tokenizers
 
-    names = ("special", "single_word", "lstrip", "rstrip", "normalized")
-    tokenizer.add_tokens(
-        [tokenizers.AddedToken(token["content"], **{name: token[name] for name in names if name in token})]
-    )
+    flags = {name: token[name] for name in _TOKEN_FLAGS if name in token}
+    tokenizer.add_tokens([tokenizers.AddedToken(token["content"], **flags)])
 
 
 def _json_of(path: Path) -> dict[str, Any]:

@@ -28,7 +28,11 @@ MINIMAL = {
 
 
 @pytest.mark.parametrize(
-    "name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "db_password", "SSH_PRIVATE_KEY"]
+    "name",
+    [
+        *("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "db_password", "SSH_PRIVATE_KEY"),
+        *("GITHUB_PAT", "OPENAI_KEY", "DB_PASS", "MY_PWD", "SLACK_WEBHOOK_URL", "TOKEN_OF_MINE", "SENTRY_DSN"),
+    ],
 )
 def test_values_of_variables_that_are_named_like_secrets_go(name: str) -> None:
     assert without_secrets(f"/data/{KEY}/x", {name: KEY}) == "/data/[redacted]/x"
@@ -40,6 +44,38 @@ def test_short_values_and_other_variables_stay() -> None:
     assert (
         without_secrets(text, {"A_TOKEN": short, "B_TOKEN": "", "TOKENIZERS_PARALLELISM": "false", "HOME": KEY}) == text
     )
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "hf_" + "aB3" * 11,
+        "ghp_" + "x" * 36,
+        "sk-proj-" + "a1" * 20,
+        "AKIA" + "Q7" * 8,
+        "glpat-" + "a-1" * 7,
+        "T000/B000/XXXX",
+        "me:pw1",
+    ],
+)
+def test_what_has_the_form_of_a_secret_goes_whatever_its_variable(secret: str) -> None:
+    around = {"T": "https://hooks.slack.com/services/{}", "m": "postgres://{}@db/x"}.get(secret[0], "data/{}/x")
+    assert without_secrets(around.format(secret), {"HOME": "/root"}) == around.format("[redacted]")
+
+
+def test_names_and_texts_that_only_look_like_secrets_stay() -> None:
+    text = "/home/someone/corpora sk-learn-corpus-2024-deduplicated https://host:8080/x s3://a/b@c hf_model keyboards"
+    names = (
+        "PWD",
+        "OLDPWD",
+        "SSH_AUTH_SOCK",
+        "HF_TOKEN_PATH",
+        "TOKENIZERS_PARALLELISM",
+        "KEYBOARD",
+        "COMPASS",
+        "XAUTHORITY",
+    )
+    assert without_secrets(text, dict.fromkeys(names, "/home/someone/corpora")) == text
 
 
 def test_a_secret_goes_in_every_form_in_which_it_is_written() -> None:

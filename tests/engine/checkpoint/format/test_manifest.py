@@ -13,9 +13,17 @@ import pytest
 import torch
 
 from tests.engine.checkpoint.samples import commit, empty, model, shard, training_shards, write_folder
-from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
-from triaxis.engine.checkpoint.format.manifest import FORMAT_VERSION, MANIFEST, MANIFEST_HASH, Ancestor, read_manifest
+from triaxis.engine.checkpoint.directory import Candidate, CheckpointDirectory, find
+from triaxis.engine.checkpoint.format.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    MANIFEST_HASH,
+    Ancestor,
+    read_manifest,
+    write_manifest,
+)
 from triaxis.engine.checkpoint.format.store import load
+from triaxis.engine.checkpoint.resume import data_differences
 from triaxis.engine.errors import CheckpointError
 
 
@@ -43,6 +51,18 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         tmp_path / "a", training_shards(model(), 3), lineage=(ancestor,), layout={"tp": [1, None, "x"]}
     )
     assert read_manifest(tmp_path / "a") == written
+
+
+def test_a_secret_in_the_name_of_a_phase_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_PAT", key := "abc_SECRET_42")
+    written = write_folder(tmp_path / "a", training_shards(model(), 2))
+    state = written.state.model_copy(update={"data": {f"samples of {key}": "1f"}})
+    write_manifest(tmp_path / "a", written.model_copy(update={"state": state}))
+    assert key not in (tmp_path / "a" / MANIFEST).read_text()
+    found = Candidate(tmp_path / "a", read_manifest(tmp_path / "a"))
+    assert data_differences(found, {f"samples of {key}": "1f"}, []) == []
+    with pytest.raises(CheckpointError, match="training data are not those"):
+        data_differences(found, {f"samples of {key}": "2f"}, [])
 
 
 def test_it_is_made_to_be_read_by_people_and_sha256sum(folder: Path) -> None:

@@ -195,6 +195,28 @@ def test_a_folder_with_a_sentencepiece_model_alone(files: Path, tmp_path: Path) 
     assert load_tokenizer(str(tmp_path)).vocab_size == VOCABULARY
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("[]", "null", '"text"', "{", '{"eos_token": 3}', '{"eos_token": ["</s>"]}', '{"eos_token": {"content": 3}}'),
+        *('{"eos_token": {"special": true}}', '{"added_tokens_decoder": [1]}', '{"added_tokens_decoder": "x"}'),
+        *('{"added_tokens_decoder": {"x": {}}}', '{"added_tokens_decoder": {"1": "x"}}'),
+        *('{"added_tokens_decoder": {"1": {}}}', '{"added_tokens_decoder": {"1": {"content": 1}}}'),
+        '{"added_tokens_decoder": {"1": {"content": "<x>", "special": "yes"}}}',
+        '{"added_tokens_decoder": {"²": {"content": "<x>"}}}',
+    ],
+)
+def test_files_of_a_folder_with_values_of_a_wrong_type(files: Path, tmp_path: Path, content: str) -> None:
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        shutil.copy(files / "tokenizer.json", tmp_path)
+        (tmp_path / name).write_text(content)
+        with pytest.raises(DataError, match=f"{name}(:| is no JSON)"):
+            load_tokenizer(str(tmp_path))
+        if "added_tokens" in content:
+            break
+        (tmp_path / name).unlink()
+
+
 def test_a_model_needs_embeddings_for_what_text_can_be(files: Path, tmp_path: Path) -> None:
     """A special token that text never spells needs none, unless it ends documents; other added tokens are found in text."""
     for special, eod_token, size in (
