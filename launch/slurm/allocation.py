@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from triaxis.engine.errors import TopologyError
 from triaxis.launch.start.srun_task import tasks_per_node
+from triaxis.launch.start.variables import check_numbers
 
 CALL_SECONDS = 120.0
 """Limit for a command of SLURM; a busy controller answers late."""
@@ -41,6 +42,7 @@ class Job:
                 "this is a batch script and there is no SLURM job around it: srun would have nowhere to start ranks. Submit it "
                 "with sbatch, look at it with --dry-run, or train on this machine with `triaxis train`."
             )
+        check_numbers(variables)
         try:
             listed = call("scontrol", "show", "hostnames", variables["SLURM_JOB_NODELIST"])
             nodes = tuple(listed.stdout.split())

@@ -12,7 +12,9 @@ process or the connection is gone, the remote launcher gets SIGTERM, and its ran
 import contextlib
 import math
 import os
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,14 +28,16 @@ from typing import TextIO
 
 from triaxis.engine.comm.stop import stop_signals
 from triaxis.engine.config.load import load_config
+from triaxis.engine.config.places import local_path
 from triaxis.engine.config.tree import require_legal
-from triaxis.engine.errors import TopologyError
+from triaxis.engine.errors import TopologyError, shown
 from triaxis.engine.program import IS_CHECKOUT, ROOT
 from triaxis.engine.storage.state_files import read_text, reason
 from triaxis.launch.start.process.failure import AFTER, OTHERS_END_SECONDS
 from triaxis.launch.start.process.forward_signals import END_RANKS
 from triaxis.launch.start.process.lasting_output import lasting_output
 from triaxis.launch.start.srun_task import LOOPBACK
+from triaxis.launch.start.variables import check_numbers
 
 LAUNCHER = (
     ("bash", str(ROOT / "launch" / "pretrain_gpt.sh"))
@@ -74,6 +78,7 @@ _PASSED_ON_BEGINNINGS = (
 
 _SSH_FAILED = 255
 _POLL_SECONDS = 0.1
+_SLOTS = re.compile(r"slots=([1-9][0-9]{0,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +96,7 @@ def read_hosts(path: Path) -> list[Host]:
         TopologyError: the file cannot be read, or the hosts do not fit together.
     """
     try:
-        lines = read_text(path).splitlines()
+        lines = read_text(path).removeprefix("\ufeff").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise TopologyError(
             f"{VARIABLE}={path} cannot be read ({reason(error)}), so there are no hosts to start on."
@@ -102,11 +107,11 @@ def read_hosts(path: Path) -> list[Host]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        slots = words[1].removeprefix("slots=") if len(words) == 2 and words[1].startswith("slots=") else ""
-        if not slots.isdigit() or int(slots) < 1 or words[0].startswith("-"):
-            wrong.append(f"line {number}: {line.strip()!r} is not `host slots=8`")
+        slots = _SLOTS.fullmatch(" ".join(words[1:]))
+        if slots is None or words[0].startswith("-"):
+            wrong.append(f"line {number}: {shown(line.strip())} is not `host slots=8`")
             continue
-        hosts.append(Host(words[0], int(slots)))
+        hosts.append(Host(words[0], int(slots[1])))
     names = [host.name for host in hosts]
     if not hosts and not wrong:
         wrong.append("it names no host")
@@ -160,9 +165,17 @@ def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def ssh_words(host: Host, variables: Mapping[str, str]) -> list[str]:
-    """Return the local command; TRIAXIS_SSH replaces `ssh` and its options. BatchMode: no prompt for a password."""
+    """Return the local command; TRIAXIS_SSH replaces `ssh` and its options. BatchMode: no prompt for a password.
+
+    Raises:
+        TopologyError: TRIAXIS_SSH has a quote without its pair.
+    """
     given = variables.get("TRIAXIS_SSH")
-    return [*(shlex.split(given) if given else ["ssh", "-o", "BatchMode=yes"]), host.name, "bash", "-s"]
+    try:
+        words = shlex.split(given) if given else ["ssh", "-o", "BatchMode=yes"]
+    except ValueError as error:
+        raise TopologyError(f"TRIAXIS_SSH={given}: {error}, so its words are unclear. Balance its quotes.") from None
+    return [*words, host.name, "bash", "-s"]
 
 
 class SshLaunch:
@@ -193,7 +206,17 @@ class SshLaunch:
             )
 
     def run(self) -> int:
-        """Start all hosts, wait for all, and return the run's exit code. Output is the first host's; errors are of all."""
+        """Start all hosts, wait for all, and return the run's exit code. Output is the first host's; errors are of all.
+
+        Raises:
+            TopologyError: this machine has no ssh.
+        """
+        program = ssh_words(self._hosts[0], self._variables)[0]
+        if shutil.which(program) is None:
+            raise TopologyError(
+                f"{program} is no program on PATH, so no host of {VARIABLE} could be reached. Install OpenSSH, or name another "
+                "program: TRIAXIS_SSH='/opt/bin/ssh -p 2222'."
+            )
         before = {number: signal.signal(number, self._hand_on) for number in stop_signals()}
         readers = []
         try:
@@ -224,9 +247,12 @@ class SshLaunch:
                 reader.join(5.0)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        lost = [host.name for host, code in zip(self._hosts, codes, strict=True) if code == _SSH_FAILED]
-        if lost:
+        ended = list(zip(self._hosts, codes, strict=True))
+        if lost := [host.name for host, code in ended if code == _SSH_FAILED]:
             print(f"ssh could not start or keep the launcher on {', '.join(lost)}", file=sys.stderr)
+        failed = [f"{host.name} ({code})" for host, code in ended if code not in (0, _SSH_FAILED, *AFTER.values())]
+        if failed:
+            print(f"the launcher ended with an exit code on {', '.join(failed)}", file=sys.stderr)
         return next((code for code in AFTER.values() if code in codes), abs(first_failure))
 
     def _wait(self) -> tuple[list[int], int]:
@@ -282,7 +308,12 @@ def start(config_path: Path, overrides: Sequence[str], flags: Sequence[str], *, 
         ConfigError: problems in the configuration, all at once.
         TopologyError: the hosts do not fit together.
     """
-    hosts = read_hosts(Path(os.environ[VARIABLE]).expanduser())
+    check_numbers(os.environ)
+    try:
+        path = local_path(os.environ[VARIABLE])
+    except ValueError as error:
+        raise TopologyError(f"{VARIABLE}={os.environ[VARIABLE]}: {error}, so there are no hosts to start on.") from None
+    hosts = read_hosts(Path(path))
     config = load_config(config_path, overrides, os.environ)
     world_size = sum(host.slots for host in hosts)
     ranks_per_node = config.runtime.ranks_per_node or hosts[0].slots

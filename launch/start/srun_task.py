@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Mapping
 
 from triaxis.engine.errors import TopologyError
+from triaxis.launch.start.variables import check_numbers
 
 FIRST_PORT = 15_000
 NUM_PORTS = 15_000
@@ -26,7 +27,11 @@ def is_rank(variables: Mapping[str, str]) -> bool:
     """Return whether this process is one of several tasks that `srun` started, with no other launcher inside.
 
     A batch script has SLURM_PROCID and SLURM_NTASKS too; only a step's tasks have SLURM_STEP_NUM_TASKS.
+
+    Raises:
+        TopologyError: a variable that is a number here or at the ranks' start is none.
     """
+    check_numbers(variables)
     return (
         "SLURM_PROCID" in variables
         and int(variables.get("SLURM_STEP_NUM_TASKS", "1")) > 1

@@ -21,7 +21,10 @@ from triaxis.launch.start.hostfile import (
     passed_on,
     read_hosts,
     ssh_words,
+    start,
 )
+from triaxis.launch.start.srun_task import is_rank
+from triaxis.launch.start.variables import check_numbers
 
 SECRET = "a-key-that-no-process-list-may-show"
 
@@ -45,6 +48,7 @@ def write_hosts(folder: Path, text: str) -> Path:
 def test_hosts_are_read(tmp_path: Path) -> None:
     text = "# rack 7\n\nnode0 slots=8\nnode1   slots=8 # the other\n"
     assert read_hosts(write_hosts(tmp_path, text)) == [Host("node0", 8), Host("node1", 8)]
+    assert read_hosts(write_hosts(tmp_path, f"\ufeff{text}")) == [Host("node0", 8), Host("node1", 8)]
 
 
 @pytest.mark.parametrize(
@@ -53,6 +57,8 @@ def test_hosts_are_read(tmp_path: Path) -> None:
         ("", "it names no host"),
         ("node0\nnode1 slots=many\n", "line 2: 'node1 slots=many' is not `host slots=8`"),
         ("-oProxyCommand=x slots=8\n", "is not `host slots=8`"),
+        ("node0 slots=²\n", "is not `host slots=8`"),
+        (f"node0 slots={'9' * 5000}\n", "is not `host slots=8`"),
         ("node0 slots=8\nnode1 slots=4\n", "slots differ (node0: 8, node1: 4)"),
         ("node0 slots=8\nnode0 slots=8\n", "a host is listed twice"),
         ("localhost slots=8\nnode1 slots=8\n", "every host's own name for itself"),
@@ -175,6 +181,32 @@ def test_hosts_save_when_the_connection_is_gone(checkout: Path) -> None:
 
 def test_ssh_asks_for_no_password() -> None:
     assert ssh_words(Host("node0", 8), {}) == ["ssh", "-o", "BatchMode=yes", "node0", "bash", "-s"]
+
+
+def test_an_ssh_that_cannot_be_started_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TopologyError, match="Balance its quotes"):
+        ssh_words(Host("node0", 8), {"TRIAXIS_SSH": "ssh 'x"})
+    with pytest.raises(TopologyError, match="nosuchssh is no program on PATH"):
+        SshLaunch([Host("node0", 8)], ["true"], {"TRIAXIS_SSH": "nosuchssh -p 2"}).run()
+    monkeypatch.setenv("HOSTFILE", "~nobody_of_this_name/hosts")
+    with pytest.raises(TopologyError, match="no such user"):
+        start(tmp_path / "c.yaml", [], [], dry_run=True)
+
+
+def test_numbers_of_the_environment_are_numbers() -> None:
+    check_numbers({"OMP_NUM_THREADS": "4", "MASTER_PORT": "", "SLURM_RESTART_COUNT": "0", "HOME": "x"})
+    for name, text in (
+        ("OMP_NUM_THREADS", "0"),
+        ("OMP_NUM_THREADS", "100000"),
+        ("MASTER_PORT", "99999"),
+        ("MASTER_PORT", "http"),
+        ("SLURM_RESTART_COUNT", "abc"),
+        ("SLURM_RESTART_COUNT", "9" * 5000),
+        ("SLURM_STEP_NUM_TASKS", "²"),
+    ):
+        with pytest.raises(TopologyError, match=f"{name}=.*must be a whole number") as caught:
+            is_rank({"SLURM_PROCID": "0", name: text})
+        assert len(str(caught.value)) < 400
 
 
 @pytest.mark.slow

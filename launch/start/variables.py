@@ -1,0 +1,33 @@
+"""Numbers in the environment, checked once before anything starts (no torch here)."""
+
+from collections.abc import Mapping
+
+from triaxis.engine.errors import TopologyError, shown
+
+NUMBERS = {
+    "OMP_NUM_THREADS": (1, 1024),
+    "MASTER_PORT": (1, 65_535),
+    "SLURM_RESTART_COUNT": (0, 10**6),
+    "SLURM_STEP_NUM_TASKS": (1, 10**7),
+    "SLURM_JOB_ID": (0, 2**32),
+}
+"""Variables that are read as whole numbers, with the least and the largest; an empty one counts as unset."""
+
+
+def check_numbers(variables: Mapping[str, str]) -> None:
+    """Check the `NUMBERS` that the environment has.
+
+    Raises:
+        TopologyError: some are none; all at once.
+    """
+    wrong = []
+    for name, (least, most) in NUMBERS.items():
+        text = variables.get(name, "")
+        # int() alone takes other digits, blanks and underscores, and fails for thousands of digits.
+        is_number = text.isascii() and text.isdecimal() and len(text) < 20
+        if text and not (is_number and least <= int(text) <= most):
+            wrong.append(
+                f"{name}={shown(text)[1:-1]} in the environment: must be a whole number from {least:,} to {most:,}"
+            )
+    if wrong:
+        raise TopologyError(f"{'; '.join(wrong)}. Ranks could not start with it. Set it to such a number, or unset it.")
