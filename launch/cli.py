@@ -207,13 +207,15 @@ def _report(error: Exception) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from triaxis.engine.errors import TriaxisError
+    from triaxis.engine.errors import ExitCode, TriaxisError
+    from triaxis.engine.storage.state_files import is_passing
 
     if not isinstance(error, TriaxisError):
         raise error
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text.assemble(("error: ", "bold red"), str(error)))
-    return error.exit_code
+    # A full disk is no mistake in what was typed.
+    return ExitCode.BROKE if error.exit_code == ExitCode.MISTAKE and is_passing(error) else error.exit_code
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ def _types(annotation: Any) -> tuple[Any, ...]:
 
 
 def plain(value: Any) -> str:
-    """Return a value as one types it in YAML; of a section, what is not its default."""
+    """Return a value as one types it in YAML; of a section or a corpus, what is not its default."""
     if value is None:
         return "null"
     if isinstance(value, bool):

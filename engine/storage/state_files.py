@@ -101,6 +101,15 @@ def reason(error: OSError | ValueError) -> str:
     return f"{error.strerror or error}" + (f" ({os.fsdecode(error.filename)})" if error.filename else "")
 
 
+def is_passing(error: BaseException | None) -> bool:
+    """Return whether an error is, or was raised for, one of the file system that may be gone at the next start: a full disk."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _PASSING:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 @contextmanager
 def explaining_storage(path: Path, purpose: str, advice: str) -> Iterator[None]:
     """Raise an error of the file system as a StorageError with an explanation.
@@ -119,7 +128,7 @@ def explaining_storage(path: Path, purpose: str, advice: str) -> Iterator[None]:
         obstacle = _obstacle(path)
         why = f"{obstacle} is not a folder" if obstacle is not None else reason(error)
         raise StorageError(
-            f"{path} cannot be used for {purpose}: {why}. {advice}", is_passing=error.errno in _PASSING
+            f"{path} cannot be used for {purpose}: {why}. {advice}", is_passing=is_passing(error)
         ) from error
 
 

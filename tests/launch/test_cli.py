@@ -1,5 +1,6 @@
 """The `triaxis` command: quick help, examples everywhere, errors that a user can read, tracebacks only for bugs."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -148,6 +149,20 @@ def test_a_users_mistake_has_no_traceback(error, exit_code, monkeypatch, capsys)
     assert str(error) in shown.err
     assert "Traceback" not in shown.err
     assert shown.out == ""
+
+
+def test_a_full_disk_is_no_mistake_in_what_was_typed(monkeypatch, capsys, tmp_path):
+    """Whichever words a command has for it: exit code 1, as docs/resilience.md says."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "config.yaml").write_text("")
+    monkeypatch.setattr("triaxis.launch.commands.report.write_atomically", full)
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "error: the page cannot be written" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert cli.main(["report", str(tmp_path), "--output", str(tmp_path / "no" / "page.html")]) == 2
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
