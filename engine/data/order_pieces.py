@@ -12,6 +12,7 @@ end `FILE.building` gets the head of a cache file and its name (`engine/data/ind
 import json
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -145,9 +146,9 @@ def _sorting(out: Int64s, runs: NDArray[np.uint64], *key: int | str) -> _Steps:
         out[place : place + len(numbers)] = (numbers & mask).astype(np.int64)
 
     for start, stop in blocks:
-        yield lambda start=start, stop=stop: sort_block(start, stop)
+        yield partial(sort_block, start, stop)
     for part in range(len(blocks)):
-        yield lambda part=part: sort_values(part)
+        yield partial(sort_values, part)
 
 
 def _adding(order: Int64s, offsets: Int64s, lengths: Int64s) -> _Steps:
@@ -160,4 +161,4 @@ def _adding(order: Int64s, offsets: Int64s, lengths: Int64s) -> _Steps:
         offsets[start + 1 : stop + 1] += offsets[start]
 
     for start, stop in _blocks(len(order)):
-        yield lambda start=start, stop=stop: add(start, stop)
+        yield partial(add, start, stop)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from tests.harness import run_ranks
 from tests.launch.command_line import OTHER_LAUNCHERS, Ended
+from tests.log_lines import without_times
 from tests.offered import require_readable
 from triaxis.engine.comm.runtime import Runtime
 from triaxis.engine.config.load import ENVIRONMENT
@@ -55,7 +56,7 @@ def train_in(folder: Path, *words: str) -> Ended:
         with redirect_stderr(io.StringIO()) as err:
             code = main(["train", *words])
     logs = sorted(folder.glob("runs/*/logs/attempt_*/rank_00000.log"), key=lambda path: path.stat().st_mtime_ns)
-    said = Ended(code, out.getvalue() + "".join(log.read_text() for log in logs[-1:]), err.getvalue())
+    said = Ended(code, out.getvalue() + "".join(without_times(log.read_text()) for log in logs[-1:]), err.getvalue())
     require_readable(said.out + said.err)
     return said
 

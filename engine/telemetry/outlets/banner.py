@@ -6,8 +6,10 @@ Triaxis: gpt_tiny                               Finished: 300 steps in 3:12
   logs        where to look                       results   where to look
 """
 
+import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,10 @@ from triaxis.engine.data.document_statistics import UNBROKEN, DocumentStatistics
 from triaxis.engine.errors import attempt_name, counted
 from triaxis.engine.program import triaxis
 from triaxis.engine.run.directory import RunDirectory
+from triaxis.engine.run.entries import LOGS
+from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.storage.redaction import without_secrets
+from triaxis.engine.storage.state_files import read_object
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.format import compact, duration
 from triaxis.engine.telemetry.outlets.table import MEMORY
@@ -69,7 +75,7 @@ class Start:
 
 
 def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
-    """Show the banner: layout, device, batch, parameters, FLOPs, where the logs are."""
+    """Show the banner: layout, device, batch, parameters, FLOPs, where the logs are; of a later attempt what has changed."""
     attempt = f", {attempt_name(directory.attempt)}" if directory.attempt else ""
     rows = [
         ("layout", start.layout),
@@ -89,8 +95,39 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         ),
         ("saves", _saves(start.config, directory)),
     ]
-    report.block(f"Triaxis: {directory.path.name}{attempt}", rows)
+    before = _rows_before(directory)
+    with suppress(OSError):  # the next attempt shows all of it again
+        kept = without_secrets(json.dumps({"rows": rows}, indent=2))
+        write_atomically(_rows_path(directory, directory.attempt), [f"{kept}\n".encode()])
+    if before is None:
+        report.block(f"Triaxis: {directory.path.name}{attempt}", rows)
+    else:
+        report.block(f"Triaxis: {directory.path.name}{attempt}, as before but for", _changes(before, rows))
     report.say()
+
+
+def _rows_path(directory: RunDirectory, attempt: int) -> Path:
+    """Return the file with the rows of an attempt's banner."""
+    return directory.path / LOGS / f"attempt_{attempt:02d}" / "banner.json"
+
+
+def _rows_before(directory: RunDirectory) -> list[tuple[str, str]] | None:
+    """Return the rows of the newest banner before this one; None where there is none."""
+    for attempt in reversed(range(directory.attempt)):
+        try:
+            found = read_object(_rows_path(directory, attempt))
+            if found is not None:
+                return [(str(label), str(text)) for label, text in found["rows"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+def _changes(before: Sequence[tuple[str, str]], rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return the rows that were not there before, and the labels that are gone."""
+    labels = {label for label, _ in rows}
+    gone = [(label, f"no longer: {text}") for label, text in before if label not in labels]
+    return [*(row for row in rows if row not in before), *gone]
 
 
 def _saves(config: Config, directory: RunDirectory) -> str:

@@ -55,7 +55,8 @@ class TensorBoardSink(Sink):
         """Write the start of a session: after a crash, a rollback or a start from scratch, steps from here on are made again."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-        self._writer.file_writer.add_event(Event(session_log=SessionLog(status=SessionLog.START)), step)
+        started = Event(session_log=SessionLog(status=SessionLog.START))
+        self._writer._get_file_writer().add_event(started, step)
 
     def close(self) -> None:
         self._writer.close()

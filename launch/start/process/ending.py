@@ -21,9 +21,9 @@ from typing import NoReturn, Self
 
 from triaxis.engine.errors import ExitCode, TriaxisError
 from triaxis.launch.start.process.failure import ExplainedError, code_of
-from triaxis.launch.start.process.forward_signals import seen_at_once
 from triaxis.launch.start.process.front import standard_streams
 from triaxis.launch.start.process.lasting_output import lasting_output
+from triaxis.launch.start.process.seen_signals import seen_at_once
 
 GRACE_SECONDS = 20.0
 """Limit for closing after a failure: a profiler and a checkpoint's copies wait for the device, which may never finish."""

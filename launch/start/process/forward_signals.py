@@ -12,7 +12,6 @@ torchrun's own way would end the ranks 30 seconds after the signal, saved or not
 import argparse
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,14 +20,12 @@ from types import FrameType
 import psutil
 
 from triaxis.engine.comm.stop import STOP_OF_SIGNAL, stop_signals
+from triaxis.launch.start.process.seen_signals import seen_at_once
 
 LONGEST_SAVE_SECONDS = 1800.0
 """Limit after which a rank never ends: its disk or a peer hangs."""
 
 AT_ONCE_SECONDS = 5.0
-
-STUCK_SECONDS = 1.0
-"""Time for a launcher without ranks to end by itself. A handler of Python runs only once the call that is under way returns."""
 
 END_RANKS = signal.SIGUSR2
 """Signal of a launcher of several hosts to the others once one has failed. SIGQUIT would make every rank dump core."""
@@ -123,35 +120,6 @@ class ForwardedSignals:
         self._killer = threading.Timer(seconds, _kill_ranks, [seconds])
         self._killer.daemon = True
         self._killer.start()
-
-
-@contextmanager
-def seen_at_once(stuck: Callable[[signal.Signals], None], after_seconds: float = STUCK_SECONDS) -> Iterator[None]:
-    """Call `stuck` in a thread with each signal of a Python handler that comes inside the block, unless the block ends first.
-
-    The thread hears of signals by the interpreter's wake-up descriptor, which is written whatever the main thread does.
-    """
-    heard, told = socket.socketpair()
-    told.setblocking(False)
-    over = threading.Event()
-
-    def listen() -> None:
-        while numbers := heard.recv(1):
-            if over.wait(after_seconds):
-                return
-            stuck(signal.Signals(numbers[0]))
-
-    before = signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
-    thread = threading.Thread(target=listen, name="signals", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        over.set()
-        told.close()
-        thread.join()
-        heard.close()
 
 
 def _end_ranks(number: int, frame: FrameType | None) -> None:

@@ -9,6 +9,7 @@ import pytest
 from tests.harness import run_ranks
 from tests.launch.command_line import ROOT
 from tests.launch.forked_ranks import work
+from tests.log_lines import without_times
 from triaxis.engine.config.load import load_config
 
 pytestmark = pytest.mark.distributed
@@ -40,7 +41,7 @@ def _rank(rank: int, words: Sequence[str], restarts: str) -> tuple[int, str, str
 
 
 def log_of(runs: Path, attempt: int, rank: int = 0) -> str:
-    return (runs / "run" / "logs" / f"attempt_{attempt:02d}" / f"rank_{rank:05d}.log").read_text()
+    return without_times((runs / "run" / "logs" / f"attempt_{attempt:02d}" / f"rank_{rank:05d}.log").read_text())
 
 
 def test_a_start_that_fails_leaves_the_run_to_the_original_command(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from triaxis.launch.start import rendezvous
-from triaxis.launch.start.process.forward_signals import seen_at_once
+from triaxis.launch.start.process.seen_signals import seen_at_once
 from triaxis.launch.start.rendezvous import NodesMissingError, wait_for
 
 

@@ -42,6 +42,10 @@ def listed(config: Config) -> dict[str, int]:
 def start_rows(
     config: Config, run: RunDirectory, start: Start | None = None, device_name: str = "cpu"
 ) -> dict[str, str]:
+    return rows(show(config, run, start, device_name))
+
+
+def show(config: Config, run: RunDirectory, start: Start | None = None, device_name: str = "cpu") -> io.StringIO:
     screen = io.StringIO()
     plan = batch_plan(config, 2)
     meter = Meter(config, plan, layers_per_chunk=[2], world_size=4, device_name=device_name, attempt=0)
@@ -57,7 +61,7 @@ def start_rows(
         recompute=config.recompute,
     )
     show_start(Report(30, 10, terminal=screen, log=None, show_mfu=False), run, meter, start)
-    return rows(screen)
+    return screen
 
 
 def test_the_banner_says_what_runs_and_where_it_is_written(
@@ -74,6 +78,35 @@ def test_the_banner_says_what_runs_and_where_it_is_written(
     assert "causal" in said["FLOPs"] and "recompute: selective" in said["FLOPs"]
     assert "peak" not in said["FLOPs"], "a CPU has none"
     assert str(run.path) in said["results"]
+
+
+def test_the_banner_of_a_later_attempt_says_what_has_changed(
+    make_config: Callable[..., Config], run: RunDirectory
+) -> None:
+    config = make_config(recompute={"granularity": "selective"})
+    start_rows(config, run)
+    later = [RunDirectory.join(run.path.parent, run.path.name, attempt) for attempt in (1, 2, 3)]
+    for each in later:
+        each.rank_log(0).parent.mkdir(parents=True)
+    title, *said = show(config, later[0]).getvalue().strip().splitlines()
+    assert title.endswith(", attempt 2, as before but for")
+    assert all("attempt_01" in line or "results" in line for line in said), "its logs are in another folder"
+    parameters = num_parameters(config.model)
+    other = Start(
+        config,
+        batch_plan(config, 2),
+        "tp=1 dp=4: 4 ranks",
+        "cpu, gloo",
+        "attention: flash",
+        "0.0164 GB predicted",
+        parameters,
+        listed(config),
+        config.recompute,
+    )
+    text = show(config, later[1], other).getvalue()
+    assert "layout   tp=1 dp=4: 4 ranks" in text and not {"batch ", "parameters", "kernels"} & set(text.split())
+    (later[1].rank_log(0).parent / "banner.json").write_text("{")
+    assert "layout" not in show(config, later[2]).getvalue(), "compared with the last that can be read"
 
 
 @pytest.mark.parametrize(
