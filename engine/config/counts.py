@@ -42,7 +42,8 @@ def count(value: object) -> object:
     Raises:
         ValueError: it is a yes or no, or the number is not whole, too large, or has an unknown suffix.
     """
-    if isinstance(no_bool(value), int) or (isinstance(value, float) and isfinite(value)):
+    no_bool(value)
+    if isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
         return _whole(Fraction(value))
     if not isinstance(value, str):
         return value

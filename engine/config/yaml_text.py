@@ -36,7 +36,7 @@ class UniqueKeysLoader(SafeLoader):
     """A loader that refuses a key twice in one mapping: the first value would be lost silently."""
 
     def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
-        tag = str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
+        tag = str(super().resolve(kind, value, implicit))
         if tag == _DATE or (tag in _NUMBERS and _BASE_8_OR_60.fullmatch(value)):
             return _TEXT
         return tag
