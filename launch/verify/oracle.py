@@ -203,11 +203,14 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
         yield f"optimizer.name = {config.optimizer.name}: {oracle} is compared with AdamW alone. Add optimizer.name=adamw."
     if config.optimizer.groups:
         yield f"optimizer.groups: {oracle} trains all parameters, with one rate and one decay. Add optimizer.groups=[]."
+    if config.model.z_loss:
+        yield f"model.z_loss = {config.model.z_loss}: {oracle} trains without it, so gradients would differ. Add model.z_loss=0."
     if config.model.mtp is not None:
         yield f"model.mtp is given: {oracle} is compared by the next token alone. Add model.mtp=null."
     if (moe := config.model.moe) is not None:
         for name in BalanceConfig.model_fields:
-            if rate := getattr(moe.balance, name):
+            # The one word among the rates has no effect without them.
+            if isinstance(rate := getattr(moe.balance, name), float) and rate:
                 yield (
                     f"model.moe.balance.{name} = {rate}: {oracle} trains without it, so gradients and choices would differ. Add "
                     f"model.moe.balance.{name}=0."

@@ -33,7 +33,7 @@ def stage_labels(config: Config) -> list[Labels]:
     seen: dict[Hashable, int] = {}
 
     def label(layer: int) -> int:
-        """What a layer's number gives it: its kind, and the group of each of its parameters."""
+        """Return the number of what a layer's number gives it: its kind, and the group of each of its parameters."""
         rules = [group_of(f"layers.{layer}.{name}", groups) for name in names[kinds[layer]]] if groups else []
         fields = [None if number is None else _fields(groups[number]) for number in rules]
         return seen.setdefault((kinds[layer], tuple(fields)), len(seen))
@@ -64,9 +64,9 @@ def needed_places(config: Config) -> set[int]:
             behind = labels[first + 1 :]
             others = [first + 1 + behind.index(other) for other in dict.fromkeys(behind) if other != one]
             needed |= {first, *others}
-    for one, other in combinations(stages, 2):
-        apart = _first_difference(one, other)
-        if apart is not None and all(one[at] == other[at] for at in needed if at < min(len(one), len(other))):
+    for stage, another in combinations(stages, 2):
+        apart = _first_difference(stage, another)
+        if apart is not None and all(stage[at] == another[at] for at in needed if at < min(len(stage), len(another))):
             needed.add(apart)
     if config.model.num_mtp_layers:
         needed.add(len([labels for labels in stage_labels(config) if labels][-1]) - 1)

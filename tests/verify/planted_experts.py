@@ -179,13 +179,13 @@ def biases_follow_the_last_microbatch() -> None:
 
 
 def a_rank_has_the_bias_of_its_own_experts() -> None:
-    def own(self: MoE, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:
+    def own(self: MoE, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
         assert self.bias is not None
         group, bias = self.experts.group, self.bias.weight().detach()
         is_other = group.local_numbers(torch.arange(len(bias))) == group.num_local
-        return self.experts.router.choose(scores, bias.masked_fill(is_other, 0.0), shape[1])
+        return self.experts.router.choose(scores, bias.masked_fill(is_other, 0.0))
 
-    MoE.choice = own  # type: ignore[method-assign]
+    MoE.chosen = own  # type: ignore[method-assign]
 
 
 def choices_are_made_again_in_the_replay() -> None:

@@ -192,6 +192,7 @@ def test_a_matrix_says_each_verdict_and_counts_them(
         (["--oracle", "transformers", "model.norm=layernorm"], "as llama: model.norm = layernorm, there it is rmsnorm"),
         (["--oracle", "transformers", "model.num_attention_heads=1"], "model.num_attention_heads"),
         (["--oracle", "megatron-core", "data.attention=within", "model.window=4"], "Add data.attention=across"),
+        (["--oracle", "transformers", "model.z_loss=1e-5"], "Add model.z_loss=0"),
         (["--oracle", "megatron-core", "data.positions=document"], "Add data.positions=sample"),
         (["--layout", "tp=2,xp=2"], "'xp=2' is not one of tp=.., cp=.., pp=.."),
         (["--layout", "tp=2,tp=4"], "each at most once"),
