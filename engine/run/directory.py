@@ -5,6 +5,7 @@
         metrics.jsonl             one object per step, appended over all attempts
         events/node_00000.jsonl   starts, ends, validations, faults; a file per node (`triaxis.engine.telemetry.record.events`)
         logs/attempt_00/rank_00003.log
+        logs/attempt_00/banner.json                              rows of its banner: the next one shows what differs
         profile/attempt_00/rank_00003.steps_10_to_12.json.gz     with telemetry.profile
         timeline.json  timeline/attempt_00/rank_00003.json       with telemetry.timeline: all ranks, and the row of one
         memory/attempt_00/rank_00003.pickle                      of a rank that ran out of GPU memory

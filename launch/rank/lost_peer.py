@@ -60,7 +60,7 @@ def naming_lost_peers(
 
 def lost(beat: Beat, topology: Topology) -> str:
     """Return who was lost and in which call, from the call that a rank waits for."""
-    if not beat.op:
+    if not beat.op:  # a post: nobody waits yet
         return "a peer"
     axis = topology.optional_axis(beat.axis)
     assert axis is not None, "this rank waits on it"
