@@ -28,7 +28,8 @@ from benchmarks.engine_overhead import LEARNING_RATE, add_model_options, batches
 from benchmarks.plain_gpt import PlainLoop
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import Batches, MicroBatch
-from triaxis.engine.step import BatchLosses, Engine
+from triaxis.engine.step import Engine
+from triaxis.engine.step_result import BatchLosses
 from triaxis.models.gpt.chunk import GPTChunk
 
 Place = Literal["embedding", "blocks", "head and loss", "optimizer"]

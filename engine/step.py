@@ -16,18 +16,13 @@ that it is never idle while the host reads. From a step on whose loss or gradien
 (`engine/optimizer/loss_scale.py`): their step alone updates nothing, and it is no divergence. Nor is a step without a counted
 label, which updates nothing either.
 
-Each loss has its own divisor, known before the backward, and all are of the GLOBAL batch:
-
-    loss = L0 / n0  +  loss_weight / D x (L1 / n1 + .. LD / nD)  +  losses of routers / nominal tokens
-
-Lk is the sum of the losses of the counted labels at distance k (`engine/config/mtp.py`). Their number is nk (s - k) / s: of the s
-labels of a row s - k can count. Without a mask each nk is the number of nominal tokens (2412.19437, equation 24). A router chooses
-for every token, counted or not, so its losses are over the nominal tokens (`engine/expert_parallel/routing.py`).
+The loss is the sum of token losses over the unmasked tokens of the GLOBAL batch. Their number is known before the backward,
+and so is that of each other loss (`BatchLosses`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -55,7 +50,7 @@ from triaxis.engine.pipeline.actions import Schedule
 from triaxis.engine.pipeline.executor import Executor, InstructionObserver
 from triaxis.engine.pipeline.programs import Programs
 from triaxis.engine.step_limits import NO_LIMITS, StepLimits
-from triaxis.engine.step_result import PendingResult, StepResult, losses_ahead, without_room
+from triaxis.engine.step_result import BatchLosses, PendingResult, StepResult, loss_divisors, losses_ahead, without_room
 from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
@@ -81,18 +76,6 @@ class Chunk(Protocol):
     def __call__(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def logits(self, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
     def train(self, mode: bool = True) -> nn.Module: ...
-
-
-class BatchLosses(NamedTuple):
-    """The losses of one global batch, in float64 on the device.
-
-    Attributes:
-        sums: [1 + D], of this rank: the sum of token losses, then the weighted sums of each token ahead; zeros off the last stage.
-        labels: [1 + D], of the global batch: the numbers of counted labels.
-    """
-
-    sums: torch.Tensor
-    labels: torch.Tensor
 
 
 @dataclass
@@ -148,11 +131,7 @@ class Engine:
         return self.chunks[0].load
 
     def post_labels(self, num_labels: Sequence[int]) -> Pending:
-        """Post the sum over the world of this rank's labels (`triaxis.engine.data.loader.count_labels`); every rank calls it.
-
-        Returns:
-            The sum, for `forward_backward`.
-        """
+        """Post the sum over the world of this rank's `count_labels`, for `forward_backward`; every rank calls it."""
         vector = to_device(num_labels, AGREEMENT_DTYPE, self.topology.device)
         return self.topology.axis("world").all_reduce(vector, LABELS)
 
@@ -176,21 +155,14 @@ class Engine:
             self.load.begin()
             self.load.loss_scale.copy_(self.loss_scale.scale)
         self.buffers.start(self.plan.num_microbatches, on_grad)
-        if labels is None:
-            labels = self.post_labels(count_labels(microbatches))
+        labels = labels or self.post_labels(count_labels(microbatches))
         # All tensor- and pipeline-parallel ranks of a replica have the same labels.
         num_labels = labels.wait() / (self.topology.sizes.tp * self.topology.sizes.pp)
         program = self.train_programs.next()
-        scale = self.loss_scale.scale / self._divisors(num_labels)
+        scale = self.loss_scale.scale / loss_divisors(num_labels, self.config.model.seq_length)
         losses = self.executor.run(program, microbatches, self._loss, loss_scale=scale, observers=observers)
         self.buffers.finish()
         return BatchLosses(self._sums(losses, len(num_labels)), num_labels)
-
-    def _divisors(self, num_labels: torch.Tensor) -> torch.Tensor:
-        """Return the divisors n [1 + D] of the losses from their numbers of counted labels; 1 where no label is counted."""
-        s = self.config.model.seq_length
-        in_a_row = torch.arange(s, s - len(num_labels), -1, dtype=num_labels.dtype, device=num_labels.device)
-        return (num_labels * s / in_a_row).clamp(min=1.0)
 
     def _set_mode(self, *, training: bool) -> None:
         # Torch sets it module by module, so that a step of small microbatches would notice.
@@ -277,9 +249,7 @@ class Engine:
         self._set_mode(training=False)
         for microbatches in steps:
             losses = self.executor.run(self.forward_programs.next(), microbatches, self._loss)
-            counts[:1] += self._sums(losses, 1)
-            if losses and self.topology.coordinates.tp == 0:
-                counts[1] += count_labels(microbatches)[0]
+            counts += self._count(losses, microbatches)
         vector = torch.cat((counts, self._overflow()))
         loss_sum, total, overflow = self.topology.axis("world").all_reduce(vector, "validation").wait().tolist()
         if overflow:
@@ -304,6 +274,12 @@ class Engine:
         if self.load is None:
             return torch.zeros(1, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         return self.load.overflow.to(AGREEMENT_DTYPE).view(1)
+
+    def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
+        """Return [loss sum, tokens] on the device, counted where `_sums` has the losses."""
+        is_counted = bool(losses) and self.topology.coordinates.tp == 0
+        tokens = to_device([is_counted * count_labels(microbatches)[0]], AGREEMENT_DTYPE, self.topology.device)
+        return torch.cat((self._sums(losses, 1), tokens))
 
     def _sums(self, losses: Sequence[torch.Tensor], number: int) -> torch.Tensor:
         """Return the first `number` sums over microbatches, once per replica: on the tp rank 0 of the last stage, else zeros."""

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -12,6 +13,32 @@ from triaxis.engine.config.mtp import MTPConfig
 from triaxis.engine.device.host_copy import HostCopy, ToHost
 from triaxis.engine.errors import DivergenceError
 from triaxis.engine.step_limits import NO_LIMITS, StepLimits
+
+
+class BatchLosses(NamedTuple):
+    """The losses of one global batch, in float64 on the device, and their divisors:
+
+        loss = L0 / n0  +  loss_weight / D x (L1 / n1 + .. LD / nD)  +  losses of routers / nominal tokens
+
+    Lk is the sum of the losses of the counted labels at distance k (`engine/config/mtp.py`). Their number is nk (s - k) / s: of the
+    s labels of a row s - k can count. Without a mask each nk is the number of nominal tokens (2412.19437, equation 24). A router
+    chooses for every token, counted or not, so its losses are over the nominal tokens (`engine/expert_parallel/routing.py`).
+
+    Attributes:
+        sums: [1 + D], L0 of this rank, then the others with their weight; zeros off the last stage.
+        labels: [1 + D], the numbers of counted labels of the global batch.
+    """
+
+    sums: torch.Tensor
+    labels: torch.Tensor
+
+
+def loss_divisors(num_labels: torch.Tensor, seq_length: int) -> torch.Tensor:
+    """Return n [1 + D] of `BatchLosses` from the numbers of counted labels; 1 where no label is counted."""
+    in_a_row = torch.arange(
+        seq_length, seq_length - len(num_labels), -1, dtype=num_labels.dtype, device=num_labels.device
+    )
+    return (num_labels * seq_length / in_a_row).clamp(min=1.0)
 
 
 @dataclass(frozen=True, slots=True)

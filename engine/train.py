@@ -52,12 +52,6 @@ ModelBuilder = Callable[
 """A builder of this rank's chunks (on the meta device) and its parameters by name; `triaxis.models.gpt.chunk.build_chunks`."""
 
 
-class TrainingSource(StepSource, Protocol):
-    """Training batches; a step's counted labels are known before the step itself (`triaxis.engine.data.loader.Batches`)."""
-
-    def next_labels(self) -> list[int]: ...
-
-
 class Observer(ValidationObserver, Protocol):
     """A follower of the loop (`triaxis.engine.telemetry`), called on every rank; steps count from 0.
 
@@ -97,7 +91,7 @@ class TrainingRun:
     """
 
     engine: Engine
-    open_batches: Callable[[int], TrainingSource]
+    open_batches: Callable[[int], StepSource]
     open_validation: Callable[[], StepSource] | None
     observer: Observer
     checkpoints: CheckpointSaver
@@ -199,7 +193,7 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
                 consumed_samples, validation_is_due = state.consumed_samples, state.validation_is_due
 
 
-def train_steps(run: TrainingRun, batches: TrainingSource, *, validation_is_due: bool = False) -> Stop | None:
+def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: bool = False) -> Stop | None:
     """Make the steps that follow the batches' `consumed_samples`; returns why the run stopped, None after its last step.
 
     The samples of a step depend on `consumed_samples` alone. Where the run has phases, these are the steps of the engine's one: at

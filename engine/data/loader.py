@@ -56,15 +56,10 @@ class MicroBatch:
     rank_work: tuple[int, ...] | None = None
     """Keys that the queries of each rank that shares the rows see, over all layers; None: rows are not cut, or are one document."""
 
-    @property
-    def num_labels(self) -> tuple[int, ...]:
-        """Return the numbers of counted labels, by distance: of the next tokens, then of those ahead."""
-        return (self.num_tokens, *self.num_ahead)
-
 
 def count_labels(microbatches: Sequence[MicroBatch]) -> list[int]:
-    """Return the counted labels of a rank's microbatches, by distance."""
-    return [sum(counts) for counts in zip(*(each.num_labels for each in microbatches), strict=True)]
+    """Return the counted labels of a rank's microbatches, by distance: of the next tokens, then of those ahead."""
+    return [sum(counts) for counts in zip(*((each.num_tokens, *each.num_ahead) for each in microbatches), strict=True)]
 
 
 class Batches:
@@ -135,10 +130,7 @@ class Batches:
         return [self._to_device(microbatch) for microbatch in microbatches]
 
     def next_labels(self) -> list[int]:
-        """Return the counted labels of the step that `next_step` returns next, by distance; waits until that step is read.
-
-        Zeros where it cannot be read: `next_step` raises that error, once the step before it is made.
-        """
+        """Return `count_labels` of the step that comes next; zeros where it cannot be read, since `next_step` raises that error."""
         upcoming = self._ahead[0]
         return [0] * (1 + self._num_ahead) if upcoming.exception() else count_labels(upcoming.result())
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, zip_longest
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,8 +28,7 @@ from triaxis.engine.config.plan import stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.attention import ContextParallelRegion
 from triaxis.engine.context_parallel.ulysses import HeadExchange
-from triaxis.engine.data.documents import Documents
-from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.expert_parallel.balance import ExpertLoad
 from triaxis.engine.expert_parallel.region import ExpertRegion
 from triaxis.engine.kernels.fusion import EAGER
@@ -56,20 +55,6 @@ from triaxis.models.gpt.strays import refuse_strays
 from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import StageContents
 from triaxis.models.trained_part import TrainedPart
-
-
-class Batch(Protocol):
-    """One microbatch (`triaxis.engine.data.loader.MicroBatch`): ids int64 [b, s], mask bool [b, s]."""
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    loss_mask: torch.Tensor
-    position_ids: torch.Tensor
-    sample_ids: Sequence[int]
-    documents: Documents | None
-    part: SequencePart | None
-    ahead: torch.Tensor | None
-    mask_ahead: torch.Tensor | None
 
 
 class GPTChunk(nn.Module):
@@ -131,7 +116,7 @@ class GPTChunk(nn.Module):
         """Return what is recomputed, without an `auto`."""
         return self.context.recompute
 
-    def forward(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+    def forward(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Return hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar).
 
         While a model with multi-token prediction trains, the sum is the first of [1 + D]; the weighted sums of tokens ahead follow.
@@ -147,7 +132,7 @@ class GPTChunk(nn.Module):
             total = torch.stack((total, *self.ahead(hidden, self.head, batch, inputs)))
         return self.saved.end_chunk(total)
 
-    def logits(self, x: torch.Tensor | None, batch: Batch) -> torch.Tensor:
+    def logits(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Return hidden states for the next stage, or on the last stage this rank's columns of the logits [s, b, V_padded/t]."""
         hidden = self._hidden(x, batch, self._layer_inputs(batch))
         return hidden if self.head is None else self._logits(hidden)
@@ -168,7 +153,7 @@ class GPTChunk(nn.Module):
         """Build empty caches for this chunk's layers and one sequence of at most `places` tokens."""
         return {block.name: block.attention.new_cache(places, device) for block in self._layers()}
 
-    def decode(self, x: torch.Tensor | None, batch: Batch, cache: KVCache) -> torch.Tensor:
+    def decode(self, x: torch.Tensor | None, batch: MicroBatch, cache: KVCache) -> torch.Tensor:
         """Read the next tokens of a sequence: a prompt into empty caches, afterwards one token at a time.
 
         Returns:
@@ -178,14 +163,14 @@ class GPTChunk(nn.Module):
         hidden = self._hidden(x, batch, self._layer_inputs(batch), cache)
         return hidden if self.head is None else self._logits(hidden[-1:])
 
-    def _layer_inputs(self, batch: Batch) -> LayerInputs:
+    def _layer_inputs(self, batch: MicroBatch) -> LayerInputs:
         part = batch.part
         keys = DropoutKeys(self.context.seed, batch.sample_ids, None if part is None else part.positions)
         tables = tables_by_rotary(self.rotaries, batch.position_ids, self.context.dtype)
         return LayerInputs(Positions(tables, batch.documents, part), keys)
 
     def _hidden(
-        self, x: torch.Tensor | None, batch: Batch, inputs: LayerInputs, cache: KVCache | None = None
+        self, x: torch.Tensor | None, batch: MicroBatch, inputs: LayerInputs, cache: KVCache | None = None
     ) -> torch.Tensor:
         positions, keys = inputs
         part = self.context.part

@@ -51,8 +51,8 @@ def ranks_average_their_own_means() -> None:
     """Plant a loss that is averaged per rank in place of per token."""
     count = Engine._count
 
-    def mean(self: Engine, losses: Sequence[torch.Tensor], microbatches: Sequence[Any], *ahead: int) -> torch.Tensor:
-        counts = count(self, losses, microbatches, *ahead)
+    def mean(self: Engine, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
+        counts = count(self, losses, microbatches)
         return counts / counts[1].clamp(min=1.0)
 
     Engine._count = mean  # type: ignore[method-assign]

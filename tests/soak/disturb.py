@@ -19,7 +19,8 @@ from torch import nn
 
 from tests.soak.scene import ACTS, PACE_SECONDS, PLAN, PRINTED_LINE_BYTES, PRINTED_LINES, SLOW_PACE_SECONDS
 from triaxis.engine.resilience.nonfinite import module_title
-from triaxis.engine.step import BatchLosses, Engine
+from triaxis.engine.step import Engine
+from triaxis.engine.step_result import BatchLosses
 
 
 def install(folder: str, rank: int) -> None:

@@ -11,7 +11,8 @@ from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.kernels.fusion import Fusion
-from triaxis.engine.step import BatchLosses, Engine
+from triaxis.engine.step import Engine
+from triaxis.engine.step_result import BatchLosses
 from triaxis.engine.tensor_parallel.qk_norm import _local_squares
 from triaxis.models.gpt.block import Block
 from triaxis.models.gpt.chunk import GPTChunk

@@ -14,7 +14,8 @@ from tests.engine.resilience.runs import Trace, run
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from triaxis.engine.checkpoint.format.manifest import read_manifest
-from triaxis.engine.step import BatchLosses, Engine
+from triaxis.engine.step import Engine
+from triaxis.engine.step_result import BatchLosses
 
 pytestmark = pytest.mark.distributed
 
