@@ -23,7 +23,8 @@ from triaxis.engine.config.optimizer_kinds import MASTER, OPTIMIZERS
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
 from triaxis.models.specs import model_specs
 
-NUM_BEFORE, NUM_STEPS = 2, 4
+NUM_BEFORE, NUM_STEPS = 2, 5
+"""An odd number of steps after: two moves of a bias may cancel each other."""
 SAVING = {"interval": NUM_BEFORE, "keep_last": None}
 TOLERANCE = 1e-9
 
