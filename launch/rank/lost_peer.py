@@ -18,11 +18,12 @@ from triaxis.engine.resilience.hang.heartbeat import Beat, Heartbeat
 from triaxis.launch.start.process.failure import where
 
 _LOST = re.compile(
-    r"connection (?:closed|reset) by (?:remote )?peer|connection closed|broken pipe|connection refused|connection reset"
-    r"|ncclRemoteError|remote process exited|socket (?:closed|timeout)|timed out waiting|connection timed out",
+    r"(?:connection (?:closed|reset) by (?:remote )?peer|connection closed|broken pipe|connection refused|connection reset"
+    r"|ncclRemoteError|remote process exited|socket (?:closed|timeout)|timed out waiting|connection timed out)"
+    r"(?: \[[0-9a-fA-F.:]+\](?::\d+)?)?",
     re.IGNORECASE,
 )
-"""Words of gloo, NCCL and torch's store on a peer that has gone or does not answer."""
+"""Words of gloo, NCCL and torch's store on a peer that has gone or does not answer, and gloo's address of it."""
 
 
 _SHOWN = 4

@@ -123,7 +123,7 @@ def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: floa
 def describe(failure: RankFailure, logs: Path, since_seconds: float) -> str:
     """Describe the end of a rank: exit code, last lines of its log (rank 0 has printed them), and causes that they name."""
     where = f" ({failure.where})" if failure.where else ""
-    head = f"rank {failure.rank}{where} ended with {failure.how}, so the job was stopped."
+    head = f"rank {failure.rank} ended with {failure.how}{where}, so the job was stopped."
     log = rank_log(logs, failure.rank, since_seconds)
     if log is None:
         return f"{head} It had not opened its log in {logs} yet; its output is above."

@@ -325,7 +325,7 @@ def test_the_start_reads_like_a_start(killed: Finished) -> None:
 
 def test_a_killed_rank_ends_the_job_and_is_named(killed: Finished) -> None:
     assert killed.said.exit_code == 128 + 9
-    ended = r"rank 1 \(\S+, pid \d+\) ended with signal SIGKILL, so the job was stopped"
+    ended = r"rank 1 ended with signal SIGKILL \(\S+, pid \d+\), so the job was stopped"
     assert re.search(ended, killed.said.err), killed.said.err
     assert re.search(r"next: the same command goes on from step [\d,]+\n", killed.said.err)
     assert "logs/attempt_00/rank_00001.log" in killed.said.err
