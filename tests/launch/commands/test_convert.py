@@ -286,7 +286,8 @@ def test_what_breaks_half_way_leaves_nothing(
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr("triaxis.models.interop.huggingface.files.write_text", full)
-    assert "No space left on device" in refused(capsys, command, source, tmp_path / "out")
+    assert main([command, str(source), str(tmp_path / "out")]) == 1
+    assert "No space left on device" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
 
 
