@@ -19,7 +19,10 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 pytestmark = pytest.mark.distributed
 
 NUM_STEPS = 16
-"""Microbatches of each data-parallel rank. A power of two, so that the loss scale changes no bits."""
+"""Microbatches of each data-parallel rank."""
+
+NUM_LABELS = 64
+"""By which every backward divides, whatever its batch counts: the same for all microbatches, and a power of two changes no bits."""
 
 TOLERANCE = 1e-6
 """Of the summed norms of what is added. 17 sums in fp32 round by 17 x 2^-24 = 1e-6 at most; one in bf16 by up to 2^-9 = 2e-3."""
@@ -57,8 +60,7 @@ def errors(rank: int, case: Case) -> dict[str, float]:
     alone = owned_gradients(rank, replace(case, global_batch_size=case.dp * case.micro_batch_size), num_steps=NUM_STEPS)
     found: dict[str, float] = {}
     for number, (name, got) in enumerate(together[0]):
-        # A step's gradients are scaled by 1 / its nominal tokens.
-        parts = [step[number][1] / NUM_STEPS for step in alone]
+        parts = [step[number][1] for step in alone]
         error = float((got - torch.stack(parts).sum(0)).norm() / sum(part.norm() for part in parts))
         found[name] = max(error, found.get(name, 0.0))
     return found
@@ -70,7 +72,7 @@ def owned_gradients(rank: int, case: Case, num_steps: int) -> list[list[tuple[st
     load_weights(engine, {name: weight.detach() for name, weight in weights_of(case.model, case.num_layers).items()})
     steps = []
     for _ in range(num_steps):
-        engine.forward_backward(batches.next_step())
+        engine.forward_backward(batches.next_step(), labels=engine.post_labels([NUM_LABELS]))
         steps.append([(piece.name, piece.values.double()) for piece in owned_pieces(engine, "grads")])
     batches.close()
     return steps

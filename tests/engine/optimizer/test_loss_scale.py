@@ -37,7 +37,7 @@ def scales_of_torch(config: LossScaleConfig, steps: Sequence[str]) -> list[float
 
 @pytest.mark.parametrize("window", [1, 3, 7])
 def test_with_hysteresis_1_it_is_torchs(window: int) -> None:
-    config = LossScaleConfig(initial=2.0**16, window=window, hysteresis=1, minimum=2.0**-40)
+    config = LossScaleConfig(initial=2.0**16, window=window, hysteresis=1, minimum=2.0**-24)
     draw = random.Random(window)
     steps = [OVERFLOW if draw.random() < 0.3 else GOOD for _ in range(60)]
     found = scales(LossScale(config, CPU), steps)

@@ -1,7 +1,7 @@
 """The result of a run is kept: with the defaults its last step is saved, no summary fails it, and it can be made longer.
 
 finished   2 steps of one rank; the schedule ends with the run; checkpoints in a folder of their own; the corpus has an id
-           outside of the vocabulary, in a document that the run never reads
+           outside of the vocabulary, in a document that neither the start looks at nor the run reads
 """
 
 import os
@@ -53,8 +53,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("kept")
     (folder / "small.yaml").write_text(CONFIG)
     with IndexedWriter(folder / "corpus", np.int32) as writer:
-        for document in range(40):
-            writer.add_document(np.full(100, STRANGER if document == 39 else document))
+        for document in range(3000):
+            writer.add_document(np.full(100, STRANGER if document == 41 else document % 256))
     return folder, train(folder, "train.steps=2")
 
 
