@@ -243,7 +243,13 @@ def _open_corpus(prefix: str, vocab_size: int, tokenizer: str) -> IndexedTokens:
     if smallest < 0 or largest >= vocab_size:
         raise DataError(
             f"{prefix} has ids from {smallest:,} to {largest:,}, but model.vocab_size = {vocab_size:,}: there is no embedding for "
-            f"them. Set model.vocab_size to the size of the tokenizer that made the corpus, or prepare it again."
+            "them. "
+            + (
+                "Set model.vocab_size to the size of the tokenizer that made it, or prepare"
+                if smallest >= 0
+                else "Prepare"
+            )
+            + " the corpus again."
         )
     return corpus
 

@@ -62,7 +62,7 @@ def split(
             f"{prefix} has {corpus.num_documents:,} documents, and the {len(outputs)} parts would get {shares}: each part needs "
             f"some, and each document a part. Give as many --output as parts, and shares that leave a document to each."
         )
-    if len(set(outputs)) < len(outputs):
+    if len({Path(output).resolve() for output in outputs}) < len(outputs):
         raise DataError(f"--output {' '.join(outputs)}: the second part would replace the first. Name each part once.")
     for output in outputs:
         _refuse_to_replace(output, [prefix], force)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from triaxis.engine.data.corpus.findings import OnBad
 from triaxis.engine.data.corpus.readers import READERS, ending_of, is_input_of_folder
-from triaxis.engine.errors import DataError
+from triaxis.engine.errors import DataError, shown
 from triaxis.engine.storage.elsewhere import how_to_bring
 
 NAMES_SHOWN = 5
@@ -46,17 +46,23 @@ def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
     for pattern in patterns:
         # Path.glob accepts no absolute patterns.
         matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))] or [Path(pattern)]  # noqa: PTH207
-        folders = [path for path in matches if path.is_dir()]
-        files = [path for path in matches if path.is_file()] or [
+        # Path.is_dir raises for a name that is longer than any file's.
+        folders = [path for path in matches if os.path.isdir(path)]  # noqa: PTH112
+        files = [path for path in matches if os.path.isfile(path)] or [  # noqa: PTH113
             path for folder in folders for path in _files_below(folder, inputs.passed_over)
         ]
         if not files:
             what = "is a folder without text" if folders else "names no file"
+            if not folders and os.path.exists(pattern):  # noqa: PTH110
+                raise DataError(
+                    f"--input {pattern!r} is a FIFO or a device: it cannot be read twice, as a preparation that goes on after a "
+                    "kill does. Write its content to a file first."
+                )
             if how := how_to_bring(pattern):
-                raise DataError(f"--input {pattern!r} {what}.{how}")
+                raise DataError(f"--input {shown(pattern)} {what}.{how}")
             raise DataError(
-                f"--input {pattern!r} {what}. Give files, a folder with files that end in {', '.join(READERS)}, or a pattern in "
-                f"quotes, for example '{pattern.rstrip('/*') or '.'}/*.md' or '**/*.md' for all folders below."
+                f"--input {shown(pattern)} {what}. Give files, a folder with files that end in {', '.join(READERS)}, or a pattern "
+                "in quotes, for example 'texts/*.md', or 'texts/**/*.md' for all folders below."
             )
         for path in files:
             status = path.stat()

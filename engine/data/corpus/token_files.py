@@ -17,8 +17,8 @@ from triaxis.engine.data.corpus.indexed import Tokens, idx_path
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece
 
 NUMPY = b"\x93NUMPY"
-LLM_C = {20240520: "<u2", 20240801: "<u4"}
-"""The magic numbers of llm.c's files, and the type of their tokens (llmc/dataloader.h, train_llama3.cu)."""
+LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
+"""The magic numbers of llm.c's files, their versions, and the type of their tokens (llmc/dataloader.h, train_llama3.cu)."""
 LLM_C_HEADER = 256
 BLOCK_TOKENS = 2**22
 RULE = "Tokens are integers: numpy's .npy, or a .bin of nanoGPT or llm.c."
@@ -70,9 +70,12 @@ def _open(path: Path, vocab_size: int) -> Tokens:
     dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
     magic, version, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
     if magic in LLM_C and len(head) == 4 * LLM_C_HEADER:
-        tokens = np.memmap(path, LLM_C[magic], "r", offset=len(head))
+        known, width = LLM_C[magic]
+        if version != known:
+            raise ValueError(f"llm.c's head has version {version}, and {known} is known for {magic}")
+        tokens = np.memmap(path, width, "r", offset=len(head))
         if len(tokens) != count:
-            raise ValueError(f"llm.c's head, version {version}, tells of {count:,} tokens, and {len(tokens):,} follow")
+            raise ValueError(f"llm.c's head tells of {count:,} tokens, and {len(tokens):,} follow")
         return tokens
     return np.memmap(path, dtype, "r")
 

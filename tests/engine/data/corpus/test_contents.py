@@ -184,7 +184,7 @@ CUT = [[5, 6, EOD], [7, EOD], [EOD], [8]]
 
 def llm_c(magic: int, dtype: str) -> bytes:
     head = np.zeros(256, "<i4")
-    head[:3] = magic, 1, len(FLAT)
+    head[:3] = magic, 1 if dtype == "<u2" else 7, len(FLAT)
     return head.tobytes() + np.array(FLAT, dtype).tobytes()
 
 
@@ -220,6 +220,7 @@ def test_what_holds_no_tokens_is_named(tmp_path: Path) -> None:
         ("a.npy", floats, r"holds no tokens \(it has float64"),
         ("b.bin", b"odd", "holds no tokens"),
         ("c.bin", short, "tells of 7 tokens, and 6 follow"),
+        ("d.bin", llm_c(20240520, "<u4"), "has version 7, and 1 is known"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DataError, match=message):

@@ -88,6 +88,14 @@ def test_a_file_is_read_once_under_all_its_names(texts: Path) -> None:
         assert [path.name for path in found.files] == ["a.txt", "b.txt"] and found.num_links >= 2
 
 
+def test_what_is_no_file_is_said_in_words(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name, words in (("x" * 5000, "names no file"), (str(tmp_path / "pipe.jsonl"), "is a FIFO or a device")):
+        with pytest.raises(DataError, match=words) as caught:
+            find_inputs([name])
+        assert len(str(caught.value)) < 1000
+
+
 @pytest.mark.parametrize("cut", [1, 7, 40, 41, 1000])
 def test_every_line_belongs_to_one_piece(texts: Path, cut: int) -> None:
     path = texts / "d.jsonl"
