@@ -10,6 +10,7 @@
 Readers (specs, modules, FLOPs, memory) take the record of a layer, never the fields that it came from.
 """
 
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -70,6 +71,23 @@ class RopeScaling(Section):
         None, description="longrope: divisor per frequency, up to the original length"
     )
     long_factor: tuple[float, ...] | None = Field(None, description="longrope: divisor per frequency, beyond it")
+
+    @property
+    def rotation_factor(self) -> float:
+        """Return the factor on cosines and sines: that of YaRN (2309.00071, section 3.4) and LongRoPE (2402.13753), else 1."""
+        if self.type not in ("yarn", "longrope"):
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        assert self.factor is not None, "both have a factor"
+        if self.factor <= 1:
+            return 1.0
+        if self.type == "longrope":
+            assert self.original_max_position_embeddings is not None, "longrope has the original length"
+            return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_position_embeddings))
+        if self.mscale is None or self.mscale_all_dim is None:
+            return 0.1 * math.log(self.factor) + 1
+        return (0.1 * self.mscale * math.log(self.factor) + 1) / (0.1 * self.mscale_all_dim * math.log(self.factor) + 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,15 +241,12 @@ def _open_corpus(prefix: str, vocab_size: int, tokenizer: str) -> IndexedTokens:
         )
     smallest, largest = corpus.ids(IDS_AT_START) if record is None else (0, 0)
     if smallest < 0 or largest >= vocab_size:
+        mend = (
+            "Set model.vocab_size to the size of the tokenizer that made it, or prepare" if smallest >= 0 else "Prepare"
+        )
         raise DataError(
             f"{prefix} has ids from {smallest:,} to {largest:,}, but model.vocab_size = {vocab_size:,}: there is no embedding for "
-            "them. "
-            + (
-                "Set model.vocab_size to the size of the tokenizer that made it, or prepare"
-                if smallest >= 0
-                else "Prepare"
-            )
-            + " the corpus again."
+            f"them. {mend} the corpus again."
         )
     return corpus
 

@@ -119,20 +119,8 @@ def rotary_frequencies(rotary: Rotary, dtype: torch.dtype, device: torch.device)
 
 
 def rotary_factor(rotary: Rotary) -> float:
-    """Return the factor on cosines and sines: that of YaRN (2309.00071, section 3.4) and LongRoPE (2402.13753), else 1."""
-    scaling = rotary.scaling
-    if scaling is None or scaling.type not in ("yarn", "longrope"):
-        return 1.0
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-    factor = _given(scaling.factor)
-    if factor <= 1:
-        return 1.0
-    if scaling.type == "longrope":
-        return math.sqrt(1 + math.log(factor) / math.log(_given(scaling.original_max_position_embeddings)))
-    if scaling.mscale is None or scaling.mscale_all_dim is None:
-        return 0.1 * math.log(factor) + 1
-    return (0.1 * scaling.mscale * math.log(factor) + 1) / (0.1 * scaling.mscale_all_dim * math.log(factor) + 1)
+    """Return the factor on cosines and sines; 1 where frequencies are not scaled."""
+    return 1.0 if rotary.scaling is None else rotary.scaling.rotation_factor
 
 
 def _linear(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> torch.Tensor:

@@ -19,7 +19,7 @@ from triaxis.engine.config.write import in_yaml
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
 from triaxis.engine.data.corpus.inputs import Inputs, find_inputs
 from triaxis.engine.data.corpus.parts import Done
-from triaxis.engine.data.corpus.pieces import AS_NAMED, InputFile, ReadOptions
+from triaxis.engine.data.corpus.pieces import AS_NAMED, ReadOptions
 from triaxis.engine.data.corpus.prepare import Prepared, PrepareRequest, prepare
 from triaxis.engine.data.corpus.readers import FORMATS, reader_of
 from triaxis.engine.data.corpus.record import record_path
@@ -232,7 +232,7 @@ class LogLines:
 def show_prepared(console: Console, request: PrepareRequest, prepared: Prepared) -> None:
     """Print what is on disk now, and the command that trains on it."""
     record, prefix = prepared.record, request.output
-    titles = Counter(reader_of(InputFile(path, 0, 0, request.options)).title for path in request.files)
+    titles = Counter(reader_of(path, request.options).title for path in request.files)
     read_as = ", ".join(f"{count:,} as {title}" for title, count in titles.items())
     unknown = (
         f"; {record.num_unknown_tokens / record.num_tokens:.2%} are unknown to it" if record.num_unknown_tokens else ""

@@ -101,7 +101,7 @@ def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
     if not is_as_planned(piece.file, reading):
         return
     try:
-        yield from reader_of(piece.file).documents(piece, reading)
+        yield from reader_of(path, piece.file.options).documents(piece, reading)
     except (FileNotFoundError, PermissionError) as error:
         _unusable(path, error, reading)
     reading.done_bytes = lambda: piece.num_bytes

@@ -135,7 +135,7 @@ def plan(files: Sequence[InputFile], findings: Findings) -> list[Unit]:
 
 def _pieces(file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
     try:
-        yield from reader_of(file).pieces(file, step, findings)
+        yield from reader_of(file.path, file.options).pieces(file, step, findings)
     except PermissionError:
         place = Place(str(file.path), detail="may not be read by this user")
         findings.add(

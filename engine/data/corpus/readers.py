@@ -29,7 +29,7 @@ from triaxis.engine.data.corpus.other_formats import (
     refused_text,
 )
 from triaxis.engine.data.corpus.parquet import Parquet
-from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, field_of, too_long
+from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, ReadOptions, field_of, too_long
 from triaxis.engine.data.corpus.streams import DamagedStreamError, Stream, open_plain, opener_of, split_at
 from triaxis.engine.data.corpus.token_files import TokenFile
 from triaxis.engine.storage.json_text import parse_json
@@ -238,11 +238,11 @@ READERS: dict[str, Reader] = {
 """The format of each ending, in small letters; the longest that fits counts."""
 
 
-def reader_of(file: InputFile) -> Reader:
-    """Return the reader of a file: the one that its options name, or by the ending of its name; any other name is text."""
-    if file.options.format is not None:
-        return FORMATS[file.options.format]
-    ending = ending_of(file.path)
+def reader_of(path: Path, options: ReadOptions) -> Reader:
+    """Return the reader of a file: the one that the options name, or by the ending of its name; any other name is text."""
+    if options.format is not None:
+        return FORMATS[options.format]
+    ending = ending_of(path)
     return READERS.get(ending) or REFUSED.get(ending) or FORMATS["text"]
 
 

@@ -6,7 +6,6 @@ sliding_window, layer_types, no_rope_layers ..   <->  window and position, or la
 The keys of a family are data (`family.py`); a window of transformers lets a query see the keys > q - sliding_window, as ours.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
@@ -287,14 +286,8 @@ def _scaling_keys(rotary: Rotary, model: ModelConfig, rope: RopeKeys) -> Fields:
         # The other two follow from keys at the top.
         return {"type": fields["type"], "short_factor": fields["short_factor"], "long_factor": fields["long_factor"]}
     if long is not None and not has_ratio:
-        fields.setdefault("attention_factor", _attention_factor(long))
+        fields.setdefault("attention_factor", long.rotation_factor)
     return {"rope_type": fields.pop("type"), **fields}
-
-
-def _attention_factor(long: RopeScaling) -> float:
-    """Return longrope's own factor (2402.13753), which `triaxis.engine.kernels.rotary` has too."""
-    assert long.factor is not None and long.original_max_position_embeddings is not None, "longrope has both"
-    return math.sqrt(1 + math.log(long.factor) / math.log(long.original_max_position_embeddings))
 
 
 def _longrope(rotary: Rotary) -> RopeScaling | None:

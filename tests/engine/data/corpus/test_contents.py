@@ -35,7 +35,7 @@ def read(path: Path, vocab_size: int = 70_000, **options: Any) -> list[Any]:
     """The contents of the documents of a file."""
     reading = Reading("stop", Vocabulary(vocab_size, EOD))
     file = InputFile.of(path, ReadOptions(**options))
-    pieces = list(reader_of(file).pieces(file, 5, reading))
+    pieces = list(reader_of(file.path, file.options).pieces(file, 5, reading))
     found = [document.content for piece in pieces for document in documents(piece, reading)]
     return [each if isinstance(each, str) else each.tolist() for each in found]
 
@@ -119,7 +119,7 @@ def test_a_separator_divides_a_text_wherever_it_is_cut(tmp_path: Path, cut: int)
     path = tmp_path / "a.txt"
     path.write_bytes(STORIES)
     file, reading = InputFile.of(path, ReadOptions(separator="<|end|>")), Reading("stop")
-    pieces = list(reader_of(file).pieces(file, cut, reading))
+    pieces = list(reader_of(file.path, file.options).pieces(file, cut, reading))
     assert len(pieces) == -(-len(STORIES) // cut)
     found = [document.content for piece in pieces for document in documents(piece, reading)]
     assert found == ["Once\nupon", "a time", "the <|en|> end"]
@@ -145,7 +145,7 @@ def test_a_document_that_is_too_long_is_named_and_the_next_one_is_read(tmp_path:
         file = InputFile.of(tmp_path / name, ReadOptions(separator=separator, max_document_bytes=100))
         for step in (1000, 10**9):
             reading = Reading("skip")
-            pieces = list(reader_of(file).pieces(file, step, reading))
+            pieces = list(reader_of(file.path, file.options).pieces(file, step, reading))
             found = [document.content for piece in pieces for document in documents(piece, reading)]
             assert found == expected and reading.tally[Kind.TOO_LONG].count == 1, name
 

@@ -54,7 +54,7 @@ def read(path: Path, step: int = 1000, on_bad: str = "stop", **options: Any) -> 
     """The contents of all documents of a file, piece by piece, and the findings."""
     reading = Reading(on_bad, Vocabulary(1000, 0))  # type: ignore[arg-type]
     file = InputFile.of(path, ReadOptions(**options))
-    pieces = list(reader_of(file).pieces(file, step, reading))
+    pieces = list(reader_of(file.path, file.options).pieces(file, step, reading))
     assert sum(piece.num_bytes for piece in pieces) in (path.stat().st_size, 0)
     found = []
     for piece in pieces:
@@ -100,7 +100,7 @@ def test_a_text_is_one_document(tmp_path: Path, name: str) -> None:
 def test_rows_are_documents_and_row_groups_pieces(tmp_path: Path, kind: arrow.DataType) -> None:
     write_parquet(tmp_path / "A.Parquet", arrow.array(TEXTS).cast(kind))
     file = InputFile.of(tmp_path / "A.Parquet")
-    assert len(list(reader_of(file).pieces(file, 10, Findings("stop")))) == -(-len(TEXTS) // 700) > 3
+    assert len(list(reader_of(file.path, file.options).pieces(file, 10, Findings("stop")))) == -(-len(TEXTS) // 700) > 3
     found, reading = read(file.path)
     assert found == WITH_TEXT
     (empty,) = reading.tally.values()
