@@ -43,12 +43,12 @@ from triaxis.launch.start.launcher import Request
 pytestmark = pytest.mark.distributed
 
 CONFIG = str(ROOT / "configs" / "gpt_tiny.yaml")
-NUM_STEPS = 20
+NUM_STEPS = 40
 FASTER = (
     *("optimizer.lr=8e-3", "optimizer.warmup_steps=10"),
     *("train.global_batch_size=8", "train.micro_batch_size=2", "eval.steps=2"),
 )
-SHORTER = (f"train.steps={NUM_STEPS}", *FASTER, "telemetry.sample_tokens=16", "checkpoint.interval=8")
+SHORTER = (f"train.steps={NUM_STEPS}", *FASTER, "telemetry.sample_tokens=16", "checkpoint.interval=16")
 """Command 1 for the CI tier."""
 
 ONE_PROCESS = ("parallel.tp=1", "parallel.pp=1", "parallel.vpp=1", "parallel.dp=1", "parallel.sequence_parallel=false")
@@ -56,7 +56,8 @@ ONLY_STEPS = ("eval.interval=null", "telemetry.sample_tokens=0", "checkpoint.int
 
 BETTER_THAN_UNIGRAM = 0.95
 MUCH_BETTER_THAN_UNIGRAM = 0.8
-"""Below the unigram's entropy a model has learnt context. Measured: 0.92 of it after the CI tier's 20 steps, 0.56 after all 240."""
+"""Below the unigram's entropy a model has learnt context. Measured, on the library of CPython
+3.11.7 and on that of Debian's 3.11.2: 0.90 and 0.93 of it after the CI tier's 40 steps; 0.56 and 0.59 after all 240."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def test_what_a_run_leaves_behind(command_1: Finished) -> None:
     written = {"config.yaml", "metrics.jsonl", "events", "checkpoints", "saved", "finished", "lock", "logs"}
     assert names == written
     saved = sorted(path.name for path in (command_1.path / "checkpoints").iterdir())
-    assert saved == ["latest", "lock", "step_00000008", "step_00000016", "step_00000020"]
+    assert saved == ["latest", "lock", "step_00000016", "step_00000032", "step_00000040"]
     banner, *logs = sorted((command_1.path / "logs" / "attempt_00").iterdir())
     assert banner.name == "banner.json"
     assert [log.name for log in logs] == [f"rank_{rank:05d}.log" for rank in range(8)]
