@@ -12,19 +12,21 @@ import ast
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 PRODUCT = ("engine", "models", "launch")
 
 
 def count(source: str) -> int:
     """Return the code lines of a module's source."""
-    return sum(isinstance(node, ast.stmt) and not _is_left_out(node) for node in ast.walk(ast.parse(source)))
+    return sum(is_code(node) for node in ast.walk(ast.parse(source)))
 
 
-def _is_left_out(statement: ast.stmt) -> bool:
-    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-        return isinstance(statement.value.value, str)
-    return isinstance(statement, ast.Import | ast.ImportFrom)
+def is_code(node: ast.AST) -> TypeGuard[ast.stmt]:
+    """Return whether a node is a statement other than an import and a docstring."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        return not isinstance(node.value.value, str)
+    return isinstance(node, ast.stmt) and not isinstance(node, ast.Import | ast.ImportFrom)
 
 
 def files_of(place: Path) -> list[Path]:
