@@ -46,6 +46,7 @@ from triaxis.engine.train import build
 from triaxis.launch.rank.join import Rank, join
 from triaxis.launch.start.process.ending import run_rank
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import model_specs
 
 HIDDEN = 1024
@@ -281,7 +282,7 @@ def main(argv: list[str]) -> int:
     environment = RankEnvironment.from_variables(os.environ)
     config = make_config(options.gib, environment.world_size)
     with join(config, environment) as rank:
-        engine = build(config, rank.topology, build_chunks)
+        engine = build(resolve_recompute(config, rank.topology.sizes), rank.topology, build_chunks)
         options.folder.mkdir(parents=True, exist_ok=True)
         contest = Contest(rank, engine, options.folder)
         contest.clear()

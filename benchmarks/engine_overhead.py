@@ -44,6 +44,7 @@ from triaxis.engine.step import Engine
 from triaxis.engine.train import build
 from triaxis.launch.start.process.ending import end
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 LEARNING_RATE = 1e-3
 WARM_UP_STEPS = 2
@@ -147,7 +148,7 @@ def build_engine(config: Config) -> Engine:
         kv_heads=config.model.kv_heads,
         has_experts=config.model.has_experts,
     )
-    return build(config, topology, build_chunks)
+    return build(resolve_recompute(config, topology.sizes), topology, build_chunks)
 
 
 def engine_step(engine: Engine) -> Step:

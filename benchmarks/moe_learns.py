@@ -32,6 +32,7 @@ from triaxis.engine.train import build
 from triaxis.launch.rank.batches import open_batches
 from triaxis.launch.rank.join import Rank, join
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import model_specs
 
 ONE_RANK = (
@@ -88,7 +89,7 @@ def learn(config: Config, rank: Rank, name: str, last_steps: int, console: Conso
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
     )
     assert datasets.valid is not None, "the tiny configs hold back documents"
-    engine = build(config, rank.topology, build_chunks)
+    engine = build(resolve_recompute(config, rank.topology.sizes), rank.topology, build_chunks)
     batches, steps, loads = open_batches(config, rank.topology, datasets.train), config.train.steps, []
     for step in range(steps):
         result = engine.train_step(batches.next_step(), learning_rate(step, 1, config.optimizer, steps))

@@ -48,6 +48,7 @@ from triaxis.engine.train import build
 from triaxis.launch.rank.join import Rank, join
 from triaxis.launch.start.process.ending import run_rank
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import model_specs
 
 WARM_UP_STEPS = 2
@@ -184,7 +185,10 @@ def whole_weights(config: Config) -> dict[str, torch.Tensor]:
 
 def make_ours(config: Config, rank: Rank) -> Step:
     topology = rank.topology
-    engine, cut = build(config, topology, build_chunks), ContextCut.of(config, topology.sizes, topology.coordinates.cp)
+    engine, cut = (
+        build(resolve_recompute(config, topology.sizes), topology, build_chunks),
+        ContextCut.of(config, topology.sizes, topology.coordinates.cp),
+    )
 
     def step(microbatches: Sequence[MicroBatch]) -> float:
         loss = engine.train_step([cut(one) for one in microbatches], LEARNING_RATE).loss

@@ -15,6 +15,7 @@ from triaxis.engine.train import build
 from triaxis.launch.rank.batches import open_batches
 from triaxis.launch.rank.join import Rank, join, read_config
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 LEARNING_RATE = 1e-3
 
@@ -64,7 +65,7 @@ def ready(words: Sequence[str]) -> Iterator[Stepping]:
     environment = RankEnvironment.from_variables(os.environ)
     config = read_config(words, environment)
     with join(config, environment) as rank:
-        engine = build(config, rank.topology, build_chunks)
+        engine = build(resolve_recompute(config, rank.topology.sizes), rank.topology, build_chunks)
         model = config.model
         dataset = SyntheticDataset(config.train.seed, model.vocab_size, model.seq_length)
         batches = open_batches(config, rank.topology, dataset)

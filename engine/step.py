@@ -32,7 +32,6 @@ from triaxis.engine.comm.agreement import NO_FLAGS, NUM_NUMBERS, NUM_SUMS, StepF
 from triaxis.engine.comm.collectives import Pending
 from triaxis.engine.comm.ledger import LABELS
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.plan import BatchPlan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import count_labels
@@ -64,8 +63,6 @@ class Chunk(Protocol):
     @property
     def saved(self) -> SavedTensors: ...
     @property
-    def recompute(self) -> RecomputeConfig: ...
-    @property
     def load(self) -> ExpertLoad | None: ...
     @property
     def fp8_counts(self) -> Fp8Counts | None: ...
@@ -83,6 +80,7 @@ class Engine:
     """One rank's assembled engine (see `triaxis.engine.train.build`).
 
     Attributes:
+        config: of the run, resolved: its recomputation has no `auto`.
         stages: what each pipeline stage of the model holds, in stage order.
         parameters: by global name, in forward order.
         train_programs, forward_programs: the lowered schedules of a training step and of a forward-only step.
@@ -119,11 +117,6 @@ class Engine:
     def schedule(self) -> Schedule:
         """Return the compute actions of a training step, of all pipeline ranks."""
         return self.train_programs.schedule
-
-    @property
-    def recompute(self) -> RecomputeConfig:
-        """Return the choice that `config.recompute` came to; all chunks have the same, without an `auto`."""
-        return self.chunks[0].recompute
 
     @property
     def load(self) -> ExpertLoad | None:

@@ -112,6 +112,7 @@ def build(
     """Assemble the engine of one rank: model chunks with initial weights, buffers, optimizer, schedules.
 
     Args:
+        config: resolved: its recomputation has no `auto` (`triaxis.models.predict.rank_memory.resolve_recompute`).
         topology: this rank's groups; its observers follow the waits (`Topology.observed`).
         fill: gives the parameters their first values, from a seed (a footprint has none to give).
         kernels: of the run; None: what `open_kernels` resolves.

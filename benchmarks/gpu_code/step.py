@@ -36,6 +36,7 @@ from triaxis.engine.train import build
 from triaxis.launch.footprint.routing import counts_in_turn, know_rows, known_rows
 from triaxis.launch.footprint.run import assumed_rows, fake_world, microbatches
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 AS_ON_A_GPU = {
     "kernels.attention": "auto",
@@ -265,7 +266,13 @@ def record_step(config: Config) -> StepRecord:
         topology = Topology(grid, 0, CPU, kv_heads=model.kv_heads, has_experts=model.has_experts)
         fp8 = None if config.precision.fp8 is None else Fp8(recipe_of(config.precision.fp8), "torch")
         kernels = Kernels(choices, Fusion("compiled"), fp8)
-        engine = build(config, topology, build_chunks, fill=lambda parameters, seed: None, kernels=kernels)
+        engine = build(
+            resolve_recompute(config, topology.sizes),
+            topology,
+            build_chunks,
+            fill=lambda parameters, seed: None,
+            kernels=kernels,
+        )
         if known is not None:
             know_rows(engine, known)
         batches = microbatches(engine)

@@ -29,7 +29,7 @@ def describe_layout(engine: Engine) -> dict[str, Any]:
         "schedule": engine.schedule.name,
         "micro_batch_size": config.train.micro_batch_size,
         "bucket_bytes": config.optimizer.bucket_bytes,
-        "recompute": engine.recompute.model_dump(mode="json"),
+        "recompute": engine.config.recompute.model_dump(mode="json"),
         "kernels": {name: one for name, one in engine.kernels.choices.named().items() if name != "decoding"},
         "dtype": config.precision.dtype,
         "deterministic": config.runtime.deterministic,

@@ -44,6 +44,11 @@ class RecomputeConfig(Section):
     )
 
     @property
+    def is_resolved(self) -> bool:
+        """Return whether no choice is `auto` any more (`triaxis.models.predict.rank_memory.resolve_recompute`)."""
+        return "auto" not in (self.granularity, self.gathered_inputs, self.gathered_kv)
+
+    @property
     def is_any(self) -> bool:
         """Return whether anything is recomputed."""
         return self.granularity != "none" or self.head_tokens is not None

@@ -21,6 +21,7 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.train import ModelBuilder, build
 from triaxis.launch.footprint.routing import counts_in_turn, know_rows, known_rows
 from triaxis.launch.footprint.run import assumed_rows, fake_world, microbatches, require_rank
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 WEIGHT_STD = 0.02
 
@@ -63,6 +64,7 @@ def real_steps(
         TopologyError: there is no such rank, or this process already belongs to a process group.
     """
     sizes = parallel_sizes(config)
+    config = resolve_recompute(config, sizes)
     require_rank(rank, sizes)
     grid = rank_grid(config, sizes)
     is_cuda = device.type == "cuda"

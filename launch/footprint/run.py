@@ -35,6 +35,7 @@ from triaxis.engine.train import ModelBuilder, build
 from triaxis.launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, NewTensor, Peak, SavedTensor
 from triaxis.launch.footprint.parts import PartBook, Recorder, covers, likenesses
 from triaxis.launch.footprint.routing import Counts, counts_in_turn, know_rows, known_rows
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.trained_part import schedule_of
 
 HEAD_MODULES = ("head", "losses")
@@ -118,9 +119,9 @@ class Footprints:
             config = with_value(config, key, choice)
         if config.kernels.attention == "te":
             config = with_value(config, "kernels.attention", "sdpa")
-        self.config = config
-        self.build_model = build_model
         self.sizes = sizes = parallel_sizes(config)
+        self.config = config = resolve_recompute(config, sizes)
+        self.build_model = build_model
         self.grid = rank_grid(config, sizes)
         self.stages = stages_of(config)
         self.num_microbatches = batch_plan(config, sizes.dp).num_microbatches

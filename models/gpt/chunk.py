@@ -21,7 +21,6 @@ from torch import nn
 from triaxis.engine.activations.offload import HostMemory
 from triaxis.engine.activations.saved_tensors import SavedTensors
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.context_parallel import gathers_keys
 from triaxis.engine.config.fp8 import fp8_layers
 from triaxis.engine.config.plan import stages_of
@@ -52,7 +51,6 @@ from triaxis.models.gpt.losses import TokenLosses, logit_options
 from triaxis.models.gpt.mtp import TokensAhead
 from triaxis.models.gpt.stage_parameters import stage_parameters
 from triaxis.models.gpt.strays import refuse_strays
-from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import StageContents
 from triaxis.models.trained_part import TrainedPart
 
@@ -110,11 +108,6 @@ class GPTChunk(nn.Module):
     def fp8_counts(self) -> Fp8Counts | None:
         """Return the counts of numbers that FP8 loses, one for all chunks of the rank; None: nothing asks for them."""
         return self.context.fp8_counts
-
-    @property
-    def recompute(self) -> RecomputeConfig:
-        """Return what is recomputed, without an `auto`."""
-        return self.context.recompute
 
     def forward(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Return hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar).
@@ -264,7 +257,8 @@ def build_chunks(
     one parameter with two uses. State that `models/specs.py` does not list is refused (`models/gpt/strays.py`).
     """
     tp = topology.axis("tp")
-    choice = resolve_recompute(config, topology.sizes).recompute
+    choice = config.recompute
+    assert choice.is_resolved, "triaxis.models.predict.rank_memory.resolve_recompute comes first"
     region = TensorParallelRegion(tp, config.parallel.sequence_parallel, choice.gathered_inputs == "keep")
     cp = ContextParallelRegion.of(config.parallel, choice, topology.axis("cp"))
     dtype = DTYPES[config.precision.dtype]

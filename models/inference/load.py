@@ -17,7 +17,7 @@ from triaxis.engine.checkpoint.format.store import Shard, load
 from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weights, kind_of
 from triaxis.engine.comm.texts import gather_text
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.activations import OffloadConfig
+from triaxis.engine.config.activations import OffloadConfig, RecomputeConfig
 from triaxis.engine.config.plan import stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import CheckpointError
@@ -26,7 +26,6 @@ from triaxis.engine.numerics.precision import DTYPES, accumulation_dtype
 from triaxis.engine.pipeline.forwards import of_forward
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.models.gpt.chunk import GPTChunk, build_chunks
-from triaxis.models.predict.recompute_choice import choice_for_layers
 from triaxis.models.specs import model_specs
 
 
@@ -76,7 +75,9 @@ def for_reading(config: Config) -> Config:
     without_gradients = {"weight_grad": "separate", "optimizer": "torch"}
     return config.model_copy(
         update={
-            "recompute": choice_for_layers(config.recompute),
+            "recompute": RecomputeConfig(
+                head_tokens=config.recompute.head_tokens, gathered_inputs="regather", gathered_kv="regather"
+            ),
             "offload": OffloadConfig(),
             "precision": config.precision.model_copy(update={"fp8": None}),
             "kernels": config.kernels.model_copy(update=without_gradients),

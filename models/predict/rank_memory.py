@@ -147,7 +147,7 @@ def resolve_recompute(config: Config, sizes: ParallelSizes) -> Config:
         ConfigError: no choice is enough; the message has the predictions.
     """
     asked = config.recompute
-    if "auto" not in (asked.granularity, asked.gathered_inputs, asked.gathered_kv):
+    if asked.is_resolved:
         return config
     open_choices = [name for name in GATHERED if getattr(asked, name) == "auto"]
     again = dict.fromkeys(open_choices, "regather")

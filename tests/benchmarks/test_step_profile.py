@@ -15,6 +15,7 @@ from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.train import build
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 ONE_RANK = [f"parallel.{size}=1" for size in ("tp", "pp", "vpp", "dp")]
 TOY = ["model.num_layers=1", "model.seq_length=16", "model.hidden_size=32", "train.global_batch_size=8"]
@@ -55,7 +56,7 @@ def waited_calls(rank: int) -> tuple[dict[str, int], list[str]]:
         }
     )
     topology = Topology(RankGrid(ParallelSizes(tp=2)), rank, torch.device("cpu"), kv_heads=2)
-    engine = build(config, topology, build_chunks)
+    engine = build(resolve_recompute(config, topology.sizes), topology, build_chunks)
     batches = Batches(
         SyntheticDataset(1, 128, 8),
         global_batch_size=2,

@@ -25,6 +25,7 @@ from triaxis.engine.optimizer.lr import learning_rate
 from triaxis.engine.step import Engine
 from triaxis.engine.train import build
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import model_specs
 
 
@@ -80,7 +81,7 @@ def engine_of(rank: int, case: Case, checkpoint: dict[str, Any]) -> Engine:
         kv_heads=config.model.kv_heads,
         has_experts=config.model.has_experts,
     )
-    return build(config, topology, build_chunks)
+    return build(resolve_recompute(config, topology.sizes), topology, build_chunks)
 
 
 def facts_of(config: Config, attempt: int = 0, lineage: tuple[Ancestor, ...] = ()) -> RunFacts:

@@ -22,6 +22,7 @@ from triaxis.engine.train import build
 from triaxis.launch.rank.batches import open_batches
 from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.mup import mup_fields
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import model_specs
 
 pytestmark = pytest.mark.distributed
@@ -56,7 +57,7 @@ def sizes_after(config: Config) -> dict[str, float]:
     """The mean size of each layer's output and of the logits after some steps, and by how much the logits have moved."""
     grid = RankGrid(parallel_sizes(config, 1), 1)
     topology = Topology(grid, 0, torch.device("cpu"), kv_heads=config.model.kv_heads, has_experts=False)
-    engine = build(config, topology, build_chunks)
+    engine = build(resolve_recompute(config, topology.sizes), topology, build_chunks)
     batches = open_batches(config, topology, open_run_datasets(config).train)
     steps = [batches.next_step() for _ in range(STEPS + 1)]
     batches.close()

@@ -26,6 +26,7 @@ from triaxis.engine.step import Engine
 from triaxis.engine.telemetry.timing.marks import TimeMarks
 from triaxis.engine.train import build
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import model_specs
 
 GROUPS: list[dict[str, Any]] = [
@@ -324,7 +325,12 @@ def build_rank(rank: int, case: Case, marks: Sequence[TimeMarks] = ()) -> tuple[
         has_experts=config.model.has_experts,
         staged=case.staged,
     )
-    engine = build(config, topology.observed(marks), build_chunks, observers=[each.instruction for each in marks])
+    engine = build(
+        resolve_recompute(config, topology.sizes),
+        topology.observed(marks),
+        build_chunks,
+        observers=[each.instruction for each in marks],
+    )
     batches = Batches(
         dataset(config),
         global_batch_size=case.global_batch_size,

@@ -30,6 +30,7 @@ from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.errors import DivergenceError
 from triaxis.engine.train import build
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 Weights = Mapping[str, torch.Tensor]
 BOTH = ("all_gather", "all_to_all")
@@ -129,7 +130,7 @@ def too_small(rank: int, case: Case, headroom: float | None) -> tuple[list[str],
     """(errors of a step and of a validation, whether anything changed, updates) with all tokens on the first experts."""
     engine, batches = build_rank(rank, case)
     config: Config = with_value(engine.config, "model.moe.row_headroom", headroom)
-    engine = build(config, engine.topology, build_chunks)
+    engine = build(resolve_recompute(config, engine.topology.sizes), engine.topology, build_chunks)
     load_weights(engine, weights_with(case, "bias", torch.tensor(PREFERENCES[case.model])))
     microbatches = batches.next_step()
     batches.close()

@@ -42,6 +42,7 @@ from triaxis.launch.footprint.races.watch import RaceWatch
 from triaxis.launch.footprint.real import draw_weights
 from triaxis.launch.footprint.routing import counts_in_turn, know_rows, known_rows
 from triaxis.launch.footprint.run import AS_WRITTEN, CPU, assumed_rows, fake_world, microbatches, require_rank
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ def check_rank(config: Config, rank: int, build_model: ModelBuilder) -> CheckedR
     for key, choice in AS_WRITTEN.items():
         config = with_value(config, key, choice)
     sizes = parallel_sizes(config)
+    config = resolve_recompute(config, sizes)
     require_rank(rank, sizes)
     grid = rank_grid(config, sizes)
     watch = RaceWatch()

@@ -11,11 +11,16 @@ from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.step import Engine
 from triaxis.engine.train import build
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 
 def built(recompute: RecomputeConfig, attention: str = "auto") -> Engine:
     config = with_value(Case("llama", num_layers=2, attention=attention).config(), "recompute", recompute)
-    return build(config, Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu")), build_chunks)
+    return build(
+        resolve_recompute(config, ParallelSizes()),
+        Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu")),
+        build_chunks,
+    )
 
 
 def test_what_auto_came_to_is_recorded() -> None:

@@ -21,6 +21,7 @@ from triaxis.engine.optimizer.distributed import DistributedOptimizer
 from triaxis.engine.step import Engine
 from triaxis.engine.train import build
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import model_specs
 
 FORMS: Mapping[str, tuple[PrecisionConfig, int]] = {
@@ -52,7 +53,7 @@ def built(shape: str, device: torch.device, folder: Path) -> Engine:
     )
     config = resolve(path, base_words(SHAPES[shape], "cpu"))
     topology = Topology(RankGrid(parallel_sizes(config, 1)), 0, device)
-    return build(config, topology, build_chunks, fill=lambda parameters, seed: None)
+    return build(resolve_recompute(config, topology.sizes), topology, build_chunks, fill=lambda parameters, seed: None)
 
 
 def writer_of(optimizer: DistributedOptimizer, lock: RecordingLock, *, in_background: bool = True) -> RankWriter:

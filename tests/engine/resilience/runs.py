@@ -31,6 +31,7 @@ from triaxis.engine.step import Engine
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.train import TrainingRun, build, train
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import model_specs
 
 DATA = {"samples": "same"}
@@ -139,7 +140,7 @@ def engine_of(rank: int, config: Config, case: Case) -> Engine:
     topology = Topology(
         RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads, has_experts=config.model.has_experts
     )
-    return build(config, topology, build_chunks)
+    return build(resolve_recompute(config, topology.sizes), topology, build_chunks)
 
 
 def open_batches(engine: Engine, history: RunHistory) -> Callable[[int], Batches]:

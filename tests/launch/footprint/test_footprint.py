@@ -19,6 +19,7 @@ from triaxis.engine.train import build
 from triaxis.launch.footprint.memory import MemoryWatch
 from triaxis.launch.footprint.run import Footprint, Footprints, microbatches, watch_step
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.predict.traffic import expected_traffic, measured_traffic
 
 CASES = (
@@ -47,7 +48,7 @@ def real(rank: int, config: Config) -> Footprint:
         grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads, has_experts=config.model.has_experts
     )
     with MemoryWatch() as watch:
-        engine = build(config, topology, build_chunks, on_saved=watch.on_saved)
+        engine = build(resolve_recompute(config, topology.sizes), topology, build_chunks, on_saved=watch.on_saved)
         return watch_step(engine, microbatches(engine), watch)[0]
 
 

@@ -33,6 +33,7 @@ from triaxis.launch.doctor.judge import judge
 from triaxis.launch.doctor.rank import examine
 from triaxis.launch.doctor.records import Examination, Finding, Level
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.predict.traffic import expected_traffic
 
 pytestmark = pytest.mark.distributed
@@ -87,7 +88,7 @@ def train_steps(rank: int, hosts: Sequence[str], sizes: ParallelSizes, num_steps
     grid, config = RankGrid(sizes, RANKS_PER_HOST), config_of(sizes)
     netns.enter(hosts[grid.node(rank)])
     topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads, has_experts=config.model.has_experts)
-    engine = build(config, topology, build_chunks)
+    engine = build(resolve_recompute(config, topology.sizes), topology, build_chunks)
     batches = batches_of(config, topology)
     engine.train_step(batches.next_step(), 1e-3)
     sent: dict[str, list[int]] = {netns.LINK: [], netns.INSIDE: []}
@@ -188,7 +189,7 @@ def split_steps(rank: int, hosts: Sequence[str], sizes: ParallelSizes) -> list[T
     topology = Topology(grid, rank, CPU, kv_heads=config.model.kv_heads, has_experts=config.model.has_experts).observed(
         [marks]
     )
-    engine = build(config, topology, build_chunks, observers=[marks.instruction])
+    engine = build(resolve_recompute(config, topology.sizes), topology, build_chunks, observers=[marks.instruction])
     batches = batches_of(config, topology)
     every_step = TelemetryConfig(log_interval=1)
     times = StepTimes(every_step, topology, engine.schedule, marks, num_steps=NUM_SPLIT_STEPS)

@@ -19,6 +19,7 @@ from triaxis.engine.optimizer.lr import learning_rate
 from triaxis.engine.train import build
 from triaxis.launch.rank.batches import open_batches
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 NUM_STEPS = 36
 
@@ -53,7 +54,7 @@ def _train(rank: int, path: str, world_size: int, ranks_per_node: int, overrides
     topology = Topology(
         grid, rank, torch.device("cpu"), kv_heads=config.model.kv_heads, has_experts=config.model.has_experts
     )
-    engine = build(config, topology, build_chunks)
+    engine = build(resolve_recompute(config, topology.sizes), topology, build_chunks)
     datasets = open_datasets(
         config.data, config.model.seq_length, config.train.seed, vocab_size=config.model.vocab_size
     )

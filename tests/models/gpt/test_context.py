@@ -18,6 +18,7 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.train import build
 from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.gpt.context import BuildContext, Norm
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import final_norm_specs
 
 
@@ -68,9 +69,9 @@ def test_a_misspelt_optional_parameter_is_an_error_at_construction(
 
     config = with_value(Case("gpt").config(), "model.qk_norm", True)
     topology = Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu"))
-    build(config, topology, build_chunks)
+    build(resolve_recompute(config, topology.sizes), topology, build_chunks)
     monkeypatch.setattr(BuildContext, "optional_parameter", misspelt)
     with pytest.raises(
         LookupError, match=rf"no module took layers\.0\.{module.lower()}\.{name}.* would not be trained"
     ):
-        build(config, topology, build_chunks)
+        build(resolve_recompute(config, topology.sizes), topology, build_chunks)

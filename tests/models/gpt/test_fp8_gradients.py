@@ -17,6 +17,7 @@ from triaxis.engine.data.loader import Batches
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.train import build
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 LEAST_COSINE: Mapping[str, tuple[dict[str, Any], float]] = {
     "tensorwise": ({"recipe": "tensorwise"}, 0.985),
@@ -51,7 +52,11 @@ def config_of(seed: int, fp8: dict[str, Any] | None) -> Config:
 
 def gradients(config: Config) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the loss per token and the gradient of each matrix of the layers, of one batch at the run's first weights."""
-    engine = build(config, Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu")), build_chunks)
+    engine = build(
+        resolve_recompute(config, ParallelSizes()),
+        Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu")),
+        build_chunks,
+    )
     batches = Batches(
         dataset(config),
         global_batch_size=4,

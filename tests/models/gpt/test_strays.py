@@ -17,6 +17,7 @@ from triaxis.models.gpt.attention_core import AttentionCore
 from triaxis.models.gpt.block import Block
 from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.gpt.mlp import MLP
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 Change = Callable[[MLP], object]
 
@@ -33,7 +34,11 @@ def changed(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
 
 
 def built(case: Case) -> Any:
-    return build(case.config(), Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu")), build_chunks)
+    return build(
+        resolve_recompute(case.config(), ParallelSizes()),
+        Topology(RankGrid(ParallelSizes()), 0, torch.device("cpu")),
+        build_chunks,
+    )
 
 
 @pytest.mark.parametrize(

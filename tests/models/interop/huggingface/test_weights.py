@@ -32,6 +32,7 @@ from triaxis.models.interop.huggingface.config import family_of, to_hugging_face
 from triaxis.models.interop.huggingface.families import FAMILIES
 from triaxis.models.interop.huggingface.files import WeightFiles, write_weights
 from triaxis.models.interop.huggingface.weights import exchanges, open_folder, plan_export
+from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import model_specs
 
 pytestmark = pytest.mark.distributed
@@ -86,7 +87,7 @@ def engine_of(model: Mapping[str, Any], dtype: str, sizes: ParallelSizes | None 
     topology = Topology(
         RankGrid(sizes), rank, torch.device("cpu"), kv_heads=config.model.kv_heads, has_experts=config.model.has_experts
     )
-    return build(config, topology, build_chunks)
+    return build(resolve_recompute(config, topology.sizes), topology, build_chunks)
 
 
 @torch.no_grad()

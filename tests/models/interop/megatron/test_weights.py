@@ -31,6 +31,7 @@ from triaxis.models.interop.megatron.config import megatron_args, model_section
 from triaxis.models.interop.megatron.files import open_checkpoint
 from triaxis.models.interop.megatron.state import common_state, training_args, training_state
 from triaxis.models.interop.megatron.weights import TRAINING, WEIGHTS, check, check_optimizer, import_shards
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 pytestmark = pytest.mark.distributed
 
@@ -156,7 +157,7 @@ def ours(rank: int, folder: Path, model: ModelConfig) -> Trained:
     from tests.megatron import tokens_of
 
     topology = Topology(RankGrid(ParallelSizes()), rank, torch.device("cpu"), kv_heads=model.kv_heads)
-    engine = build(config_of(model), topology, build_chunks)
+    engine = build(resolve_recompute(config_of(model), topology.sizes), topology, build_chunks)
     restore(engine, find(folder), "all")
 
     def batch(seed: int) -> MicroBatch:
