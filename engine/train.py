@@ -133,7 +133,7 @@ def build(
     mine = [stages[stage] for stage in forward_schedule.placement.stages_on(topology.coordinates.pp)]
     kernels = open_kernels(config, topology) if kernels is None else kernels
     chunks, parameters = build_model(config, topology, kernels, mine, on_saved)
-    train_schedule = schedules.of_step(config, sizes, chunks[0].trained_from)
+    train_schedule = schedules.of_step(config, sizes)
 
     layouts = layout_parameters(
         [parameter.record for parameter in parameters.values()],

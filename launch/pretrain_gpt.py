@@ -71,7 +71,6 @@ from triaxis.launch.start.preflight import refuse_without_gpu
 from triaxis.launch.start.process.ending import WayOut, print_error, run_rank
 from triaxis.launch.start.process.failure import AFTER, ExplainedError, code_of
 from triaxis.models.gpt.chunk import build_chunks
-from triaxis.models.predict.frozen_flops import unneeded_flops
 from triaxis.models.specs import model_specs
 
 
@@ -160,7 +159,6 @@ def _train(
         device_name=described.device_name,
         attempt=directory.attempt,
         documents=documents,
-        unneeded=unneeded_flops(rank.resolved, rank.resolved.recompute, described.layers_per_chunk, documents),
     )
     telemetry = open_telemetry(
         config,

@@ -7,7 +7,7 @@
 
 A pattern is that of a shell (`*`, `?`, `[0-3]`), over the whole name; `triaxis config params FILE` lists names and their groups. A
 parameter of no group has the learning rate of the step, and decays by `weight_decay` where it is a matrix. A frozen parameter keeps
-its value: it has no gradient and no moments.
+its value: its gradient is computed, counts in no norm and is not applied; it has no moments.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,6 @@
 """The text of a pipeline schedule: its form, and a file of it as a value of the configuration (no torch here).
 
 schedule=mine pp=2 vpp=1 microbatches=3 forward_only=no placement=loop        placement may be left out: loop
-                                                                              trained_from=S: stages before S have no backward
 rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
 rank 1: 0F0 0B0 0F1 0I1 0F2 0W1 0B2
 """
@@ -26,7 +25,6 @@ PLACEMENTS = ("loop", "v")
 
 _HEADER = re.compile(
     r"schedule=(\S+) pp=(\d{1,7}) vpp=(\d{1,7}) microbatches=(\d{1,9}) forward_only=(yes|no)(?: placement=(\S+))?"
-    r"(?: trained_from=(\d{1,7}))?"
 )
 _ROW = re.compile(r"rank (\d+):(.*)")
 _MOST_SHOWN = 5
@@ -40,7 +38,6 @@ class ScheduleText:
         name: of the algorithm or person that made it.
         placement: of `PLACEMENTS`.
         rows: one tuple per rank; each word is an action such as `0F3`.
-        trained_from: the first stage that has backwards.
     """
 
     name: str
@@ -50,7 +47,6 @@ class ScheduleText:
     forward_only: bool
     placement: str
     rows: tuple[tuple[str, ...], ...]
-    trained_from: int = 0
 
     @property
     def is_v(self) -> bool:
@@ -75,10 +71,9 @@ def parse_schedule(text: str) -> ScheduleText:
     if header is None:
         raise ScheduleError(
             f"the first line of a schedule is {(lines[0] if lines else '')[:120]!r} and must read 'schedule=NAME pp=P vpp=V "
-            "microbatches=M forward_only=yes|no [placement=loop|v] [trained_from=S]'. Without the sizes the rows have no meaning; "
-            "add it."
+            "microbatches=M forward_only=yes|no [placement=loop|v]'. Without the sizes the rows have no meaning; add it."
         )
-    name, pp, vpp, num_microbatches, forward_only, placement, trained_from = header.groups()
+    name, pp, vpp, num_microbatches, forward_only, placement = header.groups()
     problems = []
     if placement not in (None, *PLACEMENTS):
         problems.append(
@@ -111,7 +106,6 @@ def parse_schedule(text: str) -> ScheduleText:
         forward_only == "yes",
         placement or PLACEMENTS[0],
         tuple(rows),
-        int(trained_from or 0),
     )
 
 

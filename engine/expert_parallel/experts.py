@@ -91,7 +91,7 @@ class _Up(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, ends: Ends, layer: ExpertUp) -> torch.Tensor:
         ctx.layer, ctx.ends = layer, ends
-        ctx.save_for_backward(*([rows] if layer.weight.is_trained else []))
+        ctx.save_for_backward(rows)
         return layer.times(rows, ends)
 
     @staticmethod
@@ -99,9 +99,8 @@ class _Up(torch.autograd.Function):
         layer: ExpertUp = ctx.layer
         grad = grad.contiguous()
         grad_rows = layer.times_transposed(grad, ctx.ends)
-        if layer.weight.is_trained:
-            (rows,) = ctx.saved_tensors
-            layer.weight_grad(rows, grad, ctx.ends)
+        (rows,) = ctx.saved_tensors
+        layer.weight_grad(rows, grad, ctx.ends)
         return grad_rows, None, None
 
 
@@ -128,8 +127,7 @@ class _Down(torch.autograd.Function):
         layer: ExpertDown = ctx.layer
         fusion, grad = layer.work.fusion, grad.contiguous()
         of_weighted = layer.times_transposed(grad, ctx.ends)
-        if layer.weight.is_trained:
-            layer.weight_grad(fusion(_weighted, lengths="rows")(activated, weights), grad, ctx.ends)
+        layer.weight_grad(fusion(_weighted, lengths="rows")(activated, weights), grad, ctx.ends)
         backward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = fusion(_weighted_backward, lengths="rows")
         return *backward(activated, weights, of_weighted), None, None
 

@@ -178,8 +178,7 @@ class _Route(torch.autograd.Function):
             log_sum = logits.logsumexp(-1, keepdim=True)
             grad_logits += (logits - log_sum).exp() * log_sum * (2 * balance.z_loss * scale)
         parameter: ShardedParameter = ctx.parameter
-        if parameter.is_trained:
-            parameter.add_grad(grad_logits.t() @ accumulate(x))
+        parameter.add_grad(grad_logits.t() @ accumulate(x))
         return (grad_logits @ accumulate(weight)).to(x.dtype), None, None, None, None
 
 

@@ -7,7 +7,7 @@ Apart, the norm reads y once more, and autograd adds the two gradients of y in a
 statistics of the norm, as the norm alone does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -23,8 +23,6 @@ from triaxis.engine.kernels.elementwise import (
 from triaxis.engine.kernels.fusion import Fusion
 
 Tensors = tuple[torch.Tensor, ...]
-Mask = Sequence[bool]
-"""Flags of the weights whose gradients are needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +31,8 @@ class NormFunctions:
 
     Attributes:
         forward: (x [.., h], eps, weights [h]) -> output and statistics.
-        backward: (x, grad [.., h], mask, weights and statistics) -> gradients of x and of each weight; of a weight that needs none
-            it may be None. Ours leave the weights' in the accumulation dtype, that of the sums.
+        backward: (x, grad [.., h], weights and statistics) -> gradients of x and of each weight. Ours leave the weights' in the
+            accumulation dtype, that of the sums.
     """
 
     forward: Callable[..., Tensors]
@@ -48,7 +46,6 @@ def _layer_norm(x: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.T
 def _layer_norm_back(
     x: torch.Tensor,
     grad: torch.Tensor,
-    mask: Mask,
     weight: torch.Tensor,
     bias: torch.Tensor,
     mean: torch.Tensor,
@@ -64,27 +61,23 @@ def _torch_layer_norm(x: torch.Tensor, eps: float, weight: torch.Tensor, bias: t
 def _torch_layer_norm_back(
     x: torch.Tensor,
     grad: torch.Tensor,
-    mask: Mask,
     weight: torch.Tensor,
     bias: torch.Tensor,
     mean: torch.Tensor,
     r: torch.Tensor,
 ) -> Tensors:
-    needed = [True, *mask]
-    return torch.ops.aten.native_layer_norm_backward(grad, x, weight.shape, mean, r, weight, bias, needed)
+    return torch.ops.aten.native_layer_norm_backward(grad, x, weight.shape, mean, r, weight, bias, [True] * 3)
 
 
 def _rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
     return rms_norm_forward(x, weight, eps, 0)
 
 
-def _rms_norm_back(x: torch.Tensor, grad: torch.Tensor, mask: Mask, weight: torch.Tensor, r: torch.Tensor) -> Tensors:
+def _rms_norm_back(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, r: torch.Tensor) -> Tensors:
     return rms_norm_backward(x, weight, r, grad, 0, r.dtype)
 
 
-def _rms_norm_back_in_place(
-    x: torch.Tensor, grad: torch.Tensor, mask: Mask, weight: torch.Tensor, r: torch.Tensor
-) -> Tensors:
+def _rms_norm_back_in_place(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, r: torch.Tensor) -> Tensors:
     return rms_norm_backward_in_place(x, weight, r, grad, 0, r.dtype)
 
 
@@ -92,15 +85,11 @@ def _rms_norm_1p(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
     return rms_norm_forward(x, weight, eps, 1)
 
 
-def _rms_norm_1p_back(
-    x: torch.Tensor, grad: torch.Tensor, mask: Mask, weight: torch.Tensor, r: torch.Tensor
-) -> Tensors:
+def _rms_norm_1p_back(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, r: torch.Tensor) -> Tensors:
     return rms_norm_backward(x, weight, r, grad, 1, r.dtype)
 
 
-def _rms_norm_1p_back_in_place(
-    x: torch.Tensor, grad: torch.Tensor, mask: Mask, weight: torch.Tensor, r: torch.Tensor
-) -> Tensors:
+def _rms_norm_1p_back_in_place(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, r: torch.Tensor) -> Tensors:
     return rms_norm_backward_in_place(x, weight, r, grad, 1, r.dtype)
 
 
@@ -108,10 +97,8 @@ def _torch_rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensor
     return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
 
 
-def _torch_rms_norm_back(
-    x: torch.Tensor, grad: torch.Tensor, mask: Mask, weight: torch.Tensor, r: torch.Tensor
-) -> Tensors:
-    return torch.ops.aten._fused_rms_norm_backward(grad, x, weight.shape, r, weight, [True, *mask])
+def _torch_rms_norm_back(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, r: torch.Tensor) -> Tensors:
+    return torch.ops.aten._fused_rms_norm_backward(grad, x, weight.shape, r, weight, [True, True])
 
 
 _COMPILED: Mapping[str, NormFunctions] = MappingProxyType(
@@ -161,13 +148,12 @@ def add_and_norm_backward(
     grad_y: torch.Tensor,
     grad: torch.Tensor,
     factor: float,
-    mask: Mask,
     *weights_and_statistics: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, *Tensors]:
     """Return the gradients of x, of the branch (None: that of x) and of each weight, from those of y and of the norm's output.
 
     A function for `Fusion`. Operator by operator the addition is in place, in the tensor that the norm's backward has made.
     """
-    grad_x, *grads = backward(y, grad, mask, *weights_and_statistics)
+    grad_x, *grads = backward(y, grad, *weights_and_statistics)
     grad_x = grad_x.add_(grad_y)
     return grad_x, None if factor == 1 else grad_x * factor, *grads

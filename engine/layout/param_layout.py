@@ -28,8 +28,8 @@ class BufferKey:
         replicas: the axis over which other ranks hold the same parameters, or None.
         sum_over: the axis of the second gradient sum, or None.
         reduce_over: the axis of the first one, over whose ranks the optimizer's state is cut.
-        is_trained: they have gradients and moments.
-        is_frozen: the run keeps their values, and would train them otherwise. They have the run's dtype and no master besides.
+        is_trained: they have gradients.
+        is_frozen: no update changes them, and they have neither masters nor moments.
     """
 
     replicas: ReplicaAxis | None
@@ -41,11 +41,16 @@ class BufferKey:
     @classmethod
     def of(cls, record: ParamRecord) -> "BufferKey":
         """Return the key of one parameter."""
-        is_frozen = record.is_frozen and record.spec.is_trained
-        return cls(record.replicas, record.sum_over, record.reduce_over, record.is_trained, is_frozen)
+        is_trained = record.spec.is_trained
+        return cls(record.replicas, record.sum_over, record.reduce_over, is_trained, record.is_frozen and is_trained)
+
+    @property
+    def is_updated(self) -> bool:
+        """Return whether the optimizer changes them; their gradients are those that the norm and its tests read."""
+        return self.is_trained and not self.is_frozen
 
     def __str__(self) -> str:
-        if not self.is_trained and not self.is_frozen:
+        if not self.is_trained:
             return "not trained"
         return f"{'frozen, ' if self.is_frozen else ''}{self._replication}"
 

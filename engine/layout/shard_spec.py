@@ -58,7 +58,7 @@ class ParamSpec:
         tied_ends: it is on the first and the last stage (the tied embedding).
         fused_with_previous: it shares a GEMM with the spec before it and must be adjacent in memory where both are cut alike.
         ep_dim: the dim of experts, which expert parallelism cuts; None for all other parameters.
-        is_trained: it has gradients and moments. Otherwise a rule of its own changes it, and it has the accumulation dtype.
+        is_trained: it has gradients. Otherwise a rule of its own changes it, and it has the accumulation dtype.
     """
 
     name: str
@@ -92,7 +92,7 @@ class ParamRecord:
         sum_over: the axis over which the replicas' gradients are partial sums, added after the data-parallel reduction; None where
             each replica computes the whole gradient.
         reduce_over: the axis over which gradients of other samples are summed.
-        is_frozen: the run keeps its value (`optimizer.groups`).
+        is_frozen: no update changes it (`optimizer.groups`); its gradient is computed all the same.
     """
 
     spec: ParamSpec
@@ -106,11 +106,6 @@ class ParamRecord:
     @property
     def name(self) -> str:
         return self.spec.name
-
-    @property
-    def is_trained(self) -> bool:
-        """Return whether it has gradients and moments."""
-        return self.spec.is_trained and not self.is_frozen
 
     @property
     def numel(self) -> int:
@@ -179,9 +174,7 @@ def localize(
     if spec.tied_ends:
         assert replicas is None, f"{spec.name}: a tied parameter is cut over tp"
         replicas = sum_over = "ends"
-    # Without a gradient nothing is summed.
-    summed = None if is_frozen else sum_over
-    return ParamRecord(spec, tuple(box), tuple(local_shape), replicas, summed, is_frozen=is_frozen)
+    return ParamRecord(spec, tuple(box), tuple(local_shape), replicas, sum_over, is_frozen=is_frozen)
 
 
 def cut(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -99,7 +99,7 @@ class DistributedOptimizer:
         self.owned: list[OwnedBucket] = []
         for buffer in buffers.buffers:
             segments = list(buffer.layout.segments(buffer.reduce_axis.size, buffer.reduce_axis.index))
-            is_trained, is_frozen = buffer.layout.key.is_trained, buffer.layout.key.is_frozen
+            key = buffer.layout.key
             for bucket in buffer.buckets:
                 start, stop = bucket.owned
                 self.owned.append(
@@ -109,8 +109,8 @@ class DistributedOptimizer:
                         state=OptimizerState(
                             buffer.parameters[start:stop],
                             precision,
-                            self.state_kinds if is_trained else (MASTER,),
-                            is_frozen=is_frozen,
+                            self.state_kinds if key.is_updated else (MASTER,),
+                            is_frozen=key.is_frozen,
                         ),
                         segments=tuple(segment for segment in segments if start <= segment.offset < stop),
                     )
@@ -126,8 +126,8 @@ class DistributedOptimizer:
 
     @property
     def trained(self) -> list[OwnedBucket]:
-        """Return the owned buckets of parameters with gradients."""
-        return [owned for owned in self.owned if owned.buffer.layout.key.is_trained]
+        """Return the owned buckets of parameters that updates change."""
+        return [owned for owned in self.owned if owned.buffer.layout.key.is_updated]
 
     def grad_square_sum(self) -> torch.Tensor:
         """Return the sum of squares of the owned gradients, each model element counted once over the world (a scalar).

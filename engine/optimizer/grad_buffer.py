@@ -1,8 +1,8 @@
 """Flat parameters and main grads of one rank, reduced and gathered bucket by bucket while compute goes on.
 
 Per buffer (see `param_layout.py`) two flat tensors: parameters in the run's dtype, main grads in its accumulation dtype
-(or narrower, `precision.gradients`). Frozen parameters have no main grads, and neither have those that a rule of their own changes:
-these have the accumulation dtype. A step:
+(or narrower, `precision.gradients`). Parameters that a rule of their own changes have no main grads, and the accumulation dtype.
+Gradients of frozen ones are computed and reduced like any other's; nothing reads them. A step:
 
     start(m)          main grads are old; each parameter expects m microbatches x its uses, and writes the first over them
     backward ...      each added gradient is counted (`grad_added`); when the last one of a bucket is in, its
@@ -104,7 +104,7 @@ class GradBuffers:
         for layout in layouts:
             is_trained, owners = layout.key.is_trained, reduce_axes[layout.key.reduce_over]
             numel = layout.numel
-            stored = dtype if is_trained or layout.key.is_frozen else accumulation_dtype(dtype)
+            stored = dtype if is_trained else accumulation_dtype(dtype)
             buffer = FlatBuffer(
                 layout=layout,
                 parameters=torch.zeros(numel, dtype=stored, device=device),
@@ -187,7 +187,9 @@ class GradBuffers:
         `untrained`: also of those that are not trained: they are frozen, or every rank changes them alike.
         """
         self._version += 1
-        for buffer in self.buffers if untrained else self._trained:
+        for buffer in self.buffers:
+            if not (buffer.layout.key.is_updated or untrained):
+                continue
             for bucket in reversed(buffer.buckets):
                 start, stop = bucket.owned
                 bucket.gathering = buffer.reduce_axis.all_gather(

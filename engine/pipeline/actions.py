@@ -8,7 +8,7 @@
 A schedule holds compute only. What is sent and received follows from it (`triaxis.engine.pipeline.lowering`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -76,7 +76,6 @@ class Schedule:
     Attributes:
         name: of the algorithm that made it.
         actions: one tuple per pp rank.
-        trained_from: the first stage with a trained parameter. Stages before it have no backward, and none is sent a gradient.
     """
 
     name: str
@@ -84,7 +83,6 @@ class Schedule:
     num_microbatches: int
     forward_only: bool
     actions: tuple[tuple[Action, ...], ...]
-    trained_from: int = 0
 
     def input_of(self, stage: int, action: Action) -> Output | None:
         """Return the output of another stage that `action` on `stage` takes; None: it takes none.
@@ -96,22 +94,6 @@ class Schedule:
         if action.kind is Kind.W or stage == self.placement.num_stages - 1:
             return None
         return Output(stage + 1, Kind.B, action.microbatch)
-
-    def has_backward(self, stage: int) -> bool:
-        """Return whether microbatches go back through a stage."""
-        return not self.forward_only and stage >= self.trained_from
-
-    def with_backward_from(self, stage: int) -> "Schedule":
-        """Return this schedule without the backwards of all stages before `stage`, the first with a trained parameter.
-
-        What cannot deadlock still cannot with actions taken away that none of those left waits for.
-        """
-        stage_of = self.placement.stage_of
-        rows = tuple(
-            tuple(each for each in row if each.kind is Kind.F or stage_of(rank, each.chunk) >= stage)
-            for rank, row in enumerate(self.actions)
-        )
-        return replace(self, actions=rows, trained_from=stage)
 
     @staticmethod
     def output_of(stage: int, action: Action) -> Output | None:

@@ -136,16 +136,14 @@ class _Run:
     def forward(self, action: Action) -> None:
         chunk, microbatch = action.chunk, action.microbatch
         stage = self.placement.stage_of(self.rank, chunk)
-        x, goes_back = None, self.schedule.has_backward(stage)
+        x, goes_back = None, not self.schedule.forward_only
         if stage > 0:
             x = self.transport.take(StageTensor("forward", stage, microbatch))
-            x.requires_grad_(goes_back and self._hands_gradient_over(stage))
+            x.requires_grad_(goes_back)
         with torch.set_grad_enabled(goes_back):
             output = self.function(chunk, x, self.microbatches[microbatch])
         if goes_back:
-            self.kept[chunk, microbatch] = _Kept(
-                x if self._hands_gradient_over(stage) else None, get_gradient_edge(output)
-            )
+            self.kept[chunk, microbatch] = _Kept(x, get_gradient_edge(output))
         if stage == self.placement.num_stages - 1:
             self.outputs[microbatch] = output.detach()
         else:
@@ -170,10 +168,6 @@ class _Run:
         if kept.x is not None:
             assert kept.x.grad is not None
             self._hand_over("backward", stage - 1, microbatch, kept.x.grad)
-
-    def _hands_gradient_over(self, stage: int) -> bool:
-        """Return whether the stage before this one needs the gradient of its output."""
-        return stage > self.schedule.trained_from
 
     def weight_grads(self, action: Action) -> None:
         """Run the GEMMs that an I kept."""

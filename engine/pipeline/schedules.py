@@ -65,31 +65,21 @@ BUILDERS: Mapping[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
 """By name: the schedule of (pp, vpp, microbatches)."""
 
 
-def of_step(config: Config, sizes: ParallelSizes, trained_from: int) -> Schedule:
+def of_step(config: Config, sizes: ParallelSizes) -> Schedule:
     """Build the schedule of a training step, or take that of `schedule.file`.
-
-    Args:
-        trained_from: the first stage with a trained parameter (`triaxis.models.trained_part`).
 
     Raises:
         ScheduleError: the file is of other sizes than the step.
     """
-    return of_config(config, sizes.pp, sizes.vpp, batch_plan(config, sizes.dp).num_microbatches, trained_from)
+    return of_config(config, sizes.pp, sizes.vpp, batch_plan(config, sizes.dp).num_microbatches)
 
 
-def of_config(config: Config, pp: int, vpp: int, num_microbatches: int, trained_from: int) -> Schedule:
+def of_config(config: Config, pp: int, vpp: int, num_microbatches: int) -> Schedule:
     """Build the training schedule that a configuration names, or take that of its file, for other sizes than its own.
-
-    Args:
-        trained_from: the first stage with a trained parameter (`triaxis.models.trained_part`).
 
     Raises:
         ScheduleError: the file has other pp or vpp, or fewer microbatches. Of more, the first are taken.
     """
-    return _of_config(config, pp, vpp, num_microbatches).with_backward_from(trained_from)
-
-
-def _of_config(config: Config, pp: int, vpp: int, num_microbatches: int) -> Schedule:
     file = config.schedule.file
     if file is None:
         return build(config.schedule.name, pp, vpp, num_microbatches)
@@ -111,7 +101,7 @@ def from_rows(text: ScheduleText) -> Schedule:
     """Return the schedule of a text whose words are actions."""
     rows = tuple(tuple(Action.parse(word) for word in row) for row in text.rows)
     placement = Placement(text.pp, text.vpp, text.is_v)
-    return Schedule(text.name, placement, text.num_microbatches, text.forward_only, rows, text.trained_from)
+    return Schedule(text.name, placement, text.num_microbatches, text.forward_only, rows)
 
 
 def title(config: Config) -> str:

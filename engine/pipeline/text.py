@@ -1,7 +1,6 @@
 """Schedules for people: a text form to read and diff, and a picture for the terminal (no torch here).
 
-    schedule=1f1b pp=2 vpp=1 microbatches=3 forward_only=no          (placement=v where chunks are placed in a V,
-                                                                      trained_from=S where stages before S have no backward)
+    schedule=1f1b pp=2 vpp=1 microbatches=3 forward_only=no          (placement=v where chunks are placed in a V)
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
     rank 1: 0F0 0B0 0F1 0B1 0F2 0B2
 
@@ -46,7 +45,6 @@ def _text(schedule: Schedule, rows: Sequence[Sequence[str]]) -> str:
         f"schedule={schedule.name} pp={schedule.placement.pp} vpp={schedule.placement.vpp} "
         f"microbatches={schedule.num_microbatches} forward_only={'yes' if schedule.forward_only else 'no'}"
         f"{' placement=v' if schedule.placement.is_v else ''}"
-        f"{f' trained_from={schedule.trained_from}' if schedule.trained_from else ''}"
     )
     lines = [f"rank {rank}: {' '.join(row)}" for rank, row in enumerate(rows)]
     return "\n".join([header, *lines]) + "\n"

@@ -170,12 +170,6 @@ class _Checker:
             )
         if self.schedule.forward_only and action.kind is not Kind.F:
             self.fail(f"rank {rank} has {action} in a forward-only schedule: nothing is kept for it. Remove it.", here)
-        if action.kind is not Kind.F and not self.schedule.has_backward(self.placement.stage_of(rank, chunk)):
-            self.fail(
-                f"rank {rank} has {action}, a backward of a stage before stage {self.schedule.trained_from}, the first with a "
-                "trained parameter: nothing is kept for it. Remove it.",
-                here,
-            )
         seen = {kind: self.where.get((self.placement.stage_of(rank, chunk), kind, microbatch)) for kind in Kind}
         excluded = {
             Kind.F: (Kind.F,),
@@ -207,7 +201,7 @@ class _Checker:
                 missing = None
                 if (stage, Kind.F, microbatch) not in self.where:
                     missing = Kind.F
-                elif self.schedule.has_backward(stage) and (stage, Kind.B, microbatch) not in self.where:
+                elif not self.schedule.forward_only and (stage, Kind.B, microbatch) not in self.where:
                     has_input_grad = (stage, Kind.I, microbatch) in self.where
                     if not has_input_grad:
                         missing = Kind.B
@@ -381,7 +375,7 @@ class _Checker:
     def peak_in_flight(self, rank: int) -> int:
         now = peak = 0
         for each in self.rows[rank]:
-            if isinstance(each, Action) and self.schedule.has_backward(self.placement.stage_of(rank, each.chunk)):
+            if isinstance(each, Action) and not self.schedule.forward_only:
                 now += each.kind is Kind.F
                 peak = max(peak, now)
                 now -= each.kind in (Kind.B, Kind.I)

@@ -105,10 +105,7 @@ class _ChunkedHead(torch.autograd.Function):
         (matrix,) = head.weights.matrices()
         reduced: list[Pending] = []
 
-        is_trained = head.weights.is_trained
-        # Of a frozen weight the input's gradient alone is computed.
-        main_grads = head.weights.main_grads() if is_trained else iter([(matrix, slice(None), False)])
-        for main_grad, _, overwrite in main_grads:
+        for main_grad, _, overwrite in head.weights.main_grads():
             for rows in ctx.pieces:
                 logits = F.linear(inputs[rows], matrix)
                 ctx.options.shape_(logits, ctx.fusion)
@@ -116,9 +113,7 @@ class _ChunkedHead(torch.autograd.Function):
                 torch.mm(logits, matrix, out=grad_inputs.flatten(0, 1)[rows])
                 if rows is ctx.pieces[-1]:
                     reduced.append(head.region.enter_backward(grad_inputs, f"{head.name} backward"))
-                    if is_trained:
-                        head.region.axis.ledger.mark("weight_grad", head.name)
-                if is_trained:
-                    is_first = overwrite and rows is ctx.pieces[0]
-                    head.queue.add_matmul(main_grad, logits, inputs[rows], overwrite=is_first)
+                    head.region.axis.ledger.mark("weight_grad", head.name)
+                is_first = overwrite and rows is ctx.pieces[0]
+                head.queue.add_matmul(main_grad, logits, inputs[rows], overwrite=is_first)
         return reduced[0].wait(), None, None, None, None, None, None

@@ -196,7 +196,7 @@ class Fp8Gemms(LinearGemms):
         """Return whether the layer keeps X in FP8: one scale serves it, and nothing else keeps it."""
         parts = self.form.alone_without
         is_alone = parts is not None and not any(map(self.form.makes_again, parts))
-        return is_alone and self.weights.is_trained and self.form.fp8.recipe.is_tensorwise
+        return is_alone and self.form.fp8.recipe.is_tensorwise
 
     def _input_amax(self, x: torch.Tensor, *, is_cut: bool) -> Amax:
         return self.form.once(lambda: self._largest([x], "input", over_tp=is_cut, over_cp=True))

@@ -1,7 +1,6 @@
 """Weights that are used together, as few matrices as their places in the flat tensors allow."""
 
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 import torch
 
@@ -23,17 +22,9 @@ class FusedWeights:
     def __init__(self, members: Sequence[ShardedParameter], in_features: int | None) -> None:
         """Take the members and the width of their matrices; None for vectors (biases)."""
         self.members = tuple(members)
-        self._values = _MergedViews(self.members, "value", in_features, first_row=0)
-        first, runs = 0, []
-        # Of frozen members there is no gradient: those of a run of trained ones may be one matrix.
-        for is_trained, run in groupby(self.members, key=lambda member: member.is_trained):
-            group = tuple(run)
-            if is_trained:
-                runs.append((group, _MergedViews(group, "main_grad", in_features, first)))
-            first += sum(member.record.numel for member in group) // (in_features or 1)
-        self._trained = runs
-        self.is_trained = bool(runs)
-        self.all_rows = slice(0, first)
+        self._values = _MergedViews(self.members, "value", in_features)
+        self._main_grads = _MergedViews(self.members, "main_grad", in_features)
+        self.all_rows = slice(0, sum(member.record.numel for member in self.members) // (in_features or 1))
 
     def version(self) -> int | None:
         """Return a number that changes with the weights, as copies of them must; None where they are not bound."""
@@ -55,16 +46,15 @@ class FusedWeights:
         return self._values.now()
 
     def main_grads(self) -> Iterator[tuple[torch.Tensor, slice, bool]]:
-        """Yield (main-grad matrix, its rows of W, overwrite) per run of adjacent trained members; then notify their sinks."""
-        for members, main_grads in self._trained:
-            overwrite = members[0].is_first_grad()
-            for member in members[1:]:
-                assert member.is_first_grad() == overwrite, "members are used together"
-            main_grads.now()
-            for matrix, rows in zip(main_grads.views, main_grads.rows, strict=True):
-                yield matrix, rows, overwrite
-            for member in members:
-                member.grad_was_added()
+        """Yield (main-grad matrix, its rows of W, overwrite) per run of adjacent members; then notify their sinks."""
+        overwrite = self.members[0].is_first_grad()
+        for member in self.members[1:]:
+            assert member.is_first_grad() == overwrite, "members are used together"
+        main_grads = self._main_grads.now()
+        for matrix, rows in zip(main_grads.views, main_grads.rows, strict=True):
+            yield matrix, rows, overwrite
+        for member in self.members:
+            member.grad_was_added()
 
 
 class _MergedViews:
@@ -74,18 +64,16 @@ class _MergedViews:
         members: the parameters.
         name: of the tensor, an attribute of each.
         width: of the matrices.
-        first_row: of W, where the first matrix begins.
 
     Attributes:
         views, transposes: the matrices [rows, in] and [in, rows], after `now`.
         rows: theirs, of W.
     """
 
-    def __init__(self, members: Sequence[ShardedParameter], name: str, width: int | None, first_row: int) -> None:
+    def __init__(self, members: Sequence[ShardedParameter], name: str, width: int | None) -> None:
         self._members = members
         self._name = name
         self._width = width
-        self._first_row = first_row
         self._bindings: list[int] = []
         self.views: list[torch.Tensor] = []
         self.transposes: list[torch.Tensor] = []
@@ -104,7 +92,7 @@ class _MergedViews:
         self._bindings = [member.num_bindings for member in self._members]
         self.views = self._merge([getattr(member, self._name).detach() for member in self._members])
         self.transposes = [view.t() for view in self.views]
-        first, self.rows = self._first_row, []
+        first, self.rows = 0, []
         for view in self.views:
             self.rows.append(slice(first, first + view.shape[0]))
             first += view.shape[0]

@@ -14,7 +14,6 @@ Order of the column-parallel backward, in which communication runs under the GEM
     4. dW += dY^T X                    5. wait for dX
 Where weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer gathers dY again for its own.
 The gradient of the biases is a sum of dY. What reads the layer's output makes dY, and can sum it there (`add_bias_total`).
-Where all weights of a layer are frozen, 1 and 4 fall away, and X is not saved.
 
 Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`gemms.py`, also in FP8). On [s, b, in]
 torch looks at all strides, also of dimensions of size 1: for one sample with transposed tokens it makes s small GEMMs, each
@@ -69,8 +68,8 @@ class ColumnParallelLinear(nn.Module):
         is_cut = weights[0].record.spec.tp_dim is not None
         cut = Cut(inputs=region.cuts_entered, outputs=is_cut or region.cuts_entered)
         self.gemms: LinearGemms = form.gemms(self.weights, queue, name, cut, self.biases)
-        are_trained = self.biases is not None and self.biases.is_trained
-        self.biases_are_summed_by_consumer = consumer_sums_biases and are_trained and not self.gemms.makes_totals
+        has_biases = self.biases is not None
+        self.biases_are_summed_by_consumer = consumer_sums_biases and has_biases and not self.gemms.makes_totals
         self.region = region
         self.queue = queue
         self.name = name
@@ -110,7 +109,7 @@ class ColumnParallelLinear(nn.Module):
 
     def add_bias_grads(self, grad: torch.Tensor) -> None:
         """Add the sum of dY [s, b, rows] to the main grads of the biases, unless the consumer does."""
-        if self.biases is not None and self.biases.is_trained and not self.biases_are_summed_by_consumer:
+        if self.biases is not None and not self.biases_are_summed_by_consumer:
             self.add_bias_total(total_of(grad))
 
     def add_bias_total(self, total: torch.Tensor) -> None:
@@ -125,7 +124,7 @@ class _ColumnParallel(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, layer: ColumnParallelLinear, with_gelu: bool = False) -> Any:
         ctx.layer = layer
         inputs, kept, ctx.of_x = layer.gemms.entered(x.contiguous(), layer.region, f"{layer.name} forward")
-        ctx.save_for_backward(*([kept] if layer.weights.is_trained else []))
+        ctx.save_for_backward(kept)
         biases = layer.vectors()
         if not with_gelu:
             return layer.gemms.forward(inputs, biases, ctx.of_x)
@@ -138,11 +137,6 @@ class _ColumnParallel(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *of_activated: Any) -> tuple[torch.Tensor, None, None]:
         layer: ColumnParallelLinear = ctx.layer
         grad, regather = grad.contiguous(), f"{layer.name} regather"
-        if not layer.weights.is_trained:
-            grad_input = layer.gemms.input_grad(grad, layer.gemms.grad_amax(grad))
-            reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
-            layer.add_bias_grads(grad)
-            return reduced.wait(), None, None
         (kept,) = ctx.saved_tensors
         deferring = layer.queue.deferring
         of_x = ctx.of_x
@@ -208,7 +202,7 @@ class _RowParallel(torch.autograd.Function):
         x = x.contiguous()
         ctx.of_x = layer.gemms.input_amax(x)
         x = layer.gemms.stored(x, ctx.of_x)
-        ctx.save_for_backward(x if layer.weights.is_trained else None, gelu_of)
+        ctx.save_for_backward(x, gelu_of)
         bias = layer.bias.weight() if layer.bias is not None and layer.region.axis.index == 0 else None
         return layer.region.leave(layer.gemms.forward(x, [bias], ctx.of_x), f"{layer.name} forward").wait()
 
@@ -218,7 +212,7 @@ class _RowParallel(torch.autograd.Function):
         x, gelu_of = ctx.saved_tensors
         grad = grad.contiguous()
         gathered, kept, of_grad = layer.gemms.leaving(grad, layer.region, f"{layer.name} backward")
-        if layer.bias is not None and layer.bias.is_trained:
+        if layer.bias is not None:
             # The bias acts on this rank's part of the sequence; under sequence parallelism the sum over tp follows later.
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
         whole, of_x = gathered.wait(), ctx.of_x
@@ -229,8 +223,6 @@ class _RowParallel(torch.autograd.Function):
         else:
             assert isinstance(layer.gemms, GeluGemms)
             grad_inner = layer.gemms.input_grad_of_gelu(whole, gelu_of)
-        if not layer.weights.is_trained:
-            return grad_input, None, grad_inner
         if layer.queue.deferring:
             # Of sequence-parallel gradients the shard is kept, and gathered once more.
             regather = f"{layer.name} regather"

@@ -35,9 +35,8 @@ class ShardedParameter(nn.Module):
 
     Attributes:
         record: name, shape, box and replicas.
-        is_trained: layers add gradients to it.
         value: the weight, of `record.local_shape` in the run's dtype; a leaf whose `.grad` is never used.
-        main_grad: accumulated gradient of that shape in the accumulation dtype; None before `bind`, and where it is not trained.
+        main_grad: accumulated gradient of that shape in the accumulation dtype; None before `bind`, and where layers add none.
         num_uses: layers that use it. A tied embedding on one stage has two; each microbatch brings a gradient from both.
         num_bindings: how often `value` was set, and with it the main grad; views of them are made anew afterwards.
     """
@@ -45,7 +44,6 @@ class ShardedParameter(nn.Module):
     def __init__(self, record: ParamRecord, dtype: torch.dtype) -> None:
         super().__init__()
         self.record = record
-        self.is_trained = record.is_trained
         self.num_bindings = 0
         self.value = nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device="meta"))
         self.main_grad: torch.Tensor | None = None
@@ -91,8 +89,9 @@ class ShardedParameter(nn.Module):
         self._sink.grad_added(self)
 
     def tracked(self) -> torch.Tensor:
-        """Return the weight for ordinary autograd code; its gradient goes to the main grad, if it is trained."""
-        return _ToMainGrad.apply(self.weight(), self) if self.is_trained else self.weight().detach()
+        """Return the weight for ordinary autograd code; its gradient goes to the main grad."""
+        tracked: torch.Tensor = _ToMainGrad.apply(self.weight(), self)
+        return tracked
 
 
 class _ToMainGrad(torch.autograd.Function):

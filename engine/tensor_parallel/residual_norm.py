@@ -58,18 +58,15 @@ class _AddedAndNormalised(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         norm: NormLayer = ctx.norm
         y, *statistics = ctx.saved_tensors
-        mask = [weight.is_trained for weight in norm.weights]
         grad_x, grad_branch, *grads = norm.fusion(add_and_norm_backward)(
             ctx.functions.backward,
             y,
             grad_y,
             grad,
             ctx.factor,
-            mask,
             *ctx.weights,
             *statistics,
         )
-        for weight, of_weight, is_trained in zip(norm.weights, grads, mask, strict=True):
-            if is_trained:
-                weight.add_grad(of_weight)
+        for weight, of_weight in zip(norm.weights, grads, strict=True):
+            weight.add_grad(of_weight)
         return grad_x, grad_x if grad_branch is None else grad_branch, None, None

@@ -34,8 +34,7 @@ class TeGemms(GeluGemms):
     ) -> None:
         super().__init__(weights, queue)
         self.te = te
-        # Of frozen rows there is no GEMM that could sum them.
-        self.makes_totals = biases is not None and all(each.is_trained for each in (*weights.members, *biases.members))
+        self.makes_totals = biases is not None
 
     def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], largest: Amax) -> torch.Tensor:
         rows = x.flatten(0, -2)

@@ -35,7 +35,6 @@ from triaxis.models.predict.fit import Devices, memory_line, memory_rule, uses_g
 from triaxis.models.predict.rank_memory import GB, can_keep, predict, resolve_recompute
 from triaxis.models.run_rules import RULES_OF_A_RUN
 from triaxis.models.specs import num_parameters
-from triaxis.models.trained_part import trained_from
 
 MOST_EXECUTED = 16
 """Pipeline ranks of a named schedule that is executed."""
@@ -250,13 +249,11 @@ def _check_programs(config: Config, sizes: ParallelSizes) -> None:
         ScheduleError: one of them would deadlock.
     """
     num_microbatches, pp = batch_plan(config, sizes.dp).num_microbatches, sizes.pp
-    first = trained_from(config)
-    if config.schedule.file is None and pp > MOST_EXECUTED:
-        pp, first = MOST_EXECUTED, min(first, MOST_EXECUTED * sizes.vpp - 1)
     if config.schedule.file is None:
+        pp = min(pp, MOST_EXECUTED)
         # Beyond 4 pp, more microbatches repeat what the ranks do between the pipeline's filling and its emptying.
         num_microbatches = min(num_microbatches, 4 * pp + num_microbatches % pp)
-    Programs(schedules.of_config(config, pp, sizes.vpp, num_microbatches, first))
+    Programs(schedules.of_config(config, pp, sizes.vpp, num_microbatches))
     Programs(of_forward(replace(sizes, pp=pp), num_microbatches))
 
 

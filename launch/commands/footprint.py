@@ -327,13 +327,11 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
 def _formula_bytes(config: Config, found: "Footprint") -> float:
     """Return the bytes that a microbatch saves on the rank's chunks by the formula, those moved to the host included."""
     from triaxis.models.predict.activation_memory import kept_bytes, moved_bytes
-    from triaxis.models.trained_part import TrainedPart
 
     sizes = parallel_sizes(config)
     stages = stages_of(config)
     mine = [stages[stage] for stage in found.stages]
-    kept = (TrainedPart.of(config).on(stage) for stage in mine)
-    return float(sum(kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage) for stage in kept))
+    return float(sum(kept_bytes(config, sizes, stage) + moved_bytes(config, sizes, stage) for stage in mine))
 
 
 def _table(title: str, *columns: str) -> Table:

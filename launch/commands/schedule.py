@@ -175,14 +175,13 @@ def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
     """Build the schedules that a run of this configuration uses: of a training step and of a validation."""
     from triaxis.engine.config.plan import batch_plan
-    from triaxis.models.trained_part import trained_from
 
     config, dp = _read(args)
     note = "" if dp else " (dp is open: --gpus N says another)"
     parallel, plan = config.parallel, batch_plan(config, dp or usual_dp(config))
     if args.verb == "check":
         console.print(f"{args.config}: pp {parallel.pp}, vpp {parallel.vpp}; {plan}{note}")
-    training = schedules.of_config(config, parallel.pp, parallel.vpp, plan.num_microbatches, trained_from(config))
+    training = schedules.of_config(config, parallel.pp, parallel.vpp, plan.num_microbatches)
     return [training, forward_only(training.placement, plan.num_microbatches)]
 
 
@@ -322,12 +321,11 @@ def _of_model(args: argparse.Namespace) -> tuple[Schedule, Costs, str]:
     from triaxis.models.predict.step_time.cluster import cluster_at
     from triaxis.models.predict.step_time.estimate import Estimator
     from triaxis.models.predict.step_time.flops_costs import UNIT, flops_costs
-    from triaxis.models.trained_part import schedule_of_step
 
     config, dp = _read(args)
     parallel = config.parallel.model_copy(update={"dp": dp or usual_dp(config)})
     sizes = parallel_sizes(config.model_copy(update={"parallel": parallel}))
-    schedule = schedule_of_step(config, sizes)
+    schedule = schedules.of_step(config, sizes)
     if args.cluster is not None:
         return schedule, Estimator(cluster_at(args.cluster)).costs(config, sizes), f"seconds on {args.cluster}"
     across = "" if config.data.attention == "across" else ", as if tokens attended across documents"

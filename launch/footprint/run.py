@@ -29,6 +29,7 @@ from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.errors import TopologyError
 from triaxis.engine.layout.rank_grid import Coordinates, ParallelSizes
+from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.lowering import Program, lower
 from triaxis.engine.step import Engine
 from triaxis.engine.train import ModelBuilder, build
@@ -36,7 +37,6 @@ from triaxis.launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, N
 from triaxis.launch.footprint.parts import PartBook, Recorder, covers, likenesses
 from triaxis.launch.footprint.routing import Counts, counts_in_turn, know_rows, known_rows
 from triaxis.models.predict.rank_memory import resolve_recompute
-from triaxis.models.trained_part import schedule_of
 
 HEAD_MODULES = ("head", "losses")
 """Modules of the last chunk whose saved tensors are logits."""
@@ -226,7 +226,7 @@ class Footprints:
         )
 
     def _lowered(self, num_microbatches: int) -> Program:
-        return lower(schedule_of(self.config, self.sizes, num_microbatches))
+        return lower(schedules.of_config(self.config, self.sizes.pp, self.sizes.vpp, num_microbatches))
 
     def _short_program(self, num_microbatches: int) -> Program:
         if num_microbatches not in self._short_programs:

@@ -6,6 +6,7 @@ from html import escape
 from triaxis.engine.config.plan import batch_plan, rank_grid
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import counted
+from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.simulate import simulate
 from triaxis.engine.storage.redaction import without_secrets
 from triaxis.engine.telemetry.outlets.format import gigabytes, significant
@@ -17,7 +18,6 @@ from triaxis.launch.pictures.topology_picture import MOST_RANKS, legend, topolog
 from triaxis.launch.planning.search import WORDS, Found, Plan
 from triaxis.models.predict.rank_memory import Memory, shown_kinds
 from triaxis.models.predict.step_time.estimate import COMPONENTS, SIMULATED_ROUNDS, Estimator
-from triaxis.models.trained_part import schedule_of
 
 MOST_ROWS = 24
 """Rows of a chart with a bar per pipeline rank; of more, the page scrolls inside of it."""
@@ -202,7 +202,7 @@ def _schedule(plan: Plan) -> str:
     rounds = min(SIMULATED_ROUNDS, max(1, MOST_ACTIONS // (2 * sizes.vpp * sizes.pp)))
     drawn = min(whole, rounds * sizes.pp)
     costs = Estimator(plan.cluster, expert_load=plan.expert_load).costs(config, sizes)
-    timeline = simulate(schedule_of(config, sizes, drawn), costs)
+    timeline = simulate(schedules.of_config(config, sizes.pp, sizes.vpp, drawn), costs)
     said = (
         f"{timeline.schedule.name}: {counted(whole, 'microbatch', 'microbatches')} per step and pipeline "
         f"({counted(sizes.dp, 'pipeline')}). Numbers in the picture are microbatches, time goes to the right; point at an action "

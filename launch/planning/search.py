@@ -35,7 +35,6 @@ from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.engine.telemetry.record.flops import model_flops_per_token
 from triaxis.launch.tuning.choose_layout import MARGIN
 from triaxis.models.predict.cut import Memo
-from triaxis.models.predict.frozen_flops import unneeded_flops
 from triaxis.models.predict.rank_memory import GB, Prediction, predict
 from triaxis.models.predict.recompute_choice import candidates
 from triaxis.models.predict.step_time.cluster import Cluster
@@ -86,10 +85,7 @@ class Found:
     def model_tflops(self) -> float:
         """Return the TFLOP/s of a device that the model needs, without what is recomputed
         (`triaxis.engine.telemetry.record.flops`)."""
-        layers = [len(stage.layers) for stage in stages_of(self.config)]
-        spared = unneeded_flops(self.config, self.config.recompute, layers).model
-        flops = model_flops_per_token(self.config.model) - spared
-        return flops * self.tokens_per_second / self.sizes.world_size / 1e12
+        return model_flops_per_token(self.config.model) * self.tokens_per_second / self.sizes.world_size / 1e12
 
     @property
     def layout(self) -> str:

@@ -15,6 +15,7 @@ from triaxis.engine.config.plan import batch_plan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError
 from triaxis.engine.optimizer.group_norms import GroupNorms
+from triaxis.engine.pipeline import schedules
 from triaxis.engine.program import triaxis
 from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.step import Engine
@@ -26,7 +27,6 @@ from triaxis.engine.telemetry.timing.step_times import StepTimes
 from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
 from triaxis.engine.tensor_parallel.fp8_shares import Fp8Shares
 from triaxis.models.predict.rank_memory import predict
-from triaxis.models.trained_part import schedule_of_step
 
 HOST_BYTES = 64
 """Linux cuts the name of a host there (HOST_NAME_MAX)."""
@@ -34,7 +34,7 @@ HOST_BYTES = 64
 
 def open_step_times(config: Config, topology: Topology, marks: TimeMarks, directory: RunDirectory) -> StepTimes:
     """Make what times this rank's steps by its marks, which follow the waits of `topology`."""
-    schedule, timeline = schedule_of_step(config, topology.sizes), None
+    schedule, timeline = schedules.of_step(config, topology.sizes), None
     steps = config.telemetry.timeline
     if steps is not None:
         row = Row(

@@ -9,6 +9,7 @@ from triaxis.engine.config.plan import batch_plan, parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError, attempt_name, counted
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Schedule
 from triaxis.engine.pipeline.simulate import Costs, Timeline, simulate
 from triaxis.engine.telemetry.outlets.format import in_bytes
@@ -18,7 +19,6 @@ from triaxis.launch.pictures.schedule_picture import schedule_chart
 from triaxis.launch.pictures.style import NUM_COLOURS
 from triaxis.launch.report.record import RunRecord, as_number, number, value_at
 from triaxis.models.predict.rank_memory import Memory, predict, shown_kinds
-from triaxis.models.trained_part import schedule_of
 
 MOST_COLUMNS = 150
 """Of the chart of times: longer runs show means of several steps."""
@@ -375,11 +375,11 @@ def schedule(run: RunRecord) -> str:
         return MISSING.format("Unknown without a configuration of this version and the number of ranks.")
     try:
         num_microbatches = batch_plan(run.config, sizes.dp).num_microbatches
-        whole = _timeline(schedule_of(run.config, sizes, num_microbatches))
+        whole = _timeline(schedules.of_config(run.config, sizes.pp, sizes.vpp, num_microbatches))
         drawn = whole
         if num_microbatches * sizes.pp * sizes.vpp * 2 > MOST_ACTIONS:
             shown = max(MOST_ACTIONS // (sizes.pp * sizes.vpp * 2) // sizes.pp, 1) * sizes.pp
-            drawn = _timeline(schedule_of(run.config, sizes, min(shown, num_microbatches)))
+            drawn = _timeline(schedules.of_config(run.config, sizes.pp, sizes.vpp, min(shown, num_microbatches)))
     except TriaxisError as error:
         return MISSING.format(escape(str(error)))
     rows = [

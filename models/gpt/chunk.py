@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, zip_longest
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -23,7 +23,6 @@ from triaxis.engine.activations.saved_tensors import SavedTensors
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.context_parallel import gathers_keys
 from triaxis.engine.config.fp8 import fp8_layers
-from triaxis.engine.config.plan import stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.attention import ContextParallelRegion
 from triaxis.engine.context_parallel.ulysses import HeadExchange
@@ -52,7 +51,6 @@ from triaxis.models.gpt.mtp import TokensAhead
 from triaxis.models.gpt.stage_parameters import stage_parameters
 from triaxis.models.gpt.strays import refuse_strays
 from triaxis.models.specs import StageContents
-from triaxis.models.trained_part import TrainedPart
 
 
 class GPTChunk(nn.Module):
@@ -67,13 +65,11 @@ class GPTChunk(nn.Module):
         super().__init__()
         self.context = context
         self.stage = stage
-        self.num_before = context.part.layers_before(stage)
         self.embedding = Embedding(context) if stage.has_embedding else None
         self.rotaries = [context.model.layer_kind(layer).rotary for layer in stage.layers]
         num_own = stage.num_own
         self.blocks = nn.ModuleList([Block(context, layer) for layer in stage.layers[:num_own]])
-        first_place = num_own - self.num_before
-        self.ahead = TokensAhead(context, stage.layers[num_own:], first_place) if stage.num_mtp else None
+        self.ahead = TokensAhead(context, stage.layers[num_own:], num_own) if stage.num_mtp else None
         self.final_norm = Norm(context, "final_norm") if stage.has_head else None
         self.head: ColumnParallelLinear | None = None
         self.losses = TokenLosses(context) if stage.has_head else None
@@ -93,11 +89,6 @@ class GPTChunk(nn.Module):
     def saved(self) -> SavedTensors:
         """Return the policy for tensors that this chunk saves for its backward."""
         return self.context.saved
-
-    @property
-    def trained_from(self) -> int:
-        """Return the number of the model's first stage with a backward."""
-        return self.context.trained_from
 
     @property
     def load(self) -> ExpertLoad | None:
@@ -166,15 +157,9 @@ class GPTChunk(nn.Module):
         self, x: torch.Tensor | None, batch: MicroBatch, inputs: LayerInputs, cache: KVCache | None = None
     ) -> torch.Tensor:
         positions, keys = inputs
-        part = self.context.part
         if self.embedding is not None:
-            with torch.set_grad_enabled(torch.is_grad_enabled() and part.has_embedding):
-                x = self.embedding(batch.tokens, batch.position_ids, keys)
+            x = self.embedding(batch.tokens, batch.position_ids, keys)
         assert x is not None, "only the first stage starts from tokens"
-        with torch.no_grad():
-            x = _run(self._layers()[: self.num_before], x, positions=positions, keys=keys, cache=cache)
-        if part.begins_on(self.stage):
-            x = _Begin.apply(x, x.new_empty(0).requires_grad_())
         shared = positions.tables.values()
         for group in self._groups():
             run = partial(_run, group.blocks, positions=positions, keys=keys, cache=cache)
@@ -191,11 +176,11 @@ class GPTChunk(nn.Module):
         return [cast(Block, block) for block in self.blocks]
 
     def _groups(self) -> list["_Group"]:
-        """Return the blocks with a backward in order, grouped: those that are recomputed together, or kept.
+        """Return the blocks in order, grouped: those that are recomputed together, or kept.
 
         Where some are moved to the host each kept one is a group, since what is moved is freed group by group.
         """
-        blocks, choice = self._layers()[self.num_before :], self.context.recompute
+        blocks, choice = self._layers(), self.context.recompute
         num_again = 0
         if choice.granularity == "full":
             num_again = len(blocks) if choice.method == "uniform" else min(choice.num_layers, len(blocks))
@@ -206,18 +191,6 @@ class GPTChunk(nn.Module):
             _Group(blocks[start:stop], start < num_again, start < self.context.num_offloaded)
             for start, stop in pairwise([*starts, len(blocks)])
         ]
-
-
-class _Begin(torch.autograd.Function):
-    """The beginning of the part with a backward: from here on gradients are computed, and what is before gets none."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
-        return None, None
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +247,6 @@ def build_chunks(
     forms = {} if form is None else dict.fromkeys(fp8_layers(config), form)
     experts = ExpertRegion.of(config, topology, kernels.fusion, on_saved)
     place = topology.sizes.expert_place(topology.rank)
-    part = TrainedPart.of(config)
-    first = part.first_stage(stages_of(config))
     chunks = []
     for stage in stages:
         parameters = stage_parameters(config, region, place, dtype, stage, held)
@@ -293,8 +264,6 @@ def build_chunks(
             parameters=parameters,
             queue=WeightGradQueue(kernels.choices.weight_grad, on_saved),
             saved=saved,
-            part=part,
-            trained_from=first,
             forms=forms,
             form=IN_RUN_DTYPE if kernels.te is None else TeForm(kernels.te),
             fp8_counts=None if form is None else form.counts,

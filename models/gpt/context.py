@@ -24,7 +24,6 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.tensor_parallel.residual_norm import NormLayer, added_and_normalised
 from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
-from triaxis.models.trained_part import TrainedPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,6 @@ class BuildContext:
         parameters: this chunk's parameters by global name.
         saved: policy for tensors that are saved for the backward; one for all chunks of the rank.
         seed: of the run, for dropout.
-        part: the part of the model with a backward, and `trained_from` its first stage.
         forms: how the linear layers of a layer multiply, by its number, where it is not as in the others.
         form: how those of the layer multiply whose modules are built.
         fp8_counts: of numbers that FP8 loses; None: nothing asks for them.
@@ -61,8 +59,6 @@ class BuildContext:
     parameters: Mapping[str, ShardedParameter]
     queue: WeightGradQueue
     saved: SavedTensors
-    part: TrainedPart
-    trained_from: int
     forms: Mapping[int, LinearForm] = field(default_factory=dict)
     form: LinearForm = IN_RUN_DTYPE
     fp8_counts: Fp8Counts | None = None

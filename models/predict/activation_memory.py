@@ -23,7 +23,6 @@ Kept here otherwise than there:
     experts            `models/predict/experts/memory.py`, given the load of the rank's experts
     tokens ahead       `models/predict/mtp_terms.py`, and the tensors of embedding and head once more for each
     offload            of the first layers of a chunk only small tensors, or those that are held elsewhere
-    frozen weights     their inputs are not kept for them (`models/predict/layer_terms.py`); a stage is what of it has a backward
 
 A term is one tensor, and one storage: what is offloaded is chosen by its bytes.
 """
@@ -35,7 +34,6 @@ from fractions import Fraction
 
 from triaxis.engine.config.attention_kinds import LayerKind, Rotary
 from triaxis.engine.config.context_parallel import gathers_keys
-from triaxis.engine.config.groups import is_frozen
 from triaxis.engine.config.plan import part_length
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -47,7 +45,6 @@ from triaxis.models.predict.layer_terms import (
     all_terms,
     attention_part,
     block_terms,
-    first_product,
     layer_sort,
     norm_terms,
     per_token,
@@ -55,7 +52,6 @@ from triaxis.models.predict.layer_terms import (
 from triaxis.models.predict.mtp_terms import BEHIND_PROJECTION, INPUTS, deferred_joining, embedding_terms, joining_terms
 from triaxis.models.predict.terms import BYTES_PER_ELEMENT, INDEX_BYTES, Sizes, Term, column_input
 from triaxis.models.specs import StageContents
-from triaxis.models.trained_part import TrainedPart, frozen_products, head_is_frozen
 
 LOSS_MASK = "mask"
 
@@ -74,8 +70,7 @@ def end_terms(config: Config, sizes: ParallelSizes, stage: StageContents) -> lis
 def _before_layers(config: Config, at: Sizes, stage: StageContents) -> list[Term]:
     """List the tensors of embedding and rotation."""
     terms = embedding_terms(config, at) if stage.has_embedding else []
-    has_table = config.model.position_kind.has_table and not is_frozen("embedding.position.weight", config.optimizer)
-    if stage.has_embedding and has_table:
+    if stage.has_embedding and config.model.position_kind.has_table:
         terms.append(Term("embedding", "positions", Fraction(0), INDEX_BYTES * at.shard))
     return terms if config.recompute.granularity == "full" else [*terms, *_tables(config, at, stage.layers)]
 
@@ -85,11 +80,9 @@ def head_terms(config: Config, sizes: ParallelSizes, at: Sizes) -> list[Term]:
     columns = Fraction(config.model.padded_vocab_size, sizes.tp)
     # The paper keeps the logits in 32 bits; here they stay in the run's dtype and the softmax is computed again.
     logits = at.w * columns if config.recompute.head_tokens is None else Fraction(0)
-    # A head in pieces makes its logits again from its input.
-    keeps_input = config.recompute.head_tokens is not None or not head_is_frozen(config)
     return [
         *norm_terms(config, at, "final_norm"),
-        *([column_input(config, at, "head")] if keeps_input else []),
+        column_input(config, at, "head"),
         Term("losses", "logits", 4 * columns, logits),
         Term("losses", "sums, targets and which are held", Fraction(0), Fraction(at.acc + INDEX_BYTES + 1)),
         Term("losses", LOSS_MASK, Fraction(0), Fraction(1)),
@@ -163,13 +156,10 @@ def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: F
     shard = at.w * at.h * at.shard
     entered = Fraction(at.w * at.h) if config.recompute.gathered_inputs == "keep" else shard
     columns = at.w * model.activation_kind.num_inputs * at.f
-    frozen = frozen_products(config, layer)
     # Branches of a parallel block read one tensor, and have one gradient, unless something of their own is between.
     is_one_input = model.parallel_block and not model.norms_before and entered == shard
-    is_one_input = is_one_input and first_product(config) not in frozen
     is_scaled = model.residual_multiplier != 1.0
     is_one_gradient = model.parallel_block and not (model.hidden_dropout or model.norms_after or is_scaled)
-    is_one_gradient = is_one_gradient and not frozen.intersection(("mlp.down", "mlp.shared.down"))
     is_one_gradient = is_one_gradient and not (is_in_fp8(config, layer) and sends_fp8(config, at))
     if model.mla is not None:
         before = deferred_latents(config, at, model.mla)
@@ -194,9 +184,8 @@ def deferred_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: F
         Term("attention.proj", "gradient", nothing, nothing if is_one_gradient else shard),
         *mlp,
     ]
-    terms = [term for term in terms if term.module not in frozen]
     parts = config.recompute.parts_made_again
-    return kept_in_fp8(config, at, terms, frozen, parts) if is_in_fp8(config, layer) else terms
+    return kept_in_fp8(config, at, terms, parts) if is_in_fp8(config, layer) else terms
 
 
 def deferred_bytes(config: Config, sizes: ParallelSizes, stage: StageContents, load: Fraction = BALANCED) -> int:
@@ -389,14 +378,11 @@ def _moved(config: Config, at: Sizes, terms: Sequence[Term], layer: int, stage: 
     """Return the bytes that layer number `layer` of a chunk moves to the host."""
     if layer >= config.offload.num_layers:
         return 0
-    part = TrainedPart.of(config)
-    # Behind the end of the backward the executor holds nothing.
-    begins = not part.has_embedding and stage.layers[layer] == part.first_layer
     total = 0
     for index, term in enumerate(terms):
         # What comes from another stage is held for its gradient; gathered for the first GEMM it is another tensor.
         is_entry = index == 0 and term.ours == at.w * at.h * at.shard
-        is_received = layer == 0 and not (stage.has_embedding or begins) and is_entry and term.module != INPUTS
+        is_received = layer == 0 and not stage.has_embedding and is_entry and term.module != INPUTS
         num_bytes = _bytes(config, [term])
         if term.moves and num_bytes >= config.offload.min_bytes and not is_received:
             total += num_bytes

@@ -56,13 +56,6 @@ def most_at_work(
     return forward, backward
 
 
-def forward_at_work(config: Config, sizes: ParallelSizes, layers: Sequence[int], load: Fraction) -> int:
-    """Return the most bytes that experts at work hold in layers without a backward, which keep nothing beside them."""
-    if not any(config.model.layer_kind(layer).has_experts for layer in layers):
-        return 0
-    return _bytes(config, temporaries(config, sizes, load)[0])
-
-
 def _layers_of_groups(config: Config, stage: StageContents) -> list[tuple[Sequence[int], bool]]:
     """List the layers of each of a stage's `layer_groups`, and whether it is recomputed whole."""
     recompute, num_layers = config.recompute, len(stage.layers)

@@ -8,7 +8,6 @@ from triaxis.engine.config.fp8 import fp8_layers
 from triaxis.engine.config.plan import placement_of, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.partition import StageLayers
-from triaxis.models.trained_part import TrainedPart, frozen_products
 
 Memo = dict[object, Any]
 """What predictions of one model share, whatever the layout."""
@@ -19,32 +18,17 @@ class LayerSort(NamedTuple):
 
     Attributes:
         kind: of the layer.
-        frozen: its products without a weight gradient (`triaxis.models.trained_part.frozen_products`).
         is_in_fp8: its linear layers have FP8 operands.
-        has_backward: gradients go through it.
-        is_first: it is the first one with a backward, behind something that has none.
     """
 
     kind: LayerKind
-    frozen: frozenset[str]
     is_in_fp8: bool
-    has_backward: bool
-    is_first: bool
 
 
 def layer_sorts(config: Config) -> list[LayerSort]:
     """Return the sort of each layer."""
-    part, in_fp8 = TrainedPart.of(config), fp8_layers(config)
-    return [
-        LayerSort(
-            kind,
-            frozen_products(config, layer),
-            layer in in_fp8,
-            layer >= part.first_layer,
-            layer == part.first_layer and not part.has_embedding,
-        )
-        for layer, kind in enumerate(config.model.kinds)
-    ]
+    in_fp8 = fp8_layers(config)
+    return [LayerSort(kind, layer in in_fp8) for layer, kind in enumerate(config.model.kinds)]
 
 
 class Contents(NamedTuple):

@@ -26,19 +26,12 @@ def is_in_fp8(config: Config, layer: int) -> bool:
     return layer in fp8_layers(config)
 
 
-def kept_in_fp8(
-    config: Config, at: Sizes, terms: Sequence[Term], frozen: Collection[str], parts: Collection[str]
-) -> list[Term]:
-    """Return the terms of an FP8 layer, its inputs with the bytes that they are kept in.
-
-    Args:
-        frozen: products without a weight gradient, which keep no input of their own.
-        parts: of the layer that are recomputed.
-    """
+def kept_in_fp8(config: Config, at: Sizes, terms: Sequence[Term], parts: Collection[str]) -> list[Term]:
+    """Return the terms of an FP8 layer with recomputed `parts`, its inputs with the bytes that they are kept in."""
     fp8 = config.precision.fp8
     if fp8 is None or fp8.recipe in BLOCKS:
         return list(terms)
-    stored = {(module, "input") for module in _stored(config, at, parts).difference(frozen)}
+    stored = {(module, "input") for module in _stored(config, at, parts)}
     if sends_fp8(config, at):
         stored |= {(module, "gradient") for module in ("attention.proj", "mlp.down", "mlp.shared.down")}
     return [replace(term, ours=term.ours / at.w) if (term.module, term.tensor) in stored else term for term in terms]

@@ -1,13 +1,6 @@
 """Tensors that one transformer layer keeps for its backward, counted from the configuration alone (no torch here).
 
-Terms are those of `triaxis.models.predict.activation_memory`. A product keeps its input for the gradient of its weight. Where
-the weight is frozen, the input stays only if something else needs it:
-
-    attention.proj    the output of a fused attention, which its backward reads
-    mlp.up            what the MLP's first product is made again from, if it is recomputed (so of experts)
-    mlp.experts.down  activated rows, of which the gradient of their weights is made
-    mlp.shared.up     the router's tokens, where they are the same tensor
-    attention.down    the queries' input, where queries are made from it as well
+Terms are those of `triaxis.models.predict.activation_memory`. A product keeps its input for the gradient of its weight.
 """
 
 from collections.abc import Collection, Sequence
@@ -25,33 +18,27 @@ from triaxis.models.predict.fp8_terms import is_in_fp8, kept_in_fp8
 from triaxis.models.predict.latent_terms import latent_terms
 from triaxis.models.predict.mtp_terms import joining_terms
 from triaxis.models.predict.terms import Sizes, Term, column_input
-from triaxis.models.trained_part import frozen_products
 
 
 def block_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Fraction = BALANCED) -> list[Term]:
     """List the tensors that one transformer layer keeps if it is not recomputed as a whole; `load`: of the rank's experts."""
     parts = config.recompute.parts_made_again
-    kind, frozen = config.model.layer_kind(layer), frozen_products(config, layer)
-    terms = all_terms(config, sizes, LayerSort(kind, frozen, is_in_fp8(config, layer)), load, parts)
+    terms = all_terms(config, sizes, layer_sort(config, layer), load, parts)
     return [replace(term, ours=Fraction(0)) if term.part in parts else term for term in terms]
 
 
 class LayerSort(NamedTuple):
-    """The facts that decide the bytes of a layer with a backward: its kind, frozen products, and whether it has FP8 operands."""
+    """The facts that decide the bytes of a layer: its kind, and whether it has FP8 operands."""
 
     kind: LayerKind
-    frozen: frozenset[str]
     is_in_fp8: bool
 
 
 def all_terms(
     config: Config, sizes: ParallelSizes, sort: LayerSort, load: Fraction, parts: Collection[str] = ()
 ) -> list[Term]:
-    """List the tensors that parts of a layer keep; with attention's core among the recomputed `parts`, its operands as they came.
-
-    Inputs of frozen products are kept only where something else needs them.
-    """
-    kind, frozen = sort.kind, sort.frozen
+    """List the tensors that a layer's parts keep; with attention's core among the recomputed `parts`, its operands as they came."""
+    kind = sort.kind
     at, is_core_again = Sizes.of(config, sizes), "attention" in parts
     model = config.model
     whole = at.w * at.h * at.shard
@@ -66,16 +53,11 @@ def all_terms(
         Term("attention.proj", "input", at.w * at.out, at.w * at.out),
         *(norm_terms(config, at, "attention_post_norm") if model.norms_after else []),
         Term("attention", "residual dropout", dropped, dropout),
-        *_behind_attention(config, at, mlp, frozen),
+        *_behind_attention(config, at, mlp),
         *(norm_terms(config, at, "mlp_post_norm") if model.norms_after else []),
         Term("mlp", "residual dropout", dropped, dropout),
     ]
-    needed = inputs_needed(config, terms, frozen, parts, is_exchanged=at.c > 1 and not gathers_keys(config))
-    unused = set(frozen) - needed
-    terms = [
-        replace(term, ours=nothing) if term.tensor == "input" and term.module in unused else term for term in terms
-    ]
-    return kept_in_fp8(config, at, terms, frozen, parts) if sort.is_in_fp8 else terms
+    return kept_in_fp8(config, at, terms, parts) if sort.is_in_fp8 else terms
 
 
 def _mlp_terms(config: Config, at: Sizes) -> list[Term]:
@@ -93,13 +75,12 @@ def _mlp_terms(config: Config, at: Sizes) -> list[Term]:
     return [*terms, Term("mlp.down", "input", at.w * at.f, at.w * at.f, "activation")]
 
 
-def _behind_attention(config: Config, at: Sizes, mlp: Sequence[Term], frozen: Collection[str]) -> list[Term]:
+def _behind_attention(config: Config, at: Sizes, mlp: Sequence[Term]) -> list[Term]:
     """List the norm before the MLP, and the MLP's terms. A parallel block reads attention's input again, which is kept once."""
     model = config.model
-    is_kept = model.norms_before or first_product(config) not in frozen
     first, *others = [*(norm_terms(config, at, "mlp_norm") if model.norms_before else []), *mlp]
     is_whole = first.ours == at.w * at.h * at.shard
-    return [replace(first, ours=Fraction(0)) if model.parallel_block and is_whole and is_kept else first, *others]
+    return [replace(first, ours=Fraction(0)) if model.parallel_block and is_whole else first, *others]
 
 
 def norm_terms(config: Config, at: Sizes, module: str) -> list[Term]:
@@ -148,36 +129,5 @@ def paper_per_token(terms: Sequence[Term]) -> Fraction:
 
 
 def layer_sort(config: Config, layer: int) -> LayerSort:
-    """Return the sort of a layer with a backward."""
-    return LayerSort(config.model.kinds[layer], frozen_products(config, layer), is_in_fp8(config, layer))
-
-
-def first_product(config: Config) -> str:
-    """Return the product that reads a layer's input, or the norm of it."""
-    return "attention.qkv" if config.model.mla is None else "attention.down"
-
-
-def inputs_needed(
-    config: Config, terms: Sequence[Term], frozen: Collection[str], parts: Collection[str], *, is_exchanged: bool
-) -> set[str]:
-    """Return the products whose inputs other functions keep.
-
-    Args:
-        terms: of the layer.
-        frozen: products without a weight gradient.
-        parts: of the layer that are recomputed.
-        is_exchanged: attention gets whole rows of some heads, so its output is another tensor than the projection's input.
-    """
-    tensors = {(term.module, term.tensor) for term in terms}
-    needed = {"mlp.experts.down"}
-    is_core_again = "attention" in parts and not (gathers_keys(config) and config.model.mla is None)
-    is_padded = ("attention", "padded output") in tensors
-    if config.kernels.attention != "explicit" and not (is_core_again or is_exchanged or is_padded):
-        needed.add("attention.proj")
-    if "mlp" in parts:
-        needed |= {"mlp.up", "mlp.shared.up", "mlp.experts.up"}
-    if ("mlp.router", "input") not in tensors:
-        needed.add("mlp.shared.up")
-    if ("attention.q_up", "input") not in tensors and "attention.q_up" not in frozen:
-        needed.add("attention.down")
-    return needed
+    """Return the sort of a layer."""
+    return LayerSort(config.model.kinds[layer], is_in_fp8(config, layer))

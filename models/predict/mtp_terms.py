@@ -5,7 +5,6 @@ inputs [2 s(/t), b, h] --two norms--> [s(/t), b, 2 h] --projection--> a layer --
 
 from fractions import Fraction
 
-from triaxis.engine.config.groups import is_frozen
 from triaxis.engine.config.tree import Config
 from triaxis.models.predict.terms import INDEX_BYTES, Sizes, Term
 
@@ -36,8 +35,7 @@ def deferred_joining(at: Sizes) -> list[Term]:
 def embedding_terms(config: Config, at: Sizes) -> list[Term]:
     """List the tensors of a word embedding."""
     dropped, whole = at.h * at.shard, at.w * at.h * at.shard
-    is_kept = not is_frozen("embedding.word.weight", config.optimizer)
     return [
-        Term("embedding", "rows and which are held", Fraction(0), Fraction((INDEX_BYTES + 1) * is_kept)),
+        Term("embedding", "rows and which are held", Fraction(0), Fraction(INDEX_BYTES + 1)),
         Term("embedding", "dropout", dropped, whole if config.model.hidden_dropout else Fraction(0)),
     ]

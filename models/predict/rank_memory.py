@@ -36,7 +36,7 @@ from triaxis.models.predict.activation_memory import (
     layer_groups,
     moved_bytes,
 )
-from triaxis.models.predict.at_work import forward_at_work, most_at_work
+from triaxis.models.predict.at_work import most_at_work
 from triaxis.models.predict.communicators import communicator_bytes
 from triaxis.models.predict.cut import Contents, Cut, Memo
 from triaxis.models.predict.experts.memory import BALANCED
@@ -44,7 +44,6 @@ from triaxis.models.predict.in_flight import Peak, peaks_of
 from triaxis.models.predict.recompute_choice import ATTENTION, MLP, candidates, choice_for_layers, worthwhile_parts
 from triaxis.models.predict.state_memory import StateBytes, state_bytes
 from triaxis.models.predict.terms import BYTES_PER_ELEMENT
-from triaxis.models.trained_part import TrainedPart, schedule_of, trained_from
 
 GB = 10**9
 
@@ -243,7 +242,7 @@ class _Pipeline:
             model = config.model
             memo[connected] = communicator_bytes(sizes, model.kv_heads, has_experts=model.has_experts)
         communicators: tuple[int, ...] = memo[connected] if nccl else (0,) * sizes.pp
-        message, ahead = _message_bytes(config), self._messages_ahead(config)
+        message = _message_bytes(config)
         found = []
         for pp, ((_, chunks), peaks, state) in enumerate(
             zip(self.cut.ranks, self._peaks(config, memo), self.states, strict=True)
@@ -255,22 +254,13 @@ class _Pipeline:
                     state.gradients,
                     state.optimizer,
                     activations,
-                    (_most_messages(sizes, pp) + ahead[pp]) * message,
+                    _most_messages(sizes, pp) * message,
                     communicators[pp],
                     host,
                     temporaries + state.copies,
                 )
             )
         return tuple(found)
-
-    def _messages_ahead(self, config: Config) -> list[int]:
-        """Return the messages of each pipeline rank that may wait for their receivers beyond the usual ones.
-
-        Nothing holds up a stage without a backward: it may be done with the forwards of all microbatches before the next stage is.
-        """
-        before = trained_from(config)
-        num_microbatches = batch_plan(config, self.sizes.dp).num_microbatches
-        return [num_microbatches * sum(stage < before for stage in stages) for stages, _ in self.cut.ranks]
 
     def _peaks(self, config: Config, memo: Memo) -> list[tuple[Peak, ...]]:
         """Return the peaks of each pipeline rank; its chunks are numbered by their contents."""
@@ -279,10 +269,10 @@ class _Pipeline:
         for _, chunks in self.cut.ranks:
             found = {one: number for number, one in enumerate(dict.fromkeys(chunks))}
             numbers.append(tuple(found[one] for one in chunks))
-        schedule = "peaks", schedules.title(config), sizes.pp, sizes.vpp, num_microbatches, trained_from(config)
+        schedule = "peaks", schedules.title(config), sizes.pp, sizes.vpp, num_microbatches
         keys = [(*schedule, pp, of_chunk) for pp, of_chunk in enumerate(numbers)]
         if any(key not in memo for key in keys):
-            rows = schedule_of(config, sizes, num_microbatches).actions
+            rows = schedules.of_config(config, sizes.pp, sizes.vpp, num_microbatches).actions
             for key, row, of_chunk in zip(keys, rows, numbers, strict=True):
                 if key not in memo:
                     memo[key] = peaks_of(row, of_chunk)
@@ -339,9 +329,7 @@ class _Held:
     at_work: tuple[int, int] = (0, 0)
 
     @classmethod
-    def of(cls, config: Config, sizes: ParallelSizes, contents: StageLayers, load: Fraction) -> "_Held":
-        part = TrainedPart.of(config)
-        stage, before = part.on(contents), contents.layers[: part.layers_before(contents)]
+    def of(cls, config: Config, sizes: ParallelSizes, stage: StageLayers, load: Fraction) -> "_Held":
         groups = layer_groups(config, sizes, stage, load)
         functions = (kept_bytes, moved_bytes, forward_bytes, backward_bytes)
         kept, moved, forward, backward = (function(config, sizes, stage, groups, load) for function in functions)
@@ -351,9 +339,7 @@ class _Held:
         if config.schedule.file is not None and config.schedule.defers_weight_gradients:
             plain = config.model_copy(update={"schedule": ScheduleConfig()})
             whole = backward_bytes(plain, sizes, stage, load=load)
-        forward_alone = forward_at_work(config, sizes, before, load)
-        in_forward, in_backward = most_at_work(config, sizes, stage, groups, load)
-        at_work = max(in_forward, forward_alone), in_backward
+        at_work = most_at_work(config, sizes, stage, groups, load)
         return cls(kept, moved, forward, backward, deferred, whole, at_work)
 
 

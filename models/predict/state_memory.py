@@ -44,18 +44,15 @@ def state_bytes(config: Config, sizes: ParallelSizes, chunks: Sequence[StageLaye
     )
     parameters = gradients = optimizer = 0
     for layout in layouts:
-        if layout.key.is_frozen:
-            # What never changes is its own master.
-            parameters += layout.numel * element
-            continue
         if not layout.key.is_trained:
             # A parameter of the accumulation dtype is its own master.
             parameters += layout.numel * wide
             continue
         parameters += layout.numel * element
         gradients += layout.numel * gradient
-        owners = sizes.reduce_size(layout.key.reduce_over)
-        optimizer += layout.numel // owners * _of_owned(config, element, wide)
+        if layout.key.is_updated:
+            owners = sizes.reduce_size(layout.key.reduce_over)
+            optimizer += layout.numel // owners * _of_owned(config, element, wide)
     return StateBytes(parameters, gradients, optimizer, _fp8_copies(config, records))
 
 

@@ -21,8 +21,7 @@ whole tensor, n ranks: all-reduce 2 (n-1)/n N, all-gather, reduce-scatter and al
                       with `precision.fp8.gather` also of what is gathered for linear layers, which then is 1 byte per element
     token ahead       a layer, and the calls of embedding and head once more; one more number in each of the step's sums over the
                       world: of counted labels, and of what all ranks agree on
-    frozen            before the first layer with a trained parameter there are forwards alone, in pipeline stages too; a frozen
-                      weight has no bucket, and its input is not gathered again
+    frozen            gradients as of any other, and no all-gather of parameters, which nothing has changed
     layer, experts    of an MLP's calls those of the shared experts alone, and what `models/predict/experts/traffic.py` counts
 """
 
@@ -48,13 +47,14 @@ from triaxis.engine.config.groups import is_frozen
 from triaxis.engine.config.moe import dispatch_of
 from triaxis.engine.config.plan import batch_plan, local_seq_length, part_length
 from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.param_layout import BufferKey
 from triaxis.engine.layout.rank_grid import Coordinates, ParallelSizes
 from triaxis.engine.layout.shard_spec import ExpertPlace, ParamRecord, localize
+from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Kind
 from triaxis.models.predict.experts.traffic import TOKENS, Choices, Passes, expert_calls, row_calls
 from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import StageContents, stage_specs
-from triaxis.models.trained_part import TrainedPart, frozen_products, head_is_frozen, schedule_of_step
 
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
 
@@ -133,16 +133,15 @@ def expected_traffic(
         choices: of experts in the step, on which the bytes of dispatch by all-to-all depend; None: all experts get equally many.
     """
     config = resolve_recompute(config, sizes)
-    tally, part = _Tally(), TrainedPart.of(config)
+    tally = _Tally()
     num_stages = len(stages)
     mine = [at.pp, num_stages - 1 - at.pp] if sizes.is_v else range(at.pp, num_stages, sizes.pp)
     for stage in mine:
-        going_back = part.on(stages[stage])
-        _tensor_parallel(tally, config, sizes, stage, stages[stage], going_back)
-        _context_parallel(tally, config, sizes, stages[stage], going_back)
-        _fp8_scales(tally, config, sizes, stages[stage], going_back)
-        _pipeline(tally, config, sizes, stage, num_stages, part.first_stage(stages))
-        _experts(tally, config, sizes, at, stages[stage], going_back, choices)
+        _tensor_parallel(tally, config, sizes, stage, stages[stage])
+        _context_parallel(tally, config, sizes, stages[stage])
+        _fp8_scales(tally, config, sizes, stages[stage])
+        _pipeline(tally, config, sizes, stage, num_stages)
+        _experts(tally, config, sizes, at, stages[stage], choices)
     _data_parallel(tally, config, sizes, at, [stages[stage] for stage in mine])
     ahead = config.model.num_mtp_layers
     for purpose, numbers in ((LABELS, 1 + ahead), ("step", NUM_NUMBERS + ahead)):
@@ -162,33 +161,30 @@ def _deferred_microbatches(config: Config, sizes: ParallelSizes, stage: int) -> 
     """Return the microbatches of a step whose weight gradients wait on a stage: all or none, but for a schedule of a file."""
     if config.schedule.file is None:
         return batch_plan(config, sizes.dp).num_microbatches * config.schedule.defers_weight_gradients
-    schedule = schedule_of_step(config, sizes)
+    schedule = schedules.of_step(config, sizes)
     placement = schedule.placement
     row, chunk = schedule.actions[placement.rank_of(stage)], placement.chunk_of(stage)
     return sum(action.kind is Kind.W and action.chunk == chunk for action in row)
 
 
-def _tensor_parallel(
-    tally: _Tally, config: Config, sizes: ParallelSizes, number: int, stage: StageContents, going_back: StageContents
-) -> None:
-    """Add what a stage sends over tp, and what its contents with a backward send again and back."""
+def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number: int, stage: StageContents) -> None:
+    """Add what a stage sends over tp, forward, again and back."""
     t, m = sizes.tp, batch_plan(config, sizes.dp).num_microbatches
     whole = _activation_bytes(config, part_length(config))
     element = BYTES_PER_ELEMENT[config.precision.dtype]
     tokens = config.train.micro_batch_size * part_length(config)
-    back, recomputed = going_back.layers, _recomputed_layers(config, going_back)
+    layers, recomputed = stage.layers, _recomputed_layers(config, stage)
     # Attention and an MLP are a branch each, of a column- and a row-parallel layer; experts alone are none.
-    all_mlps, mlps = ([layer for layer in layers if _has_mlp(config, layer)] for layers in (stage.layers, back))
-    repeated_mlps = [layer for layer in back[:recomputed] if _has_mlp(config, layer)]
-    branches, repeated = len(stage.layers) + len(all_mlps), recomputed + len(repeated_mlps)
+    mlps = [layer for layer in layers if _has_mlp(config, layer)]
+    repeated_mlps = [layer for layer in layers[:recomputed] if _has_mlp(config, layer)]
+    branches, repeated = len(layers) + len(mlps), recomputed + len(repeated_mlps)
     embeddings, heads = stage.has_embedding + stage.num_mtp, stage.has_head + stage.num_mtp
     *attention, of_mlp = _entries(config)
     entries = [
-        *((each, stage.layers, back, back[:recomputed]) for each in attention),
-        (of_mlp, all_mlps, mlps, repeated_mlps),
+        *((each, layers, layers[:recomputed]) for each in attention),
+        (of_mlp, mlps, repeated_mlps),
     ]
     if config.parallel.sequence_parallel:
-        # Of a frozen weight there is no gradient, for which its input would be gathered again.
         again = 0 if config.recompute.gathered_inputs == "keep" else 1
         in_fp8 = fp8_layers(config) if config.precision.fp8 is not None and config.precision.fp8.gather == "fp8" else ()
 
@@ -198,64 +194,47 @@ def _tensor_parallel(
             for num_bytes, count in ((1, narrow), (element, len(layers) - narrow)):
                 tally.add("tp", "activations", "all_gather", t, num_bytes * width * tokens // t, calls * count)
 
-        for (width, products), layers, layers_back, layers_again in entries:
-            regathered = _trained(config, layers_back, products) * again
-            # Latents enter without a product.
-            gather([*layers, *layers_again, *regathered], width, calls=m, is_of_product=bool(products))
-            tally.add("tp", "activations", "reduce_scatter", t, element * width * tokens, m * len(layers_back))
+        for (width, is_of_product), entering, entering_again in entries:
+            # Latents enter without a product, for whose weight they would be gathered again.
+            regathered = [*entering] * (again * is_of_product)
+            gather([*entering, *entering_again, *regathered], width, calls=m, is_of_product=is_of_product)
+            tally.add("tp", "activations", "reduce_scatter", t, element * width * tokens, m * len(entering))
         # The gradient of a row-parallel layer's output; a deferred weight gradient gathers it once more.
-        gather([*back, *mlps], config.model.hidden_size, calls=m)
-        rows = _trained(config, back, ("attention.proj",))
-        rows += _trained(config, mlps, ("mlp.down", "mlp.shared.down"))
-        gather(rows, config.model.hidden_size, calls=_deferred_microbatches(config, sizes, number))
-        # A head in pieces makes its logits again, whatever is frozen.
-        is_head_again = again and (not head_is_frozen(config) or config.recompute.head_tokens is not None)
-        embeddings_back = 0 if is_frozen("embedding.word.weight", config.optimizer) else embeddings
-        gathers = embeddings_back + (1 + is_head_again) * heads
+        gather([*layers, *mlps], config.model.hidden_size, calls=m + _deferred_microbatches(config, sizes, number))
+        gathers = embeddings + (1 + again) * heads
         scatters = branches + repeated + embeddings + heads
         tally.add("tp", "activations", "all_gather", t, whole // t, m * gathers)
         tally.add("tp", "activations", "reduce_scatter", t, whole, m * scatters)
     else:
-        for (width, _), _, layers_back, _ in entries:
-            tally.add("tp", "activations", "all_reduce", t, element * width * tokens, m * len(layers_back))
+        for (width, _), entering, _ in entries:
+            tally.add("tp", "activations", "all_reduce", t, element * width * tokens, m * len(entering))
         reduces = branches + repeated + embeddings + heads
         tally.add("tp", "activations", "all_reduce", t, whole, m * reduces)
     element = max(4, BYTES_PER_ELEMENT[config.precision.dtype])
     if config.model.qk_norm == "all_heads":
         # Squares of q and k forward, again where the layer is recomputed, and their gradients backward.
-        tally.add(
-            "tp", QK_NORM, "all_reduce", t, 2 * element * tokens, m * (len(stage.layers) + len(back) + recomputed)
-        )
+        tally.add("tp", QK_NORM, "all_reduce", t, 2 * element * tokens, m * (2 * len(layers) + recomputed))
     # The largest logit of each token, then its sum of exponentials and target logit together.
     for count in (1, 2):
         tally.add("tp", CROSS_ENTROPY, "all_reduce", t, count * element * tokens, m * heads)
 
 
-def _entries(config: Config) -> list[tuple[int, tuple[str, ...]]]:
-    """List the width of what enters a layer's products over tp, and the products for whose weights it is gathered again."""
+def _entries(config: Config) -> list[tuple[int, bool]]:
+    """List the width of what enters a layer's products over tp, and whether it enters a product at once."""
     h, mla = config.model.hidden_size, config.model.mla
-    attention: list[tuple[int, tuple[str, ...]]] = [(h, ("attention.qkv",))]
-    if mla is not None:
-        attention = [(mla.q_lora_rank or h, ("attention.q_up",)), (mla.cached_size, ())]
-    return [*attention, (h, ("mlp.up", "mlp.shared.up"))]
+    attention = [(h, True)] if mla is None else [(mla.q_lora_rank or h, True), (mla.cached_size, False)]
+    return [*attention, (h, True)]
 
 
-def _trained(config: Config, layers: Iterable[int], products: Sequence[str]) -> list[int]:
-    """List the layers in which the weight of one of the products, which a layer has one of, is trained; [] for no products."""
-    return [layer for layer in layers if products and not frozen_products(config, layer).intersection(products)]
-
-
-def _context_parallel(
-    tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents, going_back: StageContents
-) -> None:
+def _context_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
     """Add what attention sends over cp: forward, again where a layer is recomputed as a whole, and backward."""
     model, m = config.model, batch_plan(config, sizes.dp).num_microbatches
     kv_heads = local_kv_heads(config)
     element = BYTES_PER_ELEMENT[config.precision.dtype]
     # Numbers of one head in all of the rows.
     head = model.head_size * config.train.micro_batch_size * model.seq_length
-    num_layers = len(going_back.layers)
-    forwards = len(stage.layers) + _recomputed_layers(config, going_back)
+    num_layers = len(stage.layers)
+    forwards = num_layers + _recomputed_layers(config, stage)
     if not gathers_keys(config):
         heads = model.num_attention_heads // sizes.tp
         for exchanged in (heads + 2 * kv_heads, heads):
@@ -278,9 +257,7 @@ def _context_parallel(
         tally.add("cp", KEYS_AND_VALUES, "reduce_scatter", sizes.cp, gathered * summed, m * num_layers)
 
 
-def _fp8_scales(
-    tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents, going_back: StageContents
-) -> None:
+def _fp8_scales(tally: _Tally, config: Config, sizes: ParallelSizes, stage: StageContents) -> None:
     """Add the maxima over tp and cp that FP8 scales of whole tensors are made of."""
     fp8 = config.precision.fp8
     if fp8 is None or fp8.recipe in BLOCKS:
@@ -291,7 +268,7 @@ def _fp8_scales(
         # and with sequence parallelism its input and output are cut. What is sent in FP8 is cut when its scale is made.
         pairs = 1 + _has_mlp(config, layer)
         beside = 0 if config.model.mla is None else 1
-        products, passes = 2 * pairs + beside, m * (1 + (layer in going_back.layers))
+        products, passes = 2 * pairs + beside, 2 * m
         cut = products if fp8.gather == "fp8" else pairs + beside * config.parallel.sequence_parallel
         over_tp = passes * cut + products
         tally.add("tp", FP8_SCALES, "all_reduce", sizes.tp, num_bytes, over_tp)
@@ -318,11 +295,10 @@ def _experts(
     sizes: ParallelSizes,
     at: Coordinates,
     stage: StageContents,
-    going_back: StageContents,
     choices: Choices | None,
 ) -> None:
     """Add what layers with experts send: their tokens and outputs, and the fractions of each sample's choices."""
-    again = going_back.layers[: _recomputed_layers(config, going_back)]
+    again = stage.layers[: _recomputed_layers(config, stage)]
     member = ((at.dp * sizes.cp + at.cp) * sizes.tp + at.tp) % (sizes.ep * sizes.etp)
     axis_sizes = {"experts": sizes.ep * sizes.etp, "sample": sizes.cp * sizes.tp, "tp": sizes.tp}
     m, element = batch_plan(config, sizes.dp).num_microbatches, BYTES_PER_ELEMENT[config.precision.dtype]
@@ -330,7 +306,7 @@ def _experts(
         if not config.model.layer_kind(layer).has_experts:
             continue
         chosen = None if choices is None else choices[layer]
-        passes = Passes(m, m * (layer in going_back.layers), m * (layer in again))
+        passes = Passes(m, m, m * (layer in again))
         for call in expert_calls(config, sizes, passes, element):
             size = axis_sizes[call.axis]
             tally.add(call.axis, call.purpose, call.op, size, call.num_bytes, call.calls)
@@ -339,9 +315,7 @@ def _experts(
                 tally.add_uneven("experts", purpose, "all_to_all_rows", axis_sizes["experts"], num_bytes, calls)
 
 
-def _pipeline(
-    tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, num_stages: int, trained_from: int
-) -> None:
+def _pipeline(tally: _Tally, config: Config, sizes: ParallelSizes, stage: int, num_stages: int) -> None:
     m = batch_plan(config, sizes.dp).num_microbatches
     num_bytes = _activation_bytes(config, local_seq_length(config))
     # At the turn of a V two neighbouring stages are on one rank.
@@ -350,8 +324,7 @@ def _pipeline(
     to_next = stage + 1 not in (num_stages, turn)
     for axis, sends, receives in (
         ("pp_forward", to_next, from_before),
-        # Gradients go down to the first stage with a trained parameter.
-        ("pp_backward", from_before and stage > trained_from, to_next and stage >= trained_from),
+        ("pp_backward", from_before, to_next),
     ):
         tally.add(axis, HAND_OVER, "send", sizes.pp, num_bytes, m * sends)
         tally.add(axis, HAND_OVER, "recv", sizes.pp, num_bytes, m * receives)
@@ -382,18 +355,19 @@ def _data_parallel(
         "kv_replicas": max(1, sizes.tp // config.model.kv_heads),
         "ends": sizes.num_ends,
     }
-    # What is not trained has no gradient; it is frozen, or every rank changes it alike.
-    trained = [record for record in records.values() if record.is_trained]
-    keys = dict.fromkeys((record.replicas, record.sum_over, record.reduce_over) for record in trained)
-    for key in keys:
-        _, sum_over, axis = key
+    # What is not trained has no gradient: every rank changes it alike.
+    by_key: dict[BufferKey, list[ParamRecord]] = {}
+    for record in records.values():
+        if record.spec.is_trained:
+            by_key.setdefault(BufferKey.of(record), []).append(record)
+    for key, held in by_key.items():
+        sum_over, axis = key.sum_over, key.reduce_over
         owners = sizes.dp_cp if axis == "dp" else sizes.dp_cp * sizes.tp // (sizes.ep * sizes.etp)
-        held = [record for record in trained if (record.replicas, record.sum_over, record.reduce_over) == key]
         for numel in _bucket_numels(
             _groups(held, list(records.values())), config.optimizer.bucket_bytes // main_grad, 64 * owners
         ):
             tally.add(axis, "gradients", "reduce_scatter", owners, numel * main_grad)
-            tally.add(axis, "parameters", "all_gather", owners, numel * element // owners)
+            tally.add(axis, "parameters", "all_gather", owners, numel * element // owners, int(key.is_updated))
             if sum_over is not None:
                 tally.add(sum_over, REPLICA_GRADIENTS, "all_reduce", axis_sizes[sum_over], numel * main_grad // owners)
 

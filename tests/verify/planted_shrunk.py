@@ -11,20 +11,7 @@ from triaxis.engine.config.groups import UpdateRule
 from triaxis.engine.expert_parallel.balance import ExpertLoad
 from triaxis.engine.optimizer import distributed
 from triaxis.engine.step import Engine
-from triaxis.engine.tensor_parallel import layers
 from triaxis.models.gpt.moe import MoE
-
-
-def frozen_columns_do_not_add_input_gradients() -> None:
-    backward = layers._ColumnParallel.backward
-
-    def alone(ctx: Any, grad: torch.Tensor, *others: Any) -> Any:
-        layer = ctx.layer
-        if layer.weights.is_trained or layer.region.axis.size == 1:
-            return backward(ctx, grad, *others)
-        return layer.gemms.input_grad(grad.contiguous(), None), None, None
-
-    layers._ColumnParallel.backward = staticmethod(alone)  # type: ignore[assignment, method-assign]
 
 
 def rates_are_those_of_a_stages_own_numbers() -> None:

@@ -109,7 +109,6 @@ def test_a_small_size_shows_what_the_full_one_does(
 
 
 PATTERN = ("model.num_layers=8", "model.layers=[local*2, global]", "model.layer_kinds={local: {window: 4}, global: {}}")
-FREEZE = ("model.num_layers=6", "optimizer.groups=[{match: 'layers.[2-3].*', freeze: true}]")
 SLOW_LAYERS = ("model.num_layers=6", "optimizer.groups=[{match: 'layers.[2-3].*', lr_factor: 0.1}]")
 OFFLOADED = ("model.num_layers=6", "offload.num_layers=4")
 FROM_STAGE = planted_documents.kinds_of_layers_count_from_each_stage
@@ -118,7 +117,6 @@ OF_LAYERS: tuple[tuple[Plant, str, str, tuple[str, ...], str, str, str | None], 
     (FROM_STAGE, "gpt_tiny", "pp=4", PATTERN, "output", "attention", "pp"),
     (FROM_STAGE, "gemma2_9b", "pp=2", (), "output", "attention", "pp"),
     (FROM_STAGE, "smollm3_3b", "pp=2", (), "output", "attention", "pp"),
-    (planted_shrunk.frozen_columns_do_not_add_input_gradients, "gpt_tiny", "tp=2", FREEZE, "gradient", "", "tp"),
     (
         planted_shrunk.rates_are_those_of_a_stages_own_numbers,
         "gpt_tiny",

@@ -203,11 +203,10 @@ def _activations(start: Start) -> Iterator[tuple[str, str]]:
 
 def _flops(meter: Meter, start: Start) -> Iterator[str]:
     """Describe the work of a token, and the peak that it is compared with; a CPU has none."""
-    frozen = f", less {meter.frozen_share:.0%} for frozen parameters" if meter.frozen_share else ""
     has_mfu = meter.peak is not None or start.device_type != "cpu"
     # A number that is compared with others' needs its convention.
     formula = f" = {convention(start.config.model, start.documents)}" if has_mfu else ", causal attention"
-    yield f"{compact(meter.model_flops_per_token)} per token, forward and backward{formula}{frozen}"
+    yield f"{compact(meter.model_flops_per_token)} per token, forward and backward{formula}"
     if start.recompute.is_any:
         yield f"{compact(meter.hardware_flops_per_token)} executed, with the padded vocabulary and recompute: {start.recompute}"
     if meter.peak is not None:

@@ -135,7 +135,6 @@ class Meter:
         world_size: devices that share the work.
         device_name: torch's; "cpu" has no peak.
         documents: within which tokens attend; None: across them.
-        unneeded: FLOPs per token, of the model and of the hardware, that are not made because parameters are frozen.
     """
 
     def __init__(
@@ -148,13 +147,10 @@ class Meter:
         device_name: str,
         attempt: int,
         documents: DocumentStatistics | None = None,
-        unneeded: tuple[int, int] = (0, 0),
     ) -> None:
-        model, (of_model, of_hardware) = config.model, unneeded
-        whole = model_flops_per_token(model, documents=documents)
-        executed = hardware_flops_per_token(model, config.recompute, layers_per_chunk, documents)
-        self.model_flops_per_token, self.hardware_flops_per_token = whole - of_model, executed - of_hardware
-        self.frozen_share = of_model / whole
+        recompute = config.recompute
+        self.model_flops_per_token = model_flops_per_token(config.model, documents=documents)
+        self.hardware_flops_per_token = hardware_flops_per_token(config.model, recompute, layers_per_chunk, documents)
         self.peak = known_peak(device_name, config.precision.dtype, in_fp8=config.precision.fp8 is not None)
         if config.telemetry.peak_tflops is not None:
             self.peak = Peak(config.telemetry.peak_tflops, "telemetry.peak_tflops")

@@ -30,7 +30,6 @@ from triaxis.models.predict.step_time.implementation import OURS, Implementation
 from triaxis.models.predict.step_time.layer import Seconds, total
 from triaxis.models.predict.step_time.links import Link, Links
 from triaxis.models.predict.step_time.stage import StageTimer, Timed, timer_key
-from triaxis.models.trained_part import schedule_of
 
 SIMULATED_ROUNDS = 3
 """Microbatches that are simulated, in units of pp; a longer step goes on at the pace of the last round."""
@@ -263,7 +262,7 @@ class _Step:
         return span + (m - most) * (span - self._span(most - p, costs)) / p
 
     def _span(self, num_microbatches: int, costs: Costs) -> float:
-        return simulate(schedule_of(self.config, self.sizes, num_microbatches), costs).span
+        return simulate(schedules.of_config(self.config, self.sizes.pp, self.sizes.vpp, num_microbatches), costs).span
 
     def result(self, bubble: float, transfers: float) -> StepTime:
         """Put the parts of a step together."""

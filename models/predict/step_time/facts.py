@@ -16,10 +16,9 @@ A tensor that a kernel reads or writes counts its bytes; GEMMs and fused attenti
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from triaxis.engine.config.context_parallel import exposed_share, gathers_keys, heads_of_pieces, local_kv_heads
-from triaxis.engine.config.groups import is_frozen
 from triaxis.engine.config.plan import part_length
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
@@ -32,7 +31,6 @@ from triaxis.models.predict.step_time.implementation import Implementation
 from triaxis.models.predict.step_time.links import Wire
 from triaxis.models.predict.terms import BYTES_PER_ELEMENT
 from triaxis.models.specs import StageContents, layer_specs, stage_specs
-from triaxis.models.trained_part import frozen_products, head_is_frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +39,12 @@ class Gemm:
 
     Attributes:
         column: its input is gathered over tp, its weight is cut by columns.
-        is_trained: its weight has a gradient.
     """
 
     m: int
     n: int
     k: int
     column: bool
-    is_trained: bool = True
 
     @property
     def flops(self) -> int:
@@ -83,7 +79,6 @@ class LayerWork:
         experts: the work of routed experts; None: the layer has none.
         branches: share of a dense layer's two branches over tp; experts alone are none.
         head_size, keys_length: by which attention's rate is looked up.
-        frozen: products without a weight gradient.
     """
 
     gemms: tuple[Gemm, ...]
@@ -98,7 +93,6 @@ class LayerWork:
     branches: float
     head_size: int
     keys_length: int
-    frozen: frozenset[str] = frozenset()
 
 
 def element_bytes(config: Config) -> int:
@@ -121,12 +115,9 @@ def layer_gemms(config: Config, sizes: ParallelSizes, layer: int = 0) -> tuple[G
     proj = Gemm(rows, h, model.num_attention_heads * model.value_size // t, column=False)
     up, down = Gemm(rows, model.activation_kind.num_inputs * f, h, column=True), Gemm(rows, h, f, column=False)
     own = rows // (t if config.parallel.sequence_parallel else 1)
-    joining = {"mtp.projection": Gemm(own, h, 2 * h, column=False)} if model.layer_kind(layer).is_mtp else {}
-    mlp = "mlp.shared" if model.layer_kind(layer).has_experts else "mlp"
-    of_mlp = {f"{mlp}.up": up, f"{mlp}.down": down} if f else {}
-    frozen = frozen_products(config, layer)
-    products = {**joining, **_gemms_before_attention(config, sizes), "attention.proj": proj, **of_mlp}
-    return tuple(replace(gemm, is_trained=name not in frozen) for name, gemm in products.items())
+    joining = [Gemm(own, h, 2 * h, column=False)] if model.layer_kind(layer).is_mtp else []
+    of_mlp = [up, down] if f else []
+    return *joining, *_gemms_before_attention(config, sizes), proj, *of_mlp
 
 
 def _mlp_size(config: Config, layer: int) -> int:
@@ -137,26 +128,26 @@ def _mlp_size(config: Config, layer: int) -> int:
     return model.moe.shared_size
 
 
-def _gemms_before_attention(config: Config, sizes: ParallelSizes) -> dict[str, Gemm]:
+def _gemms_before_attention(config: Config, sizes: ParallelSizes) -> list[Gemm]:
     model, t, rows = config.model, sizes.tp, tokens_of_microbatch(config)
     h, heads, mla = model.hidden_size, model.num_attention_heads // t, model.mla
     q = heads * model.head_size
     if mla is None:
-        return {"attention.qkv": Gemm(rows, q + 2 * local_kv_heads(config) * model.head_size, h, column=True)}
+        return [Gemm(rows, q + 2 * local_kv_heads(config) * model.head_size, h, column=True)]
     own = rows // (t if config.parallel.sequence_parallel else 1)
     made = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-    return {
-        "attention.down": Gemm(own, mla.latent_size, h, column=False),
-        "attention.q_up": Gemm(rows, q, mla.q_lora_rank or h, column=True),
-        "attention.kv_up": Gemm(rows * sizes.cp, made, mla.kv_lora_rank, column=False),
-    }
+    return [
+        Gemm(own, mla.latent_size, h, column=False),
+        Gemm(rows, q, mla.q_lora_rank or h, column=True),
+        Gemm(rows * sizes.cp, made, mla.kv_lora_rank, column=False),
+    ]
 
 
 def head_gemm(config: Config, sizes: ParallelSizes) -> Gemm:
     """Return the output head's product."""
-    model, is_trained = config.model, not head_is_frozen(config)
+    model = config.model
     rows, columns = tokens_of_microbatch(config), model.padded_vocab_size // sizes.tp
-    return Gemm(rows, columns, model.hidden_size, column=True, is_trained=is_trained)
+    return Gemm(rows, columns, model.hidden_size, column=True)
 
 
 def layer_work(
@@ -232,7 +223,6 @@ def layer_work(
         branches=1.0 if f else 0.5,
         head_size=model.head_size,
         keys_length=round(2 * core / (2 * rows * (q + proj.k)) / sizes.cp) if core else model.seq_length,
-        frozen=frozen_products(config, layer),
     )
 
 
@@ -262,12 +252,12 @@ class Parameters:
 
 
 def parameters_of_layer(config: Config, sizes: ParallelSizes, layer: int) -> Parameters:
-    """Count the parameters of a layer that are not frozen on one rank."""
+    """Count the parameters of a layer on one rank."""
     return _on_rank(config, sizes, layer_specs(config.model, layer))
 
 
 def parameters_of_ends(config: Config, sizes: ParallelSizes, stage: StageContents) -> Parameters:
-    """Count the parameters of a stage that are not frozen on one rank without its layers."""
+    """Count the parameters of a stage on one rank without its layers."""
     ends = StageLayers(range(0), stage.has_embedding, stage.has_head)
     return _on_rank(config, sizes, stage_specs(config.model, ends))
 
@@ -275,9 +265,7 @@ def parameters_of_ends(config: Config, sizes: ParallelSizes, stage: StageContent
 def _on_rank(config: Config, sizes: ParallelSizes, specs: Iterable[ParamSpec]) -> Parameters:
     sequence_parallel, place = config.parallel.sequence_parallel, sizes.expert_place(0)
     records = [
-        localize(spec, tp=sizes.tp, tp_index=0, sequence_parallel=sequence_parallel, experts=place)
-        for spec in specs
-        if not is_frozen(spec.name, config.optimizer)
+        localize(spec, tp=sizes.tp, tp_index=0, sequence_parallel=sequence_parallel, experts=place) for spec in specs
     ]
     experts = sum(record.numel for record in records if record.reduce_over == "expert_dp")
     return Parameters(sum(record.numel for record in records), experts)

@@ -77,8 +77,7 @@ class LayerTimer:
             forward += self._gemm(gemm.m, gemm.n, gemm.k) + self._cast(gemm.m * gemm.k)
             forward += self._cast(gemm.n * gemm.k) if self.implementation.casts_weights else 0.0
             input_grad += self._gemm(gemm.m, gemm.k, gemm.n) + self._cast(gemm.m * gemm.n)
-            if gemm.is_trained:
-                weight_grad += self._gemm(gemm.k, gemm.n, gemm.m) + self.added(gemm.n * gemm.k)
+            weight_grad += self._gemm(gemm.k, gemm.n, gemm.m) + self.added(gemm.n * gemm.k)
         return forward, input_grad, weight_grad
 
     def layer(self, work: LayerWork, *, recomputed: bool) -> Seconds:
@@ -123,16 +122,12 @@ class LayerTimer:
         """Add the routed experts of a layer: their products, copies of rows, and what dispatch sends."""
         router, up, down = (experts.router, self._router_dtype), (experts.up, self._dtype), (experts.down, self._dtype)
         products = [router, up, down]
-        trained = [
-            router,
-            *(one for name, one in (("up", up), ("down", down)) if f"mlp.experts.{name}" not in work.frozen),
-        ]
         time, moved = self.device.gemm_seconds, self.stream(experts.moved_bytes)
         forward = sum(time(one.m, one.n, one.k, dtype, one.count) for one, dtype in products)
         input_grad = sum(time(one.m, one.k, one.n, dtype, one.count) for one, dtype in products)
         weight_grad = sum(
             time(one.k, one.n, one.m, dtype, one.count) + self.added(one.n * one.k * one.count)
-            for one, dtype in trained
+            for one, dtype in products
         )
         launches = self.launches(EXPERT_KERNELS)
         seconds.forward["compute"] += forward + moved + launches
@@ -204,7 +199,7 @@ class LayerTimer:
                 "tp": self._tp_seconds(sent),
                 **again,
             },
-            {"compute": weight_grad + self.launches(1)} if gemm.is_trained else {},
+            {"compute": weight_grad + self.launches(1)},
         )
 
     def _gemm(self, m: float, n: float, k: float) -> float:

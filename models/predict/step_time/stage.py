@@ -7,7 +7,6 @@ Layouts of a run that differ in pp, vpp, dp or in where the layers are cut have 
 from collections import Counter
 from dataclasses import dataclass
 
-from triaxis.engine.config.groups import is_frozen
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -111,24 +110,20 @@ class StageTimer:
 
     def _time(self, contents: Contents) -> Seconds:
         seconds = Seconds()
-        before = sum(not self._sorts[sort].has_backward for sort in contents.layers)
-        # Of those with a backward, layers that run forward once more are the first ones.
-        again = recomputed_layers(self._config, contents._replace(layers=contents.layers[before:]).as_stage())
-        counts = Counter((sort, before <= place < before + again) for place, sort in enumerate(contents.layers))
+        # Layers that run forward once more are the first ones.
+        again = recomputed_layers(self._config, contents.as_stage())
+        counts = Counter((sort, place < again) for place, sort in enumerate(contents.layers))
         for (sort, recomputed), count in counts.items():
             if (sort, recomputed) not in self._layers:
                 layer = self._of_sort[sort]
                 work = layer_work(
                     self._config, self._sizes, self._implementation, layer, self._documents, self._expert_load
                 )
-                whole = self.layer_timer.layer(work, recomputed=recomputed)
-                self._layers[sort, recomputed] = whole if self._sorts[sort].has_backward else Seconds(whole.forward)
+                self._layers[sort, recomputed] = self.layer_timer.layer(work, recomputed=recomputed)
             seconds.add(self._layers[sort, recomputed], count)
         ahead = contents.num_mtp
         if contents.has_embedding or ahead:
-            embedding = self.layer_timer.embedding()
-            is_back = not is_frozen("embedding.word.weight", self._config.optimizer)
-            seconds.add(embedding if is_back else Seconds(embedding.forward), contents.has_embedding + ahead)
+            seconds.add(self.layer_timer.embedding(), contents.has_embedding + ahead)
         if contents.has_head:
             seconds.add(self.layer_timer.head(head_gemm(self._config, self._sizes)), 1 + ahead)
         return seconds

@@ -46,13 +46,13 @@ def found(config: Config) -> str:
 def test_the_schedule_of_a_step_is_the_files(write: Write) -> None:
     config = with_file(write(*ROWS))
     assert found(config) == ""
-    schedule = schedules.of_step(config, ParallelSizes(pp=2, dp=2), 0)
+    schedule = schedules.of_step(config, ParallelSizes(pp=2, dp=2))
     assert [" ".join(map(str, row)) for row in schedule.actions] == list(ROWS)
     assert config.schedule.defers_weight_gradients and schedules.title(config).startswith("mine, from ")
-    first = schedules.of_config(config, 2, 1, 2, 0)
+    first = schedules.of_config(config, 2, 1, 2)
     assert [" ".join(map(str, row)) for row in first.actions] == ["0F0 0F1 0B0 0I1 0W1", "0F0 0B0 0F1 0B1"]
     with pytest.raises(ScheduleError, match="pp 4"):
-        schedules.of_config(config, 4, 1, 4, 0)
+        schedules.of_config(config, 4, 1, 4)
 
 
 def test_the_path_is_what_is_written_and_read_back(write: Write, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 class Given:
     """Inputs in one dtype, and a norm whose weights are in flat buffers."""
 
-    def __init__(self, name: str, dtype: torch.dtype, fusion: Fusion, *, frozen: tuple[str, ...] = ()) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, fusion: Fusion) -> None:
         self.x, self.branch = (drawn(seed, *SHAPE).to(dtype).requires_grad_() for seed in (1, 2))
         records = [
             localize(
@@ -37,7 +37,6 @@ class Given:
                 tp=1,
                 tp_index=0,
                 sequence_parallel=False,
-                is_frozen=parameter in frozen,
             )
             for parameter in NORMS[name].parameters
         ]
@@ -63,14 +62,14 @@ def ours(given: Given, factor: float) -> Tensors:
     torch.autograd.backward((y, normalised), grads(y.dtype))
     given.buffers.finish()
     assert given.x.grad is not None and given.branch.grad is not None
-    trained = [weight.bound_main_grad().clone() for weight in given.weights if weight.is_trained]
+    trained = [weight.bound_main_grad().clone() for weight in given.weights]
     return [y.detach(), normalised.detach(), given.x.grad, given.branch.grad, *trained]
 
 
 def plain(given: Given, factor: float, dtype: torch.dtype) -> Tensors:
     """The same by autograd, in `dtype`."""
     x, branch = (each.detach().to(dtype).requires_grad_() for each in (given.x, given.branch))
-    weights = [weight.value.detach().to(dtype).requires_grad_(weight.is_trained) for weight in given.weights]
+    weights = [weight.value.detach().to(dtype).requires_grad_() for weight in given.weights]
     y = x + factor * branch
     name = given.norm.name
     if name == "layernorm":
@@ -133,13 +132,6 @@ def test_kept_for_the_backward_are_the_sum_and_the_statistics(name: str) -> None
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         added_and_normalised(given.x, given.branch, given.norm, 1.0)
     assert sum(tensor.numel() for tensor in saved) == 6 * 3 * (16 + len(NORMS[name].statistics))
-
-
-@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
-def test_frozen_weights_get_no_gradient(frozen: tuple[str, ...]) -> None:
-    given = Given("layernorm", torch.float64, EAGER, frozen=frozen)
-    for one, other in zip(ours(given, 1.0), plain(given, 1.0, torch.float64), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_a_name_without_a_kernel_is_an_error_and_no_other_kernel() -> None:

@@ -15,7 +15,6 @@ from triaxis.launch.cli import main
 from triaxis.launch.planning import search as planning
 from triaxis.launch.planning.search import Plan, layouts, search
 from triaxis.models.predict.cut import Memo
-from triaxis.models.predict.frozen_flops import unneeded_flops
 from triaxis.models.predict.rank_memory import predict
 from triaxis.models.predict.recompute_choice import candidates
 from triaxis.models.predict.step_time.cluster import Cluster, cluster_of
@@ -209,33 +208,28 @@ def test_a_margin_stays_free_and_is_said(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_mfu_is_that_of_a_run_with_these_seconds() -> None:
-    """The meter of a training run, given the predicted seconds, comes to the same numbers; frozen layers count in neither."""
-    config = config_of(num_layers=6)
-    frozen = [{"match": f"layers.{layer}.*", "freeze": True} for layer in (0, 1)]
-    groups = config.optimizer.model_copy(update={"groups": frozen})
-    for run in (config, config.model_copy(update={"optimizer": groups})):
-        best = search(run, CLUSTER, simulated=1).best
-        layers = [len(stage.layers) for stage in stages_of(best.config)]
-        meter = Meter(
-            best.config,
-            batch_plan(best.config, best.sizes.dp),
-            layers_per_chunk=layers,
-            world_size=4,
-            device_name="NVIDIA A100-SXM4-80GB",
-            attempt=0,
-            unneeded=unneeded_flops(best.config, best.config.recompute, layers),
-        )
-        step = {
-            "loss": 1.0,
-            "loss_tokens": 1,
-            "lr": 0.1,
-            "grad_norm": 1.0,
-            "unix_time_seconds": 0.0,
-            "peak_memory_bytes": 0,
-        }
-        metrics = meter.measure(1, spans_seconds={StepPart.FORWARD_BACKWARD: best.time.seconds}, **step)
-        assert best.model_tflops == pytest.approx(metrics.model_tflops_per_device)
-        assert Plan(CLUSTER, 0).mfu(best) == pytest.approx(metrics.mfu)
+    """The meter of a training run, given the predicted seconds, comes to the same numbers."""
+    best = search(config_of(num_layers=6), CLUSTER, simulated=1).best
+    layers = [len(stage.layers) for stage in stages_of(best.config)]
+    meter = Meter(
+        best.config,
+        batch_plan(best.config, best.sizes.dp),
+        layers_per_chunk=layers,
+        world_size=4,
+        device_name="NVIDIA A100-SXM4-80GB",
+        attempt=0,
+    )
+    step = {
+        "loss": 1.0,
+        "loss_tokens": 1,
+        "lr": 0.1,
+        "grad_norm": 1.0,
+        "unix_time_seconds": 0.0,
+        "peak_memory_bytes": 0,
+    }
+    metrics = meter.measure(1, spans_seconds={StepPart.FORWARD_BACKWARD: best.time.seconds}, **step)
+    assert best.model_tflops == pytest.approx(metrics.model_tflops_per_device)
+    assert Plan(CLUSTER, 0).mfu(best) == pytest.approx(metrics.mfu)
 
 
 MOE = {

@@ -40,8 +40,6 @@ def context_of(model: ModelConfig, without: str = "") -> BuildContext:
         parameters={each.name: ShardedParameter(each, torch.float64) for each in records if each.name != without},
         queue=unused,
         saved=unused,
-        part=unused,
-        trained_from=0,
     )
 
 

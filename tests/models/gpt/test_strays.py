@@ -120,7 +120,6 @@ def use_a_hidden_tensor(
             AttentionCore,
             "_core",
         ),
-        (Case("gpt", num_layers=2, frozen=("embedding.*", "layers.0.*")), Block, "forward"),
     ],
     ids=str,
 )
