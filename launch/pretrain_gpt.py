@@ -30,7 +30,14 @@ from triaxis.engine.comm.stop import Stop, StopRequest
 from triaxis.engine.config.data import reads_documents
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
-from triaxis.engine.data.datasets import Datasets, ReadAgain, read_again, unbroken_corpora
+from triaxis.engine.data.datasets import (
+    Datasets,
+    ReadAgain,
+    other_ends,
+    read_again,
+    trained_and_validated,
+    unbroken_corpora,
+)
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.data.run_tokenizer import recorded_end
@@ -207,6 +214,8 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
     """Show the start of the run, load what it begins with, and take the run directory."""
     rank, directory, engine, telemetry = attempt.rank, attempt.directory, attempt.engine, attempt.telemetry
     config, described, counted = rank.config, describe(engine), count_parameters(engine)
+    tokenizer = None if config.data.synthetic else load_tokenizer(config.data.tokenizer_name)
+    end = None if tokenizer is None else recorded_end(config, tokenizer)
     if telemetry.report is not None:
         start = Start(
             config,
@@ -222,14 +231,15 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
             documents=attempt.documents,
             read_again=_read_again(attempt.datasets, config),
             unbroken=unbroken_corpora(attempt.datasets.train) if reads_documents(config.data) else (),
+            trained=trained_and_validated(attempt.datasets),
+            other_ends=() if end is None else other_ends(attempt.datasets.train, end),
         )
         show_start(telemetry.report, directory, attempt.meter, start)
     # Phases have samples of their own; those of the phase before are no change of the data.
     name = engine.plan.phase.name
     data = {f"samples of {name}" if name else "samples": attempt.datasets.fingerprint}
-    if not config.data.synthetic:
-        tokenizer = load_tokenizer(config.data.tokenizer_name)
-        data |= {TOKENIZER: tokenizer.identity, END_OF_DOCUMENTS: str(recorded_end(config, tokenizer))}
+    if tokenizer is not None:
+        data |= {TOKENIZER: tokenizer.identity, END_OF_DOCUMENTS: str(end)}
     beginning = resume_or_start(
         engine,
         directory.checkpoints(config),

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from triaxis.engine.config.data import DataConfig
 from triaxis.engine.config.phases import DataSegment, data_segments
 from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.blend import Blend, counts_of
-from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.indexed import IndexedTokens, refuse_repeated
 from triaxis.engine.data.corpus.record import read_record
 from triaxis.engine.data.corpus.tokenizers import BYTES
 from triaxis.engine.data.document_statistics import UNBROKEN
@@ -33,6 +35,9 @@ from triaxis.engine.errors import DataError
 
 IDS_AT_START = 2**18
 """Ids of a corpus without a record that every start looks at; `triaxis data check` reads them all."""
+
+ENDS_AT_START = 100
+"""Documents of a corpus at whose last ids every start looks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +98,11 @@ def open_datasets(
         return Datasets(train, valid, test, digest, lambda skipped: train)
     named = [source.path for source in [*data_config.train, *(data_config.valid or [])]]
     corpora = {prefix: _open_corpus(prefix, vocab_size, data_config.tokenizer or BYTES) for prefix in named}
+    again = "each of its samples would come again as another. Name it once, with the sum of the weights."
     for field, blended in (("data.train", data_config.train), ("data.valid", data_config.valid or [])):
-        _refuse_repeated(field, [corpora[source.path] for source in blended])
+        refuse_repeated(field, [corpora[source.path] for source in blended], again)
+    other = "validation would be on what the run trains on. Where it is meant so, give both one spelling of the path."
+    refuse_repeated("data.train with data.valid", list(corpora.values()), other)
     folder = cache_dir or data_config.cache_dir
 
     def stream(prefix: str, documents: Mapping[str, range], length: int) -> SampleStream:
@@ -201,14 +209,50 @@ def continued(
 
 def unbroken_corpora(source: SampleSource) -> list[str]:
     """Return the prefixes of corpora whose documents are longer than UNBROKEN samples on average: their ends seem to be lost."""
-    sources = source.sources if isinstance(source, Blend) else ()
-    wholes = [each.stream if isinstance(each, ContinuedStream) else each for each in sources]
-    streams = [each for each in wholes if isinstance(each, SampleStream)]
     return [
         stream.corpus.prefix
-        for stream in streams
+        for stream in _streams(source)
         if stream.num_tokens > UNBROKEN * stream.seq_length * len(stream.documents)
     ]
+
+
+def trained_and_validated(datasets: Datasets) -> list[str]:
+    """Return the prefixes of corpora whose documents are read by validation and by training, copies among them."""
+    trained = {stream.identity for stream in _streams(datasets.train)}
+    validated = [] if datasets.valid is None else _streams(datasets.valid)
+    return [stream.corpus.prefix for stream in validated if stream.identity in trained]
+
+
+class OtherEnd(NamedTuple):
+    """A corpus whose documents do not end with the token that ends documents."""
+
+    corpus: str
+    num_others: int
+    looked_at: int
+    end: int
+    """The id that ends documents."""
+    most: int
+    """The most frequent last id of the others."""
+
+
+def other_ends(source: SampleSource, eod_id: int) -> list[OtherEnd]:
+    """Return the corpora of whose first documents most end with another id, unless they were prepared without one."""
+    found = []
+    for stream in _streams(source):
+        record, first = read_record(stream.corpus.prefix), stream.documents[:ENDS_AT_START]
+        last = stream.corpus.last_tokens(np.arange(first.start, first.stop))
+        others = last[(last != eod_id) & (last >= 0)]
+        if 2 * len(others) > len(last) and (record is None or record.append_eod):
+            ids, counts = np.unique(others, return_counts=True)
+            found.append(OtherEnd(stream.corpus.prefix, len(others), len(last), eod_id, int(ids[np.argmax(counts)])))
+    return found
+
+
+def _streams(source: SampleSource) -> list[SampleStream]:
+    """Return the streams of corpora in a blend; none of random tokens."""
+    sources = source.sources if isinstance(source, Blend) else ()
+    wholes = [each.stream if isinstance(each, ContinuedStream) else each for each in sources]
+    return [each for each in wholes if isinstance(each, SampleStream)]
 
 
 class ReadAgain(NamedTuple):
@@ -249,18 +293,6 @@ def _open_corpus(prefix: str, vocab_size: int, tokenizer: str) -> IndexedTokens:
             f"them. {mend} the corpus again."
         )
     return corpus
-
-
-def _refuse_repeated(field: str, corpora: Sequence[IndexedTokens]) -> None:
-    """Refuse a corpus that stands in a blend under two names, as links and other spellings of its path are."""
-    names: dict[tuple[int, int], str] = {}
-    for corpus in corpora:
-        if corpus.identity in names:
-            raise DataError(
-                f"{field} names one corpus twice, as {names[corpus.identity]} and as {corpus.prefix}: each of its samples would "
-                "come again as another. Name it once, with the sum of the weights."
-            )
-        names[corpus.identity] = corpus.prefix
 
 
 def _digest(*values: object) -> str:

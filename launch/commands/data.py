@@ -16,7 +16,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from triaxis.engine.data.corpus.check import Checked, check
+from triaxis.engine.data.corpus.check import check
 from triaxis.engine.data.corpus.combine import bounds_of_shares, merge, split
 from triaxis.engine.data.corpus.describe import describe
 from triaxis.engine.data.corpus.indexed import IndexedTokens
@@ -144,27 +144,22 @@ def check_corpora(args: argparse.Namespace) -> int:
         corpus, record = IndexedTokens(prefix), read_record(prefix)
         tokenizer = _tokenizer(args, prefix, record)
         found, was_read = check(corpus)
-        problems = found.problems(
-            prefix, record, tokenizer.vocab_size if tokenizer else record.vocab_size if record else None
-        )
+        known = tokenizer or record
+        vocab_size, eod_id = (known.vocab_size, known.eod_id) if known else (None, None)
+        if record is not None:
+            eod_id = record.eod_id if record.append_eod else None
+        problems = found.problems(prefix, record, vocab_size, eod_id)
         is_bad |= bool(problems)
         against = "as its record has it" if record else "without a record to compare with"
         again = ", as an earlier check of this node has read it" if was_read else ""
         verdict = "\n".join(problems) or f"{prefix}: {corpus.num_tokens:,} tokens, {against}{again}"
         console.print(verdict)
-        console.print(f"  ids {found.smallest_id:,} to {found.largest_id:,}; {_all_ends(found, tokenizer, record)}")
+        ends = ", ".join(f"{count:,} documents end with id {token}" for token, count in found.ends)
+        chosen = "" if record is None or record.append_eod else ": it was prepared without an end of documents"
+        console.print(f"  ids {found.smallest_id:,} to {found.largest_id:,}; {ends}{chosen}")
         results.append({"prefix": prefix, "problems": problems, **asdict(found)})
     print_json(args, results)
     return int(is_bad)
-
-
-def _all_ends(found: Checked, tokenizer: Tokenizer | None, record: CorpusRecord | None) -> str:
-    """Describe how documents end, beside the token of the tokenizer."""
-    ends = ", ".join(f"{count:,} documents end with id {token}" for token, count in found.ends)
-    own = record.eod_id if record and record.append_eod else tokenizer.eod_id if tokenizer else None
-    if own is None or own == found.ends[0][0]:
-        return ends
-    return f"{ends}: most do NOT end with id {own}, which the tokenizer has for it, so each runs into the next one"
 
 
 def _tokenizer(args: argparse.Namespace, prefix: str, record: CorpusRecord | None) -> Tokenizer | None:

@@ -39,9 +39,23 @@ class Checked:
     largest_id: int
     ends: list[list[int]]
 
-    def problems(self, prefix: str, record: CorpusRecord | None, vocab_size: int | None) -> list[str]:
-        """Return what contradicts the record and the vocabulary of the tokenizer, in words."""
+    def problems(
+        self, prefix: str, record: CorpusRecord | None, vocab_size: int | None, eod_id: int | None
+    ) -> list[str]:
+        """Return what contradicts the record and the tokenizer, its vocabulary and its end of documents, in words.
+
+        Args:
+            prefix: of the corpus.
+            record: None where it has none.
+            vocab_size: None where no tokenizer is known.
+            eod_id: that documents should end with; None where none is known, or the corpus was prepared without one.
+        """
         found = []
+        if eod_id not in (None, self.ends[0][0]):
+            found.append(
+                f"{prefix}: most documents do NOT end with id {eod_id}, which the tokenizer has for it, so each runs into the next "
+                "one. Prepare the corpus again, or name the tokenizer and the token that made it (--tokenizer, --eod-token)."
+            )
         if record is not None:
             for path, own, recorded in (
                 (bin_path(prefix), self.bin_sha256, record.bin_sha256),

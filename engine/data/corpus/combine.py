@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path
+from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path, refuse_repeated
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record, record_path
 from triaxis.engine.errors import DataError
 from triaxis.engine.storage.files import locked, sha256_of_file, write_atomically
@@ -28,9 +28,10 @@ def merge(prefixes: Sequence[str], output: str, *, force: bool = False) -> Corpu
         The record of the new corpus; None where one of the corpora has none.
 
     Raises:
-        DataError: a corpus is missing or damaged, they are of different tokenizers, or the output exists.
+        DataError: a corpus is missing, damaged or named twice, they are of different tokenizers, or the output exists.
     """
     corpora = [IndexedTokens(prefix) for prefix in prefixes]
+    refuse_repeated("data merge", corpora, "its documents would be in the new corpus twice. Name it once.")
     records = [read_record(prefix) for prefix in prefixes]
     _check_agreement(corpora, records)
     record = None if None in records else _sum([record for record in records if record is not None])

@@ -176,8 +176,9 @@ def _ids(batch: list[Document], tokenizer: Tokenizer, findings: Findings) -> Ite
             ids = next(encoded)
             yield None if ids is None else np.array(ids, np.int64)
         elif document.content.min() < 0 or document.content.max() >= tokenizer.vocab_size:
-            smallest, largest = int(document.content.min()), int(document.content.max())
-            detail = f"it has ids from {smallest:,} to {largest:,}, and the tokenizer those from 0 to {tokenizer.vocab_size - 1:,}"
+            wrong = int(np.argmax((document.content < 0) | (document.content >= tokenizer.vocab_size)))
+            found = f"id {int(document.content[wrong]):,} at its place {wrong + 1:,}"
+            detail = f"it has {found}, and the tokenizer those from 0 to {tokenizer.vocab_size - 1:,}"
             advice = "They would mean other words. Name with --tokenizer the one that made them."
             findings.add(Kind.OTHER_IDS, replace(document.place, detail=detail), advice)
             yield None

@@ -12,10 +12,11 @@ index is checked at opening, because a wrong pointer would train on noise.
 """
 
 import hashlib
+import re
 import shlex
 import struct
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +28,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from triaxis.engine.errors import DataError
 from triaxis.engine.program import triaxis
+from triaxis.engine.storage.elsewhere import how_to_get
 from triaxis.engine.storage.files import HASH_BLOCK_BYTES, sync, sync_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -38,6 +40,7 @@ LONGEST_SEQUENCE = 2**31 - 1
 """Tokens: the format counts those of a sequence in int32."""
 CHECK_BLOCK_SEQUENCES = 2**20
 CHECK_BLOCK_TOKENS = 2**22
+PREFIXES_SHOWN = 4
 FINGERPRINT_SAMPLES = 64
 FINGERPRINT_SAMPLE_BYTES = 4096
 
@@ -50,6 +53,13 @@ def bin_path(prefix: str | Path) -> Path:
 
 def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
+
+
+def _prefixes_near(name: str) -> list[str]:
+    """Return the prefixes of the corpora that a name means which is none: with an ending, with a `/`, or of their folder."""
+    stem = re.sub(r"(\.bin|\.idx|\.json)?/*$", "", name)
+    below = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx")) if Path(name).is_dir() else []
+    return [each for each in (stem, *below) if each != name and bin_path(each).is_file() and idx_path(each).is_file()]
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -73,6 +83,12 @@ class IndexedTokens:
         self._bin_path, self._idx_path = bin_path(prefix), idx_path(prefix)
         for path in (self._idx_path, self._bin_path):
             if not path.is_file():
+                found = _prefixes_near(self.prefix)
+                if found and not self._bin_path.is_file():
+                    raise DataError(
+                        f"{prefix} is no path of a corpus, and {path} does not exist. A corpus is a pair of files, and is named by "
+                        f"their path without an ending: give {' or '.join(found[:PREFIXES_SHOWN])}"
+                    )
                 raise DataError(
                     f"{path} does not exist. A corpus is a pair of files, {self._bin_path.name} and {self._idx_path.name}; "
                     f"data.train names their path without the ending. Prepare one:  "
@@ -80,6 +96,8 @@ class IndexedTokens:
                         f"prepare --input 'TEXT/*.txt' --tokenizer {shlex.quote(tokenizer)} --output {shlex.quote(self.prefix)}"
                     )
                 )
+            if how := how_to_get(path):
+                raise DataError(f"{path} is not there yet: its tokens would be noise.{how}")
         self._read_index()
         self._check_pointers()
         self._tokens = np.memmap(self._bin_path, dtype=self.dtype, mode="r")
@@ -264,6 +282,26 @@ class IndexedTokens:
                 handle.seek(max(0, size - FINGERPRINT_SAMPLE_BYTES) * sample // (FINGERPRINT_SAMPLES - 1))
                 digest.update(handle.read(FINGERPRINT_SAMPLE_BYTES))
         return digest.hexdigest()
+
+
+def refuse_repeated(where: str, corpora: Sequence[IndexedTokens], harm: str) -> None:
+    """Refuse a corpus that is named twice, by links and other spellings of its path too.
+
+    Args:
+        where: what names the corpora, for the message.
+        corpora: in order.
+        harm: what would come of it, and what to do.
+
+    Raises:
+        DataError: two of them are one.
+    """
+    names: dict[tuple[int, int], str] = {}
+    for corpus in corpora:
+        if corpus.identity in names:
+            raise DataError(
+                f"{where} names one corpus twice, as {names[corpus.identity]} and as {corpus.prefix}: {harm}"
+            )
+        names[corpus.identity] = corpus.prefix
 
 
 class IndexedWriter:

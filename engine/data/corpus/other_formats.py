@@ -10,11 +10,13 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, field_of
-from triaxis.engine.data.corpus.streams import GZIP, ZSTANDARD
+from triaxis.engine.data.corpus.streams import GZIP, ZSTANDARD, open_plain, opener_of
+from triaxis.engine.storage.elsewhere import pointer_of
 from triaxis.engine.storage.json_text import parse_json
 
 UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc", ".xz": "xz -dc", ".bz2": "bzip2 -dc", ".lz4": "lz4 -dc"}
@@ -22,6 +24,8 @@ UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc", ".xz": "xz -dc", ".bz2": "bz
 HEAD_BYTES = 2**16
 """Bytes at the head of a file that show its form; a longer first line is taken for one of many."""
 ROWS_COMPARED = 20
+LEAST_ROWS = 3
+"""Rows that make a table of words with a blank beside the comma: prose has it too."""
 LINES = (
     "import json; x = json.load(open(0, encoding='utf-8-sig')); "
     "[print(json.dumps(one)) for one in (x if isinstance(x, list) else [x])]"
@@ -34,6 +38,8 @@ p.write_table(read(a.OSFile(name)).read_all(), to)\""""
 CONVERT = (
     "Its bytes or its commas would become one document. Convert it with\n  {command}\nand give {result} to --input."
 )
+TAKE_OUT = "Take its text out of it: of a .jsonl, each line is one document."
+AS_IT_IS = "--format text takes it as it is."
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +50,23 @@ class Refused:
         title: of the format, with its article.
         command: writes `result`; both with {file}, the command with {result} too. {unpack} writes the file, decompressed.
         result: path of a file or folder that is read, beside the file and unlike any that is there by habit.
-        advice: sentences, where no command helps.
+        advice: more sentences, or those where no command helps.
     """
 
     title: str
     command: str = ""
     result: str = ""
-    advice: str = "Take its text out of it: of a .jsonl, each line is one document."
+    advice: str = ""
 
     def refuse(self, file: InputFile, findings: Findings) -> None:
         """Add the file to the findings."""
-        advice = self.advice
+        advice = self.advice or ("" if self.command else TAKE_OUT)
         if self.command:
             result = self.result.format(file=file.path, stem=file.path.with_suffix(""))
             name = shlex.quote(str(file.path))
             unpack = f"{UNPACKERS.get(file.path.suffix.lower(), 'cat')} < {name}"
             command = self.command.format(file=name, unpack=unpack, result=shlex.quote(result))
-            advice = CONVERT.format(command=command, result=result)
+            advice = f"{CONVERT.format(command=command, result=result)} {advice}".strip()
         findings.add(Kind.OTHER_FORMAT, Place(str(file.path), detail=f"is {self.title}, which is not read"), advice)
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
@@ -80,7 +86,7 @@ def _unpacked(ending: str, result: str = "{stem}") -> Refused:
 
 
 def _table(delimiter: str, name: str) -> Refused:
-    return Refused(f"a table, {name}", f"{{unpack}} | {ROWS.format(delimiter)} > {{result}}", "{file}.jsonl")
+    return Refused(f"a table, {name}", f"{{unpack}} | {ROWS.format(delimiter)} > {{result}}", "{file}.jsonl", AS_IT_IS)
 
 
 COMMAS, TABS = _table(",", "a .csv"), _table("\\t", "a .tsv")
@@ -93,8 +99,9 @@ JSON_ARRAY = Refused("a JSON array and not lines", _AS_LINES, "{file}.jsonl")
 JSON_OBJECT = Refused("a JSON object over several lines", _AS_LINES, "{file}.jsonl")
 JSON_LINES = Refused(
     "text by its name and JSON lines by its content",
-    advice="As text it would be one document of JSON. Give --format jsonl; --format text takes it as it is.",
+    advice=f"As text it would be one document of JSON. Give --format jsonl; {AS_IT_IS}",
 )
+PDF, PICKLE = Refused("a PDF"), Refused("a pickle of Python")
 TABLES = {",": COMMAS, "\t": TABS, ";": SEMICOLONS}
 
 REFUSED: dict[str, Refused] = {
@@ -135,17 +142,43 @@ CONTENTS: tuple[tuple[int, bytes, Refused], ...] = (
         b"MMIDIDX",
         Refused("an index of a corpus", advice="Its corpus is prepared: data.train names it without the ending."),
     ),
-    (0, b"%PDF-", Refused("a PDF")),
+    (0, b"%PDF-", PDF),
     (0, b"\x89HDF", Refused("an HDF5 file")),
     (0, b"SQLite format 3\0", Refused("a database of SQLite")),
     (0, b"7z\xbc\xaf", Refused("an archive, a .7z")),
     (0, b"Rar!", Refused("an archive, a .rar")),
     (0, b"Obj\x01", Refused("a file of Avro")),
     (0, b"ORC", Refused("a file of ORC")),
-    (0, b"\x80\x04\x95", Refused("a pickle of Python")),
+    *((0, bytes([0x80, protocol]), PICKLE) for protocol in range(2, 6)),
 )
 """Where a format's content begins with what, from its specification."""
+TEXT_FORMS: tuple[tuple[re.Pattern[bytes], Refused], ...] = (
+    (re.compile(rb"%PDF-\d\.\d\s"), PDF),
+    (re.compile(rb"WARC/\d\.\d+\r?\n"), Refused("an archive of the web, a WARC")),
+    (re.compile(rb"\{\\rtf1\b"), Refused("a document of a word processor, an RTF")),
+    # Protocol 0: a dictionary, a list, an object with its arguments, or texts in a tuple; each is numbered for later use.
+    (re.compile(rb"\(*(\([dl]p\d+\n|c[\w.]+\n\w+\np\d+\n\(|\([SV].*\np\d+\n)"), PICKLE),
+)
+"""The beginnings of formats that may be letters alone, from their specifications."""
 NOT_IN_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
+
+
+def refused_file(file: InputFile) -> Refused | None:
+    """Return what a file is that its name hides, whatever it is read as: a pointer, or text in a name of compressed files.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if (pointer := pointer_of(file.path)) is not None:
+        tool, command = pointer
+        return Refused(f"a pointer of {tool} in place of the file", advice=f"Bring the file:  {command}")
+    ending = file.path.suffix.lower()
+    if ending not in (".gz", ".zst") or opener_of(file.path) is open_plain:
+        return None
+    with file.path.open("rb") as handle:
+        is_text = _is_text(handle.read(HEAD_BYTES))
+    advice = f"Is it the text, or a page about an error? Download it again, or leave {ending} out of its name."
+    return Refused(f"not compressed, though its name ends in {ending}", advice=advice) if is_text else None
 
 
 def refused_content(content: bytes | None) -> Refused | None:
@@ -176,38 +209,62 @@ def json_form(head: bytes) -> Refused | None:
 
 
 def refused_text(content: bytes | None, file: InputFile) -> Refused | None:
-    """Return the format of records that a text has by its content: each has a field of the text key's name.
+    """Return the format that a text has by its content: by its beginning, as records of JSON, or as a table with the text key.
 
     A format that the user names is taken as it is.
     """
     if file.options.format is not None or content is None:
         return None
-    key = file.options.text_key
-    lines = content[:HEAD_BYTES].removeprefix(codecs.BOM_UTF8).decode(errors="replace").splitlines()
-    if len(content) > HEAD_BYTES:
+    if (refused := next((each for form, each in TEXT_FORMS if form.match(content)), None)) is not None:
+        return refused
+    key, content = file.options.text_key, content.removeprefix(codecs.BOM_UTF8)
+    is_json = content.lstrip().startswith(b"{")
+    # A record may be longer than the head.
+    head = content if is_json else content[:HEAD_BYTES]
+    lines = [line.decode(errors="replace") for line in head.split(b"\n", ROWS_COMPARED)]
+    if len(lines) > ROWS_COMPARED or len(head) == HEAD_BYTES:
         lines = lines[:-1]
     filled = [line for line in lines if line.strip()]
     if re.match(r"\s*\[\s*\{", "".join(filled[:2])) and f'"{key}"' in "".join(filled[:ROWS_COMPARED]):
         return JSON_ARRAY
-    if filled and all(_is_record(line, key) for line in filled[:2]):
+    if is_json and filled and all(_has_field(_object(line), key) for line in filled[:2]):
         return JSON_LINES
+    if is_json and len(filled) > 1 and all(_object(line) is not None for line in filled[:ROWS_COMPARED]):
+        names = ", ".join(map(repr, _object(filled[0]) or {}))
+        advice = f"Its lines have no field {key!r}, but {names or 'none'}: name one with --format jsonl --text-key NAME. {AS_IT_IS}"
+        return replace(JSON_LINES, advice=advice)
     return next((refused for each, refused in TABLES.items() if _is_table(lines, each, key)), None)
 
 
-def _is_record(line: str, key: str) -> bool:
+def _object(line: str) -> dict[str, Any] | None:
+    """Return the JSON object of a line; None where it is none."""
     try:
-        field_of(parse_json(line), key)
-    except (ValueError, KeyError):
+        value = parse_json(line)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _has_field(value: dict[str, Any] | None, key: str) -> bool:
+    try:
+        field_of(value, key)
+    except KeyError:
         return False
     return True
 
 
 def _is_table(lines: Sequence[str], delimiter: str, key: str) -> bool:
-    """Return true for a header with the key, and rows of as many fields."""
+    """Return true for a header with the key, and rows of as many fields.
+
+    A blank beside a delimiter is the rule of prose: there the header must be words alone, over several rows.
+    """
     if not lines or key not in lines[0]:
         return False
     rows = list[list[str]]()
     with suppress(csv.Error):
         rows += csv.reader((f"{line}\n" for line in lines), delimiter=delimiter)
     header, rows = rows[0] if rows else [], [row for row in rows[1:-1] or rows[1:] if row][:ROWS_COMPARED]
-    return key in header and len(header) > 1 and bool(rows) and all(len(row) == len(header) for row in rows)
+    names = [name.strip() for name in header]
+    is_plain = names == header or (len(rows) >= LEAST_ROWS and all(re.fullmatch(r"[\w.-]+", name) for name in names))
+    is_header = key in names and len(names) > 1 and all(names) and is_plain
+    return is_header and bool(rows) and all(len(row) == len(header) for row in rows)

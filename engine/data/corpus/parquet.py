@@ -87,7 +87,8 @@ def _document(
 ) -> Iterator[Document]:
     """Yield the document of a row, or add the row to the findings."""
     if value is None or (isinstance(value, list) and None in value):
-        reading.add(Kind.NOT_TEXT, replace(place, detail="it is null, or has a null in it"), RULE)
+        what = "it is null" if value is None else f"item {value.index(None) + 1:,} of its list is null"
+        reading.add(Kind.NOT_TEXT, replace(place, detail=what), RULE)
     elif not value:
         reading.add(Kind.EMPTY_DOCUMENT, replace(place, detail="it is empty"))
     elif isinstance(value, list):

@@ -21,6 +21,7 @@ from pathlib import Path
 from triaxis.engine.data.corpus.encode import Job, make_part, start_worker
 from triaxis.engine.data.corpus.findings import Findings, Kind, OnBad, Place, Tally, add_up, is_allowed
 from triaxis.engine.data.corpus.indexed import IndexedWriter, bin_path, idx_path, smallest_dtype
+from triaxis.engine.data.corpus.other_formats import refused_file
 from triaxis.engine.data.corpus.parts import PROGRESS, SUFFIXES, Done, Part, ProgressTable, digest_of
 from triaxis.engine.data.corpus.pieces import AS_NAMED, InputFile, Piece, ReadOptions, Unit
 from triaxis.engine.data.corpus.readers import reader_of
@@ -135,7 +136,8 @@ def plan(files: Sequence[InputFile], findings: Findings) -> list[Unit]:
 
 def _pieces(file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
     try:
-        yield from reader_of(file.path, file.options).pieces(file, step, findings)
+        reader = refused_file(file) or reader_of(file.path, file.options)
+        yield from reader.pieces(file, step, findings)
     except PermissionError:
         place = Place(str(file.path), detail="may not be read by this user")
         findings.add(

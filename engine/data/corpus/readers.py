@@ -32,6 +32,7 @@ from triaxis.engine.data.corpus.parquet import Parquet
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, ReadOptions, field_of, too_long
 from triaxis.engine.data.corpus.streams import DamagedStreamError, Stream, open_plain, opener_of, split_at
 from triaxis.engine.data.corpus.token_files import TokenFile
+from triaxis.engine.errors import shown
 from triaxis.engine.storage.json_text import parse_json
 
 DAMAGED = "What follows the damage cannot be read. Copy or download the file again."
@@ -88,9 +89,11 @@ class Text:
                     reading.done_bytes = lambda: min(stream.raw.tell() - piece.start, piece.num_bytes)
                 records = _whole(stream, piece) if separator is None else split_at(separator.encode(), stream, piece)
                 for number, (at, content) in enumerate(records, start=1):
-                    if at == 0 and (other := refused_content(content) or refused_text(content, file)):
-                        other.refuse(file, reading)
-                        return
+                    if at == 0:
+                        head = _head(file.path) if content is None else content
+                        if (other := refused_content(head) or refused_text(head, file)) is not None:
+                            other.refuse(file, reading)
+                            return
                     place = Place(path)
                     if separator is not None:
                         place = Place(path, byte=at) if opener is open_plain else Place(path, f"document {number:,}")
@@ -107,6 +110,10 @@ class Text:
         except UnicodeDecodeError as error:
             detail = f"is no UTF-8 text: byte {error.start:,} is 0x{content[error.start]:02x}"
             reading.add(Kind.NOT_UTF8, replace(place, detail=detail), BINARY if b"\0" in content else NOT_UTF8)
+            return
+        if text.count("\0") * 4 > len(text):  # in UTF-16 without a mark each second byte is zero, which UTF-8 allows
+            detail = f"is no UTF-8 text: {text.count(chr(0)):,} of its {len(text):,} characters are zero"
+            reading.add(Kind.NOT_UTF8, replace(place, detail=detail), BINARY)
             return
         if file.options.separator is not None:
             # The line break on either side belongs to the separator, as in files with one on a line of its own.
@@ -195,21 +202,31 @@ def _document(line: bytes, text_key: str, place: Place, reading: Reading) -> Ite
 
 def _parse(line: bytes, text_key: str) -> tuple[Kind | None, str, Any]:
     """Return the kind of fault and its detail, or None and the text or ids; ValueError where a line is no JSON."""
-    value = parse_json(line.decode())
+    # Of a key that stands twice in an object, one text would be lost.
+    value = parse_json(line.decode(), is_unique=line.count(f'"{text_key}"'.encode()) > 1)
     try:
         content = field_of(value, text_key)
     except KeyError:
-        names = ", ".join(map(repr, value)) if isinstance(value, dict) else f"a {type(value).__name__}"
+        names = ", ".join(map(repr, value)) if isinstance(value, dict) else _named(value)
         return Kind.NO_FIELD, f"it has no field {text_key!r}, but {names or 'no field'}", ""
-    if isinstance(content, list) and content and all(type(token) is int and 0 <= token < 2**31 for token in content):
-        return None, "", content
-    if not isinstance(content, str):
-        return Kind.NOT_TEXT, f"the field {text_key!r} is a {type(content).__name__}, not text", ""
+    if isinstance(content, list) and content:
+        wrong = next((at for at, token in enumerate(content) if type(token) is not int or not 0 <= token < 2**31), None)
+        if wrong is None:
+            return None, "", content
+        detail = f"item {wrong + 1:,} of the list {text_key!r} is {shown(content[wrong])}, and ids are integers from 0 to 2^31 - 1"
+        return Kind.NOT_TEXT, detail, ""
+    if not isinstance(content, str | list):
+        return Kind.NOT_TEXT, f"the field {text_key!r} is {_named(content)}, not text", ""
     if not content:
         return Kind.EMPTY_DOCUMENT, f"the field {text_key!r} is empty", ""
     if not _is_unicode(content):
         return Kind.NOT_UNICODE, f"the field {text_key!r} has half a surrogate pair, which is no character", ""
     return None, "", content
+
+
+def _named(value: Any) -> str:
+    """Return the type of a JSON value in words."""
+    return "null" if value is None else f"a {type(value).__name__}"
 
 
 def _is_unicode(text: str) -> bool:

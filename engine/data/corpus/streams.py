@@ -75,7 +75,7 @@ def opener_of(path: Path) -> Opener:
     """Return how a file is opened; OSError where it cannot be."""
     with path.open("rb") as handle:
         head = handle.read(len(ZSTANDARD))
-    if head.startswith(GZIP) or path.name.lower().endswith(".gz"):
+    if head.startswith(GZIP) or (path.name.lower().endswith(".gz") and head != ZSTANDARD):
         return open_gzip
     return open_zstandard if head == ZSTANDARD or path.name.lower().endswith(".zst") else open_plain
 

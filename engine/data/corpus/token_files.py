@@ -21,6 +21,8 @@ LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
 """The magic numbers of llm.c's files, their versions, and the type of their tokens (llmc/dataloader.h, train_llama3.cu)."""
 LLM_C_HEADER = 256
 BLOCK_TOKENS = 2**22
+LEAST_TO_SEE = 16
+"""Tokens whose zeros are no chance."""
 RULE = "Tokens are integers: numpy's .npy, or a .bin of nanoGPT or llm.c."
 
 
@@ -77,7 +79,15 @@ def _open(path: Path, vocab_size: int) -> Tokens:
         if len(tokens) != count:
             raise ValueError(f"llm.c's head tells of {count:,} tokens, and {len(tokens):,} follow")
         return tokens
-    return np.memmap(path, dtype, "r")
+    tokens = np.memmap(path, dtype, "r")
+    first = tokens[:BLOCK_TOKENS]
+    if len(first) >= LEAST_TO_SEE and first.any() and not first[1::2].any():
+        wide = f"<u{2 * dtype.itemsize}" if len(first) % 4 or first[2::4].any() else f"<u{4 * dtype.itemsize}"
+        raise ValueError(
+            f"read as {dtype}, every second one is 0, so each has {np.dtype(wide).itemsize} bytes: numpy's .npy says it,  "
+            f'python3 -c "import numpy as n; n.save({str(path) + ".npy"!r}, n.fromfile({str(path)!r}, {wide!r}))"'
+        )
+    return tokens
 
 
 def _cut_after(tokens: Tokens, eod_id: int) -> Iterator[Tokens]:

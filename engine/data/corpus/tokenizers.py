@@ -12,6 +12,7 @@ end its own document. No special token is added either, such as a beginning of t
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from triaxis.engine.data.corpus.end_of_document import end_of_document
 from triaxis.engine.data.corpus.sentencepiece_model import SentencePieceTokenizer
 from triaxis.engine.data.corpus.tiktoken_ranks import ENDING, TiktokenTokenizer
 from triaxis.engine.errors import DataError, shown
-from triaxis.engine.storage.elsewhere import how_to_bring
+from triaxis.engine.storage.elsewhere import how_to_bring, how_to_get
 from triaxis.engine.storage.files import sha256_of_file
 from triaxis.engine.storage.json_text import parse_json
 
@@ -219,16 +220,16 @@ def _add_token(tokenizer: Any, token: dict[str, Any]) -> None:
 
 def _json_of(path: Path) -> dict[str, Any]:
     """Read a file of a tokenizer's folder; empty where there is none."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
     try:
-        content: dict[str, Any] = parse_json(path.read_bytes())
+        content: dict[str, Any] = parse_json(path.read_bytes(), is_unique=True)
         if not isinstance(content, dict):
             raise ValueError("it is no mapping of keys to values")
         return content
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise DataError(
-            f"{path} is no JSON ({error}), so the tokens that it names are unknown. Copy it again."
+            f"{path} cannot be read as a JSON object ({error}), so the tokens that it names are unknown. Copy it again."
         ) from error
 
 
@@ -346,6 +347,9 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
         DataError: see the kinds; or an end-of-document token for bytes, which have their own.
     """
     path, pattern = split_name(name)
+    for file in (path, *(path / each for each in (TOKENIZER_JSON, SENTENCEPIECE, CONFIG, SPECIAL_TOKENS))):
+        if file.is_file() and (how := how_to_get(file)):
+            raise DataError(f"{file} is not there yet, and without it ids and words would not agree.{how}")
     return next(kind for kind in KINDS if kind.fits(path, pattern)).open(path, pattern, eod_token)
 
 

@@ -19,7 +19,7 @@ from triaxis.engine.config.plan import BatchPlan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.deal import windows_of
 from triaxis.engine.context_parallel.imbalance import predicted_imbalance
-from triaxis.engine.data.datasets import ReadAgain
+from triaxis.engine.data.datasets import OtherEnd, ReadAgain
 from triaxis.engine.data.document_statistics import UNBROKEN, DocumentStatistics
 from triaxis.engine.errors import attempt_name, counted
 from triaxis.engine.program import triaxis
@@ -57,6 +57,8 @@ class Start:
         documents: within which tokens attend; None: across them.
         unbroken: corpora that seem to have no document ends.
         read_again: corpora of whose part a validation asks more samples than it holds.
+        trained: corpora of validation that are trained on too.
+        other_ends: corpora whose documents end with another id than the run's end of a document.
     """
 
     config: Config
@@ -72,6 +74,8 @@ class Start:
     documents: DocumentStatistics | None = None
     unbroken: Sequence[str] = ()
     read_again: Sequence[ReadAgain] = ()
+    trained: Sequence[str] = ()
+    other_ends: Sequence[OtherEnd] = ()
 
 
 def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
@@ -86,6 +90,11 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         ("memory" if start.device_type == "cpu" else MEMORY[start.device_type], start.memory),
         *_documents(start),
         *(("validation", _again(each)) for each in start.read_again),
+        *(
+            ("validation", f"{each} is what the run trains on: its loss is not that of unseen text")
+            for each in start.trained
+        ),
+        *(("documents", _other_end(each)) for each in start.other_ends),
         *_activations(start),
         ("parameters", "\n".join(comparison(start.counted, start.listed, start.config.model))),
         ("FLOPs", "\n".join(_flops(meter, start))),
@@ -144,6 +153,15 @@ def _again(read: ReadAgain) -> str:
         f"asks {read.corpus} for {counted(read.asked, 'sample')}, and its part holds {read.held:,}: each is read up to "
         f"{-(-read.asked // read.held):,} times, which makes the loss no more exact. Lower eval.steps, or give validation more "
         "documents (data.split, data.valid)"
+    )
+
+
+def _other_end(found: OtherEnd) -> str:
+    """Describe documents that do not end with the token that ends documents."""
+    return (
+        f"{found.corpus}: {found.num_others:,} of the first {found.looked_at:,} documents do not end with id {found.end}, the "
+        f"tokenizer's end of a document; most of them end with id {found.most}. If the tokenizer is the right one, generation "
+        "would never stop: prepare the text again, or name the right one (data.tokenizer)"
     )
 
 

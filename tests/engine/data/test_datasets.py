@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,14 @@ import pytest
 from triaxis.engine.config.data import DataConfig
 from triaxis.engine.data import datasets as datasets_module
 from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
-from triaxis.engine.data.datasets import Datasets, open_datasets, read_again, unbroken_corpora
+from triaxis.engine.data.datasets import (
+    Datasets,
+    open_datasets,
+    other_ends,
+    read_again,
+    trained_and_validated,
+    unbroken_corpora,
+)
 from triaxis.engine.data.samples import SampleSource
 from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.errors import DataError
@@ -58,6 +66,29 @@ def test_a_corpus_under_two_names_is_refused(corpora: tuple[str, str], tmp_path:
     for again in (corpora[0], f"{Path(corpora[0]).parent}/./first", str(tmp_path / "link" / "first")):
         with pytest.raises(DataError, match=r"data\.train names one corpus twice, as .*first and as"):
             opened(train=[{"path": corpora[0]}, {"path": again}])
+
+
+def test_a_corpus_that_is_trained_and_validated_is_refused_or_said(corpora: tuple[str, str], tmp_path: Path) -> None:
+    """By another name it is a mistake; by one name it is meant, and a copy may be."""
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"hard{suffix}").hardlink_to(f"{corpora[0]}{suffix}")
+        shutil.copy(f"{corpora[0]}{suffix}", tmp_path / f"copy{suffix}")
+    for again in (str(tmp_path / "hard"), f"{tmp_path}/./first"):
+        with pytest.raises(DataError, match=r"data\.train with data\.valid names one corpus twice, as .*first and as"):
+            opened(train=list(corpora), valid=[again])
+    for said in (corpora[0], str(tmp_path / "copy")):
+        assert trained_and_validated(opened(train=list(corpora), valid=[said])) == [said]
+    assert trained_and_validated(opened(train=[corpora[0]], valid=[corpora[1]])) == []
+    assert trained_and_validated(opened(train=[corpora[0]], split=(50, 50, 0))) == []
+
+
+def test_documents_that_end_with_another_id_are_named(write_corpus: Callable[..., str]) -> None:
+    good, other = (
+        write_corpus([np.array([5, 6, 7, 9])] * 9, "good"),
+        write_corpus([np.array([5, 6, 7, 2])] * 9, "other"),
+    )
+    train = opened(train=[good, other], split=(1, 0, 0)).train
+    assert other_ends(train, 9) == [(other, 9, 9, 9, 2)] and other_ends(train, 2) == [(good, 9, 9, 2, 9)]
 
 
 @pytest.mark.parametrize("wrong", [-1, 2000])

@@ -124,8 +124,18 @@ def test_a_corpus_is_checked_once_and_its_damage_is_named(capsys: pytest.Capture
         and "ids from 32 to 999, and the tokenizer has those from 0 to 256" in out
     )
     Path("one.json").unlink()
+    assert main(["data", "check", "one", "--tokenizer", "bytes"]) == 1, "an id outside"
+    content[4:6] = content[-2:] = (32).to_bytes(2, "little")
+    Path("one.bin").write_bytes(content)
+    assert main(["data", "check", "one", "--tokenizer", "bytes"]) == 0, "most documents end"
+    for at in [*range(22, len(content), 22), len(content)]:
+        content[at - 2 : at] = (32).to_bytes(2, "little")
+    Path("one.bin").write_bytes(content)
+    capsys.readouterr()
+    assert main(["data", "check", "one", "--tokenizer", "bytes"]) == 1
+    assert "one: most documents do NOT end with id 256, which the tokenizer has for it" in capsys.readouterr().out
     (found,) = json.loads(said(capsys, "data", "check", "one", "--json"))
-    assert (found["largest_id"], found["ends"], found["problems"]) == (999, [[256, 10]], [])
+    assert (found["largest_id"], found["ends"], found["problems"]) == (117, [[32, 10]], [])
 
 
 def test_speed_and_time_left_are_of_this_start(monkeypatch: pytest.MonkeyPatch) -> None:

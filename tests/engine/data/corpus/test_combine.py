@@ -123,6 +123,11 @@ def test_what_does_not_belong_together_is_refused(corpora: list[str], tmp_path: 
         writer.add_document([1])
     with pytest.raises(DataError, match=r"holds uint16 and .* int32"):
         merge([one, str(tmp_path / "wide")], str(tmp_path / "out"))
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"link{suffix}").symlink_to(f"{one}{suffix}")
+    for again in (one, str(tmp_path / "link")):
+        with pytest.raises(DataError, match=r"data merge names one corpus twice.*Name it once"):
+            merge([one, corpora[1], again], str(tmp_path / "out"))
     with pytest.raises(DataError, match="is one of the corpora that are read"):
         merge([one, corpora[1]], one)
     with pytest.raises(DataError, match="exists, and runs that read it would change"):

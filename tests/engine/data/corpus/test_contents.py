@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import lzma
+import pickle
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,10 +18,10 @@ import pytest
 import zstandard
 
 from triaxis.engine.data.corpus.encode import documents
-from triaxis.engine.data.corpus.findings import Kind, Reading, Vocabulary
+from triaxis.engine.data.corpus.findings import Findings, Kind, Reading, Vocabulary
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.pieces import InputFile, ReadOptions
-from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
+from triaxis.engine.data.corpus.prepare import PrepareRequest, plan, prepare
 from triaxis.engine.data.corpus.readers import reader_of
 from triaxis.engine.data.corpus.record import CorpusRecord
 from triaxis.engine.data.corpus.tokenizers import BytesTokenizer
@@ -58,6 +59,8 @@ NAMED = {
     "array.jsonl": (json.dumps(ROWS).encode(), "a JSON array"),
     "object.jsonl": (json.dumps(ROWS[0], indent=1).encode(), "a JSON object over several lines"),
     "table.dat": (b'text,id\n"one, two",1\nthree,2\n', r"a table, a \.csv"),
+    "one.dat": (b"text,id\nhello,1\n", r"a table, a \.csv.*--format text takes it as it is"),
+    "spaces.dat": (b"id, text\n1, a\n2, b\n3, c\n4, d\n", r"a table, a \.csv"),
     "table.text": (b"id\ttext\n1\tone, two\n2\tthree\n", r"a table, a \.tsv"),
     "lines.gz": (gzip.compress(LINES), "JSON lines by its content"),
     "twice.txt.gz": (gzip.compress(gzip.compress(LINES)), r"compressed, a \.gz"),
@@ -69,6 +72,21 @@ NAMED = {
         r"a \.parquet by its content",
     ),
     "paper.txt": (b"%PDF-1.4\n%\xe2\xe3\xcf\xd3\n", "a PDF"),
+    "letters.txt": (b"%PDF-1.4\n1 0 obj\n<< >>\n", "a PDF"),
+    "crawl.txt.gz": (gzip.compress(b"WARC/1.0\r\nWARC-Type: conversion\r\n\r\ntext"), "a WARC"),
+    "letter.txt": (b"{\\rtf1\\ansi text}", "an RTF"),
+    **{
+        f"pickle{number}": (pickle.dumps(value, protocol), "a pickle of Python")
+        for number, (value, protocol) in enumerate(
+            ((["text"], 0), ({"text": 1}, 0), (("text", 1), 0), (np.zeros(2), 0), (([1], 2), 0), (["text"], 2))
+        )
+    },
+    "keyless.txt": (
+        b'{"id": 1}\n{"id": 2}\n',
+        "JSON lines by its content.*have no field 'text', but 'id': .*--text-key NAME",
+    ),
+    "separators.txt": ('{"text": "a\u2028b"}\n'.encode() * 2, "JSON lines by its content"),
+    "long.txt": (b"\n".join([json.dumps({"body": "x" * 70_000}).encode()] * 2), "JSON lines by its content"),
     "scores.jsonl": (b"\x89HDF\r\n\x1a\n\0\0", "an HDF5 file"),
 }
 
@@ -77,13 +95,17 @@ NAMED = {
 def test_a_content_that_its_name_does_not_promise_is_refused_by_name(tmp_path: Path, name: str) -> None:
     content, title = NAMED[name]
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(DataError, match=rf"{name} is .*{title}.*which is not read"):
+    with pytest.raises(DataError, match=rf"(?s){name} is .*{title}"):
         read(tmp_path / name)
 
 
 AS_TEXT = [
     b"text",
-    b'{"id": 1}\n{"id": 2}\n',  # without the field, nothing says that its lines are documents
+    b'{"id": 1}\n',
+    b'{"id": 1}\n{"id": 2}\nare lines of an example\n',
+    b"text, he said\nhello, you",
+    b"text; and\nmore; of it",
+    b"(See the source\nc.\nVersion\n",
     b"text, as in this sentence\nand, well, another one\n",
     b"BZh, or ORC: names of formats in a text\n",
     b"[1] A reference.\n[2] Another.\n",
@@ -94,6 +116,33 @@ AS_TEXT = [
 def test_a_text_that_looks_like_little_else_stays_a_text(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.txt").write_bytes(content)
     assert read(tmp_path / "a.txt") == [content.decode()]
+
+
+def test_what_stands_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    """A pointer is text, and would be a document, or the ids that its letters spell."""
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:%s\nsize 12345\n" % (b"0f" * 32)
+    for name, content, message in (
+        *(
+            (name, pointer, "a pointer of Git LFS.*git lfs pull")
+            for name in ("a.txt", "b.jsonl", "c.bin", "d.parquet", "e.gz")
+        ),
+        ("f", b"/annex/objects/SHA256E-s5--ab.txt\n", "a pointer of git-annex.*git annex get"),
+        ("g.txt.gz", b"a text", r"not compressed, though its name ends in \.gz"),
+        ("h.ZST", b"<html>404</html>", r"not compressed, though its name ends in \.zst"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(DataError, match=rf"(?s){name} is {message}"):
+            plan([InputFile.of(tmp_path / name)], Findings("stop"))
+    for name, content in (("i", pointer + b"is what a pointer looks like"), ("j.gz", zstandard.compress(b"text"))):
+        (tmp_path / name).write_bytes(content)
+        assert plan([InputFile.of(tmp_path / name)], Findings("stop"))
+    assert read(tmp_path / "j.gz") == ["text"]
+
+
+def test_utf_16_without_a_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("text".encode("utf-16-le"))
+    with pytest.raises(DataError, match=r"4 of its 8 characters are zero.*iconv"):
+        read(tmp_path / "a.txt")
 
 
 def test_a_format_that_is_given_counts(tmp_path: Path) -> None:
@@ -216,10 +265,13 @@ def test_lists_of_ids_are_tokens(tmp_path: Path) -> None:
 def test_what_holds_no_tokens_is_named(tmp_path: Path) -> None:
     floats = in_memory(lambda to: np.save(to, np.ones(3)))
     short = llm_c(20240520, "<u2")[:-2]
+    flat, wide = np.arange(20), r"every second one is 0, so each has {} bytes.*n\.fromfile\('.*{}', '<u{}'\)"
     for name, content, message in (
         ("a.npy", floats, r"holds no tokens \(it has float64"),
         ("b.bin", b"odd", "holds no tokens"),
         ("c.bin", short, "tells of 7 tokens, and 6 follow"),
+        ("e.bin", flat.astype("<u4").tobytes(), wide.format(4, "e.bin", 4)),
+        ("f.bin", flat.astype("<i8").tobytes(), wide.format(8, "f.bin", 8)),
         ("d.bin", llm_c(20240520, "<u4"), "has version 7, and 1 is known"),
     ):
         (tmp_path / name).write_bytes(content)
@@ -228,6 +280,34 @@ def test_what_holds_no_tokens_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.idx").write_bytes(b"MMIDIDX")
     with pytest.raises(DataError, match=r"half of a corpus.*data\.train"):
         read(tmp_path / "c.bin")
+
+
+def test_an_item_that_is_no_id_is_named(tmp_path: Path) -> None:
+    for ids, message in (
+        ([5, -2, 3], "item 2 of the list 'ids' is -2, and ids are integers"),
+        ([5, 3, 2.5], "item 3 of the list 'ids' is 2.5"),
+        ([5, True], "item 2 of the list 'ids' is True"),
+        ([], "the field 'ids' is empty"),
+        (None, "the field 'ids' is null, not text"),
+    ):
+        (tmp_path / "a.jsonl").write_text(json.dumps({"ids": ids}))
+        reading = Reading("skip")
+        file = InputFile.of(tmp_path / "a.jsonl", ReadOptions("ids"))
+        pieces = list(reader_of(file.path, file.options).pieces(file, 1000, reading))
+        assert not list(documents(pieces[0], reading))
+        (found,) = reading.tally.values()
+        assert message in found.places[0].detail
+    parquet.write_table(arrow.table({"ids": [[1, 2], [1, None]]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="row 2: item 2 of its list is null"):
+        read(tmp_path / "a.parquet", text_key="ids")
+
+
+def test_a_key_with_two_texts_is_no_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "lost", "text": "kept"}\n')
+    with pytest.raises(DataError, match="line 1: it gives 'text' two values"):
+        read(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text('{"text": "kept", "meta": {"text": "another"}, "id": 1}\n')
+    assert read(tmp_path / "a.jsonl") == ["kept"]
 
 
 class Words(BytesTokenizer):

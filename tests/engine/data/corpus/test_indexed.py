@@ -128,6 +128,22 @@ def test_floats_are_no_tokens(tmp_path: Path) -> None:
         IndexedWriter(tmp_path / "x", "float32")
 
 
+def test_a_path_that_means_a_corpus_is_told_its_prefix(write_corpus: Callable[..., str], tmp_path: Path) -> None:
+    prefix = write_corpus([np.arange(3)], "corpus")
+    for name in (f"{prefix}.bin", f"{prefix}.idx", f"{prefix}/", str(tmp_path)):
+        with pytest.raises(DataError, match=rf"^{name} is no path of a corpus.*: give {prefix}$"):
+            IndexedTokens(name)
+    with pytest.raises(DataError, match="Prepare one"):
+        IndexedTokens(f"{prefix}2.bin")
+
+
+def test_a_pointer_in_place_of_tokens_is_named(write_corpus: Callable[..., str]) -> None:
+    prefix = write_corpus([np.arange(3)])
+    bin_path(prefix).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0f' * 32}\nsize 6\n")
+    with pytest.raises(DataError, match=r"\.bin is not there yet.*git lfs pull"):
+        IndexedTokens(prefix)
+
+
 def _change(path: Path, offset: int, data: bytes) -> None:
     content = bytearray(path.read_bytes())
     content[offset : offset + len(data)] = data

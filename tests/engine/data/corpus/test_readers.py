@@ -176,6 +176,7 @@ DAMAGES: dict[str, tuple[Kind, str, str]] = {
     "cut.jsonl.gz": (Kind.DAMAGED_FILE, r"cut\.jsonl\.gz, line \d+: the file is damaged or truncated here", "lines"),
     "cut.jsonl.zst": (Kind.DAMAGED_FILE, r"cut\.jsonl\.zst, line \d+: .*in the middle of a frame", "lines"),
     "other.txt.gz": (Kind.DAMAGED_FILE, r"other\.txt\.gz is damaged or truncated \(Not a gzipped file", ""),
+    "plain.txt.gz": (Kind.OTHER_FORMAT, r"plain\.txt\.gz is not compressed", ""),
     "cut.parquet": (Kind.DAMAGED_FILE, r"cut\.parquet is no whole parquet file", ""),
     "page.parquet": (Kind.DAMAGED_FILE, r"page\.parquet, rows 11 to 20: they are damaged", "rows"),
     "column.parquet": (Kind.NO_FIELD, r"column\.parquet has no column 'text', but 'content', 'id'", ""),
@@ -206,7 +207,8 @@ def make_damages(folder: Path) -> None:
         "cut.jsonl.gz": gzip.compress(GOOD)[:-300],
         # Two frames, of which the second is cut.
         "cut.jsonl.zst": zst(GOOD) + zst(GOOD)[:-20],
-        "other.txt.gz": b"never compressed",
+        "other.txt.gz": b"\0" * 20,
+        "plain.txt.gz": b"never compressed",
         "empty.txt": b"",
         "gone.txt": b"x",
         "whole.txt": b"good whole",

@@ -199,6 +199,7 @@ def test_a_folder_with_a_sentencepiece_model_alone(files: Path, tmp_path: Path) 
     "content",
     [
         *("[]", "null", '"text"', "{", '{"eos_token": 3}', '{"eos_token": ["</s>"]}', '{"eos_token": {"content": 3}}'),
+        '{"eos_token": "</s>", "eos_token": "<s>"}',
         *('{"eos_token": {"special": true}}', '{"added_tokens_decoder": [1]}', '{"added_tokens_decoder": "x"}'),
         *('{"added_tokens_decoder": {"x": {}}}', '{"added_tokens_decoder": {"1": "x"}}'),
         *('{"added_tokens_decoder": {"1": {}}}', '{"added_tokens_decoder": {"1": {"content": 1}}}'),
@@ -210,11 +211,27 @@ def test_files_of_a_folder_with_values_of_a_wrong_type(files: Path, tmp_path: Pa
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         shutil.copy(files / "tokenizer.json", tmp_path)
         (tmp_path / name).write_text(content)
-        with pytest.raises(DataError, match=f"{name}(:| is no JSON)"):
+        with pytest.raises(DataError, match=f"{name}(:| cannot be read as a JSON object)"):
             load_tokenizer(str(tmp_path))
         if "added_tokens" in content:
             break
         (tmp_path / name).unlink()
+
+
+def test_a_file_of_a_folder_that_cannot_be_read_is_not_passed_over(files: Path, tmp_path: Path) -> None:
+    shutil.copy(files / "tokenizer.json", tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.symlink_to("blobs/gone")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json cannot be read as a JSON object \(.*No such file"):
+        load_tokenizer(str(tmp_path))
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DataError, match=r"tokenizer_config\.json cannot be read as a JSON object \(.*Is a directory"):
+        load_tokenizer(str(tmp_path))
+    path.rmdir()
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0f' * 32}\nsize 6\n")
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is not there yet.*git lfs pull"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_model_needs_embeddings_for_what_text_can_be(files: Path, tmp_path: Path) -> None:
