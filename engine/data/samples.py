@@ -11,14 +11,17 @@ are not used in it; the next epoch has another order. The stream is endless, and
 run. A sample carries the lengths of its documents, from the corpus' index; an end-of-document token inside a text ends nothing.
 """
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from triaxis.engine.data import order_pieces
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.epoch_index import EpochIndex, EpochKey, open_epoch
 from triaxis.engine.data.index_cache import Progress
@@ -26,6 +29,8 @@ from triaxis.engine.errors import DataError
 
 EPOCHS_KEPT_OPEN = 2
 """Open epochs: at a boundary, samples of two alternate."""
+AHEAD = 0.9
+"""The part of an epoch behind which the order of the next one is built."""
 
 
 class Sample(NamedTuple):
@@ -123,6 +128,7 @@ class SampleStream:
                 f"documents (data.split), prepare a larger corpus, or lower model.seq_length."
             )
         self._epochs: OrderedDict[int, EpochIndex] = OrderedDict()
+        self._opened_ahead = 0
 
     @property
     def identity(self) -> tuple[str, int, int, int]:
@@ -152,7 +158,9 @@ class SampleStream:
         Raises:
             DataError: a token is not in the model's vocabulary, or the index cache cannot be written.
         """
-        return self.read(self.parts(sample_id), sample_id)
+        sample = self.read(self.parts(sample_id), sample_id)
+        self._open_ahead(sample_id)
+        return sample
 
     def read(self, parts: Sequence[DocumentPart], sample_id: int, joins: Sequence[int] = ()) -> Sample:
         """Return the sample that is made of these parts of documents.
@@ -188,16 +196,39 @@ class SampleStream:
         """Return the epoch of a sample, from 0."""
         return sample_id // self.samples_per_epoch
 
-    def epoch(self, epoch: int) -> EpochIndex:
-        """Return the order of an epoch; the last ones stay open."""
-        if epoch not in self._epochs:
+    def _open_ahead(self, sample_id: int) -> None:
+        """Open the next epoch in a thread where a sample lies late in its own and the build would be a pause.
+
+        The thread follows no progress, so a watch of this rank sees what the rank itself does. It has the priority of others: one
+        that gets no core while it holds Python's lock would stop them. Where it fails, or is not done at the end of the epoch,
+        `epoch` builds, waits for it or raises.
+        """
+        epoch, place = divmod(sample_id, self.samples_per_epoch)
+        is_long = 2 * len(self.documents) + self.samples_per_epoch > order_pieces.PIECE
+        if not is_long or place < AHEAD * self.samples_per_epoch or self._opened_ahead > epoch:
+            return
+        self._opened_ahead = epoch + 1
+
+        def work() -> None:
+            with suppress(DataError, OSError):
+                self.epoch(epoch + 1, Progress())
+
+        # A daemon: the end of a run does not wait for an epoch that it never reads.
+        threading.Thread(target=work, name=f"order of epoch {epoch + 1}", daemon=True).start()
+
+    def epoch(self, epoch: int, progress: Progress | None = None) -> EpochIndex:
+        """Return the order of an epoch; the last ones stay open. `progress` follows the build, in place of the stream's own."""
+        index = self._epochs.get(epoch)
+        if index is None:
             key = EpochKey(
                 self._fingerprint, self.documents.start, self.documents.stop, self.seq_length, self.seed, epoch
             )
-            self._epochs[epoch] = open_epoch(self.cache_dir, key, self._lengths, self.samples_per_epoch, self._progress)
+            index = self._epochs[epoch] = open_epoch(
+                self.cache_dir, key, self._lengths, self.samples_per_epoch, progress or self._progress
+            )
             while len(self._epochs) > EPOCHS_KEPT_OPEN:
                 self._epochs.popitem(last=False)
-        return self._epochs[epoch]
+        return index
 
     def parts(self, sample_id: int) -> list[DocumentPart]:
         """List the parts of documents that make the s + 1 tokens of a sample, in order; a document without tokens has none."""

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 PER_COUNT = 4
 """Numbers that Philox makes at each count of its counter."""
+DRAWN_AT_ONCE = 2**20
+"""Numbers of one call, some milliseconds: numpy holds Python's lock, and an order may be built while a run trains."""
 
 
 def random_bits(count: int, *key: int | str, skip: int = 0) -> NDArray[np.uint64]:
@@ -26,7 +28,11 @@ def random_bits(count: int, *key: int | str, skip: int = 0) -> NDArray[np.uint64
     """
     assert skip % PER_COUNT == 0, skip
     digest = hashlib.sha256(json.dumps(key).encode()).digest()
-    return np.random.Philox(key=int.from_bytes(digest[:16], "little"), counter=skip // PER_COUNT).random_raw(count)
+    source = np.random.Philox(key=int.from_bytes(digest[:16], "little"), counter=skip // PER_COUNT)
+    bits = np.empty(count, np.uint64)
+    for start in range(0, count, DRAWN_AT_ONCE):
+        bits[start : start + DRAWN_AT_ONCE] = source.random_raw(min(DRAWN_AT_ONCE, count - start))
+    return bits
 
 
 def permutation(count: int, *key: int | str) -> NDArray[np.int64]:

@@ -1,7 +1,8 @@
 """The orders of the first epochs, built before the ranks meet: groups would time out, and a watch would see ranks stand still.
 
 before any group     the first process of each node builds, the others wait for its lock; progress on standard error
-in the run           the order of a later epoch: the heartbeat says that the rank builds (`engine/resilience/hang`)
+in the run           a later epoch, ahead in the background (`engine/data/samples.py`); where the epoch begins before it is done,
+                     the heartbeat says that the rank builds (`engine/resilience/hang`)
 """
 
 import sys

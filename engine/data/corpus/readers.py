@@ -215,10 +215,10 @@ def _parse(line: bytes, text_key: str) -> tuple[Kind | None, str, Any]:
             return None, "", content
         detail = f"item {wrong + 1:,} of the list {text_key!r} is {shown(content[wrong])}, and ids are integers from 0 to 2^31 - 1"
         return Kind.NOT_TEXT, detail, ""
-    if not isinstance(content, str | list):
-        return Kind.NOT_TEXT, f"the field {text_key!r} is {_named(content)}, not text", ""
-    if not content:
+    if content in ("", []):
         return Kind.EMPTY_DOCUMENT, f"the field {text_key!r} is empty", ""
+    if not isinstance(content, str):
+        return Kind.NOT_TEXT, f"the field {text_key!r} is {_named(content)}, not text", ""
     if not _is_unicode(content):
         return Kind.NOT_UNICODE, f"the field {text_key!r} has half a surrogate pair, which is no character", ""
     return None, "", content

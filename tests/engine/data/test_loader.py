@@ -2,14 +2,20 @@
 
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from triaxis.engine.config.data import AttentionScope, PositionOrigin
+from triaxis.engine.config.data import AttentionScope, DataConfig, PositionOrigin
+from triaxis.engine.data import order_pieces
+from triaxis.engine.data import samples as samples_module
+from triaxis.engine.data.blend import Blend
+from triaxis.engine.data.datasets import open_datasets
 from triaxis.engine.data.loader import Batches, MicroBatch
-from triaxis.engine.data.samples import Sample, input_lengths
+from triaxis.engine.data.samples import Sample, SampleStream, input_lengths
 from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.errors import DataError
 
@@ -37,6 +43,38 @@ def rows(step: list[MicroBatch]) -> dict[int, list[int]]:
         for microbatch in step
         for sample_id, tokens in zip(microbatch.sample_ids, microbatch.tokens, strict=True)
     }
+
+
+def test_the_order_of_the_next_epoch_is_built_ahead(
+    write_corpus: Callable[..., str], numbered_documents: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late in an epoch that is long for its pieces; a short one waits for no build worth a thread."""
+    prefix = write_corpus(numbered_documents)
+    dataset = open_datasets(DataConfig(train=[prefix], split=(1, 0, 0)), 8, 3, vocab_size=5000).train
+    assert isinstance(dataset, Blend)
+    (stream,) = dataset.sources
+    assert isinstance(stream, SampleStream)
+    late = int(0.9 * stream.samples_per_epoch)
+
+    def built() -> list[int]:
+        for thread in threading.enumerate():
+            if thread.name == "order of epoch 1":
+                thread.join()
+        return sorted(int(path.name[6:10]) for path in Path(f"{prefix}.cache").glob("*.index"))
+
+    dataset[late + 1]
+    assert built() == [0]
+    monkeypatch.setattr(order_pieces, "PIECE", 16)
+    dataset[late - 1]
+    dataset.lengths(late + 1)  # of a report, which builds nothing
+    assert built() == [0]
+    batches = open_batches(dataset, dp=1, consumed=late - 6, ahead=1)
+    batches.next_step()
+    batches.close()
+    assert built() == [0, 1]
+    monkeypatch.setattr(samples_module, "open_epoch", None)
+    assert np.array_equal(np.sort(stream.epoch(1).sample_order), np.arange(stream.samples_per_epoch)), "it is open"
+    dataset[late + 1]  # nothing is built twice
 
 
 def test_a_microbatch_is_its_samples() -> None:

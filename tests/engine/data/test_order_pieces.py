@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from triaxis.engine.data import order_pieces
+from triaxis.engine.data import order_pieces, shuffle
 from triaxis.engine.data.epoch_index import EpochIndex, EpochKey, build_epoch, open_epoch
 from triaxis.engine.data.index_cache import Progress
 from triaxis.engine.data.shuffle import random_bits
@@ -44,8 +44,10 @@ def is_whole(index: EpochIndex) -> bool:
     return all(np.array_equal(getattr(index, name), getattr(whole, name)) for name in EpochIndex.__slots__)
 
 
-def test_numbers_go_on_where_others_end() -> None:
+def test_numbers_go_on_where_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = random_bits(100, "documents", 3, 1)
+    monkeypatch.setattr(shuffle, "DRAWN_AT_ONCE", 7)
+    assert np.array_equal(random_bits(100, "documents", 3, 1), whole)
     assert np.array_equal(random_bits(36, "documents", 3, 1, skip=64), whole[64:])
 
 

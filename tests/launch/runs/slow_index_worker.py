@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import triaxis.launch.pretrain_gpt as worker
-from triaxis.engine.data import order_pieces
+from triaxis.engine.data import order_pieces, samples
 from triaxis.launch.rank import first_orders
 from triaxis.launch.start.process.ending import run_rank
 
@@ -16,6 +16,7 @@ PIECE_SECONDS = 0.4
 def main(words: Sequence[str]) -> int:
     """Train, slowly where an order is built."""
     order_pieces.PIECE = PIECE
+    samples.AHEAD = 1.0  # never: a later epoch too is built where the loader waits for it, under the watch
     first_orders.QUIET_SECONDS = first_orders.SAY_AGAIN_SECONDS = 0.0
     piece = first_orders.OrderProgress.piece
 
