@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from triaxis.engine.storage.elsewhere import how_to_bring
+from triaxis.engine.storage.elsewhere import how_to_bring, why_no_path
 
 _VARIABLE = re.compile(r"\$\{?\w+\}?")
 
@@ -19,7 +19,7 @@ def local_path(text: str) -> str:
     """Return a path with `~` and `$NAME` expanded.
 
     Raises:
-        ValueError: an address of another machine, a variable that is not set, or a NUL.
+        ValueError: an address of another machine, a variable that is not set, a NUL, or a text that is too long.
     """
     if "://" in text:
         raise ValueError(how_to_bring(text).strip())
@@ -33,6 +33,8 @@ def local_path(text: str) -> str:
         )
     if "\0" in expanded:
         raise ValueError("a NUL is in it, which no path can have")
+    if why := why_no_path(expanded):
+        raise ValueError(why)
     return expanded
 
 

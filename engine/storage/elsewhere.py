@@ -1,10 +1,13 @@
 """Things on other machines: names of them where a path belongs, and files that stand for them (no torch here)."""
 
+import os
 import re
 import shlex
 from pathlib import Path
 
 _ADDRESS = re.compile(r"(\w+):/+(.*)")
+_LOST_SLASH = re.compile(r"^(\w+):/(?!/)")
+_LOCAL = " Nothing is read from other machines, or written to them"
 _HUB_NAME = re.compile(r"(?:datasets/)?[\w.-]+/[\w.-]+")
 _POINTERS = (
     (
@@ -18,6 +21,33 @@ _POINTER_BYTES = 2**12
 """More than a pointer has: that of Git LFS is less than 1,024 bytes long by its specification."""
 
 
+MOST_BYTES = 4095
+"""Bytes of a path in Linux."""
+MOST_NAME_BYTES = 255
+"""Bytes between two slashes in Linux."""
+MOST_NAMES = 512
+"""Names in a path: Python makes missing folders by a call inside a call, and ends at 1,000 of them."""
+
+
+def as_typed(path: str | Path) -> str:
+    """Return a path's text; an address has both its slashes, of which pathlib keeps one."""
+    return _LOST_SLASH.sub(r"\1://", str(path))
+
+
+def why_no_path(name: str | Path) -> str:
+    """Return why a text can be no path of this machine, and what to do; "" for one that can."""
+    if _ADDRESS.match(str(name)):
+        return how_to_bring(name).strip()
+    content = os.fsencode(name)
+    names = content.split(b"/")
+    if len(content) <= MOST_BYTES and len(names) <= MOST_NAMES and max(map(len, names)) <= MOST_NAME_BYTES:
+        return ""
+    return (
+        f"A path has at most {MOST_BYTES:,} bytes, {MOST_NAMES} names, and {MOST_NAME_BYTES} bytes in each; no file can be there. "
+        "Give a shorter one."
+    )
+
+
 def how_to_bring(name: str | Path) -> str:
     """Return the sentence that says how a name on another machine becomes a folder here; "" for a path.
 
@@ -25,14 +55,15 @@ def how_to_bring(name: str | Path) -> str:
         name: an address (`s3://bucket/x`, `hf://owner/name`; pathlib writes one `/`), or `owner/name` of the Hugging Face Hub.
     """
     text = str(name)
-    if (match := _ADDRESS.fullmatch(text)) and match[1] != "hf":
-        return " Nothing is read from other machines: copy it to a folder here with the tool of its store, and give that path."
+    match = _ADDRESS.fullmatch(text)
+    if match and not (match[1] == "hf" and _HUB_NAME.fullmatch(match[2])):
+        return f"{_LOCAL}: give a path here, and copy between the two with the tool of the store."
     repository = match[2] if match else text
     if not _HUB_NAME.fullmatch(repository) or Path(repository.partition("/")[0]).exists():
         return ""
     kind = " --repo-type dataset" if repository.startswith("datasets/") else ""
     line = f"hf download {shlex.quote(repository.removeprefix('datasets/'))}{kind} --local-dir FOLDER"
-    return f" Nothing is downloaded. A name on the Hugging Face Hub becomes a folder here by  {line}"
+    return f"{_LOCAL}. A name on the Hugging Face Hub becomes a folder here by  {line}"
 
 
 def pointer_of(path: Path) -> tuple[str, str] | None:

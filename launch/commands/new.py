@@ -29,8 +29,9 @@ from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.matching import MOST_IDS, Match, match_tokenizer
 from triaxis.engine.data.corpus.record import read_record
 from triaxis.engine.data.corpus.tokenizers import BYTES, TOKENIZER_JSON
-from triaxis.engine.errors import CheckpointError
+from triaxis.engine.errors import CheckpointError, brief
 from triaxis.engine.program import triaxis
+from triaxis.engine.storage.elsewhere import why_no_path
 from triaxis.launch.commands.convert_huggingface import import_source, import_weights
 from triaxis.launch.start.command_line import CommandParser, add_ignore, add_json, print_json, refuse, typed
 from triaxis.launch.tuning.machine import this_machine, written_machine
@@ -203,11 +204,13 @@ def _kind(args: argparse.Namespace) -> str:
 
 def _path(args: argparse.Namespace) -> Path:
     """Return the path of the source: a folder of the user's comes before a shipped config of that name."""
-    path = Path(args.source)
-    return path if path.is_dir() else config_path(path)
+    # Path.is_dir raises for a name that no file can have.
+    return Path(args.source) if os.path.isdir(args.source) else config_path(args.source)  # noqa: PTH112
 
 
 def _problems(args: argparse.Namespace, kind: str) -> list[str]:
+    if kind in (CONFIG, HUGGING_FACE) and (why := why_no_path(args.source)):
+        return [f"--from {brief(args.source)}: {why}"]
     problems = [f"{option} with {kind}: it would do nothing. Leave it out." for option in typed(args, *USELESS[kind])]
     if args.overrides and (kind == MEGATRON or args.weights):
         what = "Megatron's words say all of the run" if kind == MEGATRON else "the weights are of the model as it is"
@@ -262,7 +265,8 @@ def _of_hugging_face(args: argparse.Namespace) -> _Model:
         if args.seq_length is None and found.model.seq_length > DEFAULT_SEQ_LENGTH:
             found = open_folder(path, DEFAULT_SEQ_LENGTH, args.ignore)
         return _Model(f"{path}: {found.family}", found.sections, found.notes, path, found)
-    file = path / "config.json" if path.is_dir() or path.suffix != ".json" else path
+    is_file = path.suffix == ".json" or path.exists()
+    file = path if is_file and not path.is_dir() else path / "config.json"
     keys = read_config(file)
     sections = from_hugging_face(keys, args.seq_length, str(file), args.ignore)
     if args.seq_length is None and sections["model"]["seq_length"] > DEFAULT_SEQ_LENGTH:

@@ -12,8 +12,6 @@ from triaxis.engine.config.counts import count
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.program import triaxis
-from triaxis.engine.storage.files import write_atomically
-from triaxis.engine.storage.redaction import unwritable
 from triaxis.launch.planning.page import render
 from triaxis.launch.planning.search import Found, search
 from triaxis.launch.planning.text import as_json, plan_console, show
@@ -25,6 +23,7 @@ from triaxis.launch.start.command_line import (
     open_page,
     print_json,
     refuse,
+    write_output,
 )
 from triaxis.models.predict.rank_memory import GB
 from triaxis.models.predict.step_time.cluster import Cluster, cluster_at
@@ -104,11 +103,11 @@ def run(args: argparse.Namespace) -> int:
         console.print(budget)
     for path in args.output:
         if path.suffix == PAGE:
-            _write(path, render(plan, str(args.config), budget))
+            write_output(path, render(plan, str(args.config), budget))
             print(f"wrote {path}; open it in a browser")
             open_page(args, path)
         else:
-            _write(path, to_yaml(plan.best.config, describe=True))
+            write_output(path, to_yaml(plan.best.config, describe=True))
             print(f"wrote {path}; train with  " + triaxis(f"train {shlex.quote(str(path))}"))
     print_json(args, as_json(plan, args.top))
     return 0
@@ -142,10 +141,3 @@ def _check_endings(args: argparse.Namespace) -> None:
     if args.open and not any(path.suffix == PAGE for path in args.output):
         problems.append(f"--open without a page: add --output plan{PAGE}.")
     refuse(problems)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_atomically(path, [text.encode()])
-    except OSError as error:
-        raise unwritable(f"{path}", error) from error

@@ -36,6 +36,7 @@ from triaxis.launch.start.command_line import (
     print_json,
     refuse,
     typed,
+    write_output,
 )
 
 if TYPE_CHECKING:
@@ -235,13 +236,13 @@ def _print(console: Console, schedule: Schedule, args: argparse.Namespace) -> No
         if out is None:
             console.print(picture)
         else:
-            out.write_text(picture.plain + "\n", encoding="utf-8")
+            write_output(out, picture.plain + "\n")
     else:
         text = to_text(schedule) if form == "text" else program_to_text(lower(schedule))
         if out is None:
             console.print(text, end="", markup=False)
         else:
-            out.write_text(text, encoding="utf-8")
+            write_output(out, text)
     if out is not None:
         console.print(f"wrote {out}")
         open_page(args, out)

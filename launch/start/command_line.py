@@ -26,10 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from triaxis.engine.config.shipped import config_path, nearest_names
-from triaxis.engine.errors import ConfigError, TriaxisError, shown
+from triaxis.engine.errors import ConfigError, TriaxisError, brief, shown
 from triaxis.engine.layout.rank_rules import MOST_RANKS
-from triaxis.engine.storage.elsewhere import how_to_bring
+from triaxis.engine.storage.elsewhere import as_typed, how_to_bring, why_no_path
 from triaxis.engine.storage.files import write_atomically
+from triaxis.engine.storage.redaction import unwritable
+from triaxis.engine.storage.state_files import kind_of
 
 OVERRIDES = "section.key=value"
 EXAMPLES = "examples:\n"
@@ -44,6 +46,8 @@ HELP_WIDTH = 80
 OVERRIDE = re.compile(r"[^/=]+=")
 """Begins a word that is no path, however long it is: the file system is not asked about it."""
 ADDRESS = re.compile(r"\w+:/")
+PATHS = ("FILE", "FILE|NxGPU", "PREFIX")
+"""What stands in `--help` for the path of an option; others have the type Path."""
 
 RENAMED_OPTIONS = {"--page": "--output"}
 """Options that had other names before the first release, where those are not near."""
@@ -160,19 +164,21 @@ class CommandParser(argparse.ArgumentParser):
 
                 refuse(answers(self.prog, arguments, unknown, self.parse, self._read_without))
             self.error("; ".join(f"there is no option {word}{_nearest(word, self._options())}" for word in unknown))
-        refuse(self._addresses(parsed))
+        refuse(self._bad_paths(parsed))
         if self._subject is not None:
             self._sort_words(parsed, self._subject)
         return parsed
 
-    def _addresses(self, parsed: argparse.Namespace) -> Iterator[str]:
-        """Yield a problem for each path of another machine."""
+    def _bad_paths(self, parsed: argparse.Namespace) -> Iterator[str]:
+        """Yield a problem for each path that is none of this machine, or where no file can be written."""
         for action in self._actions:
             given = getattr(parsed, action.dest, None)
-            if action.type is Path or action.metavar == "PREFIX":
+            if action.type is Path or action.metavar in PATHS:
                 for path in given if isinstance(given, list) else [given]:
-                    if path is not None and ADDRESS.match(str(path)):
-                        yield f"{path}:{how_to_bring(path)}"
+                    if path is not None and (why := why_no_path(path)):
+                        yield f"{brief(as_typed(path))}: {why}"
+                    elif path is not None and action.dest == "output":
+                        yield from _unwritable_place(Path(path), action.metavar == "FILE")
 
     def _options(self) -> list[str]:
         return list(self._option_string_actions)
@@ -195,6 +201,9 @@ class CommandParser(argparse.ArgumentParser):
         for word in parsed.words:
             if OVERRIDE.match(word):
                 overrides.append(word)
+                continue
+            if ADDRESS.match(word):
+                problems.append(f"{word}:{how_to_bring(word)}")
                 continue
             path = config_path(word) if subject is CONFIG else Path(word)
             if subject.exists(path) or ("=" not in word and ("/" in word or path.suffix in subject.endings)):
@@ -273,7 +282,15 @@ def print_json(args: argparse.Namespace, tree: object, file: Path | None = None)
     if args.json:
         print(text, file=args.json_output, flush=True)
     if file is not None:
-        write_atomically(file, [f"{text}\n".encode()])
+        write_output(file, f"{text}\n")
+
+
+def write_output(file: Path, text: str) -> None:
+    """Write the file that an option names; OutputError where that is impossible."""
+    try:
+        write_atomically(file, [text.encode()])
+    except OSError as error:
+        raise unwritable(f"{file}", error) from error
 
 
 def add_output(
@@ -410,6 +427,15 @@ def _stray(word: str, subject: Subject, options: Iterable[str]) -> str:
         f"{word!r} is neither a {subject.name} that exists, nor an override ({OVERRIDES}, such as train.steps=20), nor an "
         f"option (--help lists them); it would be ignored." + ("" if hint is None else f" Did you mean {hint}?")
     )
+
+
+def _unwritable_place(path: Path, is_file: bool) -> Iterator[str]:
+    """Yield the problem of a path to write to: a device, whose place a file would take, or a file in no folder."""
+    if path.parent == Path("/dev") or (path.exists() and not (path.is_file() or path.is_dir())):
+        what = kind_of(path.stat().st_mode) if path.exists() else "no file"
+        yield f"{path} is {what}, and a file would take its place. Name a file; without --output the terminal shows it."
+    elif is_file and not path.parent.is_dir():
+        yield f"{path} cannot be written: there is no folder {path.parent}. The work would be lost. Make it, or name another."
 
 
 def _entry(name: str, text: str) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from triaxis.engine.data.corpus.findings import OnBad
 from triaxis.engine.data.corpus.readers import READERS, ending_of, is_input_of_folder
 from triaxis.engine.errors import DataError, shown
-from triaxis.engine.storage.elsewhere import how_to_bring
+from triaxis.engine.storage.elsewhere import how_to_bring, why_no_path
 
 NAMES_SHOWN = 5
 
@@ -44,6 +44,8 @@ def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
     """The names of each file with their patterns, by device and inode."""
     inputs = Inputs()
     for pattern in patterns:
+        if (why := why_no_path(pattern)) and not os.path.exists(pattern):  # noqa: PTH110
+            raise DataError(f"--input {shown(pattern)} names no file. {why}")
         # Path.glob accepts no absolute patterns.
         matches = [Path(name) for name in sorted(glob.glob(pattern, recursive=True))] or [Path(pattern)]  # noqa: PTH207
         # Path.is_dir raises for a name that is longer than any file's.

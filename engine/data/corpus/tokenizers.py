@@ -21,10 +21,11 @@ from typing import Any, Protocol
 from triaxis.engine.data.corpus.end_of_document import end_of_document
 from triaxis.engine.data.corpus.sentencepiece_model import SentencePieceTokenizer
 from triaxis.engine.data.corpus.tiktoken_ranks import ENDING, TiktokenTokenizer
-from triaxis.engine.errors import DataError, shown
-from triaxis.engine.storage.elsewhere import how_to_bring, how_to_get
+from triaxis.engine.errors import DataError, brief, shown
+from triaxis.engine.storage.elsewhere import how_to_bring, how_to_get, why_no_path
 from triaxis.engine.storage.files import sha256_of_file
 from triaxis.engine.storage.json_text import parse_json
+from triaxis.engine.storage.state_files import kind_of
 
 BYTES = "bytes"
 TOKENIZER_JSON = "tokenizer.json"
@@ -259,10 +260,11 @@ def _open(path: Path) -> Any:
     import tokenizers  # 10 MB of native code, only needed for a .json
 
     if not path.is_file():
+        obstacle = f": it is {kind_of(path.stat().st_mode)}, not a file" if path.exists() else ""
         raise DataError(
-            f"there is no tokenizer at {path}. Give {', '.join(kind.shown for kind in KINDS)}; `triaxis prepare` also trains one: "
-            f"train-bpe:32000. A folder of transformers without tokenizer.json gets one from AutoTokenizer(..).save_pretrained."
-            + how_to_bring(path)
+            f"there is no tokenizer at {path}{obstacle}. Give {', '.join(kind.shown for kind in KINDS)}; `triaxis prepare` also "
+            "trains one: train-bpe:32000. A folder of transformers without tokenizer.json gets one from "
+            "AutoTokenizer(..).save_pretrained." + how_to_bring(path)
         )
     try:
         return tokenizers.Tokenizer.from_file(str(path))
@@ -336,7 +338,8 @@ KINDS = (
 def split_name(name: str) -> tuple[Path, str | None]:
     """Return the path in the name of a tokenizer, and the pattern after its colon."""
     path, colon, pattern = name.partition(":")
-    is_ranks = colon and not Path(name).exists() and (Path(path).is_file() or path.endswith(ENDING))
+    # pathlib raises for a name that no file can have, as a pattern is.
+    is_ranks = colon and not os.path.exists(name) and (os.path.isfile(path) or path.endswith(ENDING))  # noqa: PTH110, PTH113
     return (Path(path), pattern) if is_ranks else (Path(name), None)
 
 
@@ -347,6 +350,8 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
         DataError: see the kinds; or an end-of-document token for bytes, which have their own.
     """
     path, pattern = split_name(name)
+    if why := why_no_path(name if pattern is None else path):
+        raise DataError(f"there is no tokenizer at {brief(name)}: {why}")
     for file in (path, *(path / each for each in (TOKENIZER_JSON, SENTENCEPIECE, CONFIG, SPECIAL_TOKENS))):
         if file.is_file() and (how := how_to_get(file)):
             raise DataError(f"{file} is not there yet, and without it ids and words would not agree.{how}")

@@ -1,15 +1,18 @@
 """Names of the Hugging Face Hub and of object stores, where a path belongs, come with the line that brings them here."""
 
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 
+from triaxis.engine.config.places import local_path
 from triaxis.engine.data.corpus.inputs import find_inputs
-from triaxis.engine.data.corpus.tokenizers import load_tokenizer
-from triaxis.engine.errors import TriaxisError
-from triaxis.engine.storage.elsewhere import how_to_bring
+from triaxis.engine.data.corpus.tokenizers import load_tokenizer, split_name
+from triaxis.engine.errors import ConfigError, DataError, TriaxisError
+from triaxis.engine.storage.elsewhere import MOST_NAME_BYTES, MOST_NAMES, as_typed, how_to_bring, why_no_path
 from triaxis.launch.cli import main
+from triaxis.models.interop.megatron.command_line.parse import words_of
 
 HUB = "hf download meta-llama/Llama-3.1-8B --local-dir FOLDER"
 
@@ -21,8 +24,9 @@ HUB = "hf download meta-llama/Llama-3.1-8B --local-dir FOLDER"
         (Path("meta-llama/Llama-3.1-8B"), HUB),
         ("hf://meta-llama/Llama-3.1-8B", HUB),
         (Path("hf://datasets/owner/text"), "hf download owner/text --repo-type dataset --local-dir FOLDER"),
-        ("s3://bucket/x.jsonl", "copy it to a folder here"),
-        (Path("gs://bucket/x"), "copy it to a folder here"),
+        ("s3://bucket/x.jsonl", "copy between the two"),
+        (Path("gs://bucket/x"), "copy between the two"),
+        ("hf://gpt2", "copy between the two"),
     ],
 )
 def test_a_name_elsewhere_is_known(name: str | Path, line: str) -> None:
@@ -56,3 +60,50 @@ def test_text_and_tokenizers_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         find_inputs(["s3://bucket/x.jsonl"])
     with pytest.raises(TriaxisError, match=HUB):
         load_tokenizer("meta-llama/Llama-3.1-8B")
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one"),
+    [
+        ("x" * MOST_NAME_BYTES, True),
+        ("x" * (MOST_NAME_BYTES + 1), False),
+        ("\u00e9" * 128, False),
+        ("/".join("a" * MOST_NAMES), True),
+        ("/".join("a" * (MOST_NAMES + 1)), False),
+        (f"/{'x' * 200}" * 21, False),
+    ],
+)
+def test_no_path_is_longer_than_linux_and_python_allow(text: str, is_one: bool) -> None:
+    """Python asks the system about some of them with a traceback, and makes folders below 1,000 others with a RecursionError."""
+    assert (why_no_path(text) == "") is is_one
+    if is_one:
+        assert local_path(text) == text
+        return
+    with pytest.raises(ValueError, match="Give a shorter one"):
+        local_path(text)
+    for open_it in (load_tokenizer, lambda name: find_inputs([name])):
+        with pytest.raises(DataError, match="Give a shorter one"):
+            open_it(text)
+    with pytest.raises(ConfigError, match="Give a shorter one"):
+        words_of([f"@{text}"])
+
+
+def test_a_long_pattern_is_no_name() -> None:
+    """What cuts text may be longer than the name of a file."""
+    assert split_name(f"qwen.tiktoken:{'x' * 300}") == (Path("qwen.tiktoken"), "x" * 300)
+
+
+def test_an_address_has_both_its_slashes() -> None:
+    assert as_typed(Path("s3://bucket/x")) == "s3://bucket/x"
+    assert as_typed(Path("/a/b")) == "/a/b"
+    with pytest.raises(DataError, match=r"at hf://openai/gpt2: .* hf download openai/gpt2"):
+        load_tokenizer("hf://openai/gpt2")
+
+
+def test_what_is_no_file_is_named(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    with pytest.raises(DataError, match="it is a FIFO, not a file"):
+        load_tokenizer(str(fifo))
+    with pytest.raises(DataError, match="it is a device, not a file"):
+        load_tokenizer("/dev/zero")

@@ -1,6 +1,8 @@
 """Words of a command line: config, overrides and options in any order, the same for every command; strays are refused."""
 
 import itertools
+import os
+import re
 from pathlib import Path
 
 import pytest
@@ -174,6 +176,32 @@ def test_a_long_override_is_no_path(tmp_path: Path) -> None:
             example().parse([TINY, word])
 
 
-def test_an_address_is_no_path() -> None:
-    with pytest.raises(ConfigError, match="Nothing is read from other machines"):
-        cli.command_parser(cli.command_module("report")).parse(["s3://bucket/runs/mine"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["report", "s3://bucket/x"],
+        ["verify", "s3://bucket/x"],
+        ["evaluate", "s3://bucket/x", "--text", "x"],
+        ["footprint", TINY, "--output", "s3://bucket/x"],
+        ["plan", TINY, "--cluster", "s3://bucket/x"],
+        ["new", "--from", "s3://bucket/x"],
+    ],
+)
+def test_an_address_is_no_path(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert re.search(r"s3://bucket/x: Nothing is read from other machines, or written to them", capsys.readouterr().err)
+
+
+def test_a_file_is_written_where_it_can_be(tmp_path: Path) -> None:
+    """A device or FIFO would be replaced by the file, and a missing folder would be found after the work."""
+    fifo, parser = tmp_path / "fifo", cli.command_parser(cli.command_module("footprint"))
+    os.mkfifo(fifo)
+    for path, said in (
+        (fifo, "is a FIFO, and a file would take its place"),
+        (Path("/dev/stdout"), "and a file would take its place"),
+        (tmp_path / "none" / "x.json", "there is no folder"),
+        (tmp_path / ("x" * 300), "A path has at most"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            parser.parse([TINY, "--output", str(path)])
+    assert parser.parse([TINY, "--output", str(tmp_path / "x.json")]).output == tmp_path / "x.json"

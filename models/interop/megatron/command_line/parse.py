@@ -15,7 +15,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from triaxis.engine.errors import ConfigError, shown
+from triaxis.engine.errors import ConfigError, brief, shown
+from triaxis.engine.storage.elsewhere import why_no_path
 from triaxis.engine.storage.state_files import read_text
 from triaxis.models.interop.megatron.command_line.flags import FLAGS, MANY, SWITCHES, Flag
 from triaxis.models.interop.megatron.command_line.no_counterpart import NO_COUNTERPART, Arity, Missing
@@ -80,7 +81,10 @@ def words_of(texts: Sequence[str]) -> list[str]:
                 content = read_text(Path(word[1:]))
             except (OSError, ValueError) as error:
                 raise ConfigError(
-                    [f"it cannot be read as text: {error}. Give @PATH of a file of arguments."], word
+                    [
+                        f"it cannot be read as text: {why_no_path(word[1:]) or error}. Give @PATH of a file of arguments."
+                    ],
+                    brief(word),
                 ) from error
             words += _split(content, word)
     return words
