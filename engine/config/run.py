@@ -10,6 +10,7 @@ from triaxis.engine.config.counts import Count, count
 from triaxis.engine.config.places import LONGEST_NAME, LocalPath
 from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Section, Subject, multiples
 from triaxis.engine.layout.rank_rules import MOST_RANKS
+from triaxis.engine.storage.redaction import REDACTED, why_secret, without_secrets
 
 SHORTEST_TIMEOUT = 1.0
 """Seconds. Starting a process alone takes longer than any shorter time."""
@@ -216,7 +217,9 @@ def name_is_a_folder(subject: Subject) -> Iterator[Problem]:
 
 def name_problems(name: str) -> Iterator[Problem]:
     """Yield a problem where `name` cannot be that of a run directory in `runtime.runs_dir`."""
-    if not name.strip() or name in (".", "..") or "/" in name or "\0" in name:
+    if why := why_secret(name):
+        yield Problem("runtime.name", REDACTED, why)
+    elif not name.strip() or name in (".", "..") or "/" in name or "\0" in name:
         plain = name.replace("/", "-").replace("\0", "").strip(" .-")
         yield Problem(
             "runtime.name",
@@ -236,6 +239,14 @@ def name_problems(name: str) -> Iterator[Problem]:
             {"runtime.name": [plain] if plain else []},
             "Choose a shorter name of one line.",
         )
+
+
+def places_hold_no_secret(subject: Subject) -> Iterator[Problem]:
+    config = subject.config
+    places = (("runtime.runs_dir", config.runtime.runs_dir, "runs"), ("checkpoint.dir", config.checkpoint.dir, None))
+    for key, place, default in places:
+        if place is not None and (why := why_secret(place)):
+            yield Problem(key, without_secrets(place), why, {key: [default]})
 
 
 def hang_is_seen_before_the_timeout(subject: Subject) -> Iterator[Problem]:
@@ -269,6 +280,7 @@ RUN_RULES: tuple[Rule, ...] = (
     rollback_has_a_checkpoint,
     window_is_of_a_limit,
     name_is_a_folder,
+    places_hold_no_secret,
     hang_is_seen_before_the_timeout,
     collectives_reach_the_device,
 )

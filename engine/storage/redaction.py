@@ -35,6 +35,9 @@ _SHAPES = re.compile(
 )
 """Secrets by their form, whichever variable or file they come from."""
 
+_PASSWORD = re.compile(r"://[^\s/@:]*:(.+)@")
+"""The password in an address that a variable holds; that of a database or a proxy may have any character."""
+
 LEAST_LENGTH = 8
 """Least characters of a secret; a shorter value is a word or number that other text may contain."""
 
@@ -48,15 +51,38 @@ def without_secrets(text: str, variables: Mapping[str, str] | None = None) -> st
         text: text to be written.
         variables: the environment; None: this process's.
     """
-    given = os.environ if variables is None else variables
-    values = {value for name, value in given.items() if len(value) >= LEAST_LENGTH and _NAMES.fullmatch(name)}
-    # Plain, as in JSON and repr, and as in an address.
-    forms = {
-        form for value in values for form in (value, json.dumps(value)[1:-1], repr(value)[1:-1], quote(value, safe=""))
-    }
-    for form in sorted(forms, key=len, reverse=True):
+    for form in sorted(_forms(variables), key=len, reverse=True):
         text = text.replace(form, REDACTED)
     return _SHAPES.sub(REDACTED, text)
+
+
+def why_secret(text: str, variables: Mapping[str, str] | None = None) -> str:
+    """Return why a text can be no name of a folder or file: it holds a secret, which is not repeated; "" where it holds none.
+
+    Args:
+        text, variables: as of `without_secrets`.
+    """
+    holders = [f"the secret of {name}" for form, name in _forms(variables).items() if form in text]
+    holders += ["what has the form of a secret"] if _SHAPES.search(text) else []
+    if not holders:
+        return ""
+    return (
+        f"it holds {holders[0]}: the folder's name would show it, and a command that is printed without it would name another "
+        "folder. Choose another name"
+    )
+
+
+def _forms(variables: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the secrets of variables as a text may hold them: plain, as in JSON and repr, as in an address; with the names."""
+    given = os.environ if variables is None else variables
+    secrets = [(value, name) for name, value in given.items() if _NAMES.fullmatch(name)]
+    secrets += [(found[1], name) for name, value in given.items() if (found := _PASSWORD.search(value))]
+    return {
+        form: name
+        for secret, name in secrets
+        if len(secret) >= LEAST_LENGTH
+        for form in (secret, json.dumps(secret)[1:-1], repr(secret)[1:-1], quote(secret, safe=""))
+    }
 
 
 def tree_without_secrets(value: Any, variables: Mapping[str, str] | None = None) -> Any:

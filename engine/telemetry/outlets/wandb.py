@@ -278,11 +278,14 @@ def _settings(wandb: Any) -> Any:
 def _arguments(chosen: WandbConfig, directory: RunDirectory) -> dict[str, Any]:
     """Return what identifies the run: environment before config, as wandb's users expect of WANDB_*."""
     variables = os.environ
-    return {
+    labels = {
         "project": variables.get("WANDB_PROJECT", chosen.project),
         "entity": variables.get("WANDB_ENTITY", chosen.entity),
         "name": variables.get("WANDB_NAME", chosen.name or directory.path.name),
         "tags": variables["WANDB_TAGS"].split(",") if "WANDB_TAGS" in variables else list(chosen.tags),
+    }
+    return {
+        **tree_without_secrets(labels),
         "dir": variables.get("WANDB_DIR", str(directory.path)),
         "id": variables.get("WANDB_RUN_ID") or _kept_id(directory),
         "resume": variables.get("WANDB_RESUME", "allow"),

@@ -3,20 +3,28 @@
 import io
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 
 from triaxis.engine.checkpoint.resume_rules import changes
+from triaxis.engine.config.run import name_problems, places_hold_no_secret
+from triaxis.engine.config.section import Subject
+from triaxis.engine.config.telemetry import WandbConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import OutputError
+from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.storage.redaction import (
     LEAST_LENGTH,
+    REDACTED,
     blotted,
     blotted_streams,
     tree_without_secrets,
+    why_secret,
     without_secrets,
 )
+from triaxis.engine.telemetry.outlets.wandb import _arguments
 
 KEY = "hf_9f8e7d6c5b4a"
 VARIABLES = {"HF_TOKEN": KEY}
@@ -36,6 +44,36 @@ MINIMAL = {
 )
 def test_values_of_variables_that_are_named_like_secrets_go(name: str) -> None:
     assert without_secrets(f"/data/{KEY}/x", {name: KEY}) == "/data/[redacted]/x"
+
+
+@pytest.mark.parametrize("password", ["hunter22long", "p@ss/w:rd99"])
+def test_passwords_of_addresses_go_wherever_they_stand(password: str) -> None:
+    """A variable with an address of a database or a proxy may have any name."""
+    address = f"postgres://user:{password}@host/db"
+    for text in (address, f"log in with {password}"):
+        assert password not in without_secrets(text, {"DATABASE_URL": address})
+
+
+def test_a_folder_cannot_have_a_secret_as_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the variable alone; what is given comes from the environment of the process."""
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    assert why_secret("runs/mine") == ""
+    (problem,) = name_problems(f"run-{KEY}")
+    assert "HF_TOKEN" in str(problem) and KEY not in str(problem)
+    fields = {"runtime": {"runs_dir": f"/data/{KEY}"}, "checkpoint": {"dir": f"/data/{KEY}"}}
+    problems = list(map(str, places_hold_no_secret(Subject(Config.model_validate({**MINIMAL, **fields}), 1, 1))))
+    assert len(problems) == 2 and all("HF_TOKEN" in text and KEY not in text for text in problems)
+    assert "the form of a secret" in why_secret("hf_" + "aB3" * 11)
+
+
+def test_wandb_gets_no_secret_as_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_TOKEN", KEY)
+    directory = RunDirectory.create(Config.model_validate(MINIMAL), tmp_path, "mine")
+    arguments = _arguments(WandbConfig(project="p", name=KEY, tags=[f"a {KEY}"]), directory)
+    directory.close()
+    assert (arguments["name"], arguments["tags"]) == (REDACTED, [f"a {REDACTED}"])
+    assert arguments["dir"] == str(directory.path)
 
 
 def test_short_values_and_other_variables_stay() -> None:
