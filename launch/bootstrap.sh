@@ -9,13 +9,22 @@
 # TRIAXIS_PYTHON=/path/to/python   use exactly that one
 # TRIAXIS_BOOTSTRAP=0              never install anything
 
+# A Python with it would wait for a person at its end, and so would each rank.
+unset PYTHONINSPECT
 triaxis_root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # triaxis_python [extra ...]: prints the interpreter to use.
 triaxis_python() {
-  local candidate
+  local candidate said
   for candidate in python3 python python3.13 python3.12 python3.11 "${TRIAXIS_PYTHON:-}"; do
-    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    # -I: whatever PYTHONHOME and the like say, which may keep any Python from starting.
+    if "$candidate" -I -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+      if ! said=$("$candidate" -c '' 2>&1); then
+        grep -i -m 1 error <<< "$said" >&2 || true
+        echo "triaxis: $candidate starts only without variables of this environment: $(compgen -e PYTHON | tr '\n' ' ')" >&2
+        echo "triaxis: its message is above. Correct or unset the variable that it is about." >&2
+        return 2
+      fi
       PYTHONSAFEPATH=1 "$candidate" "$triaxis_root/launch/start/bootstrap.py" "${@/#/--extra=}"
       return
     fi

@@ -108,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None:
             # This process is the command, so all that it starts is ours: torchrun's ranks, workers that encode text, compilers.
             os.environ.update(import_variables(os.environ))
+            os.environ.pop("PYTHONINSPECT", None)  # they would wait for a person at their end
 
         with standard_streams():
             try:
@@ -203,7 +204,12 @@ def _show_versions() -> None:
 
 
 def _report(error: Exception) -> int:
-    """Print an error made for the user without its traceback; anything else is a bug and keeps it."""
+    """Print an error made for the user, or made by the environment, without its traceback; anything else is a bug and keeps it."""
+    from triaxis.launch.start.process.broken_environment import named_environment
+
+    if (cause := named_environment(error)) is not None:
+        print(f"error: {cause}", file=sys.stderr)  # no package is imported for it
+        return 2
     from rich.console import Console
     from rich.text import Text
 

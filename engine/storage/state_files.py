@@ -10,6 +10,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,6 +23,7 @@ MOST_BYTES = 16 * 2**20
 MOST_TEXT_BYTES = 2**30
 """Largest text file of a user."""
 
+_BLOCK_BYTES = 2**20
 _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE})
 """Errors that may be gone at the next start."""
 
@@ -62,7 +64,9 @@ def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """
     with open_regular(path) as file:
         is_large = os.fstat(file.fileno()).st_size > most_bytes
-        content = b"" if is_large else file.read(most_bytes + 1)
+        # A read of so many bytes at once would allocate them, whatever the file has.
+        blocks = range(0 if is_large else most_bytes // _BLOCK_BYTES + 1)
+        content = b"".join(takewhile(len, (file.read(_BLOCK_BYTES) for _ in blocks)))
     if is_large or len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
     return content

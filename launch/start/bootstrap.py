@@ -21,6 +21,7 @@ import importlib.util
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -376,7 +377,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             for description in missing.values():
                 print(description)
             return MISSING if missing else 0
-        print(choose(checkout, args.extra, os.environ))
+        print(choose(checkout, args.extra, os.environ), flush=True)
+    except BrokenPipeError:
+        # The shell that asked was ended by a signal; what is left goes nowhere at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except BootstrapError as error:
         _say(str(error))
         return ExitCode.MISTAKE

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -154,6 +155,23 @@ def test_a_word_that_is_no_extra_is_refused(checkout, word):
     assert (exit_code, out) == (2, "")
     assert err.startswith(f"triaxis: {word}: pyproject.toml has no such extra") and "Give one of dev, or none." in err
     assert "Traceback" not in err and not checkout.venv.exists()
+
+
+def test_a_shell_that_has_gone_is_no_traceback(monkeypatch):
+    """SIGTERM ends the shell that asked while this process still looks."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(bootstrap, "choose", lambda *_: "/a/python")
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert bootstrap.main([]) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.slow
+def test_a_variable_that_keeps_every_python_from_starting_is_named(checkout):
+    exit_code, out, err = finish(start(checkout, TRIAXIS_PYTHON=sys.executable, PYTHONHASHSEED="abc"))
+    assert (exit_code, out) == (2, "")
+    assert "PYTHONHASHSEED must be" in err and "starts only without variables of this environment: " in err
 
 
 @pytest.mark.parametrize("word", ["--help", "-h"])
