@@ -187,6 +187,7 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
 
     Raises:
         TopologyError: on every rank, where one of them cannot have its device or the places of all do not fit together.
+        PeerLostError: a rank does not answer within `runtime.timeout_seconds`.
     """
     os.environ.update(compile_threads(environment.local_world_size, os.environ))
     store = _meet(environment, config) if environment.world_size > 1 else None
@@ -199,7 +200,8 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
         problem = str(error)
     if store is not None:
         facts = {"host": socket.gethostname(), "problem": problem} if where is None else facts_of(where)
-        compare_facts(dist.PrefixStore("places", store), environment.rank, environment.world_size, facts, judge_places)
+        places, per_node = dist.PrefixStore("places", store), environment.local_world_size
+        compare_facts(places, environment.rank, environment.world_size, facts, judge_places, per_node)
     assert where is not None, "a rank without a place is a bad verdict, which raises"
     if store is not None:
         if where.backend == NCCL:

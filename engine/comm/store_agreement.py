@@ -11,13 +11,13 @@ These are three small messages per rank to the store; rank 0 alone reads one mor
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from triaxis.engine.errors import TopologyError
+from triaxis.engine.errors import PeerLostError, TopologyError
 
 Facts = dict[str, object]
 """Facts about one rank, in JSON's types."""
@@ -29,12 +29,41 @@ RANK_0_FIRST_SECONDS = 1.0
 """How much later than rank 0 the others raise: rank 0 prints the error, and a launcher ends all ranks with the first that ends."""
 
 
+@contextmanager
+def naming_the_silent(store: dist.Store, rank: int, keys: Mapping[int, str], ranks_per_node: int = 0) -> Iterator[None]:
+    """Turn a wait for other ranks that ends with the store's timeout into an error for people; it costs no message before that.
+
+    Args:
+        store: which the block waits on.
+        rank: this one.
+        keys: by rank, the key that each rank writes before or in the block.
+        ranks_per_node: to name nodes; 0: unknown.
+
+    Raises:
+        PeerLostError: with the ranks whose key is missing.
+    """
+    try:
+        yield
+    except dist.DistStoreError as error:
+        silent = [other for other, key in keys.items() if not store.check([key])] or [0]
+        nodes = sorted({other // ranks_per_node for other in silent}) if ranks_per_node else []
+        where = f" (node {', '.join(map(str, nodes))})" if nodes else ""
+        if rank:
+            time.sleep(RANK_0_FIRST_SECONDS)
+        raise PeerLostError(
+            f"{name_ranks(silent)}{where} did not answer within {store.timeout.total_seconds():g} s while ranks joined: no step "
+            "can begin without all. A process there is stopped (`ps` shows its state as T), hangs in an import, a driver or a file "
+            "system, or its node is gone. Look there, and type the same command again."
+        ) from error
+
+
 def compare_facts(
     store: dist.Store,
     rank: int,
     world_size: int,
     facts: Mapping[str, object],
     judge: Callable[[Sequence[Facts]], str | None],
+    ranks_per_node: int = 0,
 ) -> None:
     """Compare the facts of all ranks; every rank calls it.
 
@@ -42,15 +71,19 @@ def compare_facts(
         store: which all ranks reach; its keys are used once.
         facts: of this rank, in JSON's types.
         judge: takes the facts in rank order and returns what is wrong with them, or None. It runs on rank 0 only.
+        ranks_per_node: to name nodes; 0: unknown.
 
     Raises:
         TopologyError: on every rank, with what `judge` returned.
+        PeerLostError: as `naming_the_silent`.
     """
-    store.set(f"facts/{rank}", json.dumps(dict(facts)))
-    if rank == 0:
-        every = [json.loads(store.get(f"facts/{other}")) for other in range(world_size)]
-        store.set("verdict", json.dumps(judge(every)))
-    _raise_together(store, rank, world_size)
+    keys = {other: f"facts/{other}" for other in range(world_size)}
+    with naming_the_silent(store, rank, keys, ranks_per_node):
+        store.set(keys[rank], json.dumps(dict(facts)))
+        if rank == 0:
+            every = [json.loads(store.get(key)) for key in keys.values()]
+            store.set("verdict", json.dumps(judge(every)))
+        _raise_together(store, rank, world_size)
 
 
 def compare_details(
@@ -60,6 +93,7 @@ def compare_details(
     digest: str,
     details: Callable[[], Facts],
     judge: Callable[[Facts, Facts, int], str],
+    ranks_per_node: int = 0,
 ) -> None:
     """Compare what is too long to send for every rank; every rank calls it.
 
@@ -70,22 +104,29 @@ def compare_details(
         digest: of this rank's details.
         details: returns them, in JSON's types.
         judge: takes rank 0's details, the other's and its rank, and returns what is wrong. It runs on rank 0 only.
+        ranks_per_node: to name nodes; 0: unknown.
 
     Raises:
         TopologyError: on every rank, with what `judge` returned.
+        PeerLostError: as `naming_the_silent`.
     """
-    store.set(f"digest/{rank}", digest)
-    if rank == 0:
-        others = (store.get(f"digest/{other}").decode() for other in range(1, world_size))
-        store.set("asked", str(next((other for other, theirs in enumerate(others, start=1) if theirs != digest), 0)))
-    asked = int(store.get("asked"))
+    keys = {other: f"digest/{other}" for other in range(world_size)}
+    with naming_the_silent(store, rank, keys, ranks_per_node):
+        store.set(keys[rank], digest)
+        if rank == 0:
+            others = (store.get(keys[other]).decode() for other in range(1, world_size))
+            store.set(
+                "asked", str(next((other for other, theirs in enumerate(others, start=1) if theirs != digest), 0))
+            )
+        asked = int(store.get("asked"))
     if asked == 0:
         return
     if rank == asked:
         store.set("details", json.dumps(details()))
-    if rank == 0:
-        store.set("verdict", json.dumps(judge(details(), json.loads(store.get("details")), asked)))
-    _raise_together(store, rank, world_size)
+    with naming_the_silent(store, rank, {asked: "details"}, ranks_per_node):
+        if rank == 0:
+            store.set("verdict", json.dumps(judge(details(), json.loads(store.get("details")), asked)))
+        _raise_together(store, rank, world_size)
 
 
 def _raise_together(store: dist.Store, rank: int, world_size: int) -> None:
@@ -107,13 +148,17 @@ def rank_0_says(text: str, key: str) -> str:
     """Return rank 0's text on every rank, through the store of the default group; each key is used once.
 
     A process without a group is alone, and has the text.
+
+    Raises:
+        PeerLostError: as `naming_the_silent`.
     """
     if not dist.is_initialized():
         return text
     store = run_store("rank_0")
     if dist.get_rank() == 0:
         store.set(key, text)
-    return str(store.get(key).decode())
+    with naming_the_silent(store, dist.get_rank(), {0: key}):
+        return str(store.get(key).decode())
 
 
 def run_store(name: str) -> dist.Store:

@@ -13,7 +13,7 @@ from typing import Any
 
 from triaxis.engine.checkpoint.resume_rules import flat
 from triaxis.engine.comm.runtime import RankEnvironment
-from triaxis.engine.comm.store_agreement import Facts, compare_details, is_alone, run_store
+from triaxis.engine.comm.store_agreement import Facts, compare_details, is_alone, naming_the_silent, run_store
 from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedTokens
@@ -43,21 +43,25 @@ def agree(config: Config, environment: RankEnvironment, *, trains: bool) -> None
 
     Raises:
         TopologyError: on every rank: the first difference, both values and both nodes.
+        PeerLostError: a rank does not answer within `runtime.timeout_seconds`.
     """
     if is_alone():
         return
     store = run_store("agreement")
     own = _config_facts(config)
     # Two launchers of one host may have a checkout each, so a node is named by its first rank.
-    node = f"node/{environment.rank - environment.local_rank}"
+    first = environment.rank - environment.local_rank
+    node = f"node/{first}"
     if environment.local_rank == 0:
         store.set(node, _digest(_node_facts(config, trains=trains)))
-    digest = _digest({"config": own, "node": store.get(node).decode()})
+    with naming_the_silent(store, environment.rank, {first: node}, environment.local_world_size):
+        digest = _digest({"config": own, "node": store.get(node).decode()})
 
     def details() -> Facts:
         return {"host": socket.gethostname(), "facts": {**own, **_node_facts(config, trains=trains)}}
 
-    compare_details(store, environment.rank, environment.world_size, digest, details, judge)
+    per_node = environment.local_world_size
+    compare_details(store, environment.rank, environment.world_size, digest, details, judge, per_node)
 
 
 def judge(ours: Facts, theirs: Facts, rank: int) -> str:

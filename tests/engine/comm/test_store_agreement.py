@@ -1,15 +1,16 @@
 """Ranks that differ are named on all ranks before the first group is made."""
 
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.harness import run_ranks
-from triaxis.engine.comm.store_agreement import compare_facts, judge_group_counts, name_ranks
+from triaxis.engine.comm.store_agreement import compare_details, compare_facts, judge_group_counts, name_ranks
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.errors import TopologyError
+from triaxis.engine.errors import PeerLostError, TopologyError
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 
 
@@ -17,6 +18,22 @@ def test_ranks_are_written_as_runs() -> None:
     assert name_ranks([3]) == "rank 3"
     assert name_ranks(range(8)) == "ranks 0 to 7"
     assert name_ranks([0, 1, 2, 5, 7, 8]) == "ranks 0 to 2, 5 and 7 to 8"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_answer_are_named_on_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped rank was a DistStoreError, with a key of the store in place of the rank."""
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    for kind, call in (
+        ("facts", lambda store: compare_facts(store, rank, 6, {}, lambda _: None, 2)),
+        ("digest", lambda store: compare_details(store, rank, 6, "{}", dict, lambda *_: "", 2)),
+    ):
+        store = dist.HashStore()
+        store.set_timeout(timedelta(milliseconds=20))
+        for other in (0, 1, 3):
+            store.set(f"{kind}/{other}", "{}")
+        with pytest.raises(PeerLostError, match=r"^ranks 2 and 4 to 5 \(node 1, 2\) did not answer within 0.02 s"):
+            call(store)
 
 
 def test_counts_that_differ_are_named() -> None:
