@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
-from triaxis.engine.storage.elsewhere import how_to_bring, why_no_path
+from triaxis.engine.storage.elsewhere import how_to_bring, why_too_long
 
 _VARIABLE = re.compile(r"\$\{?\w+\}?")
 
@@ -33,7 +33,7 @@ def local_path(text: str) -> str:
         )
     if "\0" in expanded:
         raise ValueError("a NUL is in it, which no path can have")
-    if why := why_no_path(expanded):
+    if why := why_too_long(expanded):
         raise ValueError(why)
     return expanded
 

@@ -36,8 +36,11 @@ def as_typed(path: str | Path) -> str:
 
 def why_no_path(name: str | Path) -> str:
     """Return why a text can be no path of this machine, and what to do; "" for one that can."""
-    if _ADDRESS.match(str(name)):
-        return how_to_bring(name).strip()
+    return how_to_bring(name).strip() if _ADDRESS.match(str(name)) else why_too_long(name)
+
+
+def why_too_long(name: str | Path) -> str:
+    """Return why a text is too long for a path of any machine, and what to do; "" for one that is not."""
     content = os.fsencode(name)
     names = content.split(b"/")
     if len(content) <= MOST_BYTES and len(names) <= MOST_NAMES and max(map(len, names)) <= MOST_NAME_BYTES:
