@@ -248,8 +248,23 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
     "precision.dtype": {"fp8": f"bf16{AND_FIELD}precision.fp8.recipe=tensorwise"},
     "precision.moments": {"fp32": "full"},
     "precision.gradients": {"fp32": "full"},
-    "model.position": {"learned_absolute": "learned", "rotary": "rope"},
-    "model.activation": {"silu": "swiglu", "gelu_new": "gelu_tanh", "squared_relu": "relu2"},
+    "model.norm": {"ln": "layernorm", "layer_norm": "layernorm", "rms": "rmsnorm", "rms_norm": "rmsnorm"},
+    "model.norm_placement": {
+        **dict.fromkeys(("pre", "pre_norm", "prenorm", "pre_ln"), "before"),
+        **dict.fromkeys(("post", "post_norm", "postnorm", "post_ln"), "after"),
+        "sandwich": "both",
+    },
+    "model.position": {
+        **dict.fromkeys(("learned_absolute", "absolute"), "learned"),
+        "rotary": "rope",
+        **dict.fromkeys(("nope", "no_pe"), "none"),
+    },
+    "model.bias": {"true": "all", "attention": "qkv"},
+    "model.activation": {"silu": "swiglu", "squared_relu": "relu2"}
+    | dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu_tanh"),
+    "data.attention": dict.fromkeys(("document", "block_diagonal", "reset", "varlen"), "within"),
+    "data.positions": {"reset": "document"},
+    "parallel.cp_method": {"a2a": "ulysses", "all_to_all": "ulysses", "allgather": "all_gather"},
     "optimizer.name": {"adamw_torch": "adamw", **{kind.megatron: name for name, kind in OPTIMIZERS.items()}},
     "optimizer.lr_schedule": {
         "inverse-square-root": "inverse_sqrt",
@@ -257,11 +272,23 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
         "warmup_stable_decay": "wsd",
     },
     "schedule.name": {"interleaved1f1b": "interleaved", "zbvzerobubble": "zbv"},
+    "recompute.granularity": {"true": "full"},
     "recompute.modules": {"core_attn": "attention", "layernorm": "norm", "moe_act": "activation"},
-    "kernels.attention": {"flash_attention_2": "flash"},
+    "kernels.attention": {
+        **dict.fromkeys(("flash_attention_2", "flash_attn", "fa2"), "flash"),
+        **dict.fromkeys(("eager", "math", "unfused"), "explicit"),
+        **dict.fromkeys(("mem_efficient", "xformers"), "efficient"),
+    },
+    "kernels.experts": {"grouped_gemm": "grouped", "gmm": "grouped"},
+    "kernels.dispatch": {"alltoall": "all_to_all", "a2a": "all_to_all", "allgather": "all_gather"},
+    "checkpoint.load_what": {"model": "weights", "weights_only": "weights"},
+    "resilience.on_nonfinite": dict.fromkeys(("error", "raise", "abort"), "stop"),
     "runtime.device": {"gpu": "cuda"},
 }
 """Values as others write them, in small letters, and ours, by field."""
+
+OFF, OFF_HERE = ("false", "no", "off", "none", "null", "disabled"), ("none", "never")
+"""Words for nothing as others write them, and ours."""
 
 ALWAYS_ON = {
     "use_distributed_optimizer": "the optimizer state is always sharded over dp (ZeRO-1)",
@@ -311,7 +338,7 @@ def our_value(field: str, value: object, choices: Sequence[str]) -> str | None:
 
     Args:
         field: its dotted name.
-        value: as it was given: `BF16`, `torch.bfloat16`, `RMSNorm`.
+        value: as it was given: `BF16`, `torch.bfloat16`, `RMSNorm`, False.
         choices: the legal values.
     """
     # `torch.bfloat16`, `np.float32` and numpy's `<f4` are names of a dtype, whatever stands before it.
@@ -321,7 +348,7 @@ def our_value(field: str, value: object, choices: Sequence[str]) -> str | None:
     for word in (text, bare, DTYPES.get(bare, "")):
         if word in named or word in choices:
             return named.get(word, word)
-    return None
+    return next((word for word in OFF_HERE if word in choices), None) if text in OFF else None
 
 
 def our_name(dotted: str) -> str | None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import ge, gt, le, lt
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
@@ -63,7 +63,12 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _yes_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse a bool where none belongs: YAML reads `on` and `yes` as true, which would count as 1."""
+        """Refuse a bool where none belongs: YAML reads `on` and `yes` as true, which would count as 1.
+
+        A field of words refuses it itself, with the words.
+        """
+        if get_origin(cls.model_fields[str(info.field_name)].annotation) is Literal:
+            return value
         if has_bool(value) and not cls.takes_bool(str(info.field_name)):
             raise ValueError(
                 "a yes or no (YAML reads on, off, yes and no as such) where none belongs; quote it if it is text"

@@ -58,7 +58,9 @@ def type_problems(error: ValidationError, origins: Mapping[str, str], *, lacking
                 names = choices.replace(" or ", ", ").split(", ")
                 field = ".".join(part for part in detail["loc"] if isinstance(part, str))
                 meant = our_value(field, detail["input"], names)
-                near = [meant] if meant else difflib.get_close_matches(str(detail["input"]), names, n=1, cutoff=0.4)
+                # A yes or no is spelled like a word of another meaning.
+                typed = "" if isinstance(detail["input"], bool) else str(detail["input"])
+                near = [meant] if meant else difflib.get_close_matches(typed, names, n=1, cutoff=0.4)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 yield f"{given}: must be {choices}.{hint}"
             case "greater_than":
