@@ -46,6 +46,7 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "shared_expert_intermediate_size": ((0, None), "shared experts behind a gate of their own are not built"),
     "expert_capacity": ((None,), "experts that leave tokens out are not built"),
     "capacity_factor": ((None,), "experts that leave tokens out are not built"),
+    "n_special": ((0, None), "embeddings of special tokens beside the vocabulary are not built"),
     "add_cross_attention": ((False,), "cross-attention is not built: Triaxis trains decoders"),
     "is_encoder_decoder": ((False,), "encoders are not built: Triaxis trains decoders"),
 }
@@ -73,6 +74,7 @@ WITHOUT_EFFECT = frozenset(
         "name_or_path",
         "output_attentions",
         "output_hidden_states",
+        "predict_special_tokens",
         "pad_token_id",
         "pretraining_tp",
         "problem_type",
@@ -308,7 +310,8 @@ def _unusable(keys: Keys, family: Family, model: Keys) -> Iterator[str]:
     if len(unknown) > MOST_UNKNOWN:
         yield f"it has {counted(len(unknown), 'key')} that are not known here: it is no config.json of a published model."
     for key in unknown[:MOST_UNKNOWN]:
-        if not agrees(key, value := keys[key], model):
+        # What no family reads and has no value says nothing.
+        if (value := keys[key]) is not None and not agrees(key, value, model):
             yield (
                 f"{brief(key)} = {shown(value)}: not a key that is known here, so whether it changes the model is unknown too. If "
                 f"it does not, let it through with --ignore {brief(key)}."

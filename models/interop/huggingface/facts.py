@@ -25,9 +25,13 @@ _EACH_LAYER = ("mod", "interval", "period", "freq", "frequency")
 """Last words of a key for the number p of a pattern: each p-th layer is of another kind."""
 
 
+_TOOLS = ("unsloth",)
+"""First words of keys that a tool of training keeps for itself."""
+
+
 def is_note(key: str) -> bool:
-    """Return whether no layer can read the key: a version, or no name of Python (`transformers.js_config`)."""
-    return not key.isidentifier() or key.split("_")[-1] == "version"
+    """Return whether no layer can read the key: a version, a tool's own, or no name of Python (`transformers.js_config`)."""
+    return not key.isidentifier() or key.split("_")[-1] == "version" or key.split("_")[0] in _TOOLS
 
 
 def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
@@ -43,12 +47,19 @@ def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
         return value is _has_bias(part, model["bias"])
     name = our_name(key) or ""
     if name.startswith("model.") and (known := get_field({"model": model}, name)) is not None:
-        return type(value) is type(known) and value == known
+        return type(value) is type(known) and value in (known, *_scaled(name, known, model))
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     if last in _EACH_LAYER:
         return value == 1 and not model.get("layers")
     return value == _NEUTRAL.get(last)
+
+
+def _scaled(name: str, known: int, model: Mapping[str, Any]) -> list[float]:
+    """Return the length of samples that RoPE is stretched to, where the file's own is the length before that."""
+    scaling = model.get("rope_scaling")
+    is_before = name == "model.seq_length" and isinstance(scaling, Mapping) and scaling.get("type") == "linear"
+    return [known * scaling["factor"]] if is_before and scaling is not None else []
 
 
 def _has_bias(part: str, bias: str) -> bool | None:

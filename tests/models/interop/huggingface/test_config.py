@@ -162,6 +162,9 @@ def test_keys_that_compute_nothing_are_let_through_and_listed() -> None:
         ("qwen2.5_0.5b", {"attention_bias": True, "qkv_bias": True}, {"o_proj_bias": True}),
         ("qwen2.5_0.5b", {"attention_bias": False}, {"use_bias": False}),
         ("gpt2", {"attention_bias": True, "ffn_dropout": 0.0}, {"ffn_dropout": 0.1}),
+        ("gpt2", {"n_special": 0, "predict_special_tokens": True}, {"n_special": 1}),
+        ("gpt2", {"cross_attention_hidden_size": None, "unsloth_fixed": True}, {"scale_attn_weights": None}),
+        ("llama3_8b", {"cross_attention_hidden_size": None}, {"cross_attention_hidden_size": 64}),
         ("smollm3_3b", {"logits_scale": 1.0}, {"attn_period": 1}),
     ],
 )
@@ -172,6 +175,18 @@ def test_an_unknown_key_that_repeats_a_fact_agrees_with_it(
     assert from_hugging_face({**keys, **agrees}) == from_hugging_face(keys)
     with pytest.raises(ConfigError, match=f"{next(iter(differs))} = "):
         from_hugging_face({**keys, **differs})
+
+
+def test_a_length_is_that_of_stretched_positions_too() -> None:
+    """Vicuna 16k has the length before its linear scaling, and after it."""
+    keys = {
+        **PUBLISHED["llama3_8b"][0],
+        "max_position_embeddings": 4096,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    }
+    assert from_hugging_face({**keys, "max_sequence_length": 16384}) == from_hugging_face(keys)
+    with pytest.raises(ConfigError, match="max_sequence_length = 8192"):
+        from_hugging_face({**keys, "max_sequence_length": 8192})
 
 
 def test_a_message_repeats_no_key_or_value_without_bound() -> None:
