@@ -42,16 +42,18 @@ def naming_the_silent(store: dist.Store, rank: int, keys: Mapping[int, str], ran
     Raises:
         PeerLostError: with the ranks whose key is missing.
     """
+    start_seconds = time.monotonic()
     try:
         yield
     except dist.DistStoreError as error:
         silent = [other for other, key in keys.items() if not store.check([key])] or [0]
+        waited_seconds = time.monotonic() - start_seconds
         nodes = sorted({other // ranks_per_node for other in silent}) if ranks_per_node else []
         where = f" (node {', '.join(map(str, nodes))})" if nodes else ""
         if rank:
             time.sleep(RANK_0_FIRST_SECONDS)
         raise PeerLostError(
-            f"{name_ranks(silent)}{where} did not answer within {store.timeout.total_seconds():g} s while ranks joined: no step "
+            f"{name_ranks(silent)}{where} did not answer within {waited_seconds:,.0f} s while ranks joined: no step "
             "can begin without all. A process there is stopped (`ps` shows its state as T), hangs in an import, a driver or a file "
             "system, or its node is gone. Look there, and type the same command again."
         ) from error

@@ -66,7 +66,7 @@ def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
         is_large = os.fstat(file.fileno()).st_size > most_bytes
         # A read of so many bytes at once would allocate them, whatever the file has.
         blocks = range(0 if is_large else most_bytes // _BLOCK_BYTES + 1)
-        content = b"".join(takewhile(len, (file.read(_BLOCK_BYTES) for _ in blocks)))
+        content = b"".join(takewhile(bool, (file.read(_BLOCK_BYTES) for _ in blocks)))
     if is_large or len(content) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
     return content

@@ -55,7 +55,7 @@ def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
     return value == _NEUTRAL.get(last)
 
 
-def _scaled(name: str, known: int, model: Mapping[str, Any]) -> list[float]:
+def _scaled(name: str, known: Any, model: Mapping[str, Any]) -> list[float]:
     """Return the length of samples that RoPE is stretched to, where the file's own is the length before that."""
     scaling = model.get("rope_scaling")
     is_before = name == "model.seq_length" and isinstance(scaling, Mapping) and scaling.get("type") == "linear"

@@ -277,7 +277,6 @@ def test_names_that_yaml_does_not_read_as_text_are_refused_by_name(tmp_path: Pat
         ("recompute.granularity=off", ["Did you mean none?"]),
         ("recompute.granularity=true", ["Did you mean full?"]),
         ("model.norm=LN", ["Did you mean layernorm?"]),
-        ("model.norm_placement=pre", ["Did you mean before?"]),
         ("kernels.attention=eager", ["Did you mean explicit?"]),
         ("kernels.dispatch=a2a", ["Did you mean all_to_all?"]),
         ("data.attention=document", ["Did you mean within?"]),
