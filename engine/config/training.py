@@ -98,7 +98,9 @@ class OptimizerConfig(Section):
     cooldown_tokens: Count | None = Field(
         None, gt=0, description="wsd, inverse_sqrt: tokens of the fall to min_lr at the end of the run"
     )
-    cooldown_shape: Literal["linear", "cosine", "sqrt"] = Field("linear", description="shape of that fall")
+    cooldown_shape: Literal["linear", "cosine", "sqrt", "exponential"] = Field(
+        "linear", description="shape of that fall"
+    )
     weight_decay: float = Field(0.1, ge=0, description="decay of matrices; norms and biases are not decayed")
     beta1: float = Field(0.9, ge=0, lt=1, description="adamw: decay of the mean of gradients")
     beta2: float = Field(0.95, ge=0, lt=1, description="adamw: decay of the mean of squared gradients")

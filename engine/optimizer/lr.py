@@ -21,9 +21,12 @@ SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
         "linear": lambda x: 1 - x,
         "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
         "sqrt": lambda x: 1 - math.sqrt(x),
+        "exponential": lambda x: 2 * 0.5**x - 1,
     }
 )
-"""The share of a fall that is left when a share x of its tokens is consumed: 1608.03983 (cosine), 2405.18392 (1 - sqrt)."""
+"""The share of a fall that is left when a share x of its tokens is consumed.
+
+Sources: 1608.03983 (cosine), 2405.18392 (1 - sqrt), Megatron-Core's `OptimizerParamScheduler` (exponential)."""
 
 
 def learning_rate(consumed_tokens: int, step_tokens: int, optimizer: OptimizerConfig, num_tokens: int) -> float:

@@ -104,7 +104,10 @@ def test_rates_belong_to_tokens_whatever_a_step_has() -> None:
             assert learning_rate(consumed, 96, optimizer, 1920) == learning_rate(consumed, 24, optimizer, 1920)
 
 
-@pytest.mark.parametrize(("shape", "half_way"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
+@pytest.mark.parametrize(
+    ("shape", "half_way"),
+    [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5)), ("exponential", math.sqrt(2) - 1)],
+)
 def test_wsd_is_constant_and_falls_in_its_last_tokens(shape: str, half_way: float) -> None:
     """2405.18392: 1 - sqrt is below a line from the first step on."""
     fields = {"lr": 2.0, "min_lr": 1.0, "warmup_steps": 5, "cooldown_tokens": 20 * STEP_TOKENS, "cooldown_shape": shape}
