@@ -25,6 +25,7 @@ from triaxis.engine.errors import CheckpointError, ConfigError, shown
 from triaxis.engine.program import triaxis
 from triaxis.launch.start.command_line import refuse
 from triaxis.models.interop.megatron.config import differences, megatron_args, model_section, training_sections
+from triaxis.models.interop.megatron.schedule import rate_notes, schedule_args
 from triaxis.models.specs import num_parameters
 
 TRAIN_CONFIG = "train.yaml"
@@ -114,12 +115,19 @@ def export_megatron(args: argparse.Namespace) -> None:
     has_moments = manifest.content == "training" and not args.weights_only
     model = _validated(ModelConfig, manifest.config.get("model"), candidate.folder)
     theirs, common, dtype = megatron_args(model), weights_state(), args.dtype
+    notes: list[str] = []
+    resume = "--no-load-optim --no-load-rng"
     theirs |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "no_save_rng": True}
     if manifest.content == "training":
         dtype = dtype or manifest.config.get("precision", {}).get("dtype")
     if has_moments:
         run = _validated(Config, manifest.config, candidate.folder)
         theirs |= training_args(manifest.state, run)
+        notes = rate_notes(theirs, run.optimizer)
+        if EMA in manifest.kinds:
+            notes.append("the moving average of the weights is left behind: Megatron-Core has no place for it")
+        rates = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in schedule_args(run).items())
+        resume = f"--use-distributed-optimizer --override-opt-param-scheduler --lr {run.optimizer.lr} {rates}"
         common = common_state(manifest.state, run)
     written = write_checkpoint(
         args.out,
@@ -143,12 +151,9 @@ def export_megatron(args: argparse.Namespace) -> None:
     average = "the moving average of the weights" if args.weights == "ema" else "weights"
     what = "weights and the distributed optimizer's state" if has_moments else average
     console.print(f"written    {written}: {what}")
-    if has_moments and EMA in manifest.kinds:
-        console.print("note       the moving average of the weights is left behind: Megatron-Core has no place for it")
+    for note in notes:
+        console.print(f"note       {note}")
     console.print("load it in Megatron-LM with the model's own arguments, any tp and pp, and:")
-    resume = (
-        "--use-distributed-optimizer --override-opt-param-scheduler" if has_moments else "--no-load-optim --no-load-rng"
-    )
     console.print(f"  --ckpt-format torch_dist --load {args.out} {resume}")
 
 

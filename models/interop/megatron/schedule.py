@@ -1,75 +1,148 @@
-"""Megatron-LM's arguments of the learning rate as ours, and back (no torch here).
+"""Megatron-LM's arguments of the learning rate as ours, and back; and where the rates differ (no torch here).
 
 lr_decay_style    constant, linear, cosine     inverse-square-root     WSD with lr_wsd_decay_iters, lr_wsd_decay_style
 lr_schedule       the same                     inverse_sqrt            wsd with cooldown_tokens, cooldown_shape
+
+                  0      1            W - 1       W        steps before the one that has the rate
+rate there        0      lr / W       ..          lr       a warm-up of W steps; a step of rate 0 moves nothing
+rate here         lr/W   2 lr / W     lr          lr       equal from there on
 """
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from triaxis.engine.config.plan import planned_steps
-from triaxis.engine.config.training import DECAYS
+from triaxis.engine.config.training import DECAYS, OptimizerConfig
 from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import shown
+from triaxis.engine.optimizer.lr import SHAPES, learning_rate
 
-_STYLES = {
+STYLES = {
     "constant": "constant",
     "linear": "linear",
     "cosine": "cosine",
     "inverse-square-root": "inverse_sqrt",
     "WSD": "wsd",
 }
-_SHAPES = {"linear": "linear", "cosine": "cosine", "minus_sqrt": "sqrt"}
+WSD_STYLES = {"linear": "linear", "cosine": "cosine", "exponential": "exponential", "minus_sqrt": "sqrt"}
+"""Their `lr_decay_style`, `lr_wsd_decay_style` -> our `optimizer.lr_schedule`, `cooldown_shape`."""
 
-ARGUMENTS = (
+_NUMBERS = (
+    "lr",
     "min_lr",
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_warmup_iters",
+    "lr_warmup_init",
     "lr_warmup_fraction",
-    "lr_wsd_decay_style",
-    "lr_wsd_decay_iters",
+    *(f"{name}_{unit}" for name in ("train", "lr_decay", "lr_warmup", "lr_wsd_decay") for unit in ("iters", "samples")),
+    "global_batch_size",
+    "seq_length",
 )
+ARGUMENTS = (*_NUMBERS, "lr_decay_style", "lr_wsd_decay_style")
+
+_LARGEST = 2**63
+_MOST_COMPARED = 1_000
+"""Steps at equal distances at which rates are compared, besides those where a part of a schedule begins or ends."""
+
+
+class MegatronRates(NamedTuple):
+    """The rates of Megatron-Core 0.16's `OptimizerParamScheduler`, made by Megatron-LM's `get_optimizer_param_scheduler`.
+
+    Attributes:
+        style: `lr_decay_style`.
+        lr, first, min_lr: its max_lr, init_lr and min_lr.
+        warmup, length, fall: samples of the warm-up, of the schedule, and of the fall at the end of WSD.
+        fall_style: `lr_wsd_decay_style`.
+    """
+
+    style: str
+    lr: float
+    first: float
+    min_lr: float
+    warmup: float
+    length: int
+    fall: int
+    fall_style: str
+
+    def rate(self, samples: int) -> float:
+        """Return the rate of the step before which `samples` samples were consumed."""
+        if self.warmup > 0 and samples <= self.warmup:
+            return self.first + (self.lr - self.first) * samples / self.warmup
+        if self.style == "constant":
+            return self.lr
+        if samples > self.length:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            return max(self.min_lr, self.lr * math.sqrt(max(self.warmup, 1)) / math.sqrt(max(samples, 1)))
+        start, shape = self.warmup, self.style
+        if self.style == "WSD":
+            start, shape = self.length - self.fall, WSD_STYLES[self.fall_style]
+        if samples <= start:
+            return self.lr
+        return self.min_lr + (self.lr - self.min_lr) * SHAPES[shape]((samples - start) / (self.length - start))
+
+
+def megatron_rates(args: Mapping[str, Any]) -> MegatronRates | None:
+    """Return the schedule that Megatron-LM makes of its arguments; None: the run's length, batch or rate is not among them.
+
+    Raises:
+        TypeError: an argument is no finite number.
+    """
+    for name in _NUMBERS:
+        value = args.get(name)
+        if value is not None and not (isinstance(value, int | float) and abs(value) < _LARGEST):
+            raise TypeError(f"{name} = {shown(value)}: must be a number below 2^63")
+    # A run that counts samples knows its iterations too, once it has begun.
+    unit = "samples" if args.get("train_samples") else "iters"
+    if not all(args.get(name) for name in ("lr", f"train_{unit}", "global_batch_size", "seq_length")):
+        return None
+    each = 1 if unit == "samples" else args["global_batch_size"]
+    length = (args.get(f"lr_decay_{unit}") or args[f"train_{unit}"]) * each
+    fraction = args.get("lr_warmup_fraction")
+    return MegatronRates(
+        style=args.get("lr_decay_style", "linear"),
+        lr=args["lr"],
+        first=args.get("lr_warmup_init") or 0.0,
+        min_lr=args.get("min_lr") or 0.0,
+        warmup=(args.get(f"lr_warmup_{unit}") or 0) * each if fraction is None else fraction * length,
+        length=length,
+        fall=(args.get(f"lr_wsd_decay_{unit}") or 0) * each,
+        fall_style=args.get("lr_wsd_decay_style", "exponential"),
+    )
 
 
 def schedule_fields(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return fields of our `optimizer`, and notes on what has no counterpart."""
-    style = args.get("lr_decay_style", "linear")
-    if style not in _STYLES:
-        return {}, [f"lr_decay_style = {style} is not built: choose optimizer.lr_schedule"]
-    fields: dict[str, Any] = {"lr_schedule": _STYLES[style]}
-    notes: list[str] = []
-    length = args.get("lr_decay_iters") or args.get("train_iters")
-    if length:
-        # A schedule over the whole run is given as such there; here it keeps its length when the run gets another one.
-        warmup = args.get("lr_warmup_iters") or (args.get("lr_warmup_fraction") or 0) * length
-        fields["warmup_steps"] = round(warmup)
+    """Return fields of our `optimizer`, and notes on what differs.
+
+    Raises:
+        TypeError: an argument is no finite number.
+    """
+    there = megatron_rates(args)
+    for name, known in (("lr_decay_style", STYLES), ("lr_wsd_decay_style", WSD_STYLES)):
+        if args.get(name) is not None and args[name] not in known:
+            return {}, [f"{name} = {args[name]} is not built: choose optimizer.lr_schedule"]
+    if there is None:
+        return {}, [
+            "the arguments do not say the run's length, its batch or its learning rate: set train.steps, and in optimizer lr, "
+            "lr_schedule, warmup_steps and decay_steps"
+        ]
+    fields: dict[str, Any] = {"lr_schedule": STYLES[there.style]}
+    steps = there.warmup / args["global_batch_size"]
+    if math.isclose(steps, round(steps)):
+        fields["warmup_steps"] = round(steps)
     else:
-        notes.append("the run and its schedule count samples: set train.steps, optimizer.decay_steps and warmup_steps")
+        fields["warmup_tokens"] = round(there.warmup * args["seq_length"])
     if fields["lr_schedule"] in DECAYS:
-        fields["decay_steps"] = length
-    elif style == "WSD":
-        notes += _cooldown(args, fields)
-    min_lr = args.get("min_lr") or 0.0
+        # A schedule over the whole run is given as such there; here it keeps its length when the run gets another one.
+        fields["decay_steps"] = max(1, round(there.length / args["global_batch_size"]))
+    elif there.style == "WSD":
+        if not there.fall:
+            return fields, ["the fall at the end of WSD has no length: set optimizer.cooldown_tokens"]
+        fields["cooldown_tokens"] = there.fall * args["seq_length"]
+        fields["cooldown_shape"] = WSD_STYLES[there.fall_style]
     if fields["lr_schedule"] in DECAYS or "cooldown_tokens" in fields:
-        fields["min_lr"] = min_lr
-    elif min_lr and style == "inverse-square-root":
-        notes.append(
-            f"min_lr = {min_lr:g} is a floor of the inverse root there: here it falls on, to a cooldown if there is one"
-        )
-    return {name: value for name, value in fields.items() if value is not None}, notes
-
-
-def _cooldown(args: Mapping[str, Any], fields: dict[str, Any]) -> list[str]:
-    """Add the fall at the end of WSD to `fields`; return notes."""
-    num_iters, batch, length = (args.get(name) for name in ("lr_wsd_decay_iters", "global_batch_size", "seq_length"))
-    if not (num_iters and batch and length):
-        return ["the fall at the end of WSD has no length in iterations: set optimizer.cooldown_tokens"]
-    fields["cooldown_tokens"] = num_iters * batch * length
-    shape = args.get("lr_wsd_decay_style", "exponential")
-    if shape not in _SHAPES:
-        return [f"lr_wsd_decay_style = {shape} is not built: the fall is a line, or choose optimizer.cooldown_shape"]
-    fields["cooldown_shape"] = _SHAPES[shape]
-    return []
+        fields["min_lr"] = there.min_lr
+    # Whether the fields are legal is said where the whole config is checked.
+    return fields, rate_notes(args, OptimizerConfig.model_construct(lr=there.lr, **fields))
 
 
 def schedule_args(config: Config) -> dict[str, Any]:
@@ -77,15 +150,56 @@ def schedule_args(config: Config) -> dict[str, Any]:
     optimizer = config.optimizer
     step_tokens = config.train.global_batch_size * config.model.seq_length
     warmup = optimizer.warmup_steps if optimizer.warmup_tokens is None else -(-optimizer.warmup_tokens // step_tokens)
+    if optimizer.lr_schedule == "inverse_sqrt":
+        # Without a warm-up, the root begins at one step here and at one sample there.
+        warmup = max(warmup, 1)
     args = {
         "min_lr": optimizer.min_lr,
-        "lr_decay_style": next(theirs for theirs, ours in _STYLES.items() if ours == optimizer.lr_schedule),
+        "lr_decay_style": next(theirs for theirs, ours in STYLES.items() if ours == optimizer.lr_schedule),
         "lr_decay_iters": optimizer.decay_steps or planned_steps(config),
         "lr_warmup_iters": warmup,
     }
     if optimizer.lr_schedule == "wsd" and optimizer.cooldown_tokens is not None:
         args["lr_wsd_decay_iters"] = -(-optimizer.cooldown_tokens // step_tokens)
         args["lr_wsd_decay_style"] = next(
-            theirs for theirs, ours in _SHAPES.items() if ours == optimizer.cooldown_shape
+            theirs for theirs, ours in WSD_STYLES.items() if ours == optimizer.cooldown_shape
         )
     return args
+
+
+def rate_notes(args: Mapping[str, Any], optimizer: OptimizerConfig) -> list[str]:
+    """Return a note with the first rate and the largest difference between Megatron's rates and ours; none where all are equal.
+
+    A long run is compared at `_MOST_COMPARED` steps, and at the first and last step of each part of the schedule.
+
+    Args:
+        args: Megatron's, of the whole run.
+        optimizer: ours; its fields need not be legal.
+    """
+    there = megatron_rates(args)
+    if there is None:
+        return []
+    batch = args["global_batch_size"]
+    step_tokens, num_steps = batch * args["seq_length"], int(args.get("train_iters") or args["train_samples"] // batch)
+    ends = (0, there.warmup, there.length - there.fall, there.length)
+    steps = {int(end // batch) + beside for end in ends for beside in (-1, 0, 1, 2)}
+    steps |= {*range(0, num_steps, 1 + num_steps // _MOST_COMPARED)}
+    rates = {
+        step: (
+            there.rate(step * batch),
+            learning_rate(step * step_tokens, step_tokens, optimizer, num_steps * step_tokens),
+        )
+        for step in sorted(steps)
+        if 0 <= step < num_steps
+    }
+    tolerance = 1e-12 * abs(there.lr)
+    gaps = {step: gap for step, (one, other) in rates.items() if (gap := abs(one - other)) > tolerance}
+    if not gaps:
+        return []
+    largest = next(step for step, gap in gaps.items() if gap >= max(gaps.values()) - tolerance)
+    equal = next((step for step in rates if step > max(gaps)), None)
+    return [
+        f"the learning rate of step 1 is {rates[0][0]:g} in Megatron-LM and {rates[0][1]:g} here; of {num_steps:,} steps, step "
+        f"{largest + 1:,} differs most, by {gaps[largest]:g}: {rates[largest][0]:g} there, {rates[largest][1]:g} here"
+        + (f"; the rates are equal from step {equal + 1:,} on" if equal is not None else "")
+    ]

@@ -110,7 +110,11 @@ def test_a_loss_scale_moves_away_and_back(tmp_path, monkeypatch, capsys):
     checkpoint(tmp_path / "start", has_moments=True)
     theirs, back = tmp_path / "megatron", tmp_path / "back"
     assert main(["export", "--to", "megatron", str(tmp_path / "start"), str(theirs)]) == 0
+    exported = capsys.readouterr().out
     assert main(["import", str(theirs), str(back)]) == 0
+    for said in (exported, capsys.readouterr().out):
+        assert "note       the learning rate of step 1 is 0 in Megatron-LM and 0.005 here; of 6 steps" in said
+    assert "--lr 0.01 --min-lr 0.0 --lr-decay-style cosine --lr-decay-iters 20 --lr-warmup-iters 2" in exported
     manifest = find(back).manifest
     assert manifest.state == state.model_copy(update={"rng": {}})
     assert manifest.config["precision"]["loss_scale"] == {**scaling, "static": None}

@@ -125,6 +125,7 @@ lr-decay-samples int
 lr-warmup-iters int 0
 lr-warmup-samples int 0
 lr-warmup-fraction float
+lr-warmup-init float 0.0
 lr-wsd-decay-style str exponential
 lr-wsd-decay-iters int
 lr-wsd-decay-samples int

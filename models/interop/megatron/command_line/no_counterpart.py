@@ -56,7 +56,6 @@ _MORE: Mapping[str, Missing] = {
     "decoupled-lr": Missing(
         "=", "embedding and head have the schedule of all; optimizer.groups with lr_factor scales it as a whole"
     ),
-    "lr-warmup-init": Missing("=", "the warm-up begins at 0", (0.0,)),
     "weight-decay-incr-style": Missing("=", "weight decay is constant", ("constant",)),
     "apply-wd-to-qk-layernorm": Missing("", "norms do not decay; optimizer.groups can name those of queries and keys"),
     "no-weight-decay-cond-type": Missing("=", "norms do not decay; optimizer.groups can name others"),

@@ -1,8 +1,8 @@
 """Batches, optimizer and precision of a Megatron-LM command line as our sections (no torch here).
 
 --train-iters, or --train-samples          train: {steps}, or {tokens}
---lr-decay-samples, --lr-warmup-samples    optimizer: {decay_steps (rounded to steps), warmup_tokens}
---lr, --adam-beta2, --lr-decay-style ..    optimizer                                             (../config.py)
+--lr-decay-style, --lr-warmup-samples ..   optimizer: {lr_schedule, warmup_tokens, ..}           (../schedule.py)
+--lr, --adam-beta2 ..                      optimizer                                             (../config.py)
 --bf16, --fp16, --loss-scale-window ..     precision
 --fp8-format, --fp8-recipe ..              precision.fp8
 """
@@ -11,11 +11,11 @@ from typing import Any
 
 from triaxis.models.interop.megatron.command_line.parse import Parsed
 from triaxis.models.interop.megatron.config import training_sections
+from triaxis.models.interop.megatron.schedule import STYLES, WSD_STYLES
 
 Fields = dict[str, Any]
 
 BUILT = ("adam", "sgd")
-STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 
 _PAIRS = (
     ("train_iters", "train_samples"),
@@ -51,26 +51,27 @@ def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
         return {}
     if args["optimizer"] not in BUILT:
         parsed.lacks("optimizer", f"{args['optimizer']} is not built: adam and sgd are")
-    if args["lr_decay_style"] not in STYLES:
-        parsed.problems.append(f"--lr-decay-style {args['lr_decay_style']}: must be one of {', '.join(STYLES)}.")
-        return {}
+    for name, known in (("lr_decay_style", STYLES), ("lr_wsd_decay_style", WSD_STYLES)):
+        if args[name] not in known:
+            parsed.problems.append(f"--{_flag(name)} {args[name]}: must be one of {', '.join(known)}.")
     batch, samples = args["global_batch_size"], args["train_samples"]
     if batch < 1:
         parsed.problems.append(f"--global-batch-size {batch}: must be at least 1.")
+    if parsed.problems:
         return {}
-    args |= _in_iterations(args, batch, notes)
-    sections, more = training_sections(args)
+    try:
+        sections, more = training_sections(args)
+    except TypeError as error:
+        parsed.problems.append(f"{error}.")
+        return {}
     train, optimizer = sections["train"], sections["optimizer"]
     if samples:
-        del train["steps"]
-        train["tokens"] = args["train_iters"] * batch * args["seq_length"]
-    if args["lr_warmup_samples"]:
-        optimizer["warmup_tokens"] = args["lr_warmup_samples"] * args["seq_length"]
-        del optimizer["warmup_steps"]
-    if args["lr_wsd_decay_samples"] and "cooldown_tokens" in optimizer:
-        optimizer["cooldown_tokens"] = args["lr_wsd_decay_samples"] * args["seq_length"]
-    if args["lr_decay_style"] == "WSD":
-        _wsd(parsed, args)
+        train["tokens"] = samples // batch * batch * (args["seq_length"] or 0)
+    if args["lr_warmup_init"]:
+        parsed.lacks("lr-warmup-init", "the warm-up begins at 0")
+    given = next((name for name in ("lr_decay_iters", "lr_decay_samples") if args[name]), None)
+    if args["lr_decay_style"] == "WSD" and given and args[given] != args[given.replace("lr_decay", "train")]:
+        parsed.lacks(_flag(given), "WSD falls at the end of the run, not before it")
     if args["ddp_bucket_size"]:
         optimizer["bucket_bytes"] = args["ddp_bucket_size"] * (2 if args["grad_reduce_in_bf16"] else 4)
     if args["eval_interval"] and args["eval_iters"]:
@@ -96,35 +97,6 @@ def _units_agree(parsed: Parsed, args: Fields) -> None:
                 f"--{_flag(name)}-{other} with --train-{unit}: Megatron-LM counts the run and its schedule in one unit. Give it in "
                 f"{unit}."
             )
-
-
-def _in_iterations(args: Fields, batch: int, notes: list[str]) -> Fields:
-    """Return the lengths of a run in samples in iterations of `batch` samples, whole ones."""
-    if not args["train_samples"]:
-        return {}
-    iterations: Fields = {"train_iters": args["train_samples"] // batch}
-    if args["lr_decay_samples"]:
-        iterations["lr_decay_iters"] = max(1, round(args["lr_decay_samples"] / batch))
-        if args["lr_decay_samples"] % batch:
-            notes.append(f"--lr-decay-samples {args['lr_decay_samples']} was rounded to steps of {batch} samples")
-    if args["lr_wsd_decay_samples"]:
-        iterations["lr_wsd_decay_iters"] = max(1, args["lr_wsd_decay_samples"] // batch)
-    return iterations
-
-
-def _wsd(parsed: Parsed, args: Fields) -> None:
-    """Note where the last fall of WSD is no fall to the run's end, or has another shape."""
-    if args["lr_decay_iters"] not in (None, args["train_iters"]):
-        parsed.lacks(
-            "lr-decay-samples" if args["lr_decay_samples"] else "lr-decay-iters",
-            "WSD falls at the end of the run, not before it",
-        )
-    if args["lr_wsd_decay_style"] == "exponential":
-        parsed.lacks(
-            "lr-wsd-decay-style" if "lr-wsd-decay-style" in parsed.given else "lr-decay-style",
-            "WSD falls exponentially by Megatron-LM's default, and here as linear, cosine or minus_sqrt: choose one by "
-            "--lr-wsd-decay-style",
-        )
 
 
 def _precision(parsed: Parsed, args: Fields) -> Fields:

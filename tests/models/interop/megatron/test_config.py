@@ -11,6 +11,7 @@ from triaxis.engine.errors import ConfigError
 from triaxis.models.interop.megatron.config import differences, megatron_args, model_section, training_sections
 
 ARGS = {"lr": 1e-3, "adam_beta1": 0.8, "adam_beta2": 0.999, "adam_eps": 1e-6, "sgd_momentum": 0.7, "train_iters": 5}
+ARGS |= {"global_batch_size": 8, "seq_length": 16}
 MODEL: dict[str, Any] = {
     "num_layers": 4,
     "hidden_size": 64,

@@ -382,6 +382,7 @@ OTHERWISE = {
     "no-position-embedding": "Megatron-LM reads it with RoPE alone, which has no table",
     "padded-vocab-size": "rows without a token are no part of a model here",
     "use-rope-scaling": "below",
+    "lr-warmup-init": "below",
     "fp16": "below",
     "fp8-recipe": "below",
     "multi-latent-attention": "below",

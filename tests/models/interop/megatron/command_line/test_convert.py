@@ -182,7 +182,7 @@ def test_values_that_follow(line: str, fields: dict[str, Any]) -> None:
         (f"{BF16} --exp-avg-dtype fp8", "exp-avg-dtype"),
         (f"{BF16} --fp8-format hybrid", "fp8-format"),
         (f"{BF16} --fp8-format hybrid --fp8-recipe mxfp8", "fp8-format"),
-        (f"{BASE} --lr-decay-style WSD --lr-wsd-decay-iters 10", "lr-decay-style"),
+        (f"{BASE} --lr-warmup-iters 10 --lr-warmup-init 1e-5", "lr-warmup-init"),
         (
             f"{BASE} --lr-decay-style WSD --lr-wsd-decay-iters 5 --lr-wsd-decay-style linear --lr-decay-iters 50",
             "lr-decay-iters",
@@ -197,6 +197,32 @@ def test_what_has_no_counterpart_is_in_the_list(line: str, name: str) -> None:
     assert f"# NO COUNTERPART, left out: --{name}: " in " ".join(
         from_command_line([line], ignored=[name]).replace("\n#  ", "").splitlines()
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"{BASE} --lr-wsd-decay-style steps", "--lr-wsd-decay-style steps: must be one of linear, cosine, exp"),
+        (f"{BASE} --lr-warmup-fraction nan", "lr_warmup_fraction = nan: must be a number below 2^63."),
+    ],
+)
+def test_a_schedule_that_is_none_is_refused(line: str, said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_command_line([line])
+    assert said in str(error.value)
+
+
+def test_rates_that_differ_from_megatrons_are_in_the_head() -> None:
+    """The warm-up is one step ahead here; the published run of Llama 3 has one of a part of a step, and a decay, too."""
+    assert "learning rate" not in from_command_line([BASE])
+    head = from_command_line([f"{BASE} --lr-warmup-iters 10"]).replace("\n#  ", "")
+    assert (
+        "# Note: the learning rate of step 1 is 0 in Megatron-LM and 0.0001 here; of 100 steps, step 1 differs most"
+        in head
+    )
+    assert "; the rates are equal from step 11 on." in head
+    text = from_command_line([LLAMA3], 128256, ["fp8-format", "decoupled-lr"])
+    assert "of 15,258,789 steps, step 1 differs most" in text.replace("\n#  ", "")
 
 
 def test_every_argument_without_counterpart_is_in_the_list() -> None:
