@@ -25,7 +25,7 @@ from triaxis.engine.errors import CheckpointError, ConfigError, shown
 from triaxis.engine.program import triaxis
 from triaxis.launch.start.command_line import refuse
 from triaxis.models.interop.megatron.config import differences, megatron_args, model_section, training_sections
-from triaxis.models.interop.megatron.schedule import rate_notes, schedule_args
+from triaxis.models.interop.megatron.schedule import export_notes, schedule_args
 from triaxis.models.specs import num_parameters
 
 TRAIN_CONFIG = "train.yaml"
@@ -123,7 +123,7 @@ def export_megatron(args: argparse.Namespace) -> None:
     if has_moments:
         run = _validated(Config, manifest.config, candidate.folder)
         theirs |= training_args(manifest.state, run)
-        notes = rate_notes(theirs, run.optimizer)
+        notes = export_notes(theirs, run)
         if EMA in manifest.kinds:
             notes.append("the moving average of the weights is left behind: Megatron-Core has no place for it")
         rates = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in schedule_args(run).items())

@@ -167,6 +167,15 @@ def schedule_args(config: Config) -> dict[str, Any]:
     return args
 
 
+def export_notes(args: Mapping[str, Any], config: Config) -> list[str]:
+    """Return notes on how the rates of Megatron's arguments, of the whole run, differ from those of our config."""
+    if config.phases:
+        return [
+            "the rates of a run with phases were not compared: they follow tokens, and Megatron-LM's follow samples of one length"
+        ]
+    return rate_notes(args, config.optimizer)
+
+
 def rate_notes(args: Mapping[str, Any], optimizer: OptimizerConfig) -> list[str]:
     """Return a note with the first rate and the largest difference between Megatron's rates and ours; none where all are equal.
 

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.config.bad_configs import config_with
 from triaxis.engine.config.training import OptimizerConfig
 from triaxis.engine.optimizer.lr import learning_rate
-from triaxis.models.interop.megatron.schedule import megatron_rates, rate_notes, schedule_args, schedule_fields
+from triaxis.models.interop.megatron.schedule import export_notes, megatron_rates, schedule_args, schedule_fields
 
 BATCH, LENGTH, STEPS = 16, 32, 100
 RUN = {"train_iters": STEPS, "global_batch_size": BATCH, "seq_length": LENGTH, "lr": 1e-3, "min_lr": 1e-5}
@@ -233,7 +233,7 @@ def test_an_export_has_the_rates_of_the_run_or_says_the_difference(fields: dict[
         *words,
     )
     args = RUN | schedule_args(config)
-    notes = rate_notes(args, config.optimizer)
+    notes = export_notes(args, config)
     assert said_is_measured(notes, their_rates(args), our_rates(config.optimizer)) == equal
 
 
@@ -246,3 +246,9 @@ def test_a_long_run_is_compared_where_its_parts_begin_and_end() -> None:
     }
     _, (note,) = schedule_fields(args)
     assert "of 1,000,000,000,000 steps, step 1 differs most" in note and note.endswith("equal from step 123,458 on")
+
+
+def test_an_export_of_a_run_with_phases_says_that_nothing_was_compared() -> None:
+    config = config_with("phases=[{name: a, until: 1000}, {name: b, until: 2000, train.global_batch_size: 8}]")
+    (note,) = export_notes(RUN | schedule_args(config), config)
+    assert "a run with phases were not compared" in note
