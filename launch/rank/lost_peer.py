@@ -17,14 +17,18 @@ from triaxis.engine.errors import PeerLostError
 from triaxis.engine.resilience.hang.heartbeat import Beat, Heartbeat
 from triaxis.launch.start.process.failure import where
 
+_ADDRESS = r"\[[0-9a-fA-F.:]+\](?::\d+)?"
 _LOST = re.compile(
+    rf"(?:{_ADDRESS}: )?"
     r"(?:connection (?:closed|reset) by (?:remote )?peer|connection closed|broken pipe|connection refused|connection reset"
     r"|ncclRemoteError|remote process exited|socket (?:closed|timeout)|timed out waiting|connection timed out)"
-    r"(?: \[[0-9a-fA-F.:]+\](?::\d+)?)?",
+    rf"(?: {_ADDRESS})?",
     re.IGNORECASE,
 )
-"""Words of gloo, NCCL and torch's store on a peer that has gone or does not answer, and gloo's address of it."""
+"""Words of gloo, NCCL and torch's store on a peer that has gone or does not answer, and gloo's address of it.
 
+It is behind the words where the peer's end was closed, and before them where unread bytes made a reset of that.
+"""
 
 _SHOWN = 4
 """Ranks of a collective that are named one by one."""
