@@ -10,7 +10,7 @@ The relay always reads its pipes, so the rank never waits for a terminal that is
 thread, which may block, and a bounded queue. O_NONBLOCK is never set: the flag would hold for other programs on the terminal too.
 
     the outlet                        what the relay does
-    blocks (Ctrl-S, a paused less)    keeps MOST_BYTES, then loses lines; a line says how many when the outlet goes on
+    blocks (Ctrl-S, a paused less)    keeps its bound, then loses lines; a line says how many when the outlet goes on
     has no room (ENOSPC, ...)         the same, and tries again every RETRY_SECONDS
     was removed (a log)               begins a new file once its folder is there again
     fails (EPIPE, EIO, ...)           drops a terminal for good; a log is tried again as above
@@ -30,7 +30,10 @@ from collections.abc import Callable
 from triaxis.engine.telemetry.outlets.lossy_file import Gap, LogPath, Stamps, wait_for_room
 
 MOST_BYTES = 1 << 20
-"""Bytes that an outlet keeps while it cannot write: some thousand lines."""
+"""Bytes that the terminal's outlet keeps while it cannot write: some thousand lines."""
+
+LOG_BYTES = 1 << 24
+"""The same of the log, which has the lines that the terminal loses: a burst of a rank is faster than a thread on a busy machine."""
 
 RETRY_SECONDS = 0.5
 """Time between two tries to write to a full disk."""
@@ -47,7 +50,8 @@ RESUMED = "resumed"
 """Changes of an outlet: it is gone for good; it has no room; it has taken everything that was kept."""
 
 PAUSED = "the terminal was paused; the log of the rank has them"
-"""Cause of a gap where no write has failed."""
+SLOW = "they came faster than the file took them"
+"""Causes of a gap of the terminal, and of the log, where no write has failed."""
 
 WHOLE_LINE_SECONDS = 1.0
 """Time that the beginning of a line waits for its end, so that lines of two pipes never mix."""
@@ -63,6 +67,7 @@ class Outlet:
         descriptor: written to by the thread alone.
         is_terminal: an error that is not a lack of room drops it for good.
         on_change: called by the thread with a change, its cause and the number of lines that were lost.
+        most_bytes: bound of the queue.
         log: of a log file, which is looked at before each write, and whose lines get times.
     """
 
@@ -72,12 +77,13 @@ class Outlet:
         *,
         is_terminal: bool,
         on_change: Callable[[str, str, int], None],
-        most_bytes: int = MOST_BYTES,
+        most_bytes: int,
         log: LogPath | None = None,
     ) -> None:
         self._descriptor = descriptor
         self._log = log
         self._stamps = None if log is None else Stamps()
+        self._slow = PAUSED if log is None else SLOW
         self._is_terminal = is_terminal
         self._on_change = on_change
         self._most_bytes = most_bytes
@@ -134,7 +140,7 @@ class Outlet:
                 if self._gap.num_lines:
                     if self._cause:
                         self._num_lost += self._gap.num_lines
-                    return self._gap.report(self._cause or PAUSED, after=self._last)
+                    return self._gap.report(self._cause or self._slow, after=self._last)
                 if self._is_ending:
                     return b""
                 self._changed.wait()
@@ -230,8 +236,14 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
             in_log.write(f"[the terminal cannot be written any more ({cause}); the run goes on]\n".encode())
         change("terminal", what, cause, num_lost)
 
-    in_log = Outlet(log, is_terminal=False, on_change=lambda *it: change("log", *it), log=LogPath(path, (log,)))
-    on_terminal = Outlet(terminal, is_terminal=True, on_change=terminal_changed)
+    in_log = Outlet(
+        log,
+        is_terminal=False,
+        on_change=lambda *it: change("log", *it),
+        most_bytes=LOG_BYTES,
+        log=LogPath(path, (log,)),
+    )
+    on_terminal = Outlet(terminal, is_terminal=True, on_change=terminal_changed, most_bytes=MOST_BYTES)
     outlets = {both: (in_log, on_terminal), for_terminal: (on_terminal,), for_log: (in_log,)}
     # What goes to a live terminal alone is a progress bar, which has no lines.
     lines = {pipe: Lines() for pipe in outlets if pipe != for_terminal or not os.isatty(terminal)}

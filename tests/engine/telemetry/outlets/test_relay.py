@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import termios
+import threading
 import time
 import tty
 from collections.abc import Callable, Sequence
@@ -19,8 +20,17 @@ import pytest
 from tests.engine.telemetry.outlets.test_rank_log import PREAMBLE, execute
 from tests.full_disk import room_for
 from tests.log_lines import without_times
-from triaxis.engine.telemetry.outlets.lossy_file import LossyFile, text_over
-from triaxis.engine.telemetry.outlets.relay import DROPPED, RESUMED, STOPPED, WHOLE_LINE_SECONDS, Lines, Outlet
+from triaxis.engine.telemetry.outlets.lossy_file import LogPath, LossyFile, text_over
+from triaxis.engine.telemetry.outlets.relay import (
+    DROPPED,
+    MOST_BYTES,
+    RESUMED,
+    STOPPED,
+    WHOLE_LINE_SECONDS,
+    Lines,
+    Outlet,
+    relay,
+)
 
 pytestmark = pytest.mark.distributed
 
@@ -325,11 +335,51 @@ def test_an_outlet_that_stays_full_loses_lines_beyond_its_bound(tmp_path: Path) 
     assert changes == [(STOPPED, "File too large", 0), (RESUMED, "File too large", 3)]
 
 
+def test_a_log_that_is_too_slow_says_so_and_does_not_name_the_terminal(tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    reading, writing = os.pipe()
+    room = fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)
+    os.write(writing, bytes(room))
+    log = LogPath(str(tmp_path / "log"), (writing,))
+    outlet = Outlet(writing, is_terminal=False, on_change=lambda *_: None, most_bytes=50, log=log)
+    for number in range(9):
+        outlet.write(f"line {number}\n".encode())
+    os.read(reading, room)
+    outlet.finish(time.monotonic() + 10)
+    os.close(writing)
+    with os.fdopen(reading) as file:
+        said = without_times(file.read()).splitlines()
+    kept = len(said) - 1
+    lost = f"[{9 - kept} lines are missing here: they came faster than the file took them]"
+    assert kept < 5 and said == [*(f"line {number}" for number in range(kept)), lost]
+
+
+def test_a_log_that_waits_for_its_disk_keeps_a_burst_that_is_too_much_for_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "log").touch()
+    pipes = [os.pipe() for _ in range(5)]
+    (both, prints), (for_terminal, to_terminal), (for_log, to_log), (reading, log), (_, changes) = pipes
+    with Path(os.devnull).open("wb") as terminal:
+        given = {"terminal": terminal.fileno(), "log": log, "changes": changes, "path": str(tmp_path / "log")}
+        carries = threading.Thread(target=relay, args=(both, for_terminal, for_log), kwargs=given)
+        carries.start()
+        burst = b"x" * 999 + b"\n"
+        for _ in range(2 * MOST_BYTES // len(burst)):
+            os.write(prints, burst)
+        os.write(prints, b"last\n")
+        for writing in (prints, to_terminal, to_log):
+            os.close(writing)
+        read = read_until(reading, b"last\n")
+        carries.join()
+    for descriptor in (both, for_terminal, for_log, reading, log, *pipes[-1]):
+        os.close(descriptor)
+    assert without_times(read.decode()).encode() == burst * (2 * MOST_BYTES // len(burst)) + b"last\n"
+
+
 def test_a_terminal_that_fails_is_dropped_once() -> None:
     changes: list[Sequence[object]] = []
     reading, writing = os.pipe()
     os.close(reading)
-    outlet = Outlet(writing, is_terminal=True, on_change=lambda *it: changes.append(it))
+    outlet = Outlet(writing, is_terminal=True, on_change=lambda *it: changes.append(it), most_bytes=MOST_BYTES)
     outlet.write(b"lost\n")
     wait_until(lambda: changes)
     outlet.write(b"lost\n")
