@@ -173,7 +173,7 @@ def _norms(name: str, device: torch.device) -> Callable[[], None]:
         functions = norm_functions(name, Fusion("eager"), is_cuda=device == META)
         x, weights = torch.ones(3, 8, device=device), [torch.ones(8, device=device) for _ in NORMS[name].parameters]
         normalised, *statistics = functions.forward(x, 1e-5, *weights)
-        functions.backward(x, normalised, [True for _ in weights], *weights, *statistics)
+        functions.backward(x, normalised, *weights, *statistics)
 
     return make
 

@@ -1,4 +1,4 @@
-"""What torch's backends do differently: gloo, NCCL and the fake one behind the verbs of an `Axis`.
+"""The only caller of torch.distributed's communication, and what its backends do differently: gloo, NCCL and the fake one.
 
 - gloo's tensor reduce-scatter is an all-reduce inside (twice the wire bytes). On gloo the rank chunks are exchanged by
   all-to-all and summed here in rank order, in the accumulation dtype; the order does not depend on how buckets are cut.
@@ -22,7 +22,10 @@ import torch.distributed as dist
 from triaxis.engine.comm.staging import CPU, Carrier, Seen, TensorUse, Work
 from triaxis.engine.numerics.precision import accumulate
 
-ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+ReduceOp = Literal["sum", "max"]
+
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _P2P = {"send": dist.isend, "recv": dist.irecv}
 
@@ -86,6 +89,37 @@ class Backend:
         assert None not in works, "an asynchronous call on a group of this rank returns a handle"
         return works
 
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> list[Work]:
+        """Post the reduction of `tensor`, in place."""
+        return self.call(
+            lambda seen: [dist.all_reduce(seen(tensor), _REDUCE_OPS[op], group=self.group, async_op=True)],
+            TensorUse([tensor], [tensor]),
+        )
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> list[Work]:
+        """Post the gather of each member's `part` in `whole`."""
+        return self.call(
+            lambda seen: [_ALL_GATHER(seen(whole), seen(part), group=self.group, async_op=True)],
+            TensorUse([part], [whole]),
+        )
+
+    def all_to_all(
+        self, received: torch.Tensor, sent: torch.Tensor, rows_received: Any = None, rows_sent: Any = None
+    ) -> list[Work]:
+        """Post the exchange of rows of `sent` for rows of `received`; without numbers of rows, as many with each member."""
+        rows = rows_received, rows_sent
+        return self.call(
+            lambda seen: [dist.all_to_all_single(seen(received), seen(sent), *rows, group=self.group, async_op=True)],
+            TensorUse([sent], [received]),
+        )
+
+    def broadcast(self, tensor: torch.Tensor, source: int, *, is_source: bool) -> list[Work]:
+        """Post the copy of the global rank `source`'s `tensor` to all members'."""
+        return self.call(
+            lambda seen: [dist.broadcast(seen(tensor), source, group=self.group, async_op=True)],
+            TensorUse([tensor]) if is_source else TensorUse((), [tensor]),
+        )
+
     def connect(self, device: torch.device) -> None:
         """Open the connections of the group's collectives."""
         dist.all_reduce(torch.zeros(1, device=self._device(device)), group=self.group)
@@ -129,10 +163,7 @@ class Backend:
             return shard, works, None
 
         chunks = torch.empty_like(full)
-        works = self.call(
-            lambda seen: [dist.all_to_all_single(seen(chunks), seen(full), group=self.group, async_op=True)],
-            TensorUse([full], [chunks]),
-        )
+        works = self.all_to_all(chunks, full)
 
         def sum_in_rank_order() -> torch.Tensor:
             first, second, *rest = chunks.view(len(self._ranks), *shape).unbind()

@@ -1,69 +1,21 @@
-"""The only caller of torch.distributed's communication: every collective and every send, labelled and written down.
+"""The verbs of communication: every collective and every send, labelled and written down.
 
-An `Axis` is one group of ranks as one member sees it. Its verbs return a `Pending`, whose `wait()` gives the result; what
-lies between posting and waiting is overlapped. A one-rank axis is the identity and issues no op: this file is the only
-place that knows it. Each call is labelled with its purpose and written to the `Ledger`; what backends do differently is in
-`triaxis.engine.comm.backends`.
+An `Axis` is one group of ranks as one member sees it. Its verbs return a `Pending` (`triaxis.engine.comm.ledger`), whose `wait()`
+gives the result; what lies between posting and waiting is overlapped. A one-rank axis is the identity and issues no op: this file
+is the only place that knows it. Each call is labelled with its purpose and written to the `Ledger`; what backends do differently is
+in `triaxis.engine.comm.backends`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from triaxis.engine.comm.backends import ALL_GATHER, Backend, Message
-from triaxis.engine.comm.ledger import Event, Ledger
-from triaxis.engine.comm.staging import Carrier, TensorUse, Work
+from triaxis.engine.comm.backends import Backend, Message, ReduceOp
+from triaxis.engine.comm.ledger import Ledger, Pending
+from triaxis.engine.comm.staging import Carrier
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
-
-ReduceOp = Literal["sum", "max"]
-
-_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
-
-
-class Pending:
-    """A call under way. It keeps its tensors alive until `wait()`, which may be called again and again."""
-
-    def __init__(
-        self,
-        result: torch.Tensor,
-        work: Sequence[Work] = (),
-        finish: Callable[[], torch.Tensor] | None = None,
-        written: tuple[Ledger, Event] | None = None,
-        keep: Sequence[torch.Tensor] = (),
-    ) -> None:
-        self._result = result
-        self._work = work
-        self._finish = finish
-        self._written = written
-        self._keep = keep
-        self._done = not work
-        if written is not None and work:
-            ledger, posted = written
-            ledger.under_way(posted, work)
-
-    def wait(self) -> torch.Tensor:
-        """Return the result once it is there. With NCCL the current stream waits, not the host."""
-        if not self._done:
-            if self._written is not None:
-                ledger, posted = self._written
-                ledger.wait_begins(posted)
-            for work in self._work:
-                work.wait()
-            if self._finish is not None:
-                self._result = self._finish()
-            if self._written is not None:
-                ledger.wait_ends(posted)
-            self._work, self._finish, self._written, self._keep = (), None, None, ()
-            self._done = True
-        return self._result
-
-    @property
-    def completed(self) -> bool:
-        """Return whether `wait()` would return at once; never block."""
-        return self._done or all(work.is_completed() for work in self._work)
 
 
 class Axis:
@@ -119,11 +71,7 @@ class Axis:
         if backend is None:
             return Pending(tensor)
         posted = self.ledger.post("all_reduce", self.name, purpose, tensor, self.size)
-        work = backend.call(
-            lambda seen: [dist.all_reduce(seen(tensor), _REDUCE_OPS[op], group=backend.group, async_op=True)],
-            TensorUse([tensor], [tensor]),
-        )
-        return Pending(tensor, work, written=(self.ledger, posted))
+        return Pending(tensor, backend.all_reduce(tensor, op), written=(self.ledger, posted))
 
     def all_gather(self, shard: torch.Tensor, purpose: str, out: torch.Tensor | None = None) -> Pending:
         """Concatenate the members' shards [n, ...] along dim 0 to [size * n, ...].
@@ -137,12 +85,7 @@ class Axis:
             out = shard.new_empty((self.size * shard.shape[0], *shard.shape[1:]))
         shard = shard.contiguous()
         posted = self.ledger.post("all_gather", self.name, purpose, shard, self.size)
-        whole, part = out, shard
-        work = backend.call(
-            lambda seen: [ALL_GATHER(seen(whole), seen(part), group=backend.group, async_op=True)],
-            TensorUse([part], [whole]),
-        )
-        return Pending(whole, work, written=(self.ledger, posted), keep=[part])
+        return Pending(out, backend.all_gather(out, shard), written=(self.ledger, posted), keep=[shard])
 
     def reduce_scatter(self, full: torch.Tensor, purpose: str, out: torch.Tensor | None = None) -> Pending:
         """Sum `full` [size * n, ...] over the axis and keep this member's [n, ...] along dim 0.
@@ -168,11 +111,7 @@ class Axis:
         blocks = tensor.contiguous()
         posted = self.ledger.post("all_to_all", self.name, purpose, blocks, self.size)
         received = torch.empty_like(blocks)
-        work = backend.call(
-            lambda seen: [dist.all_to_all_single(seen(received), seen(blocks), group=backend.group, async_op=True)],
-            TensorUse([blocks], [received]),
-        )
-        return Pending(received, work, written=(self.ledger, posted), keep=[blocks])
+        return Pending(received, backend.all_to_all(received, blocks), written=(self.ledger, posted), keep=[blocks])
 
     def all_to_all_rows(
         self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], purpose: str
@@ -188,14 +127,7 @@ class Axis:
         rows, out = tensor.contiguous(), tensor.new_empty((sum(received), *tensor.shape[1:]))
         elsewhere = (tensor.shape[0] - sent[self.index]) * (tensor[:1].numel() if tensor.shape[0] else 0)
         posted = self.ledger.post("all_to_all_rows", self.name, purpose, rows, self.size, numel=elsewhere)
-        work = backend.call(
-            lambda seen: [
-                dist.all_to_all_single(
-                    seen(out), seen(rows), list(received), list(sent), group=backend.group, async_op=True
-                )
-            ],
-            TensorUse([rows], [out]),
-        )
+        work = backend.all_to_all(out, rows, list(received), list(sent))
         return Pending(out, work, written=(self.ledger, posted), keep=[rows])
 
     def broadcast(self, tensor: torch.Tensor, source: int, purpose: str) -> Pending:
@@ -204,10 +136,7 @@ class Axis:
         if backend is None:
             return Pending(tensor)
         posted = self.ledger.post("broadcast", self.name, purpose, tensor, self.size)
-        work = backend.call(
-            lambda seen: [dist.broadcast(seen(tensor), self.ranks[source], group=backend.group, async_op=True)],
-            TensorUse([tensor] if source == self.index else [], [] if source == self.index else [tensor]),
-        )
+        work = backend.broadcast(tensor, self.ranks[source], is_source=source == self.index)
         return Pending(tensor, work, written=(self.ledger, posted))
 
     def exchange(self, messages: Sequence[Message], purpose: str) -> list[Pending]:

@@ -8,9 +8,14 @@
 A call is written down as it was made, with nothing derived from it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from triaxis.engine.comm.staging import Work
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "broadcast", "send", "recv"]
 
@@ -74,6 +79,47 @@ class WaitObserver(Protocol):
     def wait_ends(self) -> None: ...
     def read_begins(self, mark: Event) -> None: ...
     def read_ends(self) -> None: ...
+
+
+class Pending:
+    """A call under way. It keeps its tensors alive until `wait()`, which may be called again and again."""
+
+    def __init__(
+        self,
+        result: "torch.Tensor",
+        work: "Sequence[Work]" = (),
+        finish: "Callable[[], torch.Tensor] | None" = None,
+        written: "tuple[Ledger, Event] | None" = None,
+        keep: "Sequence[torch.Tensor]" = (),
+    ) -> None:
+        self._result = result
+        self._work = work
+        self._finish = finish
+        self._written = written
+        self._keep = keep
+        if written is not None and work:
+            ledger, posted = written
+            ledger.under_way(posted, work)
+
+    def wait(self) -> "torch.Tensor":
+        """Return the result once it is there. With NCCL the current stream waits, not the host."""
+        if self._work:
+            if self._written is not None:
+                ledger, posted = self._written
+                ledger.wait_begins(posted)
+            for work in self._work:
+                work.wait()
+            if self._finish is not None:
+                self._result = self._finish()
+            if self._written is not None:
+                ledger.wait_ends(posted)
+            self._work, self._finish, self._written, self._keep = (), None, None, ()
+        return self._result
+
+    @property
+    def completed(self) -> bool:
+        """Return whether `wait()` would return at once; never block."""
+        return all(work.is_completed() for work in self._work)
 
 
 class Ledger:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
-from triaxis.engine.comm.collectives import Axis, Pending
-from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import REPLICA_GRADIENTS, Pending
 from triaxis.engine.layout.param_layout import BucketLayout, BufferLayout
 from triaxis.engine.layout.shard_spec import ReduceAxis
 from triaxis.engine.numerics.precision import accumulation_dtype

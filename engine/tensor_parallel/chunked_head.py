@@ -21,8 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from triaxis.engine.comm.collectives import Pending
-from triaxis.engine.comm.ledger import CROSS_ENTROPY
+from triaxis.engine.comm.ledger import CROSS_ENTROPY, Pending
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.tensor_parallel.cross_entropy import LocalTargets
 from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from triaxis.engine.activations.saved_tensors import SavedTensors
-from triaxis.engine.comm.collectives import Axis, Pending
-from triaxis.engine.comm.ledger import FP8_SCALES
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.comm.ledger import FP8_SCALES, Pending
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.fp8 import fp8_linears
 from triaxis.engine.config.tree import Config

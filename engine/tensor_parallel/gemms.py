@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.tensor_parallel.fused_weights import FusedWeights
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue

@@ -10,7 +10,7 @@ import triaxis.models.gpt.attention
 import triaxis.models.gpt.chunk
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention, is_sample
-from triaxis.engine.comm.collectives import Pending
+from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.context_parallel.attention import ContextParallelRegion, Piece, pack
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.context_parallel.ulysses import HeadExchange, _AllToAll

@@ -12,8 +12,7 @@ import torch
 from tests.engine.telemetry.timing.test_marks import Device
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank
-from triaxis.engine.comm.collectives import Pending
-from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.comm.ledger import Ledger, Pending
 from triaxis.engine.comm.staging import Staging, TensorUse
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
