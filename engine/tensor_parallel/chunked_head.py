@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from triaxis.engine.comm.ledger import CROSS_ENTROPY, Pending
 from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.kernels.weight_grad import add_matmul
 from triaxis.engine.tensor_parallel.cross_entropy import LocalTargets
 from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
 from triaxis.engine.tensor_parallel.logits import PLAIN, LogitOptions
@@ -72,7 +73,7 @@ class _ChunkedHead(torch.autograd.Function):
         axis = head.region.axis
         entered = head.region.enter(x, f"{head.name} forward").wait()
         inputs = entered.flatten(0, 1)
-        (matrix,) = head.weights.matrices()
+        (matrix,) = head.weights.complete().views
         at = LocalTargets.of(targets, axis, matrix.shape[0], vocab_size)
         starts = range(0, len(inputs), tokens_at_a_time)
         pieces = [slice(start, min(start + tokens_at_a_time, len(inputs))) for start in starts]
@@ -101,7 +102,7 @@ class _ChunkedHead(torch.autograd.Function):
         at, grad = LocalTargets(local, held, ctx.real), grad.flatten()
         whole = head.region.enter_again(kept, f"{head.name} regather").wait()
         inputs, grad_inputs = whole.flatten(0, 1), torch.empty_like(whole)
-        (matrix,) = head.weights.matrices()
+        (matrix,) = head.weights.complete().views
         reduced: list[Pending] = []
 
         for main_grad, _, overwrite in head.weights.main_grads():
@@ -114,5 +115,5 @@ class _ChunkedHead(torch.autograd.Function):
                     reduced.append(head.region.enter_backward(grad_inputs, f"{head.name} backward"))
                     head.region.axis.ledger.mark("weight_grad", head.name)
                 is_first = overwrite and rows is ctx.pieces[0]
-                head.queue.add_matmul(main_grad, logits, inputs[rows], overwrite=is_first)
+                add_matmul(main_grad, logits, inputs[rows], overwrite=is_first, kernel=head.queue.kernel)
         return reduced[0].wait(), None, None, None, None, None, None

@@ -1,4 +1,4 @@
-"""The GEMMs of a linear layer with FP8 operands (`gemms.py` says which they are).
+"""The GEMMs of a linear layer with FP8 operands (`linear.py` says which they are).
 
 Where one FP8 scale serves a whole tensor, its largest absolute value is a maximum over all ranks with a part of it: over cp, whose
 ranks have other tokens, and over tp where it is cut. Data-parallel ranks have other microbatches, with scales of their own. So the
@@ -26,12 +26,14 @@ from triaxis.engine.config.fp8 import fp8_linears
 from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.fp8.products import Fp8
 from triaxis.engine.kernels.fp8.recipes import E4M3, Quantised, from_bytes, is_bytes
-from triaxis.engine.kernels.fp8.shares import Operand
+from triaxis.engine.kernels.fp8.shares import Role
+from triaxis.engine.kernels.weight_grad import WeightGradKernel
 from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
-from triaxis.engine.tensor_parallel.fused_weights import FusedWeights
-from triaxis.engine.tensor_parallel.gemms import Amax, Cut, Entered, Leaving, LinearForm, LinearGemms
+from triaxis.engine.tensor_parallel.linear import Cut, FusedWeights, LinearForm, LinearGemms, Operand
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
-from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
+
+Scale = torch.Tensor | None
+"""The largest absolute value of a tensor that has one FP8 scale; None: it has many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Fp8Form(LinearForm):
     fp8: Fp8
     tp: Axis
     cp: Axis
-    once: Callable[[Callable[[], Amax]], Amax]
+    once: Callable[[Callable[[], Scale]], Scale]
     makes_again: Callable[[str], bool]
     sends: bool = False
     counts: Fp8Counts | None = None
@@ -74,9 +76,16 @@ class Fp8Form(LinearForm):
         return replace(self, alone_without=parts)
 
     def gemms(
-        self, weights: FusedWeights, queue: WeightGradQueue, name: str, cut: Cut, biases: FusedWeights | None = None
+        self,
+        weights: FusedWeights,
+        biases: FusedWeights | None,
+        kernel: WeightGradKernel,
+        name: str,
+        cut: Cut,
+        *,
+        may_total: bool = False,
     ) -> LinearGemms:
-        return Fp8Gemms(weights, queue, self, name, cut)
+        return Fp8Gemms(weights, biases, kernel, self, name, cut)
 
 
 _NONE_YET = object()
@@ -89,8 +98,16 @@ class Fp8Gemms(LinearGemms):
     weights.
     """
 
-    def __init__(self, weights: FusedWeights, queue: WeightGradQueue, form: Fp8Form, name: str, cut: Cut) -> None:
-        super().__init__(weights, queue)
+    def __init__(
+        self,
+        weights: FusedWeights,
+        biases: FusedWeights | None,
+        kernel: WeightGradKernel,
+        form: Fp8Form,
+        name: str,
+        cut: Cut,
+    ) -> None:
+        super().__init__(weights, biases, kernel)
         self.form = form
         self.name = name
         self.cut = cut
@@ -98,84 +115,88 @@ class Fp8Gemms(LinearGemms):
         self._version: object = _NONE_YET
         self._copies: list[tuple[Quantised, Quantised]] = []
 
-    def entered(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> Entered:
+    def enter(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Operand, torch.Tensor]:
         if self._sends(region):
             largest = self._input_amax(x, is_cut=True)
             sent = self._as_bytes(x, largest, is_cut=True)
             whole = region.enter(sent, purpose).wait()
-            return Entered(whole, region.kept(sent if self._is_stored() else x, whole), largest)
+            return Operand(whole, largest), region.kept(sent if self._is_stored() else x, whole)
         whole = region.enter(x, purpose).wait()
-        largest = self.input_amax(whole)
         if whole is x:
-            x = self.stored(x, largest)
-            return Entered(x, x, largest)
+            inputs = self.whole_input(x)
+            return inputs, inputs.tensor
+        largest = self._input_amax(whole, is_cut=self.cut.inputs)
         if region.keeps_gathered and self.form.fp8.recipe.is_tensorwise:
             # What was gathered is another tensor, whoever keeps x.
             whole = self._as_bytes(whole, largest, is_cut=self.cut.inputs)
-        return Entered(whole, region.kept(x, whole), largest)
+        return Operand(whole, largest), region.kept(x, whole)
 
-    def enter_again(self, kept: torch.Tensor, largest: Amax, region: TensorParallelRegion, purpose: str) -> Pending:
-        if self._sends(region) and not is_bytes(kept):
-            kept = _bytes_of(self.form.fp8.activation(kept.flatten(0, -2), largest), kept.shape)
-        return region.enter_again(kept, purpose)
+    def enter_again(self, kept: Operand, region: TensorParallelRegion, purpose: str) -> Pending:
+        tensor = kept.tensor
+        if self._sends(region) and not is_bytes(tensor):
+            tensor = _bytes_of(self.form.fp8.activation(tensor.flatten(0, -2), kept.scale), tensor.shape)
+        return region.enter_again(tensor, purpose)
 
-    def leaving(self, grad: torch.Tensor, region: TensorParallelRegion, purpose: str) -> Leaving:
+    def leave_backward(self, grad: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Pending, Operand]:
         if not self._sends(region):
-            return super().leaving(grad, region, purpose)
+            return super().leave_backward(grad, region, purpose)
         largest = self._largest([grad], "gradient", over_tp=True, over_cp=True)
         matrix = grad.flatten(0, -2)
         rounded = self.form.fp8.gradient(matrix, largest)
         self._count("gradient", matrix, rounded, is_cut=True)
         sent = _bytes_of(rounded, grad.shape)
-        return Leaving(region.leave_backward(sent, purpose), sent, largest)
+        return region.leave_backward(sent, purpose), Operand(sent, largest)
 
-    def stored(self, x: torch.Tensor, largest: Amax) -> torch.Tensor:
-        """Return X in FP8 as bytes, where that is all that is kept of it; else X."""
-        return self._as_bytes(x, largest, is_cut=self.cut.inputs) if self._is_stored() else x
+    def whole_input(self, x: torch.Tensor) -> Operand:
+        """Return X; in FP8 as bytes, where that is all that is kept of it."""
+        largest = self._input_amax(x, is_cut=self.cut.inputs)
+        return Operand(self._as_bytes(x, largest, is_cut=self.cut.inputs) if self._is_stored() else x, largest)
 
-    def input_amax(self, x: torch.Tensor) -> Amax:
-        return self._input_amax(x, is_cut=self.cut.inputs)
+    def whole_grad(self, grad: Operand) -> Operand:
+        if grad.scale is not None:
+            return grad
+        return Operand(grad.tensor, self._largest([grad.tensor], "gradient", over_tp=self.cut.outputs, over_cp=True))
 
-    def grad_amax(self, grad: torch.Tensor) -> Amax:
-        return self._largest([grad], "gradient", over_tp=self.cut.outputs, over_cp=True)
-
-    def forward(self, x: torch.Tensor, biases: Sequence[torch.Tensor | None], largest: Amax) -> torch.Tensor:
-        matrix = x.flatten(0, -2)
-        if is_bytes(x):
-            inputs = from_bytes(matrix, E4M3, largest, self.form.fp8.fusion)
+    def forward(self, x: Operand) -> torch.Tensor:
+        matrix = x.tensor.flatten(0, -2)
+        if is_bytes(matrix):
+            inputs = from_bytes(matrix, E4M3, x.scale, self.form.fp8.fusion)
         else:
-            inputs = self.form.fp8.activation(matrix, largest)
+            inputs = self.form.fp8.activation(matrix, x.scale)
             self._count_inputs(matrix, inputs, is_cut=self.cut.inputs)
         self._count_weights()
-        copies = zip(self.copies(), biases, strict=True)
+        copies = zip(self.copies(), self.vectors(), strict=False)
         outputs = [self.form.fp8.product(inputs, weight, bias, self._dtype) for (weight, _), bias in copies]
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)).unflatten(0, x.shape[:-1])
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)).unflatten(0, x.tensor.shape[:-1])
 
-    def input_grad(self, grad: torch.Tensor, largest: Amax) -> torch.Tensor:
+    def input_grad(self, grad: Operand) -> torch.Tensor:
         copies = self.copies()
-        parts = grad.flatten(0, -2).split([weight.values.shape[0] for weight, _ in copies], dim=-1)
+        parts = grad.tensor.flatten(0, -2).split([weight.values.shape[0] for weight, _ in copies], dim=-1)
         total = None
         for part, (_, transposed) in zip(parts, copies, strict=True):
-            rounded = self._gradient(part, largest)
+            rounded = self._gradient(part, grad.scale)
             if not is_bytes(part):
                 self._count("gradient", part, rounded, is_cut=self.cut.outputs)
             product = self.form.fp8.product(rounded, transposed, None, self._dtype)
             total = product if total is None else total.add_(product)
         assert total is not None
-        return total.unflatten(0, grad.shape[:-1])
+        return total.unflatten(0, grad.tensor.shape[:-1])
 
-    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax, of_x: Amax) -> torch.Tensor | None:
-        fp8, columns = self.form.fp8, x.flatten(0, -2).t()
-        inputs = from_bytes(columns, E4M3, of_x, fp8.fusion) if is_bytes(x) else fp8.activation(columns, of_x)
-        columns = grad.flatten(0, -2).t()
-        for main_grad, rows, overwrite in self.weights.main_grads():
-            rounded = self._gradient(columns[rows], of_grad)
-            fp8.add_product(main_grad, rounded, inputs, self._dtype, overwrite=overwrite)
+    def add_weight_grads(self, grad: Operand, x: Operand) -> torch.Tensor | None:
+        fp8, columns = self.form.fp8, x.tensor.flatten(0, -2).t()
+        inputs = (
+            from_bytes(columns, E4M3, x.scale, fp8.fusion) if is_bytes(columns) else fp8.activation(columns, x.scale)
+        )
+
+        def add(main_grad: torch.Tensor, part: torch.Tensor, inputs: Quantised, *, overwrite: bool) -> None:
+            fp8.add_product(main_grad, self._gradient(part.t(), grad.scale), inputs, self._dtype, overwrite=overwrite)
+
+        self.weights.accumulate(grad.tensor.flatten(0, -2), inputs, add)
         return None
 
     def copies(self) -> list[tuple[Quantised, Quantised]]:
         """Return W and W^T in FP8, matrix by matrix; made anew where the weights have changed."""
-        matrices, version = self.weights.matrices(), self.weights.version()
+        matrices, version = self.weights.complete().views, self.weights.version()
         if version != self._version:
             fp8 = self.form.fp8
             largest = self._largest(matrices, "weight", over_tp=True, over_cp=False)
@@ -198,17 +219,17 @@ class Fp8Gemms(LinearGemms):
         is_alone = parts is not None and not any(map(self.form.makes_again, parts))
         return is_alone and self.form.fp8.recipe.is_tensorwise
 
-    def _input_amax(self, x: torch.Tensor, *, is_cut: bool) -> Amax:
+    def _input_amax(self, x: torch.Tensor, *, is_cut: bool) -> Scale:
         return self.form.once(lambda: self._largest([x], "input", over_tp=is_cut, over_cp=True))
 
-    def _gradient(self, matrix: torch.Tensor, largest: Amax) -> Quantised:
+    def _gradient(self, matrix: torch.Tensor, largest: Scale) -> Quantised:
         """Return a part of dY, in the run's dtype or in FP8 as bytes, as a GEMM reads it."""
         fp8 = self.form.fp8
         if is_bytes(matrix):
             return from_bytes(matrix, fp8.recipe.gradient, largest, fp8.fusion)
         return fp8.gradient(matrix, largest)
 
-    def _as_bytes(self, x: torch.Tensor, largest: Amax, *, is_cut: bool) -> torch.Tensor:
+    def _as_bytes(self, x: torch.Tensor, largest: Scale, *, is_cut: bool) -> torch.Tensor:
         """Return X [.., in] in FP8 as bytes, and count what that loses."""
         matrix = x.flatten(0, -2)
         rounded = self.form.fp8.activation(matrix, largest)
@@ -228,16 +249,16 @@ class Fp8Gemms(LinearGemms):
             return
         self._counted_step = counts.step
         is_cut = self.weights.members[0].record.spec.tp_dim is not None
-        for weight, (copy, _) in zip(self.weights.matrices(), self.copies(), strict=True):
+        for weight, (copy, _) in zip(self.weights.complete().views, self.copies(), strict=True):
             self._count("weight", weight, copy, is_cut=is_cut)
 
-    def _count(self, operand: Operand, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
+    def _count(self, role: Role, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
         """Count the numbers that an operand loses; one that is not cut is counted by the first tp rank."""
         counts = self.form.counts
         if counts is not None and counts.is_open and (is_cut or self.form.tp.index == 0):
-            counts.add(self.name, operand, matrix, rounded)
+            counts.add(self.name, role, matrix, rounded)
 
-    def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Amax:
+    def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
         """Return the largest absolute value of a tensor, of which this rank has some parts; None where blocks have scales."""
         if not self.form.fp8.recipe.is_tensorwise:
             return None

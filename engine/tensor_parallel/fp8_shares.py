@@ -16,7 +16,7 @@ import torch
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.device.host_copy import HostCopy
 from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, Quantised
-from triaxis.engine.kernels.fp8.shares import OPERANDS, Lost, LostByLinear, Operand
+from triaxis.engine.kernels.fp8.shares import ROLES, Lost, LostByLinear, Role
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE, accumulate
 
 PURPOSE = "fp8 shares"
@@ -58,7 +58,7 @@ class Fp8Counts:
         self.is_open = False
         self.step = 0
         self._rows = {name: row for row, name in enumerate(self.linears)}
-        self._counts = torch.zeros(len(self.linears), len(OPERANDS), 3, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(len(self.linears), len(ROLES), 3, dtype=torch.int64, device=device)
 
     def begin(self) -> None:
         """Begin a step that is counted."""
@@ -71,9 +71,9 @@ class Fp8Counts:
         self.is_open = False
         return self._counts
 
-    def add(self, linear: str, operand: Operand, matrix: torch.Tensor, rounded: Quantised) -> None:
+    def add(self, linear: str, role: Role, matrix: torch.Tensor, rounded: Quantised) -> None:
         """Count a matrix and what it was rounded to."""
-        self._counts[self._rows[linear], OPERANDS.index(operand)] += count_lost(matrix, rounded)
+        self._counts[self._rows[linear], ROLES.index(role)] += count_lost(matrix, rounded)
 
 
 class Fp8Shares:
@@ -113,9 +113,9 @@ class Fp8Shares:
         if step not in self._posted:
             return None
         numbers = iter(self._posted.pop(step).wait())
-        found: dict[str, dict[Operand, Lost]] = {}
+        found: dict[str, dict[Role, Lost]] = {}
         for linear in self._counts.linears:
-            triples = [(operand, next(numbers), next(numbers), next(numbers)) for operand in OPERANDS]
+            triples = [(operand, next(numbers), next(numbers), next(numbers)) for operand in ROLES]
             found[linear] = {
                 operand: Lost(became_zero / count, clamped / count)
                 for operand, count, became_zero, clamped in triples

@@ -15,7 +15,7 @@ Order of the column-parallel backward, in which communication runs under the GEM
 Where weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer gathers dY again for its own.
 The gradient of the biases is a sum of dY. What reads the layer's output makes dY, and can sum it there (`add_bias_total`).
 
-Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`gemms.py`, also in FP8). On [s, b, in]
+Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`linear.py`). On [s, b, in]
 torch looks at all strides, also of dimensions of size 1: for one sample with transposed tokens it makes s small GEMMs, each
 reading the weight.
 """
@@ -27,11 +27,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.kernels.bias_total import AddTotal, total_of
 from triaxis.engine.kernels.weight_grad import add
 from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
-from triaxis.engine.tensor_parallel.fused_weights import FusedWeights
-from triaxis.engine.tensor_parallel.gemms import IN_RUN_DTYPE, Amax, Cut, GeluGemms, LinearForm, LinearGemms
+from triaxis.engine.tensor_parallel.linear import (
+    IN_RUN_DTYPE,
+    Cut,
+    FusedWeights,
+    GeluGemms,
+    LinearForm,
+    LinearGemms,
+    Operand,
+)
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
@@ -67,7 +75,7 @@ class ColumnParallelLinear(nn.Module):
         self.biases = FusedWeights(biases, in_features=None) if biases else None
         is_cut = weights[0].record.spec.tp_dim is not None
         cut = Cut(inputs=region.cuts_entered, outputs=is_cut or region.cuts_entered)
-        self.gemms: LinearGemms = form.gemms(self.weights, queue, name, cut, self.biases)
+        self.gemms: LinearGemms = form.gemms(self.weights, self.biases, queue.kernel, name, cut, may_total=True)
         has_biases = self.biases is not None
         self.biases_are_summed_by_consumer = consumer_sums_biases and has_biases and not self.gemms.makes_totals
         self.region = region
@@ -82,35 +90,17 @@ class ColumnParallelLinear(nn.Module):
         """Return the same and its GELU, which `RowParallelLinear` reads: there its gradient is computed (`GeluGemms`)."""
         return _ColumnParallel.apply(x, self, True)
 
-    def vectors(self) -> Sequence[torch.Tensor | None]:
-        """Return a vector of biases for each matrix of weights, added in its GEMM; None where the layer has none."""
-        matrices = self.weights.matrices()
-        if self.biases is None:
-            return [None] * len(matrices)
-        vectors = self.biases.matrices()
-        rows = [matrix.shape[0] for matrix in matrices]
-        # Biases are adjacent where their weights are, unless only some of both are frozen.
-        are_beside = [vector.shape[0] for vector in vectors] == rows
-        return vectors if are_beside else torch.cat(vectors).split(rows)
-
     @property
     def takes_bias_total(self) -> AddTotal:
         """Return `add_bias_total` where the consumer has to call it, else None."""
         return self.add_bias_total if self.biases_are_summed_by_consumer else None
 
-    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax = None, of_x: Amax = None) -> None:
-        """Add dY^T X and, unless the consumer does, the sum of dY to the main grads. grad [s, b, rows], x [s, b, in]."""
+    def add_weight_grads(self, grad: Operand, x: Operand) -> None:
+        """Add dY^T X and, unless the consumer does, the sum of dY to the main grads. dY [s, b, rows], X [s, b, in]."""
         self.region.axis.ledger.mark("weight_grad", self.name)
-        total = self.gemms.add_weight_grads(grad, x, of_grad, of_x)
-        if total is None:
-            self.add_bias_grads(grad)
-        else:
-            self.add_bias_total(total)
-
-    def add_bias_grads(self, grad: torch.Tensor) -> None:
-        """Add the sum of dY [s, b, rows] to the main grads of the biases, unless the consumer does."""
+        total = self.gemms.add_weight_grads(grad, x)
         if self.biases is not None and not self.biases_are_summed_by_consumer:
-            self.add_bias_total(total_of(grad))
+            self.add_bias_total(total_of(grad.tensor) if total is None else total)
 
     def add_bias_total(self, total: torch.Tensor) -> None:
         """Add the sum of dY over its tokens, [rows] in the accumulation dtype, to the main grads of the biases."""
@@ -122,40 +112,40 @@ class ColumnParallelLinear(nn.Module):
 class _ColumnParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: ColumnParallelLinear, with_gelu: bool = False) -> Any:
-        ctx.layer = layer
-        inputs, kept, ctx.of_x = layer.gemms.entered(x.contiguous(), layer.region, f"{layer.name} forward")
+        inputs, kept = layer.gemms.enter(x.contiguous(), layer.region, f"{layer.name} forward")
+        ctx.layer, ctx.scale = layer, inputs.scale
         ctx.save_for_backward(kept)
-        biases = layer.vectors()
         if not with_gelu:
-            return layer.gemms.forward(inputs, biases, ctx.of_x)
+            return layer.gemms.forward(inputs)
         assert isinstance(layer.gemms, GeluGemms)
-        inner, activated = layer.gemms.forward_gelu(inputs, biases[0])
+        inner, activated = layer.gemms.forward_gelu(inputs)
         ctx.mark_non_differentiable(activated)
         return inner, activated
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, *of_activated: Any) -> tuple[torch.Tensor, None, None]:
         layer: ColumnParallelLinear = ctx.layer
-        grad, regather = grad.contiguous(), f"{layer.name} regather"
-        (kept,) = ctx.saved_tensors
-        deferring = layer.queue.deferring
-        of_x = ctx.of_x
-        gathered = None if deferring else layer.gemms.enter_again(kept, of_x, layer.region, regather)
-        of_grad = layer.gemms.grad_amax(grad)
-        grad_input = layer.gemms.input_grad(grad, of_grad)
-        reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")
+        (kept,), scale, gemms, deferring = ctx.saved_tensors, ctx.scale, layer.gemms, layer.queue.deferring
+
+        def gather(kept: torch.Tensor) -> Pending:
+            return gemms.enter_again(Operand(kept, scale), layer.region, f"{layer.name} regather")
+
+        gathered = None if deferring else gather(kept)  # step 1: posted, so that it runs under the product of 2
+        of_output = gemms.whole_grad(Operand(grad.contiguous()))
+        grad_input = gemms.input_grad(of_output)  # 2
+        reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")  # 3: runs under the product of 4
         if gathered is not None:
-            layer.add_weight_grads(grad, gathered.wait(), of_grad, of_x)
+            layer.add_weight_grads(of_output, Operand(gathered.wait(), scale))  # 4
         else:
             layer.queue.defer(
                 DeferredGrad(
                     kept,
-                    lambda kept: layer.gemms.enter_again(kept, of_x, layer.region, regather),
-                    grad,
-                    lambda x, grad: layer.add_weight_grads(grad, x, of_grad, of_x),
+                    gather,
+                    of_output.tensor,
+                    lambda x, grad: layer.add_weight_grads(Operand(grad, of_output.scale), Operand(x, scale)),
                 )
             )
-        return reduced.wait(), None, None
+        return reduced.wait(), None, None  # 5
 
 
 class RowParallelLinear(nn.Module):
@@ -179,7 +169,9 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.weights = FusedWeights([weight], in_features=math.prod(weight.record.local_shape[1:]))
-        self.gemms: LinearGemms = form.gemms(self.weights, queue, name, Cut(inputs=True, outputs=False))
+        # The other ranks' parts of Y are added to the first one's, and so to its bias.
+        added = None if bias is None or region.axis.index else FusedWeights([bias], in_features=None)
+        self.gemms: LinearGemms = form.gemms(self.weights, added, queue.kernel, name, Cut(inputs=True, outputs=False))
         self.bias = bias
         self.region = region
         self.queue = queue
@@ -189,53 +181,48 @@ class RowParallelLinear(nn.Module):
         """Map [s, b, in on this rank] to [s(/t), b, out]; the gradient is that of `gelu_of`, where x is its GELU."""
         return _RowParallel.apply(x, self, gelu_of)
 
-    def add_weight_grads(self, grad: torch.Tensor, x: torch.Tensor, of_grad: Amax = None, of_x: Amax = None) -> None:
-        """Add dY^T X to the main grad. grad [s, b, out], x [s, b, in on this rank], and what quantises them."""
+    def add_weight_grads(self, grad: Operand, x: Operand) -> None:
+        """Add dY^T X to the main grad. dY [s, b, out], X [s, b, in on this rank]."""
         self.region.axis.ledger.mark("weight_grad", self.name)
-        self.gemms.add_weight_grads(grad, x, of_grad, of_x)
+        self.gemms.add_weight_grads(grad, x)
 
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: RowParallelLinear, gelu_of: torch.Tensor | None) -> torch.Tensor:
-        ctx.layer = layer
-        x = x.contiguous()
-        ctx.of_x = layer.gemms.input_amax(x)
-        x = layer.gemms.stored(x, ctx.of_x)
-        ctx.save_for_backward(x, gelu_of)
-        bias = layer.bias.weight() if layer.bias is not None and layer.region.axis.index == 0 else None
-        return layer.region.leave(layer.gemms.forward(x, [bias], ctx.of_x), f"{layer.name} forward").wait()
+        inputs = layer.gemms.whole_input(x.contiguous())
+        ctx.layer, ctx.scale = layer, inputs.scale
+        ctx.save_for_backward(inputs.tensor, gelu_of)
+        return layer.region.leave(layer.gemms.forward(inputs), f"{layer.name} forward").wait()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
         layer: RowParallelLinear = ctx.layer
-        x, gelu_of = ctx.saved_tensors
+        (x, gelu_of), scale, gemms = ctx.saved_tensors, ctx.scale, layer.gemms
         grad = grad.contiguous()
-        gathered, kept, of_grad = layer.gemms.leaving(grad, layer.region, f"{layer.name} backward")
+        gathered, kept = gemms.leave_backward(grad, layer.region, f"{layer.name} backward")
         if layer.bias is not None:
             # The bias acts on this rank's part of the sequence; under sequence parallelism the sum over tp follows later.
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
-        whole, of_x = gathered.wait(), ctx.of_x
-        of_grad = layer.gemms.grad_amax(whole) if of_grad is None else of_grad
+        of_output = gemms.whole_grad(Operand(gathered.wait(), kept.scale))
         grad_input, grad_inner = None, None
         if gelu_of is None:
-            grad_input = layer.gemms.input_grad(whole, of_grad)
+            grad_input = gemms.input_grad(of_output)
         else:
-            assert isinstance(layer.gemms, GeluGemms)
-            grad_inner = layer.gemms.input_grad_of_gelu(whole, gelu_of)
+            assert isinstance(gemms, GeluGemms)
+            grad_inner = gemms.input_grad_of_gelu(of_output, gelu_of)
         if layer.queue.deferring:
             # Of sequence-parallel gradients the shard is kept, and gathered once more.
-            regather = f"{layer.name} regather"
             layer.queue.defer(
                 DeferredGrad(
-                    kept,
-                    lambda kept: layer.region.leave_backward(kept, regather),
+                    kept.tensor,
+                    lambda kept: layer.region.leave_backward(kept, f"{layer.name} regather"),
                     x,
-                    lambda grad, x: layer.add_weight_grads(grad, x, of_grad, of_x),
+                    lambda grad, x: layer.add_weight_grads(Operand(grad, of_output.scale), Operand(x, scale)),
                 )
             )
         else:
-            layer.add_weight_grads(whole, x, of_grad, of_x)
+            layer.add_weight_grads(of_output, Operand(x, scale))
         return grad_input, None, grad_inner
 
 

@@ -12,7 +12,7 @@ A weight-gradient GEMM may be deferred (`weight_grads.py`), which zero-bubble sc
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -38,7 +38,8 @@ class ShardedParameter(nn.Module):
         value: the weight, of `record.local_shape` in the run's dtype; a leaf whose `.grad` is never used.
         main_grad: accumulated gradient of that shape in the accumulation dtype; None before `bind`, and where layers add none.
         num_uses: layers that use it. A tied embedding on one stage has two; each microbatch brings a gradient from both.
-        num_bindings: how often `value` was set, and with it the main grad; views of them are made anew afterwards.
+        sink: the owner of the flat tensors; None before `bind`.
+        num_bindings: how often `bind` was called; views of the tensors are made anew afterwards.
     """
 
     def __init__(self, record: ParamRecord, dtype: torch.dtype) -> None:
@@ -48,26 +49,26 @@ class ShardedParameter(nn.Module):
         self.value = nn.Parameter(torch.empty(record.local_shape, dtype=dtype, device="meta"))
         self.main_grad: torch.Tensor | None = None
         self.num_uses = 1
-        self._sink: GradSink | None = None
+        self.sink: GradSink | None = None
 
-    def bind(self, value: torch.Tensor, main_grad: torch.Tensor | None, sink: GradSink) -> None:
+    def bind(self, value: torch.Tensor, main_grad: torch.Tensor | None = None, sink: GradSink | None = None) -> None:
         """Use these views of the flat tensors from now on."""
         self.main_grad = main_grad
-        self._sink = sink
+        self.sink = sink
+        self.num_bindings += 1
         # `.data` has its own version counter: the all-gather of another bucket writes to the same flat tensor while this weight is
         # in use, and autograd must not take that for a change of this weight.
         self.value = nn.Parameter(value.data, requires_grad=main_grad is not None)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "value":
-            self.num_bindings += 1
-
     def weight(self) -> torch.Tensor:
         """Return the complete weight; wait for the all-gather that fills it, if one is in flight."""
-        if self._sink is not None:
-            self._sink.weights_needed((self,))
+        if self.sink is not None:
+            self.sink.weights_needed((self,))
         return self.value
+
+    def bound_sink(self) -> GradSink:
+        assert self.sink is not None, f"{self.record.name} has no grad buffer"
+        return self.sink
 
     def bound_main_grad(self) -> torch.Tensor:
         assert self.main_grad is not None, f"{self.record.name} has no grad buffer"
@@ -75,8 +76,7 @@ class ShardedParameter(nn.Module):
 
     def is_first_grad(self) -> bool:
         """Return True until the first gradient of this step: that one overwrites instead of adding."""
-        assert self._sink is not None, f"{self.record.name} has no grad buffer"
-        return self._sink.is_first_grad(self)
+        return self.bound_sink().is_first_grad(self)
 
     def add_grad(self, grad: torch.Tensor) -> None:
         """Add `grad` (the shape of the weight) to the main grad."""
@@ -85,8 +85,7 @@ class ShardedParameter(nn.Module):
 
     def grad_was_added(self) -> None:
         """Notify the sink that one use in one microbatch has added its gradient."""
-        assert self._sink is not None, f"{self.record.name} has no grad buffer"
-        self._sink.grad_added(self)
+        self.bound_sink().grad_added(self)
 
     def tracked(self) -> torch.Tensor:
         """Return the weight for ordinary autograd code; its gradient goes to the main grad."""

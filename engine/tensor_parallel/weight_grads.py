@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from triaxis.engine.comm.ledger import Pending
-from triaxis.engine.kernels.weight_grad import WeightGradKernel, add_matmul
+from triaxis.engine.kernels.weight_grad import WeightGradKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,6 @@ class WeightGradQueue:
         self._on_kept(part)
         self._on_kept(other)
         self._work.append(replace(work, part=part, other=other))
-
-    def add_matmul(self, main_grad: torch.Tensor, grad: torch.Tensor, inputs: torch.Tensor, *, overwrite: bool) -> None:
-        """Compute main_grad [rows, in] += grad^T [rows, tokens] x inputs [tokens, in] (`overwrite`: =)."""
-        add_matmul(main_grad, grad, inputs, overwrite=overwrite, kernel=self.kernel)
 
     def take(self) -> list[DeferredGrad]:
         """Return the queued work in order, leaving the queue empty."""

@@ -36,8 +36,8 @@ from triaxis.engine.numerics.precision import DTYPES
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Form
 from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
-from triaxis.engine.tensor_parallel.gemms import IN_RUN_DTYPE
 from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
+from triaxis.engine.tensor_parallel.linear import IN_RUN_DTYPE
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.tensor_parallel.te_gemms import TeForm

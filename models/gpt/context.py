@@ -19,7 +19,7 @@ from triaxis.engine.kernels.elementwise import norm
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys, dropout
 from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
-from triaxis.engine.tensor_parallel.gemms import IN_RUN_DTYPE, LinearForm
+from triaxis.engine.tensor_parallel.linear import IN_RUN_DTYPE, LinearForm
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.tensor_parallel.residual_norm import NormLayer, added_and_normalised

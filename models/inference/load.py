@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from triaxis.engine.checkpoint.directory import Candidate
 from triaxis.engine.checkpoint.format.manifest import Manifest
@@ -119,7 +118,7 @@ def _allocate(
             at += record.numel
         else:
             part = torch.zeros(record.numel, dtype=accumulation_dtype(dtype), device=device)
-        parameter.value = nn.Parameter(part.view(record.local_shape), requires_grad=False)
+        parameter.bind(part.view(record.local_shape))
         kind = kind_of(manifest, record.name, which)
         targets.append(Shard(record.name, kind, record.spec.shape, record.box, 0, part[: record.box_numel]))
     return targets

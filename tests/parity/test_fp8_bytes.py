@@ -10,7 +10,7 @@ import torch
 from tests.harness import run_ranks
 from tests.parity.cases import Case, Piece, RankResult, run_case, weights_of
 from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Gemms
-from triaxis.engine.tensor_parallel.gemms import Amax
+from triaxis.engine.tensor_parallel.linear import Operand
 
 SMALL: dict[str, Any] = {"num_layers": 2, "global_batch_size": 2, "fp8": "tensorwise"}
 
@@ -37,16 +37,16 @@ def same_bits(one: RankResult, other: RankResult) -> bool:
 )
 def test_inputs_kept_in_fp8_change_no_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = weights_of(case.model, case.num_layers)
-    stored, kept = Fp8Gemms.stored, list[torch.dtype]()
+    whole_input, kept = Fp8Gemms.whole_input, list[torch.dtype]()
 
-    def watched(self: Fp8Gemms, x: torch.Tensor, largest: Amax) -> torch.Tensor:
-        kept.append((result := stored(self, x, largest)).dtype)
+    def watched(self: Fp8Gemms, x: torch.Tensor) -> Operand:
+        kept.append((result := whole_input(self, x)).tensor.dtype)
         return result
 
-    monkeypatch.setattr(Fp8Gemms, "stored", watched)
+    monkeypatch.setattr(Fp8Gemms, "whole_input", watched)
     in_fp8 = run_case(0, case, weights, num_steps=2)
     assert torch.uint8 in kept
-    monkeypatch.setattr(Fp8Gemms, "stored", lambda self, x, largest: x)
+    monkeypatch.setattr(Fp8Gemms, "whole_input", lambda self, x: Operand(x, whole_input(self, x).scale))
     assert same_bits(in_fp8, run_case(0, case, weights, num_steps=2))
 
 

@@ -1,7 +1,7 @@
 """Shares of numbers that FP8 loses: of one process by a direct count, and the same in each layout."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,11 +13,12 @@ import torch
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank, load_weights, weights_of
 from tests.parity.test_fp8 import one_process
+from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, is_bytes, quantise
-from triaxis.engine.kernels.fp8.shares import OPERANDS, LostByLinear
+from triaxis.engine.kernels.fp8.shares import ROLES, LostByLinear
 from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Gemms
 from triaxis.engine.tensor_parallel.fp8_shares import PURPOSE, Fp8Shares, count_lost
-from triaxis.engine.tensor_parallel.gemms import Amax, Leaving
+from triaxis.engine.tensor_parallel.linear import Operand
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 SMALL: dict[str, Any] = {"num_layers": 2, "global_batch_size": 4, "fp8_shares": True}
@@ -48,7 +49,7 @@ def uneven_weights(case: Case) -> dict[str, torch.Tensor]:
     return weights
 
 
-INPUT_GRAD, LEAVING = Fp8Gemms.input_grad, Fp8Gemms.leaving
+INPUT_GRAD, LEAVING = Fp8Gemms.input_grad, Fp8Gemms.leave_backward
 
 
 def uneven(grad: torch.Tensor) -> torch.Tensor:
@@ -58,11 +59,13 @@ def uneven(grad: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def of_uneven_tokens(self: Fp8Gemms, grad: torch.Tensor, largest: Amax) -> torch.Tensor:
-    return INPUT_GRAD(self, grad if is_bytes(grad) else uneven(grad), largest)
+def of_uneven_tokens(self: Fp8Gemms, grad: Operand) -> torch.Tensor:
+    return INPUT_GRAD(self, grad if is_bytes(grad.tensor) else Operand(uneven(grad.tensor), grad.scale))
 
 
-def sent_of_uneven_tokens(self: Fp8Gemms, grad: torch.Tensor, region: TensorParallelRegion, purpose: str) -> Leaving:
+def sent_of_uneven_tokens(
+    self: Fp8Gemms, grad: torch.Tensor, region: TensorParallelRegion, purpose: str
+) -> tuple[Pending, Operand]:
     return LEAVING(self, uneven(grad) if self._sends(region) else grad, region, purpose)
 
 
@@ -78,7 +81,7 @@ def measured(
     shares.begin(0)
     with (
         mock.patch.object(Fp8Gemms, "input_grad", of_uneven_tokens),
-        mock.patch.object(Fp8Gemms, "leaving", sent_of_uneven_tokens),
+        mock.patch.object(Fp8Gemms, "leave_backward", sent_of_uneven_tokens),
     ):
         for _ in range(2):
             shares.before_step()
@@ -97,7 +100,7 @@ def alone(case: Case) -> list[LostByLinear | None]:
 
 def compare(case: Case) -> None:
     expected = alone(replace(one_process(case), fp8_shares=True))
-    for operand in OPERANDS:
+    for operand in ROLES:
         assert any(each[operand].underflow for step in expected for each in (step or {}).values() if operand in each)
     for shares, calls in run_ranks(measured, case.world_size, case, uneven_weights(case)):
         assert shares == expected
@@ -133,20 +136,18 @@ def test_shares_are_those_of_a_direct_count(monkeypatch: pytest.MonkeyPatch) -> 
 
     forward = Fp8Gemms.forward
 
-    def counted_forward(
-        self: Fp8Gemms, x: torch.Tensor, biases: Sequence[torch.Tensor | None], largest: Amax
-    ) -> torch.Tensor:
+    def counted_forward(self: Fp8Gemms, x: Operand) -> torch.Tensor:
         # A recomputed MLP reads the same numbers again.
         if self.name not in seen:
             seen.add(self.name)
-            count(self.name, "input", x, 448.0, 2.0**-9)
-            count(self.name, "weight", torch.cat(self.weights.matrices()), 448.0, 2.0**-9)
-        return forward(self, x, biases, largest)
+            count(self.name, "input", x.tensor, 448.0, 2.0**-9)
+            count(self.name, "weight", torch.cat(self.weights.complete().views), 448.0, 2.0**-9)
+        return forward(self, x)
 
-    def counted_input_grad(self: Fp8Gemms, grad: torch.Tensor, largest: Amax) -> torch.Tensor:
-        grad = uneven(grad)
-        count(self.name, "gradient", grad, 57344.0, 2.0**-16)
-        return INPUT_GRAD(self, grad, largest)
+    def counted_input_grad(self: Fp8Gemms, grad: Operand) -> torch.Tensor:
+        grad = Operand(uneven(grad.tensor), grad.scale)
+        count(self.name, "gradient", grad.tensor, 57344.0, 2.0**-16)
+        return INPUT_GRAD(self, grad)
 
     monkeypatch.setattr(Fp8Gemms, "forward", counted_forward)
     monkeypatch.setattr(Fp8Gemms, "input_grad", counted_input_grad)
@@ -164,13 +165,13 @@ def test_shares_are_those_of_a_direct_count(monkeypatch: pytest.MonkeyPatch) -> 
     assert found is not None
     assert [*found] == [f"layers.0.{name}" for name in ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.down")]
     numbers = counted.end()[..., 0].tolist()
-    assert numbers == [[counts[name, operand, False] for operand in OPERANDS] for name in found]
+    assert numbers == [[counts[name, operand, False] for operand in ROLES] for name in found]
     for name, operands in found.items():
         assert [*operands] == ["input", "gradient", "weight"]
         for operand, lost in operands.items():
             assert lost.underflow == counts[name, operand, True] / counts[name, operand, False]
             assert lost.overflow == 0
-    assert all(sum(counts[name, operand, True] for name in found) for operand in OPERANDS)
+    assert all(sum(counts[name, operand, True] for name in found) for operand in ROLES)
 
 
 def test_other_steps_count_nothing() -> None:

@@ -9,8 +9,7 @@ from tests.verify.bug import Bug, anything, is_attention
 from triaxis.engine.kernels.fp8.products import Fp8
 from triaxis.engine.kernels.fp8.recipes import E4M3, Quantised
 from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Gemms
-from triaxis.engine.tensor_parallel.fused_weights import FusedWeights
-from triaxis.engine.tensor_parallel.gemms import Amax
+from triaxis.engine.tensor_parallel.linear import FusedWeights
 
 FP8 = Case("llama", tp=2, dp=2, sequence_parallel=True, fp8="tensorwise", num_layers=2, global_batch_size=4)
 
@@ -31,7 +30,9 @@ def copies_of_weights_are_those_of_the_first_step() -> None:
 def each_tp_rank_has_scales_of_its_own() -> None:
     largest = Fp8Gemms._largest
 
-    def alone(self: Fp8Gemms, parts: list[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Amax:
+    def alone(
+        self: Fp8Gemms, parts: list[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool
+    ) -> torch.Tensor | None:
         return largest(self, parts, what, over_tp=False, over_cp=over_cp)
 
     Fp8Gemms._largest = alone  # type: ignore[assignment, method-assign]
@@ -40,7 +41,9 @@ def each_tp_rank_has_scales_of_its_own() -> None:
 def each_shard_is_sent_with_a_scale_of_its_own() -> None:
     largest = Fp8Gemms._largest
 
-    def alone(self: Fp8Gemms, parts: list[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Amax:
+    def alone(
+        self: Fp8Gemms, parts: list[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool
+    ) -> torch.Tensor | None:
         return largest(self, parts, what, over_tp=over_tp and (what != "input" or self.cut.inputs), over_cp=over_cp)
 
     Fp8Gemms._largest = alone  # type: ignore[assignment, method-assign]

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Operand = Literal["input", "gradient", "weight"]
+Role = Literal["input", "gradient", "weight"]
 
-OPERANDS: tuple[Operand, ...] = get_args(Operand)
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,5 +22,5 @@ class Lost:
     overflow: float
 
 
-LostByLinear = Mapping[str, Mapping[Operand, Lost]]
+LostByLinear = Mapping[str, Mapping[Role, Lost]]
 """Shares by the name of a linear layer with FP8 (`layers.0.mlp.down`), then by operand, where it has numbers other than zero."""

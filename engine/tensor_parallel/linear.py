@@ -1,0 +1,274 @@
+"""The weights of a linear layer, and its three products with them.
+
+    forward                 Y  = X W^T (+ bias)
+    gradient of the input   dX = dY W
+    gradient of the weight  dW += dY^T X
+
+X [n, in] and dY [n, out] are whole over what the layer has gathered, and are cut over tp otherwise. A `LinearForm`, chosen when the
+model is built, says by what the products are computed: here by torch in the run's dtype, in `fp8_gemms.py` with FP8 operands, in
+`te_gemms.py` by Transformer Engine.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import repeat
+from typing import Any, NamedTuple
+
+import torch
+
+from triaxis.engine.comm.ledger import Pending
+from triaxis.engine.kernels.weight_grad import WeightGradKernel, add_matmul
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+
+AddProduct = Callable[..., object]
+"""A function of (main grad [rows, in], dY [n, rows], X [n, in], *, overwrite) that adds dY^T X to the main grad."""
+
+
+class Operand(NamedTuple):
+    """X or dY, as the products of a layer read it.
+
+    Attributes:
+        tensor: [.., columns], in the run's dtype or, as bytes, in FP8.
+        scale: its largest absolute value, of which one FP8 scale is made; None: it has no scale, or one for each block.
+    """
+
+    tensor: torch.Tensor
+    scale: torch.Tensor | None = None
+
+
+class Cut(NamedTuple):
+    """The operands of a layer that are cut over tp."""
+
+    inputs: bool
+    outputs: bool
+
+
+class FusedWeights:
+    """Weights of one input, stacked by rows; one matrix where they are adjacent in the flat tensor.
+
+    W = [W_1; W_2; ..] with W_i [rows_i, in]. Query and key/value weights are adjacent unless the key/value heads are replicated,
+    whose gradients are in another buffer. Members are used together: each gets its gradients when the others do.
+
+    Views of weights and main grads are made once for the tensors that members are bound to, not once for each use.
+
+    Attributes:
+        values: the matrices of W, as of the last `complete`.
+        all_rows: the rows of W.
+    """
+
+    def __init__(self, members: Sequence[ShardedParameter], in_features: int | None) -> None:
+        """Take the members and the width of their matrices; None for vectors (biases)."""
+        self.members = tuple(members)
+        self.values = Matrices(self.members, "value", in_features)
+        self._main_grads = Matrices(self.members, "main_grad", in_features)
+        self.all_rows = slice(0, sum(member.record.numel for member in self.members) // (in_features or 1))
+
+    def version(self) -> int | None:
+        """Return a number that changes with the weights, as copies of them must; None where they are not bound."""
+        sink = self.members[0].sink
+        return None if sink is None else sink.weights_version()
+
+    def complete(self) -> "Matrices":
+        """Return the weights as few matrices [rows, in] (or vectors [rows]) as adjacency allows; wait for gathers under way."""
+        sink = self.members[0].sink
+        if sink is not None:
+            sink.weights_needed(self.members)
+        return self.values.now()
+
+    def accumulate(self, grad: torch.Tensor, x: Any, add: AddProduct) -> None:
+        """Add dY^T X to the main grads, once for each run of adjacent members; grad [n, out] and x [n, in], or what `add` reads."""
+        for main_grad, rows, overwrite in self.main_grads():
+            add(main_grad, grad if rows == self.all_rows else grad[:, rows], x, overwrite=overwrite)
+
+    def main_grads(self) -> Iterator[tuple[torch.Tensor, slice, bool]]:
+        """Yield (main-grad matrix, its rows of W, overwrite) per run of adjacent members; then tell the sink."""
+        main_grads, sink = self._main_grads.now(), self.members[0].bound_sink()
+        overwrite = sink.is_first_grad(self.members[0])
+        for member in self.members[1:]:
+            assert sink.is_first_grad(member) == overwrite, "members are used together"
+        for matrix, rows in zip(main_grads.views, main_grads.rows, strict=True):
+            yield matrix, rows, overwrite
+        for member in self.members:
+            sink.grad_added(member)
+
+
+class Matrices:
+    """Views of parameters' tensors as matrices of one width (None: vectors), memory neighbours joined; kept for the same tensors.
+
+    Args:
+        members: the parameters.
+        name: of the tensor, an attribute of each.
+        width: of the matrices.
+
+    Attributes:
+        views, transposes: the matrices [rows, in] and [in, rows], after `now`.
+        rows: theirs, of W.
+    """
+
+    def __init__(self, members: Sequence[ShardedParameter], name: str, width: int | None) -> None:
+        self._members = members
+        self._name = name
+        self._width = width
+        self._bindings: list[int] = []
+        self.views: list[torch.Tensor] = []
+        self.transposes: list[torch.Tensor] = []
+        self.rows: list[slice] = []
+
+    def now(self) -> "Matrices":
+        """Return this object with views of the tensors that members have now."""
+        bindings = self._bindings
+        for place, member in enumerate(self._members):
+            if not bindings or member.num_bindings != bindings[place]:
+                self._make()
+                break
+        return self
+
+    def _make(self) -> None:
+        self._bindings = [member.num_bindings for member in self._members]
+        self.views = self._merge([getattr(member, self._name).detach() for member in self._members])
+        self.transposes = [view.t() for view in self.views]
+        first, self.rows = 0, []
+        for view in self.views:
+            self.rows.append(slice(first, first + view.shape[0]))
+            first += view.shape[0]
+
+    def _merge(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        views = [tensor.reshape(-1) if self._width is None else tensor.reshape(-1, self._width) for tensor in tensors]
+        merged = views[:1]
+        for view in views[1:]:
+            last = merged[-1]
+            # Offsets instead of addresses: tensors without memory (footprints) are adjacent in the same way.
+            is_one_storage = last.untyped_storage()._cdata == view.untyped_storage()._cdata
+            if is_one_storage and last.storage_offset() + last.numel() == view.storage_offset():
+                merged[-1] = torch.as_strided(last, (last.shape[0] + view.shape[0], *last.shape[1:]), last.stride())
+            else:
+                merged.append(view)
+        return merged
+
+
+class LinearGemms:
+    """The products of one layer in the run's dtype.
+
+    Args:
+        weights: of the layer, which read the same input.
+        biases: of the same rows, added to Y; None: none.
+        kernel: of weight gradients.
+
+    Attributes:
+        makes_totals: the product of the weight gradient makes the gradient of the biases too.
+    """
+
+    makes_totals = False
+
+    def __init__(self, weights: FusedWeights, biases: FusedWeights | None, kernel: WeightGradKernel) -> None:
+        self.weights = weights
+        self.biases = biases
+        self._add = partial(add_matmul, kernel=kernel)
+
+    def enter(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Operand, torch.Tensor]:
+        """Let X [s (/t), b, in] of a column-parallel layer enter the region; return X, and what the backward restores it from."""
+        whole = region.enter(x, purpose).wait()
+        return Operand(whole), region.kept(x, whole)
+
+    def enter_again(self, kept: Operand, region: TensorParallelRegion, purpose: str) -> Pending:
+        """Restore the tensor of X [s, b, in], as `forward` has read it, from what was kept."""
+        return region.enter_again(kept.tensor, purpose)
+
+    def leave_backward(self, grad: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Pending, Operand]:
+        """Post the backward of g or g' for dY [s (/t), b, out] of a row-parallel layer.
+
+        Returns:
+            The tensor of dY [s, b, out], under way, and what a deferred gradient of the weight restores it from.
+        """
+        return region.leave_backward(grad, purpose), Operand(grad)
+
+    def whole_input(self, x: torch.Tensor) -> Operand:
+        """Return X [.., in], which this rank has whole, as `forward` reads it and the backward keeps it."""
+        return Operand(x)
+
+    def whole_grad(self, grad: Operand) -> Operand:
+        """Return dY [.., out], with the scale that `input_grad` and `add_weight_grads` need."""
+        return grad
+
+    def forward(self, x: Operand) -> torch.Tensor:
+        """Return Y [.., out] of X [.., in]."""
+        tensor = x.tensor
+        rows = tensor.view(-1, tensor.shape[-1])
+        matrices = self.weights.complete().transposes
+        outputs = [
+            torch.mm(rows, matrix) if bias is None else torch.addmm(bias, rows, matrix)
+            for matrix, bias in zip(matrices, self.vectors(), strict=False)
+        ]
+        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+        return whole.view(*tensor.shape[:-1], whole.shape[-1])
+
+    def input_grad(self, grad: Operand) -> torch.Tensor:
+        """Return dX [.., in] of dY [.., out], whose columns are cut as the rows of the matrices are stacked."""
+        matrices, tensor = self.weights.complete().views, grad.tensor
+        rows = tensor.view(-1, tensor.shape[-1])
+        parts = [rows] if len(matrices) == 1 else rows.split([matrix.shape[0] for matrix in matrices], dim=-1)
+        total = torch.mm(parts[0], matrices[0])
+        for part, matrix in zip(parts[1:], matrices[1:], strict=True):
+            total += torch.mm(part, matrix)
+        return total.view(*tensor.shape[:-1], total.shape[-1])
+
+    def add_weight_grads(self, grad: Operand, x: Operand) -> torch.Tensor | None:
+        """Add dY^T X to the main grads of the weights; dY [.., out], X [.., in].
+
+        Return the sum of dY over the tokens [out] if `makes_totals`, else None.
+        """
+        rows = grad.tensor.view(-1, grad.tensor.shape[-1])
+        self.weights.accumulate(rows, x.tensor.view(-1, x.tensor.shape[-1]), self._add)
+        return None
+
+    def vectors(self) -> Iterable[torch.Tensor | None]:
+        """Return a vector of biases for each matrix of the complete weights, added in its product; None for each without any."""
+        if self.biases is None:
+            return repeat(None)
+        vectors, matrices = self.biases.complete(), self.weights.values
+        # Biases are adjacent where their weights are, unless only some of both are frozen.
+        if vectors.rows == matrices.rows:
+            return vectors.views
+        return torch.cat(vectors.views).split([matrix.shape[0] for matrix in matrices.views])
+
+
+class GeluGemms(LinearGemms):
+    """Products that compute the GELU (its tanh form) between a layer and the one that reads it, in their epilogues.
+
+    first layer     inner = X W^T + bias, activated = GELU(inner)
+    second layer    d inner = dY W GELU'(inner)
+    """
+
+    @abstractmethod
+    def forward_gelu(self, x: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return inner and activated [.., out] of X [.., in], by a layer of one matrix and its bias [out]."""
+
+    @abstractmethod
+    def input_grad_of_gelu(self, grad: Operand, inner: torch.Tensor) -> torch.Tensor:
+        """Return d inner [.., in] of dY [.., out], by a layer of one matrix whose input was GELU(inner)."""
+
+
+class LinearForm:
+    """The form of the products of some layers: in the run's dtype."""
+
+    def alone(self, *parts: str) -> "LinearForm":
+        """Return that of a layer whose input nothing else keeps, unless one of these parts (`recompute.modules`) is made again."""
+        return self
+
+    def gemms(
+        self,
+        weights: FusedWeights,
+        biases: FusedWeights | None,
+        kernel: WeightGradKernel,
+        name: str,
+        cut: Cut,
+        *,
+        may_total: bool = False,
+    ) -> LinearGemms:
+        """Build the products of a layer; with `may_total` they may make the gradient of the biases."""
+        return LinearGemms(weights, biases, kernel)
+
+
+IN_RUN_DTYPE = LinearForm()
