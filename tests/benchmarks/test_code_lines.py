@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.code_lines import count, main
+from benchmarks.code_lines import count, imports, main
 
 SOURCE = '''"""A module."""
 
@@ -45,3 +45,17 @@ def test_a_row_for_each_folder_and_the_sum(tmp_path: Path, capsys: pytest.Captur
         ["8", "2", "files", "here/room"],
         ["16", "4", "files", "in", "all"],
     ]
+
+
+def test_every_way_to_import_is_followed() -> None:
+    source = """
+from typing import TYPE_CHECKING
+import triaxis.a
+if TYPE_CHECKING:
+    import triaxis.types
+def later():
+    from triaxis.b import c
+SINKS = {"wandb": "triaxis.d:Sink"}
+"""
+    found = {name for name in imports(source) if name.startswith("triaxis.")}
+    assert found == {"triaxis.a", "triaxis.b", "triaxis.b.c", "triaxis.d"}
