@@ -1,1 +1,1 @@
-"""Data: from text on disk to the microbatches of a step. Only `loader` imports torch."""
+"""Data: from tokens on disk to the microbatches of a step. Only `loader` imports torch."""

@@ -16,14 +16,14 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from triaxis.engine.data.corpus.check import check
-from triaxis.engine.data.corpus.combine import bounds_of_shares, merge, split
-from triaxis.engine.data.corpus.describe import describe
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.matching import find_recorded
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record
 from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from triaxis.engine.errors import DataError
+from triaxis.launch.prepare.check import check
+from triaxis.launch.prepare.combine import bounds_of_shares, merge, split
+from triaxis.launch.prepare.describe import describe
 from triaxis.launch.report import data_repeats, data_which
 from triaxis.launch.start.command_line import CommandParser, print_json, refuse
 

@@ -17,16 +17,16 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from triaxis.engine.config.write import in_yaml
 from triaxis.engine.data.corpus.indexed import bin_path, idx_path
-from triaxis.engine.data.corpus.inputs import Inputs, find_inputs
-from triaxis.engine.data.corpus.parts import Done
 from triaxis.engine.data.corpus.pieces import AS_NAMED, ReadOptions
-from triaxis.engine.data.corpus.prepare import Prepared, PrepareRequest, prepare
-from triaxis.engine.data.corpus.readers import FORMATS, reader_of
 from triaxis.engine.data.corpus.record import record_path
 from triaxis.engine.data.corpus.stdlib import STDLIB_BYTES, stdlib_files
-from triaxis.engine.data.corpus.train_bpe import TRAINING_BYTES, size_to_train
 from triaxis.engine.errors import DataError, counted
 from triaxis.engine.program import triaxis
+from triaxis.launch.prepare.inputs import Inputs, find_inputs
+from triaxis.launch.prepare.parts import Done
+from triaxis.launch.prepare.prepare import Prepared, PrepareRequest, prepare
+from triaxis.launch.prepare.readers import FORMATS, reader_of
+from triaxis.launch.prepare.train_bpe import TRAINING_BYTES, size_to_train
 from triaxis.launch.start.command_line import add_json, print_json
 
 EXAMPLES = """examples:

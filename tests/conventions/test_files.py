@@ -93,7 +93,7 @@ def test_files_are_small_enough_to_read():
 
 OWN_TEXT = {
     "engine/program.py": "pyproject.toml of this checkout",
-    "engine/data/corpus/prepare.py": "a digest that it has written",
+    "launch/prepare/prepare.py": "a digest that it has written",
     "engine/device/nvidia_driver.py": "/proc",
     "launch/doctor/facts.py": "/proc",
     "launch/doctor/limits.py": "/proc",

@@ -111,7 +111,7 @@ NOT_RUN = {
     r"triaxis new .*": "tests/launch/commands/test_new.py",
     r"triaxis footprint .*": "tests/launch/footprint/test_footprint.py",
     r"(OMP_NUM_THREADS=1 )?triaxis bench --device .*": "tests/launch/tuning/test_calibrate.py",
-    r"triaxis prepare --(input|tokenizer) .*": "tests/engine/data/corpus/test_prepare.py",
+    r"triaxis prepare --(input|tokenizer) .*": "tests/launch/prepare/test_prepare.py",
     r"srun .*|sbatch .*|bash launch/slurm/.*|HOSTFILE=.*": "tests/launch/slurm/test_slurm.py",
     r"bash launch/bootstrap\.sh.*": "tests/launch/start/test_bootstrap.py",
 }

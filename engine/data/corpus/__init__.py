@@ -1,1 +1,1 @@
-"""Corpora on disk: from text to tokens, offline."""
+"""Corpora on disk: tokens, their records and tokenizers. `triaxis.launch.prepare` makes them."""

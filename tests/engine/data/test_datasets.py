@@ -14,7 +14,6 @@ import pytest
 
 from triaxis.engine.config.data import DataConfig
 from triaxis.engine.data import datasets as datasets_module
-from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
 from triaxis.engine.data.datasets import (
     Datasets,
     open_datasets,
@@ -26,6 +25,7 @@ from triaxis.engine.data.datasets import (
 from triaxis.engine.data.samples import SampleSource
 from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.errors import DataError
+from triaxis.launch.prepare.prepare import PrepareRequest, prepare
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ TENSORS = ("documents", "loader", "sequence_part")
 def test_only_batches_import_torch() -> None:
     room = Path(datasets_module.__file__).parent
     modules = sorted(".".join(path.relative_to(room).with_suffix("").parts) for path in room.rglob("*.py"))
-    assert {"samples", "corpus.prepare", *TENSORS} < set(modules)
+    assert {"samples", "corpus.record", *TENSORS} < set(modules)
     imports = "; ".join(
         f"import triaxis.engine.data.{name}" for name in modules if "__init__" not in name and name not in TENSORS
     )

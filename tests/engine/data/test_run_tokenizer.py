@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.engine.data.corpus.conftest import in_process as in_process
 from tests.engine.data.corpus.test_matching import corpus, make_tokenizer
+from tests.launch.prepare.conftest import in_process as in_process
 from triaxis.engine.config.phases import at_phase
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedWriter
-from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
 from triaxis.engine.data.corpus.record import read_record, record_path
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.engine.data.run_tokenizer import recorded_end, with_tokenizer
 from triaxis.engine.errors import DataError
+from triaxis.launch.prepare.prepare import PrepareRequest, prepare
 
 pytestmark = pytest.mark.usefixtures("in_process")
 MODEL = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "seq_length": 8, "vocab_size": 300}

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from triaxis.engine.config.places import local_path
-from triaxis.engine.data.corpus.inputs import find_inputs
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer, split_name
 from triaxis.engine.errors import ConfigError, DataError, TriaxisError
 from triaxis.engine.storage.elsewhere import MOST_NAME_BYTES, MOST_NAMES, as_typed, how_to_bring, why_no_path
 from triaxis.launch.cli import main
+from triaxis.launch.prepare.inputs import find_inputs
 from triaxis.models.interop.megatron.command_line.parse import words_of
 
 HUB = "hf download meta-llama/Llama-3.1-8B --local-dir FOLDER"

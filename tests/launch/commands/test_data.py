@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from triaxis.engine.data.corpus import prepare as prepare_module
 from triaxis.engine.data.corpus.indexed import IndexedTokens
-from triaxis.engine.data.corpus.parts import Done
 from triaxis.engine.data.corpus.record import read_record
 from triaxis.launch.cli import main
 from triaxis.launch.commands.prepare import Speed
+from triaxis.launch.prepare import prepare as prepare_module
+from triaxis.launch.prepare.parts import Done
 
 
 @pytest.fixture(autouse=True)

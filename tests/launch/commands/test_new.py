@@ -17,10 +17,10 @@ from triaxis.engine.checkpoint.directory import find
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
-from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
 from triaxis.engine.data.corpus.record import record_path
 from triaxis.engine.data.datasets import open_datasets
 from triaxis.launch.cli import main
+from triaxis.launch.prepare.prepare import PrepareRequest, prepare
 from triaxis.models.interop.huggingface.tokenizer import bytes_tokenizer_json
 from triaxis.models.specs import num_parameters
 

@@ -1,13 +1,9 @@
-"""Text in many scripts, and preparations without processes of their own."""
+"""Text in many scripts."""
 
 import random
 import unicodedata
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import pytest
-
-from triaxis.engine.data.corpus import prepare as prepare_module
+from tests.launch.prepare.conftest import in_process as in_process
 
 SCRIPTS = (
     *(
@@ -63,13 +59,3 @@ def many_scripts(num_bytes: int) -> list[str]:
         texts.append("".join(words))
         total += len(texts[-1].encode())
     return texts
-
-
-@pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encode in a thread: starting processes takes longer than what most tests encode."""
-
-    def threads(num_workers: int, **settings: Any) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(num_workers)
-
-    monkeypatch.setattr(prepare_module, "ProcessPoolExecutor", threads)

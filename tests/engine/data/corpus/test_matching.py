@@ -10,10 +10,10 @@ import pytest
 
 from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter
 from triaxis.engine.data.corpus.matching import match_tokenizer
-from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
 from triaxis.engine.data.corpus.record import CorpusRecord, record_path
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.engine.errors import DataError
+from triaxis.launch.prepare.prepare import PrepareRequest, prepare
 
 TEXT = "the quick brown fox jumps over the lazy dog"
 SPECIAL = ["<|endoftext|>", "<|turn|>"]

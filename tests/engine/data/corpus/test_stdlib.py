@@ -9,9 +9,9 @@ import pytest
 
 from triaxis.engine.data.corpus import stdlib as corpus
 from triaxis.engine.data.corpus.indexed import IndexedTokens
-from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
 from triaxis.engine.data.corpus.stdlib import entropies, stdlib_files
 from triaxis.engine.errors import DataError
+from triaxis.launch.prepare.prepare import PrepareRequest, prepare
 
 
 def test_stdlib_files_are_sources_up_to_a_size() -> None:

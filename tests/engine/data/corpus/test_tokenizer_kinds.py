@@ -18,13 +18,13 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from tests.engine.data.corpus.conftest import many_scripts
 from triaxis.engine.data.corpus.findings import Findings
 from triaxis.engine.data.corpus.indexed import IndexedTokens
-from triaxis.engine.data.corpus.prepare import PrepareRequest, look_at, plan, prepare
 from triaxis.engine.data.corpus.tiktoken_ranks import PATTERNS
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
-from triaxis.engine.data.corpus.train_bpe import SMALLEST_VOCABULARY, size_to_train, train
 from triaxis.engine.errors import DataError
 from triaxis.launch.inference.evaluate import bytes_of
 from triaxis.launch.inference.text_stream import TextStream
+from triaxis.launch.prepare.prepare import PrepareRequest, look_at, plan, prepare
+from triaxis.launch.prepare.train_bpe import SMALLEST_VOCABULARY, size_to_train, train
 from triaxis.models.inference.evaluate import ListedTokens
 
 VOCABULARY = 3000
@@ -349,11 +349,11 @@ def test_training_is_deterministic(text_file: Path) -> None:
 
 
 def test_training_reads_an_evenly_spread_sample(text_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triaxis.engine.data.corpus.prepare.UNIT_BYTES", 2000)
+    monkeypatch.setattr("triaxis.launch.prepare.prepare.UNIT_BYTES", 2000)
     findings = Findings("stop")
     units = plan(look_at(PrepareRequest((text_file,), "bytes", "out"), findings), findings)
     whole, spread = (train(chosen, 1000, None, "stop") for chosen in (units, units[::4]))
-    monkeypatch.setattr("triaxis.engine.data.corpus.train_bpe.TRAINING_BYTES", -(-text_file.stat().st_size // 4))
+    monkeypatch.setattr("triaxis.launch.prepare.train_bpe.TRAINING_BYTES", -(-text_file.stat().st_size // 4))
     part = train(units, 1000, None, "stop")
     assert len(units) > 12 and whole != part == spread
 

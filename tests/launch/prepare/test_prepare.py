@@ -14,19 +14,19 @@ from typing import Any
 import psutil
 import pytest
 
-from triaxis.engine.data.corpus import prepare as prepare_module
-from triaxis.engine.data.corpus.encode import documents as documents_of
 from triaxis.engine.data.corpus.findings import Findings, Reading
 from triaxis.engine.data.corpus.indexed import IndexedTokens, bin_path
-from triaxis.engine.data.corpus.inputs import find_inputs
-from triaxis.engine.data.corpus.parts import Done
 from triaxis.engine.data.corpus.pieces import InputFile, Piece
-from triaxis.engine.data.corpus.prepare import Prepared, PrepareRequest, look_at, plan, prepare
 from triaxis.engine.data.corpus.record import read_record
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.engine.errors import DataError
 from triaxis.engine.storage.files import write_atomically
 from triaxis.launch.commands import prepare as command
+from triaxis.launch.prepare import prepare as prepare_module
+from triaxis.launch.prepare.encode import documents as documents_of
+from triaxis.launch.prepare.inputs import find_inputs
+from triaxis.launch.prepare.parts import Done
+from triaxis.launch.prepare.prepare import Prepared, PrepareRequest, look_at, plan, prepare
 
 LINES = ["first", "", "zwei\nmit Umbruch", "drei \u2028 🙂", "x" * 500, "last"]
 
@@ -115,7 +115,7 @@ def test_a_killed_run_leaves_no_worker_and_no_corpus(tmp_path: Path) -> None:
     source.write_text(json.dumps({"text": "x" * 1000}) + "\n")
     os.mkfifo(tmp_path / "stuck.txt")  # a worker that reads it waits for ever
     script = (
-        "import sys; from pathlib import Path; from triaxis.engine.data.corpus import prepare as p\n"
+        "import sys; from pathlib import Path; from triaxis.launch.prepare import prepare as p\n"
         "if __name__ == '__main__':\n"
         "    p.plan = lambda files, *rest: [(p.Piece(file, 0, file.size, 1),) for file in files]\n"
         "    p.look_at = lambda request, *rest: [p.InputFile.of(path) for path in request.files]\n"
@@ -126,7 +126,7 @@ def test_a_killed_run_leaves_no_worker_and_no_corpus(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script)
     output = tmp_path / "corpus"
     command_line = [sys.executable, tmp_path / "script.py", source, tmp_path / "stuck.txt", output]
-    root = Path(__file__).parents[4]
+    root = Path(__file__).parents[3]
     parent = subprocess.Popen(command_line, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(root)})
     assert parent.stdout is not None
     assert parent.stdout.readline() == b"started\n"
@@ -171,7 +171,7 @@ def test_processes_that_are_killed_go_on_to_the_same_bytes(tmp_path: Path) -> No
         words = ["prepare", "--input", str(tmp_path), "--output", str(tmp_path / output), "--workers", "2"]
         return [sys.executable, "-m", "triaxis.launch.cli", *words]
 
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     while True:
         before = len(list(parts.glob("*.json")))
         process = subprocess.Popen(command_line("killed"), env=environment, start_new_session=True)

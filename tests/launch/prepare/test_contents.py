@@ -17,15 +17,15 @@ import pyarrow.parquet as parquet
 import pytest
 import zstandard
 
-from triaxis.engine.data.corpus.encode import documents
 from triaxis.engine.data.corpus.findings import Findings, Kind, Reading, Vocabulary
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.pieces import InputFile, ReadOptions
-from triaxis.engine.data.corpus.prepare import PrepareRequest, plan, prepare
-from triaxis.engine.data.corpus.readers import reader_of
 from triaxis.engine.data.corpus.record import CorpusRecord
 from triaxis.engine.data.corpus.tokenizers import BytesTokenizer
 from triaxis.engine.errors import DataError
+from triaxis.launch.prepare.encode import documents
+from triaxis.launch.prepare.prepare import PrepareRequest, plan, prepare
+from triaxis.launch.prepare.readers import reader_of
 
 EOD = 9
 ROWS = [{"text": "one, two", "id": 1}, {"text": "three", "id": 2}]
@@ -330,7 +330,7 @@ def test_what_a_tokenizer_does_to_documents_is_counted(
     tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("encode._loaded", "prepare.load_tokenizer"):
-        monkeypatch.setattr(f"triaxis.engine.data.corpus.{module}", lambda *names: Words())
+        monkeypatch.setattr(f"triaxis.launch.prepare.{module}", lambda *names: Words())
     rows: list[object] = ["ab", "123", "no!", "Xyz", [97, 256], [98], [300]]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
 

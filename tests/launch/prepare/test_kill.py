@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from triaxis.engine.data.corpus import parts as parts_module
-from triaxis.engine.data.corpus import prepare as prepare_module
-from triaxis.engine.data.corpus.encode import Job
 from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path
-from triaxis.engine.data.corpus.parts import Done, PartWriter
-from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
 from triaxis.engine.data.corpus.record import read_record, record_path
+from triaxis.launch.prepare import parts as parts_module
+from triaxis.launch.prepare import prepare as prepare_module
+from triaxis.launch.prepare.encode import Job
+from triaxis.launch.prepare.parts import Done, PartWriter
+from triaxis.launch.prepare.prepare import PrepareRequest, prepare
 
 ENDINGS = (bin_path, idx_path)
 BYTES, TRAINED = "bytes", "train-bpe:280"
@@ -31,7 +31,7 @@ def request_of(
 ) -> Callable[[str, str], PrepareRequest]:
     """Several units, a .jsonl cut inside lines; a batch of three documents, so that parts are written in several steps."""
     monkeypatch.setattr(prepare_module, "UNIT_BYTES", 400)
-    monkeypatch.setattr("triaxis.engine.data.corpus.encode.BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr("triaxis.launch.prepare.encode.BATCH_DOCUMENTS", 3)
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(f"the text of {name} " * 10)
     lines = [json.dumps({"text": f"the cat number {number} sat on the mat"}) for number in range(40)]

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from tests.lacking import need_package
-from triaxis.engine.data.corpus.combine import bounds_of_shares, merge, split
-from triaxis.engine.data.corpus.describe import describe
 from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin_path, idx_path
-from triaxis.engine.data.corpus.prepare import PrepareRequest, prepare
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record, record_path
 from triaxis.engine.errors import DataError
+from triaxis.launch.prepare.combine import bounds_of_shares, merge, split
+from triaxis.launch.prepare.describe import describe
+from triaxis.launch.prepare.prepare import PrepareRequest, prepare
 
 
 def prepared(output: Path, *texts: str, append_eod: bool = True) -> CorpusRecord:
@@ -176,7 +176,7 @@ def test_a_description_counts_what_is_there(tmp_path: Path) -> None:
 def test_a_large_corpus_is_described_by_evenly_spaced_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triaxis.engine.data.corpus.describe.MOST_DOCUMENTS", 10)
+    monkeypatch.setattr("triaxis.launch.prepare.describe.MOST_DOCUMENTS", 10)
     with IndexedWriter(tmp_path / "corpus", "<u2") as writer:
         for number in range(100):
             writer.add_document([1] * (number + 1))

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from triaxis.engine.data.corpus.findings import OnBad
-from triaxis.engine.data.corpus.readers import READERS, ending_of, is_input_of_folder
 from triaxis.engine.errors import DataError, shown
 from triaxis.engine.storage.elsewhere import how_to_bring, why_no_path
+from triaxis.launch.prepare.readers import READERS, ending_of, is_input_of_folder
 
 NAMES_SHOWN = 5
 

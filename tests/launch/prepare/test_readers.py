@@ -19,15 +19,15 @@ import pyarrow.parquet as parquet
 import pytest
 import zstandard
 
-from triaxis.engine.data.corpus.encode import documents
 from triaxis.engine.data.corpus.findings import Findings, Kind, Reading, Vocabulary
 from triaxis.engine.data.corpus.indexed import IndexedTokens
-from triaxis.engine.data.corpus.inputs import find_inputs
 from triaxis.engine.data.corpus.pieces import InputFile, ReadOptions
-from triaxis.engine.data.corpus.prepare import Prepared, PrepareRequest, look_at, plan, prepare
-from triaxis.engine.data.corpus.readers import reader_of
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.engine.errors import DataError
+from triaxis.launch.prepare.encode import documents
+from triaxis.launch.prepare.inputs import find_inputs
+from triaxis.launch.prepare.prepare import Prepared, PrepareRequest, look_at, plan, prepare
+from triaxis.launch.prepare.readers import reader_of
 
 TEXTS = ["first", "zwei\nZeilen", "", "drei 🙂", "x" * 3000, *(f"row {number}" for number in range(3000))]
 WITH_TEXT = [text for text in TEXTS if text]
@@ -337,7 +337,7 @@ def test_the_command_for_another_format_makes_what_is_read(tmp_path: Path, name:
 def test_a_line_deep_in_a_file_is_named_by_its_number(
     tmp_path: Path, in_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("triaxis.engine.data.corpus.prepare.UNIT_BYTES", 500)
+    monkeypatch.setattr("triaxis.launch.prepare.prepare.UNIT_BYTES", 500)
     path = tmp_path / "a.jsonl"
     path.write_bytes(GOOD + b"{\n" + GOOD + b"[]\n")
     with pytest.raises(DataError, match=r"a\.jsonl, line 201: Expecting property name"):
@@ -392,7 +392,7 @@ def test_a_file_that_may_not_be_read_is_named(
 def test_a_document_that_the_format_cannot_count_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_process: None
 ) -> None:
-    monkeypatch.setattr("triaxis.engine.data.corpus.encode.LONGEST_SEQUENCE", 5)
+    monkeypatch.setattr("triaxis.launch.prepare.encode.LONGEST_SEQUENCE", 5)
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(["1234", "12345"]))
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: the document has 6 tokens, more than the format counts"):

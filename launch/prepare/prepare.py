@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from triaxis.engine.data.corpus.encode import Job, make_part, start_worker
 from triaxis.engine.data.corpus.findings import Findings, Kind, OnBad, Place, Tally, add_up, is_allowed
 from triaxis.engine.data.corpus.indexed import IndexedWriter, bin_path, idx_path, smallest_dtype
-from triaxis.engine.data.corpus.other_formats import refused_file
-from triaxis.engine.data.corpus.parts import PROGRESS, SUFFIXES, Done, Part, ProgressTable, digest_of
 from triaxis.engine.data.corpus.pieces import AS_NAMED, InputFile, Piece, ReadOptions, Unit
-from triaxis.engine.data.corpus.readers import reader_of
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record, record_path, request_digest
 from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
-from triaxis.engine.data.corpus.train_bpe import size_to_train, train
 from triaxis.engine.errors import DataError, shown
 from triaxis.engine.storage.files import locked, sha256_of_file, write_atomically
+from triaxis.launch.prepare.encode import Job, make_part, start_worker
+from triaxis.launch.prepare.other_formats import refused_file
+from triaxis.launch.prepare.parts import PROGRESS, SUFFIXES, Done, Part, ProgressTable, digest_of
+from triaxis.launch.prepare.readers import reader_of
+from triaxis.launch.prepare.train_bpe import size_to_train, train
 
 UNIT_BYTES = 2**20
 """Least input bytes per unit of work: large against the cost of passing it on."""

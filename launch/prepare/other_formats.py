@@ -15,9 +15,9 @@ from typing import Any
 
 from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, field_of
-from triaxis.engine.data.corpus.streams import GZIP, ZSTANDARD, open_plain, opener_of
 from triaxis.engine.storage.elsewhere import pointer_of
 from triaxis.engine.storage.json_text import parse_json
+from triaxis.launch.prepare.streams import GZIP, ZSTANDARD, open_plain, opener_of
 
 UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc", ".xz": "xz -dc", ".bz2": "bzip2 -dc", ".lz4": "lz4 -dc"}
 """Ending -> the command that decompresses a file to its output."""

@@ -20,7 +20,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
-from triaxis.engine.data.corpus.other_formats import (
+from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, ReadOptions, field_of, too_long
+from triaxis.engine.errors import shown
+from triaxis.engine.storage.json_text import parse_json
+from triaxis.launch.prepare.other_formats import (
     HEAD_BYTES,
     JSON_OBJECT,
     REFUSED,
@@ -28,12 +31,9 @@ from triaxis.engine.data.corpus.other_formats import (
     refused_content,
     refused_text,
 )
-from triaxis.engine.data.corpus.parquet import Parquet
-from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, ReadOptions, field_of, too_long
-from triaxis.engine.data.corpus.streams import DamagedStreamError, Stream, open_plain, opener_of, split_at
-from triaxis.engine.data.corpus.token_files import TokenFile
-from triaxis.engine.errors import shown
-from triaxis.engine.storage.json_text import parse_json
+from triaxis.launch.prepare.parquet import Parquet
+from triaxis.launch.prepare.streams import DamagedStreamError, Stream, open_plain, opener_of, split_at
+from triaxis.launch.prepare.token_files import TokenFile
 
 DAMAGED = "What follows the damage cannot be read. Copy or download the file again."
 NOT_UTF8 = (

@@ -16,11 +16,11 @@ import numpy as np
 
 from triaxis.engine.data.corpus.findings import Findings, Kind, OnBad, Place, Reading, Vocabulary
 from triaxis.engine.data.corpus.indexed import LONGEST_SEQUENCE, Tokens
-from triaxis.engine.data.corpus.parts import PROGRESS, Done, Part, PartWriter, ProgressTable, find_part
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, Unit
-from triaxis.engine.data.corpus.readers import reader_of
 from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from triaxis.engine.errors import shown
+from triaxis.launch.prepare.parts import PROGRESS, Done, Part, PartWriter, ProgressTable, find_part
+from triaxis.launch.prepare.readers import reader_of
 
 BATCH_CHARACTERS = 2**19
 """Characters that are encoded with one call: enough for a library's batch, small against a worker's memory."""

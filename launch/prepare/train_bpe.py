@@ -8,11 +8,11 @@ ids, so the same text gives the same file.
 
 from collections.abc import Iterator, Sequence
 
-from triaxis.engine.data.corpus.encode import documents
 from triaxis.engine.data.corpus.end_of_document import END_OF_DOCUMENT_NAMES
 from triaxis.engine.data.corpus.findings import OnBad, Reading, no_vocabulary
 from triaxis.engine.data.corpus.pieces import Unit
 from triaxis.engine.errors import DataError, shown
+from triaxis.launch.prepare.encode import documents
 
 PREFIX = "train-bpe:"
 TRAINING_BYTES = 256 * 2**20
