@@ -1,7 +1,7 @@
 """`triaxis data`: look into corpora, join them and cut them; tokens are copied, never encoded again.
 
-which     the documents that a step of a run has read (`launch/report/data_which.py`)
-repeats   tokens that a run has read twice, or left out, over all its attempts (`launch/report/data_repeats.py`)
+which     the documents that a step of a run has read (`launch/reads/data_which.py`)
+repeats   tokens that a run has read twice, or left out, over all its attempts (`launch/reads/data_repeats.py`)
 inspect   documents, tokens, lengths, ends of documents, the first text
 check     every byte against the record's hashes, every id against the tokenizer
 merge     A B ... -> C, the documents of A, then those of B
@@ -24,7 +24,7 @@ from triaxis.engine.errors import DataError
 from triaxis.launch.prepare.check import check
 from triaxis.launch.prepare.combine import bounds_of_shares, merge, split
 from triaxis.launch.prepare.describe import describe
-from triaxis.launch.report import data_repeats, data_which
+from triaxis.launch.reads import data_repeats, data_which
 from triaxis.launch.start.command_line import CommandParser, print_json, refuse
 
 INSPECT_EXAMPLES = """examples:

@@ -13,8 +13,8 @@ from triaxis.engine.checkpoint.resume_rules import changes
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.phases import run_phases
 from triaxis.engine.errors import ConfigError
+from triaxis.launch.reads.spans import spans_of
 from triaxis.launch.report.record import read_run
-from triaxis.launch.report.spans import spans_of
 
 GOLDEN = Path(__file__).resolve().parent / "run_v1"
 TODAY = """

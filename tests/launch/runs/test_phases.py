@@ -20,8 +20,8 @@ from triaxis.engine.checkpoint.format.manifest import read_manifest
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.phases import at_phase, run_phases
 from triaxis.engine.data.datasets import open_run_datasets
-from triaxis.engine.data.ledger import reads_of_step
 from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.launch.reads.ledger import reads_of_step
 
 pytestmark = pytest.mark.distributed
 

@@ -7,10 +7,10 @@ from typing import Any
 from triaxis.engine.config.earlier import translated
 from triaxis.engine.config.phases import with_fields
 from triaxis.engine.config.tree import Config
-from triaxis.engine.data.repeats import ReadSpan
 from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.errors import DataError
 from triaxis.engine.telemetry.record.events import Event
+from triaxis.launch.reads.repeats import ReadSpan
 from triaxis.launch.report.record import RunRecord
 
 

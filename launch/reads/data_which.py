@@ -11,11 +11,11 @@ from triaxis.engine.data.corpus.matching import find_recorded
 from triaxis.engine.data.corpus.record import read_record
 from triaxis.engine.data.corpus.tokenizers import BYTES, Tokenizer, load_tokenizer
 from triaxis.engine.data.datasets import open_run_datasets
-from triaxis.engine.data.ledger import SampleRead, reads_of_step
 from triaxis.engine.data.samples import DocumentPart
 from triaxis.engine.errors import DataError, attempt_name
+from triaxis.launch.reads.ledger import SampleRead, reads_of_step
+from triaxis.launch.reads.spans import span_of
 from triaxis.launch.report.record import RunRecord, read_run
-from triaxis.launch.report.spans import span_of
 from triaxis.launch.start.command_line import CommandParser, print_json, refuse
 
 EXAMPLES = """examples:

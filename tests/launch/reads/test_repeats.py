@@ -13,10 +13,10 @@ from triaxis.engine.config.phases import at_phase, run_phases
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedWriter
 from triaxis.engine.data.datasets import open_run_datasets
-from triaxis.engine.data.ledger import read_of
-from triaxis.engine.data.repeats import ReadSpan, RunReads, reads_of_run
 from triaxis.engine.data.samples import SampleSource
 from triaxis.engine.data.skipped import SkippedRanges
+from triaxis.launch.reads.ledger import read_of
+from triaxis.launch.reads.repeats import ReadSpan, RunReads, reads_of_run
 
 NUM_TOKENS = 2000
 NUM_STEPS = 34

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from triaxis.engine.config.phases import RunPhase, at_phase, run_phases
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedTokens
-from triaxis.engine.data.ledger import SampleRead, read_of, reads_of_step
 from triaxis.engine.data.samples import SampleSource
 from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.errors import attempt_name
+from triaxis.launch.reads.ledger import SampleRead, read_of, reads_of_step
 
 Place = tuple[str, int, int]
 """A document in one epoch: (corpus, epoch, document)."""

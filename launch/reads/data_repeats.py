@@ -10,12 +10,12 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.data.blend import Blend
 from triaxis.engine.data.datasets import open_run_datasets
 from triaxis.engine.data.remainder import ContinuedStream
-from triaxis.engine.data.repeats import ReadSpan, RunReads, reads_of_run
 from triaxis.engine.data.samples import SampleSource, SampleStream
 from triaxis.engine.data.skipped import SkippedRanges
 from triaxis.engine.errors import DataError, counted
+from triaxis.launch.reads.repeats import ReadSpan, RunReads, reads_of_run
+from triaxis.launch.reads.spans import spans_of
 from triaxis.launch.report.record import RunRecord, read_run
-from triaxis.launch.report.spans import spans_of
 from triaxis.launch.start.command_line import CommandParser, print_json
 
 EXAMPLES = """examples:
