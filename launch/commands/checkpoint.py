@@ -29,8 +29,8 @@ from triaxis.launch.start.command_line import CommandParser, add_checkpoint, pri
 if TYPE_CHECKING:  # they import torch, which takes a second: not for --help
     from triaxis.engine.checkpoint.directory import Candidate
     from triaxis.engine.checkpoint.format.manifest import Manifest
-    from triaxis.engine.checkpoint.inspect.check import Checked
-    from triaxis.engine.checkpoint.inspect.compare import Difference, Values
+    from triaxis.launch.inspect.check import Checked
+    from triaxis.launch.inspect.compare import Difference, Values
 
 INSPECT_EXAMPLES = """examples:
   triaxis checkpoint inspect runs/gpt_tiny
@@ -109,7 +109,7 @@ def inspect(args: argparse.Namespace) -> int:
 def diff(args: argparse.Namespace) -> int:
     """Print the differences of two checkpoints; 1 if any tensor differs."""
     from triaxis.engine.checkpoint.directory import find
-    from triaxis.engine.checkpoint.inspect.compare import compare_values, differences
+    from triaxis.launch.inspect.compare import compare_values, differences
 
     a, b = find(args.one), find(args.other)
     certain: list[Difference] = []
@@ -134,7 +134,7 @@ def diff(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> int:
     """Read every byte of one checkpoint, or of all in a folder; 1 if anything is damaged."""
     from triaxis.engine.checkpoint.directory import folders_at
-    from triaxis.engine.checkpoint.inspect.check import check_files
+    from triaxis.launch.inspect.check import check_files
 
     folders = folders_at(args.path)
     console = _console()
@@ -154,7 +154,7 @@ def check(args: argparse.Namespace) -> int:
 def fingerprint(args: argparse.Namespace) -> int:
     """Print the fingerprint of each kind; with --recompute compute it from the bytes, and return 1 where it differs."""
     from triaxis.engine.checkpoint.directory import find
-    from triaxis.engine.checkpoint.inspect.check import recompute
+    from triaxis.launch.inspect.check import recompute
 
     candidate = find(args.path)
     stored = candidate.manifest.fingerprint
@@ -225,7 +225,7 @@ def _module_table(manifest: "Manifest") -> Table:
 
 
 def _tensor_table(manifest: "Manifest") -> Table:
-    from triaxis.engine.checkpoint.inspect.compare import tensors_of
+    from triaxis.launch.inspect.compare import tensors_of
 
     dtypes: dict[str, dict[str, str]] = {}
     for (name, kind), tensor in tensors_of(manifest).items():
@@ -281,7 +281,7 @@ def _show_diff(
     values: "dict[tuple[str, str], Values]",
     recast: int,
 ) -> None:
-    from triaxis.engine.checkpoint.inspect.compare import compared_kinds, other_fields, tensors_of
+    from triaxis.launch.inspect.compare import compared_kinds, other_fields, tensors_of
 
     console.print(f"A  {a.folder}", markup=False)
     console.print(f"B  {b.folder}", markup=False)
@@ -339,7 +339,7 @@ def _diff_as_json(
     values: "dict[tuple[str, str], Values]",
     recast: int,
 ) -> dict[str, Any]:
-    from triaxis.engine.checkpoint.inspect.compare import compared_kinds, other_fields
+    from triaxis.launch.inspect.compare import compared_kinds, other_fields
 
     tensors = []
     for difference in found:

@@ -11,10 +11,10 @@ from tests.harness import run_ranks
 from tests.parity.cases import Case
 from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
 from triaxis.engine.checkpoint.format.manifest import write_manifest
-from triaxis.engine.checkpoint.inspect.check import check_files
-from triaxis.engine.checkpoint.inspect.compare import compared_kinds
 from triaxis.engine.checkpoint.resume import resume_or_start
 from triaxis.engine.errors import CheckpointError
+from triaxis.launch.inspect.check import check_files
+from triaxis.launch.inspect.compare import compared_kinds
 
 pytestmark = pytest.mark.distributed
 

@@ -16,11 +16,11 @@ from tests.planting import run_planted
 from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
 from triaxis.engine.checkpoint.format.manifest import MANIFEST, Manifest, manifest_problems, read_manifest
 from triaxis.engine.checkpoint.import_weights import read_tensor
-from triaxis.engine.checkpoint.inspect.check import check_files, recompute
-from triaxis.engine.checkpoint.inspect.compare import differences, tensors_of
 from triaxis.engine.checkpoint.resume import resume_or_start
 from triaxis.engine.config.optimizer_kinds import MASTER, OPTIMIZERS
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket
+from triaxis.launch.inspect.check import check_files, recompute
+from triaxis.launch.inspect.compare import differences, tensors_of
 from triaxis.models.specs import model_specs
 
 NUM_BEFORE, NUM_STEPS = 2, 5

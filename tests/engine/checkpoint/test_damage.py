@@ -19,8 +19,8 @@ from triaxis.engine.checkpoint.directory import CheckpointDirectory, find
 from triaxis.engine.checkpoint.format.manifest import MANIFEST, MANIFEST_HASH, TrainingState
 from triaxis.engine.checkpoint.format.store import write_file
 from triaxis.engine.checkpoint.import_weights import read_tensor, whole, write_checkpoint
-from triaxis.engine.checkpoint.inspect.check import check_files
 from triaxis.engine.errors import CheckpointError
+from triaxis.launch.inspect.check import check_files
 
 NOBODY = 65534
 STATE = TrainingState.at_start()
