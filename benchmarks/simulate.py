@@ -14,7 +14,7 @@ from typing import TypeVar
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.lowering import lower
 from triaxis.engine.pipeline.simulate import Costs
-from triaxis.engine.pipeline.simulate_program import simulate_program
+from triaxis.launch.pictures.simulate_program import simulate_program
 
 Result = TypeVar("Result")
 

@@ -20,11 +20,11 @@ from triaxis.engine.pipeline.forwards import forward_only
 from triaxis.engine.pipeline.lowering import lower
 from triaxis.engine.pipeline.programs import Programs, schedule_file_runs
 from triaxis.engine.pipeline.simulate import Costs, Timeline, simulate
-from triaxis.engine.pipeline.simulate_program import simulate_program
 from triaxis.engine.pipeline.text import program_to_text, render_timeline, to_text
 from triaxis.engine.telemetry.outlets.format import significant
 from triaxis.launch.pictures.schedule_picture import draw_schedule
 from triaxis.launch.pictures.schedule_times import path_lines, path_summary, rank_table
+from triaxis.launch.pictures.simulate_program import simulate_program
 from triaxis.launch.start.command_line import (
     CONFIG,
     CommandParser,

@@ -7,9 +7,9 @@ from rich.table import Table
 
 from triaxis.engine.pipeline.actions import Action, Kind
 from triaxis.engine.pipeline.lowering import Transfer
-from triaxis.engine.pipeline.simulate_program import ProgramTimeline
 from triaxis.engine.pipeline.validate import ScheduleFacts
 from triaxis.engine.telemetry.outlets.format import significant
+from triaxis.launch.pictures.simulate_program import ProgramTimeline
 
 MOST_PIECES = 12
 """Pieces of the critical path that are listed; the pattern repeats."""

@@ -12,7 +12,7 @@ from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Action, Schedule
 from triaxis.engine.pipeline.lowering import Post, Program, Transfer, feeding_transfer, lower
 from triaxis.engine.pipeline.simulate import Costs, simulate
-from triaxis.engine.pipeline.simulate_program import ProgramTimeline, simulate_program
+from triaxis.launch.pictures.simulate_program import ProgramTimeline, simulate_program
 
 TIMES = st.floats(0, 8, allow_subnormal=False).map(lambda time: round(time, 2))
 
