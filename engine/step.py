@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from triaxis.engine.activations.saved_tensors import SavedTensors
-from triaxis.engine.comm.agreement import NO_FLAGS, NUM_NUMBERS, NUM_SUMS, StepFlags, StopFlags
+from triaxis.engine.comm.agreement import NO_FLAGS, StepFlags, StopFlags
 from triaxis.engine.comm.ledger import LABELS, Pending
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.plan import BatchPlan
@@ -48,7 +48,18 @@ from triaxis.engine.pipeline.actions import Schedule
 from triaxis.engine.pipeline.executor import Executor, InstructionObserver
 from triaxis.engine.pipeline.programs import Programs
 from triaxis.engine.step_limits import NO_LIMITS, StepLimits
-from triaxis.engine.step_result import BatchLosses, PendingResult, StepResult, loss_divisors, losses_ahead, without_room
+from triaxis.engine.step_result import (
+    SKIPS,
+    BatchLosses,
+    PendingResult,
+    StepResult,
+    loss_divisors,
+    losses_ahead,
+    pack,
+    skip_code,
+    unpack,
+    without_room,
+)
 from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
@@ -181,48 +192,49 @@ class Engine:
         """
         before, self._retries = self._retries, self.count_retries()
         raised = flags._replace(retried=float(self._retries > before)).values()
-        load = self.load
-        posted = None if load is None else load.post(self.topology.axis("world"))
-        mine = [self.optimizer.grad_square_sum().to(AGREEMENT_DTYPE).view(1), losses.sums[:1], self._overflow()]
-        vector = torch.cat((*mine, losses.sums.new_zeros(len(raised)), losses.sums[1:]))
-        for place, flag in enumerate(raised, start=NUM_SUMS):
+        world, load, used = self.topology.axis("world"), self.load, self.loss_scale.scale
+        posted = None if load is None else load.post(world)
+        mine = {
+            "square_sum": self.optimizer.grad_square_sum(),
+            "loss_sum": losses.sums[0],
+            "dropped": self._dropped(),
+            "flags": losses.sums.new_zeros(len(raised)),
+            "ahead": losses.sums[1:],
+        }
+        for flag, one in zip(raised, mine["flags"], strict=True):
             if flag:
-                vector[place].fill_(flag)
-        agreed = self.topology.axis("world").all_reduce(vector, "step").wait()
+                one.fill_(flag)
+        agreed = unpack(world.all_reduce(pack(mine), "step").wait(), mine)
 
-        square_sum, loss_sum, overflow = agreed[:NUM_SUMS].unbind()
-        num_tokens, divisors = losses.labels[0], losses.labels.clamp(min=1.0)
+        loss_sum, square_sum, num_tokens = agreed["loss_sum"], agreed["square_sum"], losses.labels[0]
         # Of a global batch without a single counted label the loss is reported as zero.
-        loss = loss_sum / divisors[0]
-        used = self.loss_scale.scale
-        scale = 1.0 / used
+        divisors = losses.labels.clamp(min=1.0)
+        loss, scale = loss_sum / divisors[0], 1.0 / used
         grad_norm = square_sum.sqrt() * scale
-        is_bad = loss_sum.isfinite().logical_not() | (loss > limits.divergence) | (overflow > 0)
         has_overflowed = square_sum.isfinite().logical_not()
+        is_bad = loss_sum.isfinite().logical_not() | (loss > limits.divergence) | (agreed["dropped"] > 0)
         is_bad |= has_overflowed & self.loss_scale.can_fall().logical_not()
         self.diverged = is_bad if self.config.resilience.on_nonfinite == "skip" else self.diverged | is_bad
-        has_overflowed &= self.diverged.logical_not()
-        is_empty = (num_tokens == 0) & has_overflowed.logical_not()
         is_outlier = (loss > limits.loss) | (grad_norm > limits.grad_norm)
-        is_outlier &= (self.diverged | has_overflowed | is_empty).logical_not()
-        left_out = self.diverged | is_outlier | is_empty
-        self.loss_scale.update(has_overflowed, left_out)
-        skip = left_out | has_overflowed
+        code = skip_code(is_outlier, num_tokens == 0, has_overflowed, self.diverged)
+        skip = code > 0
+        self.loss_scale.update(code == SKIPS.index("overflowed"), skip)
         clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
         self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=skip)
-        why_skipped = (self.diverged, used, has_overflowed, is_outlier)
-        sums = torch.stack((loss, grad_norm, num_tokens, loss_sum, square_sum, overflow, *why_skipped))
-        ahead = losses_ahead(agreed[NUM_NUMBERS:], divisors[1:], self.config.model.mtp)
-        numbers = [sums, agreed[NUM_SUMS:NUM_NUMBERS], ahead]
-        num_experts = 0
+        ahead = losses_ahead(agreed["ahead"], divisors[1:], self.config.model.mtp)
+        numbers = agreed | {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "num_tokens": num_tokens,
+            "skip": code,
+            "ahead": ahead,
+        }
+        if self.config.precision.scaling is not None:
+            numbers["loss_scale"] = used
         if load is not None and posted is not None:
-            by_layer = posted.wait()
-            load.update(by_layer, skip=skip)
-            numbers.append(by_layer.flatten().to(AGREEMENT_DTYPE))
-            num_experts = by_layer.shape[1]
-        num_ahead = self.config.model.num_mtp_layers
-        is_scaled = self.config.precision.scaling is not None
-        return PendingResult(torch.cat(numbers), limits, self.to_host, num_experts, num_ahead, is_scaled)
+            numbers["load"] = posted.wait()
+            load.update(numbers["load"], skip=skip)
+        return PendingResult(numbers, limits, self.to_host)
 
     def receive_late(self) -> bool:
         """Use late receives in the next runs; whether the runs before had early ones. Every rank calls it after the same step."""
@@ -240,10 +252,10 @@ class Engine:
         for microbatches in steps:
             losses = self.executor.run(self.forward_programs.next(), microbatches, self._loss)
             counts += self._count(losses, microbatches)
-        vector = torch.cat((counts, self._overflow()))
-        loss_sum, total, overflow = self.topology.axis("world").all_reduce(vector, "validation").wait().tolist()
-        if overflow:
-            raise DivergenceError(f"Validation: {without_room(int(overflow))}.")
+        vector = pack({"counts": counts, "dropped": self._dropped()})
+        loss_sum, total, dropped = self.topology.axis("world").all_reduce(vector, "validation").wait().tolist()
+        if dropped:
+            raise DivergenceError(f"Validation: {without_room(int(dropped))}.")
         return float(loss_sum) / max(float(total), 1.0)
 
     def post_stop(self, flags: StopFlags) -> Callable[[], list[float]]:
@@ -259,11 +271,9 @@ class Engine:
     def _loss(self, chunk: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor:
         return self.chunks[chunk](x, microbatch)
 
-    def _overflow(self) -> torch.Tensor:
-        """Return [this rank's rows without room] on the device."""
-        if self.load is None:
-            return torch.zeros(1, dtype=AGREEMENT_DTYPE, device=self.topology.device)
-        return self.load.overflow.to(AGREEMENT_DTYPE).view(1)
+    def _dropped(self) -> torch.Tensor:
+        """Return this rank's rows without room, a scalar on the device."""
+        return self.diverged.new_zeros(()) if self.load is None else self.load.overflow
 
     def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
         """Return [loss sum, tokens] on the device, counted where `_sums` has the losses."""

@@ -1,18 +1,48 @@
-"""The numbers of a step: on their way to the host, read, and what they say of a step that updated nothing."""
+"""The numbers of a step: packed into one vector by name, read on the host, and what they say of a step that updated nothing."""
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from triaxis.engine.comm.agreement import NO_FLAGS, NUM_FLAGS, StepFlags
+from triaxis.engine.comm.agreement import NO_FLAGS, StepFlags
 from triaxis.engine.comm.stop import StopRequest
 from triaxis.engine.config.mtp import MTPConfig
 from triaxis.engine.device.host_copy import HostCopy, ToHost
 from triaxis.engine.errors import DivergenceError
+from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.step_limits import NO_LIMITS, StepLimits
+
+Skip = Literal["", "outlier", "no_labels", "overflowed", "diverged"]
+"""Why a step has updated nothing; "": it has updated. Of several reasons the last one here counts.
+
+outlier       its numbers are finite, but above the limits of `StepLimits`
+no_labels     no label of the global batch is counted
+overflowed    its gradients did not fit in fp16 at its loss scale, which may have fallen since
+diverged      loss or gradients of this step, or of one before it, were not finite, or its loss above the limit; or rows of tokens
+              found no room
+"""
+
+SKIPS: tuple[Skip, ...] = get_args(Skip)
+
+
+def skip_code(*reasons: torch.Tensor) -> torch.Tensor:
+    """Return the place in `SKIPS` of the reason that counts, 0 without one; from a bool for each of `SKIPS[1:]`, on the device."""
+    return torch.stack([reason * place for place, reason in enumerate(reasons, start=1)]).amax()
+
+
+def pack(numbers: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return numbers of any shape and dtype as one float64 vector, on their device; `unpack` gives them back by name."""
+    return torch.cat([each.flatten().to(AGREEMENT_DTYPE) for each in numbers.values()])
+
+
+def unpack(vector: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the parts of a vector (on the device or on the host) by the names and in the shapes of what was packed."""
+    parts = vector.split([each.numel() for each in like.values()])
+    return {name: part.view(each.shape) for (name, each), part in zip(like.items(), parts, strict=True)}
 
 
 class BatchLosses(NamedTuple):
@@ -50,100 +80,87 @@ class StepResult:
         grad_norm: global, before clipping, without the loss scale.
         num_tokens: counted labels of the global batch. Without any, the step has updated nothing.
         flags: how many ranks raised each flag.
-        flaw: why the step has updated nothing; "": it has, or it left its update out as below or for want of a counted label.
+        skip: why the step has updated nothing; "": it has.
+        why: its numbers that were the reason, in words; "" of an update, an overflow of fp16 and a batch without labels.
         load: tokens of the global batch that chose each expert, by layer with experts; (): the model has none.
-        dropped: rows of tokens that found no room in the buffers of their experts; a step with any has a flaw.
+        dropped: rows of tokens that found no room in the buffers of their experts; a step with any has diverged.
         ahead: loss per token of multi-token prediction, at each distance beyond the next token.
         loss_scale: of its backward; None where the dtype needs none.
-        outlier: why it has updated nothing though its numbers are finite: they are above the limits of `StepLimits`; "": they are
-            not.
-        has_overflowed: its gradients did not fit in fp16 at this scale, so it has updated nothing. The scale may have fallen since.
     """
 
     loss: float
     grad_norm: float
     num_tokens: int
     flags: StepFlags = NO_FLAGS
-    flaw: str = ""
+    skip: Skip = ""
+    why: str = ""
     load: tuple[tuple[int, ...], ...] = ()
     dropped: int = 0
     ahead: tuple[float, ...] = ()
     loss_scale: float | None = None
-    has_overflowed: bool = False
-    outlier: str = ""
 
 
 class PendingResult:
     """A step that is posted, its numbers on their way to the host.
 
     Args:
-        numbers: [loss, gradient norm, tokens, loss sum, sum of squares, rows without room, whether the step diverged,
-            loss scale, whether gradients overflowed, whether the step is an outlier, *`StepFlags.values`, *the loss of each token
-            ahead, *the load of experts by layer].
+        numbers: on the device, by name (`triaxis.engine.step.Engine.update` has the list).
         limits: what the numbers may be at most.
-        num_experts: of a layer; 0: the model has none.
-        num_ahead: tokens ahead; 0: the model predicts none.
-        is_scaled: the run is one in fp16.
         to_host: copies the numbers; None: the device's way.
     """
 
     def __init__(
-        self,
-        numbers: torch.Tensor,
-        limits: StepLimits = NO_LIMITS,
-        to_host: ToHost | None = None,
-        num_experts: int = 0,
-        num_ahead: int = 0,
-        is_scaled: bool = False,
+        self, numbers: Mapping[str, torch.Tensor], limits: StepLimits = NO_LIMITS, to_host: ToHost | None = None
     ) -> None:
-        self._numbers = HostCopy(numbers, to_host)
+        self._numbers = numbers
+        self._vector = HostCopy(pack(numbers), to_host)
         self._limits = limits
-        self._num_experts, self._num_ahead = num_experts, num_ahead
-        self._is_scaled = is_scaled
 
     def read(self) -> StepResult:
-        """Read what all ranks agree on; `flaw` says why nothing was updated, if so."""
-        loss, grad_norm, num_tokens, loss_sum, square_sum, overflow, diverged, *others = self._numbers.wait()
-        loss_scale, has_overflowed, is_outlier, *others = others
-        flags, ahead = others[:NUM_FLAGS], tuple(others[NUM_FLAGS : NUM_FLAGS + self._num_ahead])
-        load = [int(count) for count in others[NUM_FLAGS + self._num_ahead :]]
-        by_layer = tuple(tuple(load[at : at + self._num_experts]) for at in range(0, len(load), self._num_experts or 1))
-        flaw = ""
-        if overflow:
-            flaw = without_room(int(overflow))
-        elif diverged:
-            flaw = f"loss sum {loss_sum} and squared gradient norm {square_sum} over {int(num_tokens)} tokens "
-            if not (math.isfinite(loss_sum) and math.isfinite(square_sum)):
-                flaw += "are not finite"
-                if self._is_scaled and math.isfinite(loss_sum):
-                    flaw += f", at a loss scale of {loss_scale:g}, which may not fall further (precision.loss_scale)"
-            elif loss > self._limits.divergence:
-                flaw = (
-                    f"loss {loss:.4f} over {int(num_tokens)} tokens is above the limit of {self._limits.divergence:.4f}"
-                )
-            else:
-                flaw += "are finite, but those of a step before were not"
+        """Read what all ranks agree on."""
+        numbers: dict[str, Any] = {
+            name: part.tolist() for name, part in unpack(self._vector.arrived(), self._numbers).items()
+        }
+        skip = SKIPS[int(numbers["skip"])]
         return StepResult(
-            loss,
-            grad_norm,
-            int(num_tokens),
-            StepFlags.of(flags),
-            flaw,
-            by_layer,
-            int(overflow),
-            ahead,
-            loss_scale if self._is_scaled else None,
-            bool(has_overflowed),
-            self._outlier(loss, grad_norm) if is_outlier else "",
+            numbers["loss"],
+            numbers["grad_norm"],
+            int(numbers["num_tokens"]),
+            StepFlags.of(numbers["flags"]),
+            skip,
+            self._why(skip, numbers),
+            tuple(tuple(map(int, layer)) for layer in numbers.get("load", ())),
+            int(numbers["dropped"]),
+            tuple(numbers["ahead"]),
+            numbers.get("loss_scale"),
         )
 
-    def _outlier(self, loss: float, grad_norm: float) -> str:
-        """Return which numbers of a step are above their limits, and by which rule."""
-        compared = (("loss", loss, self._limits.loss), ("gradient norm", grad_norm, self._limits.grad_norm))
-        above = " and ".join(
-            f"{name} {number:.4f} is above {most:.4f}" for name, number, most in compared if number > most
-        )
-        return f"{above}, the mean of the last steps and resilience.skip_above_deviations standard deviations"
+    def _why(self, skip: Skip, numbers: Mapping[str, Any]) -> str:
+        """Return which numbers of a step have left its update out, and by which rule."""
+        limits, loss, grad_norm = self._limits, numbers["loss"], numbers["grad_norm"]
+        if skip == "outlier":
+            compared = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))
+            above = " and ".join(
+                f"{name} {each:.4f} is above {most:.4f}" for name, each, most in compared if each > most
+            )
+            return f"{above}, the mean of the last steps and resilience.skip_above_deviations standard deviations"
+        if skip != "diverged":
+            return ""
+        if numbers["dropped"]:
+            return without_room(int(numbers["dropped"]))
+        loss_sum, square_sum, tokens = numbers["loss_sum"], numbers["square_sum"], int(numbers["num_tokens"])
+        sums = f"loss sum {loss_sum} and squared gradient norm {square_sum} over {tokens} tokens are"
+        if not (math.isfinite(loss_sum) and math.isfinite(square_sum)):
+            scale = numbers.get("loss_scale") if math.isfinite(loss_sum) else None
+            at = (
+                ""
+                if scale is None
+                else f", at a loss scale of {scale:g}, which may not fall further (precision.loss_scale)"
+            )
+            return f"{sums} not finite{at}"
+        if loss > limits.divergence:
+            return f"loss {loss:.4f} over {tokens} tokens is above the limit of {limits.divergence:.4f}"
+        return f"{sums} finite, but those of a step before were not"
 
     def wait(self) -> StepResult:
         """Read the result of a step that must have updated the weights, but for an overflow of fp16 or an outlier.
@@ -153,7 +170,7 @@ class PendingResult:
                 weight has changed since.
         """
         result = self.read()
-        if result.flaw:
+        if result.skip == "diverged":
             raise DivergenceError(explain(result))
         return result
 
@@ -217,7 +234,7 @@ def losses_ahead(sums: torch.Tensor, divisors: torch.Tensor, mtp: MTPConfig | No
 
 
 def without_room(rows: int) -> str:
-    """Return the flaw of a step in which experts' buffers were too small."""
+    """Say that experts' buffers were too small in a step."""
     return (
         f"{rows:,} rows of tokens found no room in the buffers of their experts: without them the step would train another model. "
         "Raise model.moe.row_headroom (null: room for the worst case), or take kernels.dispatch=all_to_all"
@@ -225,10 +242,10 @@ def without_room(rows: int) -> str:
 
 
 def explain(result: StepResult) -> str:
-    """Explain a step that updated nothing, and say what can be done."""
+    """Explain a step that has diverged, and say what can be done."""
     if result.dropped:
-        return f"{result.flaw}. Nothing was changed on any rank."
+        return f"{result.why}. Nothing was changed on any rank."
     return (
-        f"{result.flaw}: an update would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the "
+        f"{result.why}: an update would destroy the weights. Nothing was changed on any rank. Lower optimizer.lr, lengthen the "
         "warm-up, or look at the data of the step."
     )

@@ -1,8 +1,7 @@
-"""The numbers that all ranks sum in a step's one small all-reduce, and their order (no torch here).
+"""The flags that all ranks sum in a step's one small all-reduce, known to the host; 0.0 or 1.0 before the sum (no torch here).
 
-sums     squared gradient norm, loss sum, rows of experts' buffers that were too few     made on the device
-flags    of a save, of a stop, of the allocator (`StepFlags`)       known to the host; 0.0 or 1.0 before the sum
-(a model with multi-token prediction adds the sum of losses of each token ahead, after these)
+They travel between numbers that are made on the device: before them the squared gradient norm, the loss sum and rows of experts'
+buffers that were too few, after them the sum of losses of each token ahead (`triaxis.engine.step.Engine.update` names them).
 
 The counted labels are summed before the step (`triaxis.engine.step.Engine.post_labels`), because the backward divides by them.
 """

@@ -58,12 +58,12 @@ class LossScale:
         """Return whether the scale is above its minimum, a bool on the device; a static scale never is."""
         return self.scale > (self._config.minimum if self.is_dynamic else torch.inf)
 
-    def update(self, overflowed: torch.Tensor, diverged: torch.Tensor) -> None:
-        """Follow a step; both are bools on the device, and never both true."""
+    def update(self, overflowed: torch.Tensor, skipped: torch.Tensor) -> None:
+        """Follow a step that overflowed, or was skipped for any reason; both are bools on the device."""
         if not self.is_dynamic:
             return
         config, overflows = self._config, overflowed.to(AGREEMENT_DTYPE)
-        updates = torch.where(overflowed, 0.0, self._updates + 1).where(~diverged, self._updates)
+        updates = torch.where(overflowed, 0.0, (self._updates + 1).where(~skipped, self._updates))
         doubles = updates >= config.window
         hysteresis = torch.where(doubles, float(config.hysteresis), (self._hysteresis - overflows).clamp(min=0.0))
         lower = torch.where(overflowed & (hysteresis == 0), (self.scale / FACTOR).clamp(min=config.minimum), self.scale)

@@ -81,24 +81,24 @@ class Guard:
             ReplicaError: replicated weights differ.
         """
         self._check_replicas(step)
-        if result.has_overflowed:
+        if result.skip == "overflowed":
             return
-        if not (result.flaw or result.outlier):
-            if not result.num_tokens:
-                self._report_empty(step)
-                return
+        if result.skip == "no_labels":
+            self._report_empty(step)
+            return
+        if not result.skip:
             self._num_skips_in_a_row = 0
             self._history.remember(step, result.loss, result.grad_norm, self._config)
             return
         first, stop = self.samples(step)
-        if result.outlier:
+        if result.skip == "outlier":
             self._leave_out(step, result, (first, stop))
             return
         is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
         finding = None if is_finite else self._locate(step)
         where = f"step {step + 1:,} on samples {first:,} to {stop - 1:,}"
         seen = "" if finding is None else f" {finding}."
-        message, error = f"{where}: {result.flaw}.{seen}", f"{where}: {explain(result)}{seen}"
+        message, error = f"{where}: {result.why}.{seen}", f"{where}: {explain(result)}{seen}"
         kind: EventKind = "loss_spike" if finding is None else "non_finite"
         if result.dropped:
             kind = "experts_overflow"
@@ -131,7 +131,7 @@ class Guard:
     def _leave_out(self, step: int, result: StepResult, samples: tuple[int, int]) -> None:
         """Report a step that is an outlier; DivergenceError where too many of them follow each other."""
         first, stop = samples
-        message = f"step {step + 1:,} on samples {first:,} to {stop - 1:,}: {result.outlier}."
+        message = f"step {step + 1:,} on samples {first:,} to {stop - 1:,}: {result.why}."
         self._num_skips_in_a_row += 1
         self._notices.on_trouble(
             "outlier", step, f"{message} Its update is left out.", **_details(result, samples, finding=None)

@@ -127,8 +127,8 @@ class TrainingObserver:
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
         """Record step `step`, counted from 0."""
         self.loss = result.loss if result.num_tokens else self.loss
-        self._num_overflows += result.has_overflowed
-        self._num_outliers += bool(result.outlier)
+        self._num_overflows += result.skip == "overflowed"
+        self._num_outliers += result.skip == "outlier"
         ended = self._ended.popleft()
         split = None if self.times is None else self.times.on_step(step + 1)
         compared = None if self.memory is None else self.memory.on_step()

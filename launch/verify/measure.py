@@ -121,14 +121,14 @@ def run_steps(
         result = engine.update(counts, lr).read()
         if result.dropped:
             raise DivergenceError(
-                f"Step {step + 1} of the verification: {result.flaw}. Its weights are off the initial point, and so is its load. "
+                f"Step {step + 1} of the verification: {result.why}. Its weights are off the initial point, and so is its load. "
                 "With model.moe.row_headroom=null everything else is compared."
             )
-        if result.flaw and not may_diverge:
+        if result.skip == "diverged" and not may_diverge:
             raise DivergenceError(
                 f"Step {step + 1} of the verification, in one process: {explain(result)} There is nothing to compare with."
             )
-        if result.has_overflowed:
+        if result.skip == "overflowed":
             raise DivergenceError(
                 f"Step {step + 1} of the verification overflows in fp16 at a loss scale of {result.loss_scale:g}, and would "
                 "compare no update. Give a smaller one, such as precision.loss_scale.initial=1024."

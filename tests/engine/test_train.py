@@ -16,7 +16,7 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import DivergenceError
 from triaxis.engine.step import Engine
 from triaxis.engine.step_limits import StepLimits
-from triaxis.engine.step_result import RollbackRequested, StepResult
+from triaxis.engine.step_result import RollbackRequested, Skip, StepResult
 from triaxis.engine.train import TrainingRun, train_steps
 
 Log = list[tuple[str, int]]
@@ -33,8 +33,8 @@ class Result:
 
     def read(self) -> StepResult:
         self.log.append(("read", self.step))
-        flaw = "not finite" if self.diverges else ""
-        return StepResult(float(self.step), 1.0, num_tokens=8, flags=self.flags, flaw=flaw)
+        skip: Skip = "diverged" if self.diverges else ""
+        return StepResult(float(self.step), 1.0, num_tokens=8, flags=self.flags, skip=skip, why="not finite")
 
 
 class Endless:
@@ -138,8 +138,8 @@ class Loop:
 
     def judge(self, step: int, result: StepResult) -> None:
         self.log.append(("judge", step))
-        if result.flaw:
-            raise DivergenceError(result.flaw)
+        if result.skip:
+            raise DivergenceError(result.why)
 
     # Batches
 

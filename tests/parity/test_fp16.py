@@ -87,9 +87,9 @@ def planted(rank: int, case: Case) -> tuple[list[float | None], list[int], int]:
         before = [piece.values for piece in owned_pieces(engine, "master")]
         result = engine.update(losses, LR).wait()
         after = [piece.values for piece in owned_pieces(engine, "master")]
-        assert all(map(torch.equal, before, after)) == result.has_overflowed
+        assert all(map(torch.equal, before, after)) == (result.skip == "overflowed")
         used.append(result.loss_scale)
-        skipped += [step] if result.has_overflowed else []
+        skipped += [step] if result.skip else []
     batches.close()
     return used, skipped, engine.optimizer.num_updates
 
@@ -114,7 +114,7 @@ def course(rank: int, case: Case) -> Course:
     engine, batches = build_scaled(rank, case, REAL)
     results = [engine.train_step(batches.next_step(), LR) for _ in range(NUM_STEPS)]
     batches.close()
-    steps = [(result.loss_scale, result.has_overflowed, result.loss) for result in results]
+    steps = [(result.loss_scale, result.skip == "overflowed", result.loss) for result in results]
     return steps, [owned.state.read("master").clone() for owned in engine.optimizer.trained]
 
 

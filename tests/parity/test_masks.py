@@ -105,7 +105,7 @@ def states(rank: int, case: Case, empty: tuple[int, ...], num_steps: int) -> tup
         weights = [parameter.value.detach().clone() for parameter in engine.parameters.values()]
         found.append([*kinds, *weights])
         losses.append(result.loss)
-        assert bool(result.num_tokens) == (len(found) - 1 not in empty) and not result.outlier
+        assert bool(result.num_tokens) == (len(found) - 1 not in empty) == (not result.skip)
     batches.close()
     return found, losses, engine.optimizer.num_updates
 

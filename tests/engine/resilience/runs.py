@@ -121,7 +121,7 @@ class Trace:
 
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
         self.told.append((step, result.loss))
-        self.scales.append((result.loss_scale, result.has_overflowed))
+        self.scales.append((result.loss_scale, result.skip == "overflowed"))
 
     # The notices
 

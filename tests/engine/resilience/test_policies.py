@@ -205,7 +205,7 @@ def test_a_step_without_labels_is_reported_and_is_nothing_else() -> None:
     guard = Guard(engine, history, open_batches(engine, history), trace)
     most = engine.config.resilience.max_skips_in_a_row
     for step in range(most + 2):
-        guard.judge(step, StepResult(loss=0.0, grad_norm=0.1, num_tokens=0))
+        guard.judge(step, StepResult(loss=0.0, grad_norm=0.1, num_tokens=0, skip="no_labels"))
     guard.judge(most + 2, StepResult(loss=3.0, grad_norm=0.1, num_tokens=8))
     assert [step for step, _ in history.losses] == [most + 2]
     assert [(kind, step) for kind, step, *_ in trace.events] == [("no_labels", step) for step in range(most + 2)]

@@ -15,7 +15,7 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.context_parallel.imbalance import imbalance, work_of_ranks
 from triaxis.engine.run.step_parts import StepPart
-from triaxis.engine.step_result import StepResult
+from triaxis.engine.step_result import Skip, StepResult
 from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.hub import Telemetry
@@ -59,10 +59,11 @@ def test_overflows_are_counted(make_config: Callable[..., Config], monkeypatch: 
     telemetry = Telemetry(Report(30, 10, terminal=io.StringIO(), log=None, show_mfu=False))
     monkeypatch.setattr(telemetry, "step", records.append)
     observer = TrainingObserver(telemetry, meter_of(make_config(parallel={"dp": 1})), torch.device("cpu"))
-    for step, (scale, has_overflowed) in enumerate([(8.0, True), (4.0, False), (4.0, True), (None, False)]):
+    steps: list[tuple[float | None, Skip]] = [(8.0, "overflowed"), (4.0, ""), (4.0, "overflowed"), (None, "")]
+    for step, (scale, skip) in enumerate(steps):
         observer.enter(StepPart.DATA)
         observer.end_step()
-        observer.on_step(step, StepResult(3.0, 0.5, 100, loss_scale=scale, has_overflowed=has_overflowed), lr=0.1)
+        observer.on_step(step, StepResult(3.0, 0.5, 100, loss_scale=scale, skip=skip), lr=0.1)
     assert [(record.loss_scale, record.num_overflows) for record in records] == [(8, 1), (4, 1), (4, 2), (None, None)]
 
 
@@ -71,10 +72,11 @@ def test_outliers_are_counted(make_config: Callable[..., Config], monkeypatch: p
     telemetry = Telemetry(Report(30, 10, terminal=io.StringIO(), log=None, show_mfu=False))
     monkeypatch.setattr(telemetry, "step", records.append)
     observer = TrainingObserver(telemetry, meter_of(make_config(parallel={"dp": 1})), torch.device("cpu"))
-    for step, outlier in enumerate(["", "loss 9 is above 4", "", "gradient norm 7 is above 2"]):
+    skips: list[Skip] = ["", "outlier", "", "outlier"]
+    for step, skip in enumerate(skips):
         observer.enter(StepPart.DATA)
         observer.end_step()
-        observer.on_step(step, StepResult(3.0, 0.5, 100, outlier=outlier), lr=0.1)
+        observer.on_step(step, StepResult(3.0, 0.5, 100, skip=skip), lr=0.1)
     assert [record.num_outliers for record in records] == [None, 1, 1, 2]
     lines = [record.outlier_line() for record in records[::3]]
     assert lines == [None, "2 outliers, whose updates were left out"] and "num_outliers" not in records[0].to_record()

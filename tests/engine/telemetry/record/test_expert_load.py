@@ -13,7 +13,7 @@ from tests.engine.telemetry.test_observer import meter_of
 from triaxis.engine.comm.agreement import NO_FLAGS
 from triaxis.engine.config.tree import Config
 from triaxis.engine.run.step_parts import StepPart
-from triaxis.engine.step_result import PendingResult, StepResult, explain
+from triaxis.engine.step_result import SKIPS, PendingResult, StepResult, explain
 from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.hub import Telemetry
@@ -80,9 +80,11 @@ def test_a_rollback_forgets_what_was_counted() -> None:
 
 def test_a_step_reads_its_load_with_its_other_numbers() -> None:
     """The counts are part of the one vector that is copied to the host; rows without room are `dropped`."""
-    head = [2.5, 0.5, 100.0, 250.0, 0.25, 3.0, 1.0, 1.0, 0.0, 0.0, *NO_FLAGS.values()]
-    result = PendingResult(torch.tensor([*head, *EVEN, *UNEVEN], dtype=torch.float64), num_experts=4).read()
-    assert result.load == (EVEN, UNEVEN) and result.dropped == 3 and "no room" in result.flaw
+    numbers = {"loss": 2.5, "grad_norm": 0.5, "num_tokens": 100, "loss_sum": 250.0, "square_sum": 0.25, "dropped": 3}
+    others = {"skip": SKIPS.index("diverged"), "flags": NO_FLAGS.values(), "ahead": (2.75,), "load": (EVEN, UNEVEN)}
+    result = PendingResult({name: torch.tensor(each) for name, each in (numbers | others).items()}).read()
+    assert (result.loss, result.grad_norm, result.num_tokens, result.ahead) == (2.5, 0.5, 100, (2.75,))
+    assert result.load == (EVEN, UNEVEN) and result.dropped == 3 and "no room" in result.why
     assert "model.moe.row_headroom" in explain(result) and "optimizer.lr" not in explain(result)
 
 
