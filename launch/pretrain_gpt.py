@@ -46,12 +46,12 @@ from triaxis.engine.resilience.guard import Guard
 from triaxis.engine.resilience.rollback import Rollback
 from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.step import Engine
+from triaxis.engine.telemetry.meters.table import open_meters
 from triaxis.engine.telemetry.observer import TrainingObserver, peak_memory_bytes, peak_memory_of_ranks
 from triaxis.engine.telemetry.outlets.banner import End, Start, show_end, show_start
 from triaxis.engine.telemetry.outlets.hub import Telemetry, open_telemetry
 from triaxis.engine.telemetry.outlets.notices import CheckpointNotices, TroubleNotices, say_beginning, say_stopped
 from triaxis.engine.telemetry.outlets.rank_log import RankStreams, rank_log
-from triaxis.engine.telemetry.record.expert_load import LoadMeter
 from triaxis.engine.telemetry.record.metrics import Meter
 from triaxis.engine.train import TrainingRun, build, train
 from triaxis.launch.rank.banner import corpus_entropies, count_parameters, describe, measured_memory, predicted_memory
@@ -67,8 +67,6 @@ from triaxis.launch.rank.phase import config_of_phase
 from triaxis.launch.rank.sample_text import write_sample
 from triaxis.launch.rank.step_times import (
     finish_step_times,
-    open_fp8_shares,
-    open_group_norms,
     open_memory_check,
     open_slow_ranks,
 )
@@ -285,12 +283,10 @@ def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoint
         attempt.meter,
         engine.topology.device,
         watchers=(*watchers.steps, *notices),
+        meters=open_meters(engine),
         times=times,
         slow_ranks=open_slow_ranks(engine, times),
         memory=open_memory_check(engine),
-        experts=LoadMeter.of(config, engine.plan.num_steps),
-        norms=open_group_norms(engine),
-        fp8=open_fp8_shares(engine),
     )
     valid = datasets.valid
     validation = None if valid is None else lambda: open_batches(config, engine.topology, valid)

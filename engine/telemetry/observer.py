@@ -22,17 +22,15 @@ from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.device.host_copy import to_device
 from triaxis.engine.errors import counted
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
-from triaxis.engine.optimizer.group_norms import GroupNorms
 from triaxis.engine.run.step_parts import StepPart, StepWatcher
 from triaxis.engine.step_result import StepResult
+from triaxis.engine.telemetry.meters.step_meter import StepMeter
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 from triaxis.engine.telemetry.outlets.memory_check import MemoryCheck
-from triaxis.engine.telemetry.record.expert_load import LoadMeter
 from triaxis.engine.telemetry.record.metrics import Meter
 from triaxis.engine.telemetry.timing.slow_ranks import SlowRanks
 from triaxis.engine.telemetry.timing.step_times import StepTimes
 from triaxis.engine.telemetry.timing.timers import Timers
-from triaxis.engine.tensor_parallel.fp8_shares import Fp8Shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +51,10 @@ class TrainingObserver:
         meter: what a step's time means for this model.
         timers: the clock of the parts.
         watchers: follow the parts; `times` among them.
+        meters: measure each step (`triaxis.engine.telemetry.meters`).
         times: measure where the time of the steps goes, on all ranks; None: the configuration has no use for it.
         slow_ranks: compares the ranks, on the logging rank.
         memory: compares the ranks' memory with a prediction, once; None: there is nothing to compare.
-        experts: measures the load of experts; None: the model has none.
-        norms: measures norms by groups of parameters; None: nothing asks for them.
-        fp8: measures the numbers that FP8 loses; None: nothing asks for them.
         loss: of the last step with a counted label; None before the first.
         val_loss: of the last validation; None before the first.
     """
@@ -68,29 +64,21 @@ class TrainingObserver:
     device: torch.device
     timers: Timers = field(default_factory=Timers)
     watchers: Sequence[StepWatcher] = ()
+    meters: Sequence[StepMeter] = ()
     times: StepTimes | None = None
     slow_ranks: SlowRanks | None = None
     memory: MemoryCheck | None = None
-    experts: LoadMeter | None = None
-    norms: GroupNorms | None = None
-    fp8: Fp8Shares | None = None
     loss: float | None = field(default=None, init=False)
     val_loss: float | None = field(default=None, init=False)
     _cp_imbalance: float | None = field(default=None, init=False)
-    _num_overflows: int = field(default=0, init=False)
-    _num_outliers: int = field(default=0, init=False)
     _ended: deque[_Ended] = field(default_factory=deque, init=False)
 
     def begin(self, steps_made: int) -> None:
         """Begin after `steps_made` steps; after a rollback, discard the posted steps that were not reported yet."""
         self.timers.end_step()
         self._ended.clear()
-        if self.experts is not None:
-            self.experts.begin()
-        if self.norms is not None:
-            self.norms.begin(steps_made)
-        if self.fp8 is not None:
-            self.fp8.begin(steps_made)
+        for meter in self.meters:
+            meter.begin(steps_made)
         for watcher in self.watchers:
             watcher.begin(steps_made)
 
@@ -100,10 +88,11 @@ class TrainingObserver:
             self.telemetry.flush()
         if self.telemetry.report is not None:
             self.telemetry.report.phase(StepPart.VALIDATION if part is StepPart.VALIDATION else "training")
-        if part is StepPart.OPTIMIZER and self.norms is not None:
-            self.norms.before_update()
-        if part is StepPart.FORWARD_BACKWARD and self.fp8 is not None:
-            self.fp8.before_step()
+        for meter in self.meters:
+            if part is StepPart.FORWARD_BACKWARD:
+                meter.before_step()
+            elif part is StepPart.OPTIMIZER:
+                meter.before_update()
         self.timers.enter(part)
         for watcher in self.watchers:
             watcher.enter(part)
@@ -115,10 +104,8 @@ class TrainingObserver:
 
     def end_step(self) -> None:
         """End the time of a step; its `on_step` follows, in order."""
-        if self.norms is not None:
-            self.norms.after_update()
-        if self.fp8 is not None:
-            self.fp8.after_step()
+        for meter in self.meters:
+            meter.after_update()
         memory = peak_memory_bytes(self.device)
         self._ended.append(_Ended(self.timers.end_step(), time.time(), memory, self._cp_imbalance))
         if self.times is not None:
@@ -127,13 +114,10 @@ class TrainingObserver:
     def on_step(self, step: int, result: StepResult, lr: float) -> None:
         """Record step `step`, counted from 0."""
         self.loss = result.loss if result.num_tokens else self.loss
-        self._num_overflows += result.skip == "overflowed"
-        self._num_outliers += result.skip == "outlier"
         ended = self._ended.popleft()
         split = None if self.times is None else self.times.on_step(step + 1)
         compared = None if self.memory is None else self.memory.on_step()
-        norms = None if self.norms is None else self.norms.read(step, result.grad_norm)
-        fp8 = None if self.fp8 is None else self.fp8.read(step)
+        measured = [each for meter in self.meters if (each := meter.read(step, result)) is not None]
         if self.telemetry.report is None:
             return
         metrics = self.meter.measure(
@@ -147,12 +131,7 @@ class TrainingObserver:
             peak_memory_bytes=ended.peak_memory_bytes,
             cp_imbalance=ended.cp_imbalance,
         )
-        experts = None if self.experts is None else self.experts.measure(step + 1, result.load, result.dropped)
-        if result.loss_scale is not None:
-            metrics = replace(metrics, loss_scale=result.loss_scale, num_overflows=self._num_overflows)
-        metrics = replace(metrics, num_outliers=self._num_outliers or None)
-        metrics = replace(metrics, time_split=split, experts=experts, losses_ahead=result.ahead)
-        self.telemetry.step(replace(metrics, norms=norms, fp8=fp8))
+        self.telemetry.step(replace(metrics, time_split=split, measured=measured))
         if compared is not None:
             self.telemetry.notice("memory", str(compared), style="", step=step + 1, **compared.to_record())
         if split is not None and self.slow_ranks is not None:

@@ -2,8 +2,7 @@
 
     forward     of X as the GEMM reads it, once per microbatch (not where a layer is replayed), and of W once
     backward    of dY as the gradient of the input reads it
-    step's end  one all-reduce of integers [linear layers of the model, 3 operands, 3] over the world
-    read        with the numbers of the step, on the host
+    then        summed over the world and read by `triaxis.engine.telemetry.meters.fp8_shares`
 
 The counts are of numbers other than zero, of those among them that became zero, and of those that were clamped. Each number counts
 once over the world: what several tp ranks hold counts on the first, and weights on the first data- and context-parallel rank.
@@ -13,13 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.device.host_copy import HostCopy
 from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, Quantised
-from triaxis.engine.kernels.fp8.shares import ROLES, Lost, LostByLinear, Role
-from triaxis.engine.numerics.precision import AGREEMENT_DTYPE, accumulate
-
-PURPOSE = "fp8 shares"
+from triaxis.engine.kernels.fp8.shares import ROLES, Role
+from triaxis.engine.numerics.precision import accumulate
 
 _FORMATS = {each.dtype: each for each in (E4M3, E5M2)}
 
@@ -74,51 +69,3 @@ class Fp8Counts:
     def add(self, linear: str, role: Role, matrix: torch.Tensor, rounded: Quantised) -> None:
         """Count a matrix and what it was rounded to."""
         self._counts[self._rows[linear], ROLES.index(role)] += count_lost(matrix, rounded)
-
-
-class Fp8Shares:
-    """The measurement of one run, on every rank; each rank makes the same calls.
-
-    Args:
-        counts: of this rank.
-        world: all ranks.
-        interval: K, steps from one measured step to the next.
-    """
-
-    def __init__(self, counts: Fp8Counts, world: Axis, interval: int) -> None:
-        self._counts, self._world, self._interval = counts, world, interval
-        self._step = 0
-        self._posted: dict[int, HostCopy] = {}
-
-    def begin(self, steps_made: int) -> None:
-        """Begin after so many steps; measurements that were not read are dropped."""
-        self._step = steps_made
-        self._counts.end()
-        self._posted.clear()
-
-    def before_step(self) -> None:
-        """Count in the step that is about to begin, where it is one of every K."""
-        if (self._step + 1) % self._interval == 0:
-            self._counts.begin()
-
-    def after_step(self) -> None:
-        """Post the sums over all ranks of a step that was counted."""
-        if self._counts.is_open:
-            total = self._world.all_reduce(self._counts.end(), PURPOSE).wait()
-            self._posted[self._step] = HostCopy(total.flatten().to(AGREEMENT_DTYPE))
-        self._step += 1
-
-    def read(self, step: int) -> LostByLinear | None:
-        """Return the shares of step number `step` (from 0); None where it was not measured."""
-        if step not in self._posted:
-            return None
-        numbers = iter(self._posted.pop(step).wait())
-        found: dict[str, dict[Role, Lost]] = {}
-        for linear in self._counts.linears:
-            triples = [(operand, next(numbers), next(numbers), next(numbers)) for operand in ROLES]
-            found[linear] = {
-                operand: Lost(became_zero / count, clamped / count)
-                for operand, count, became_zero, clamped in triples
-                if count
-            }
-        return found

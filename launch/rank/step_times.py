@@ -14,7 +14,6 @@ from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.plan import batch_plan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError
-from triaxis.engine.optimizer.group_norms import GroupNorms
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.program import triaxis
 from triaxis.engine.run.directory import RunDirectory
@@ -25,7 +24,6 @@ from triaxis.engine.telemetry.timing.marks import TimeMarks
 from triaxis.engine.telemetry.timing.slow_ranks import SlowRanks
 from triaxis.engine.telemetry.timing.step_times import StepTimes
 from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
-from triaxis.engine.tensor_parallel.fp8_shares import Fp8Shares
 from triaxis.models.predict.rank_memory import predict
 
 HOST_BYTES = 64
@@ -47,22 +45,6 @@ def open_step_times(config: Config, topology: Topology, marks: TimeMarks, direct
         timeline = Timeline(range(steps.start, steps.start + steps.steps), row, directory.timeline_row(topology.rank))
     num_steps = batch_plan(config, topology.sizes.dp).num_steps
     return StepTimes(config.telemetry, topology, schedule, marks, num_steps=num_steps, timeline=timeline)
-
-
-def open_group_norms(engine: Engine) -> GroupNorms | None:
-    """Make what measures norms by groups of parameters; None where `telemetry.norms_interval` does not ask for it."""
-    interval = engine.config.telemetry.norms_interval
-    if interval is None:
-        return None
-    return GroupNorms(engine.optimizer, engine.topology.axis("world"), engine.config.optimizer.groups, interval)
-
-
-def open_fp8_shares(engine: Engine) -> Fp8Shares | None:
-    """Make what measures the numbers that FP8 loses; None where `telemetry.fp8_interval` does not ask for it."""
-    counts, interval = engine.chunks[0].fp8_counts, engine.config.telemetry.fp8_interval
-    if counts is None or interval is None:
-        return None
-    return Fp8Shares(counts, engine.topology.axis("world"), interval)
 
 
 def open_slow_ranks(engine: Engine, times: StepTimes | None) -> SlowRanks | None:

@@ -15,9 +15,11 @@ from tests.parity.cases import Case, build_rank, load_weights, weights_of
 from tests.parity.test_fp8 import one_process
 from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, is_bytes, quantise
-from triaxis.engine.kernels.fp8.shares import ROLES, LostByLinear
+from triaxis.engine.kernels.fp8.shares import ROLES
+from triaxis.engine.step_result import StepResult
+from triaxis.engine.telemetry.meters.fp8_shares import PURPOSE, Fp8Shares
 from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Gemms
-from triaxis.engine.tensor_parallel.fp8_shares import PURPOSE, Fp8Shares, count_lost
+from triaxis.engine.tensor_parallel.fp8_shares import count_lost
 from triaxis.engine.tensor_parallel.linear import Operand
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
@@ -38,6 +40,8 @@ COVERING_TOO = [
     Case("blocks_of_32", tp=2, dp=2, fp8="mxfp8", **SMALL),
     Case("blocks_of_128", tp=2, dp=2, fp8="blockwise", num_layers=1, global_batch_size=2, fp8_shares=True),
 ]
+
+Shares = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 
 def uneven_weights(case: Case) -> dict[str, torch.Tensor]:
@@ -69,9 +73,14 @@ def sent_of_uneven_tokens(
     return LEAVING(self, uneven(grad) if self._sends(region) else grad, region, purpose)
 
 
+def found_in(shares: Fp8Shares, step: int) -> Shares | None:
+    found = shares.read(step, StepResult(3.0, 0.5, 100))
+    return None if found is None else found.fields["fp8"]
+
+
 def measured(
     rank: int, case: Case, weights: Mapping[str, torch.Tensor], interval: int = 1
-) -> tuple[list[LostByLinear | None], int]:
+) -> tuple[list[Shares | None], int]:
     """Make two steps with uneven gradients; return the shares of each, and the last one's calls over all ranks for them."""
     engine, batches = build_rank(rank, case)
     load_weights(engine, weights)
@@ -87,21 +96,21 @@ def measured(
             shares.before_step()
             # Small: AdamW makes an update of a gradient that is rounding alone.
             engine.train_step(batches.next_step(), lr=1e-9)
-            shares.after_step()
+            shares.after_update()
     calls = sum(event.purpose == PURPOSE and event.phase == "post" for event in engine.topology.ledger.events)
     batches.close()
-    return [shares.read(0), shares.read(1)], calls
+    return [found_in(shares, 0), found_in(shares, 1)], calls
 
 
 @cache
-def alone(case: Case) -> list[LostByLinear | None]:
+def alone(case: Case) -> list[Shares | None]:
     return measured(0, case, uneven_weights(case))[0]
 
 
 def compare(case: Case) -> None:
     expected = alone(replace(one_process(case), fp8_shares=True))
     for operand in ROLES:
-        assert any(each[operand].underflow for step in expected for each in (step or {}).values() if operand in each)
+        assert any(each[operand]["underflow"] for step in expected for each in (step or {}).values() if operand in each)
     for shares, calls in run_ranks(measured, case.world_size, case, uneven_weights(case)):
         assert shares == expected
         assert calls == (case.world_size > 1)
@@ -159,9 +168,9 @@ def test_shares_are_those_of_a_direct_count(monkeypatch: pytest.MonkeyPatch) -> 
     shares = Fp8Shares(counted, engine.topology.axis("world"), 1)
     shares.before_step()
     engine.train_step(batches.next_step(), lr=1e-2)
-    shares.after_step()
+    shares.after_update()
     batches.close()
-    found = shares.read(0)
+    found = found_in(shares, 0)
     assert found is not None
     assert [*found] == [f"layers.0.{name}" for name in ("attention.qkv", "attention.proj", "mlp.gate_up", "mlp.down")]
     numbers = counted.end()[..., 0].tolist()
@@ -169,8 +178,8 @@ def test_shares_are_those_of_a_direct_count(monkeypatch: pytest.MonkeyPatch) -> 
     for name, operands in found.items():
         assert [*operands] == ["input", "gradient", "weight"]
         for operand, lost in operands.items():
-            assert lost.underflow == counts[name, operand, True] / counts[name, operand, False]
-            assert lost.overflow == 0
+            assert lost["underflow"] == counts[name, operand, True] / counts[name, operand, False]
+            assert lost["overflow"] == 0
     assert all(sum(counts[name, operand, True] for name in found) for operand in ROLES)
 
 

@@ -230,9 +230,8 @@ class Report:
                 for line in table.lines(row, outlet.width):
                     outlet.write(line)
                 indent = " " * (table.first_width + 2)
-                lines = (metrics.ahead_line(), metrics.scale_line(), metrics.outlier_line())
-                for below in (metrics.time_split, metrics.experts, *lines):
-                    for text in [] if below is None else wrapped(str(below), outlet.text_width - len(indent)):
+                for below in (metrics.time_split, *(each.line for each in metrics.measured)):
+                    for text in wrapped(str(below), outlet.text_width - len(indent)) if below else ():
                         outlet.write(Text(indent + text, "dim"))
 
     def validation(self, step: int, loss: float, seconds: float) -> None:

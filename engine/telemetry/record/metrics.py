@@ -7,32 +7,33 @@ is no part of a step.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from triaxis.engine.config.plan import BatchPlan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
-from triaxis.engine.kernels.fp8.shares import LostByLinear
-from triaxis.engine.optimizer.norms import Norms
 from triaxis.engine.run.step_parts import StepPart
-from triaxis.engine.telemetry.record.expert_load import ExpertsRecord
 from triaxis.engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
 from triaxis.engine.telemetry.timing.time_split import TimeSplit
 
-OPTIONAL = (
-    "cp_imbalance",
-    "val_loss",
-    "time_split",
-    "experts",
-    "losses_ahead",
-    "loss_scale",
-    "num_overflows",
-    "num_outliers",
-    "norms",
-    "fp8",
-)
-"""Fields that are left out of a record where they are None."""
+OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "measured")
+"""Fields that are left out of a record where they are None; in place of `measured` stand the fields of each `Measured`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The numbers that one meter (`triaxis.engine.telemetry.meters`) has read in a step.
+
+    Attributes:
+        fields: JSON values, by their names in the step's record.
+        charts: by the names of wandb and TensorBoard.
+        line: printed under the step's line; "": none.
+    """
+
+    fields: Mapping[str, Any]
+    charts: Mapping[str, float] = field(default_factory=dict)
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +61,7 @@ class StepMetrics:
         val_loss: nats per token of the validation that followed this step; None where none did.
         time_split: where the time of the steps before this one went, on all ranks
             (`triaxis.engine.telemetry.timing.step_times`); None but on steps with a line.
-        experts: the load of the experts; None: the model has none.
-        losses_ahead: nats per token of multi-token prediction, at each distance beyond the next token; (): the model has none.
-        loss_scale: of the backward of an fp16 run; None in other dtypes.
-        num_overflows: steps of the attempt so far that have updated nothing, because gradients overflowed at their loss scale.
-        num_outliers: steps of the attempt so far whose update was left out, because their loss or gradient norm was far above those
-            before (`resilience.skip_above_deviations`); None: there was none.
-        norms: of gradients, weights and the update, by groups of parameters (`triaxis.engine.optimizer.group_norms`); None
-            but on every `telemetry.norms_interval`-th step.
-        fp8: shares of the numbers that FP8 loses, by linear layer and operand (`triaxis.engine.tensor_parallel.fp8_shares`);
-            None but on every `telemetry.fp8_interval`-th step.
+        measured: by the meters of the run, in their order.
     """
 
     step: int
@@ -92,38 +84,16 @@ class StepMetrics:
     cp_imbalance: float | None = None
     val_loss: float | None = None
     time_split: TimeSplit | None = None
-    experts: ExpertsRecord | None = None
-    losses_ahead: tuple[float, ...] = ()
-    loss_scale: float | None = None
-    num_overflows: int | None = None
-    num_outliers: int | None = None
-    norms: Mapping[str, Norms] | None = None
-    fp8: LostByLinear | None = None
-
-    def ahead_line(self) -> str | None:
-        """Return the line `losses of tokens ahead 2.8312 3.1045`; None where the model predicts the next token alone."""
-        each = " ".join(f"{loss:.4f}" for loss in self.losses_ahead)
-        return f"loss{'es' * (len(self.losses_ahead) > 1)} of tokens ahead {each}" if each else None
-
-    def scale_line(self) -> str | None:
-        """Return the line `loss scale 65536, 3 overflows`; None in other dtypes than fp16."""
-        if self.loss_scale is None or self.num_overflows is None:
-            return None
-        return f"loss scale {self.loss_scale:.10g}, {self.num_overflows:,} overflow{'s' * (self.num_overflows != 1)}"
-
-    def outlier_line(self) -> str | None:
-        """Return the line `2 outliers, whose updates were left out`; None where there was none."""
-        if not self.num_outliers:
-            return None
-        several = self.num_outliers != 1
-        return f"{self.num_outliers:,} outlier{'s' * several}, whose update{'s were' if several else ' was'} left out"
+    measured: Sequence[Measured] = ()
 
     def to_record(self) -> dict[str, Any]:
-        """Return a JSON object, without the fields that most runs lack (`OPTIONAL`) where they are None or empty."""
-        record = asdict(replace(self, time_split=None, experts=None))
-        for name, part in (("time_split", self.time_split), ("experts", self.experts)):
-            record[name] = None if part is None else part.to_record()
-        return {name: value for name, value in record.items() if name not in OPTIONAL or value not in (None, ())}
+        """Return a JSON object, without the fields that most runs lack (`OPTIONAL`) where they are None."""
+        record = asdict(replace(self, time_split=None, measured=()))
+        record["time_split"] = None if self.time_split is None else self.time_split.to_record()
+        record = {name: value for name, value in record.items() if name not in OPTIONAL or value not in (None, ())}
+        for each in self.measured:
+            record |= each.fields
+        return record
 
 
 class Meter:

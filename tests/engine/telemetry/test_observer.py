@@ -16,6 +16,7 @@ from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.context_parallel.imbalance import imbalance, work_of_ranks
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import Skip, StepResult
+from triaxis.engine.telemetry.meters.result_numbers import LossScales, Outliers
 from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.hub import Telemetry
@@ -58,28 +59,38 @@ def test_overflows_are_counted(make_config: Callable[..., Config], monkeypatch: 
     records = list[StepMetrics]()
     telemetry = Telemetry(Report(30, 10, terminal=io.StringIO(), log=None, show_mfu=False))
     monkeypatch.setattr(telemetry, "step", records.append)
-    observer = TrainingObserver(telemetry, meter_of(make_config(parallel={"dp": 1})), torch.device("cpu"))
+    observer = TrainingObserver(
+        telemetry, meter_of(make_config(parallel={"dp": 1})), torch.device("cpu"), meters=[LossScales()]
+    )
     steps: list[tuple[float | None, Skip]] = [(8.0, "overflowed"), (4.0, ""), (4.0, "overflowed"), (None, "")]
     for step, (scale, skip) in enumerate(steps):
         observer.enter(StepPart.DATA)
         observer.end_step()
         observer.on_step(step, StepResult(3.0, 0.5, 100, loss_scale=scale, skip=skip), lr=0.1)
-    assert [(record.loss_scale, record.num_overflows) for record in records] == [(8, 1), (4, 1), (4, 2), (None, None)]
+    found = [record.to_record() for record in records]
+    assert [(each.get("loss_scale"), each.get("num_overflows")) for each in found] == [
+        (8, 1),
+        (4, 1),
+        (4, 2),
+        (None, None),
+    ]
 
 
 def test_outliers_are_counted(make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     records = list[StepMetrics]()
     telemetry = Telemetry(Report(30, 10, terminal=io.StringIO(), log=None, show_mfu=False))
     monkeypatch.setattr(telemetry, "step", records.append)
-    observer = TrainingObserver(telemetry, meter_of(make_config(parallel={"dp": 1})), torch.device("cpu"))
+    observer = TrainingObserver(
+        telemetry, meter_of(make_config(parallel={"dp": 1})), torch.device("cpu"), meters=[Outliers()]
+    )
     skips: list[Skip] = ["", "outlier", "", "outlier"]
     for step, skip in enumerate(skips):
         observer.enter(StepPart.DATA)
         observer.end_step()
         observer.on_step(step, StepResult(3.0, 0.5, 100, skip=skip), lr=0.1)
-    assert [record.num_outliers for record in records] == [None, 1, 1, 2]
-    lines = [record.outlier_line() for record in records[::3]]
-    assert lines == [None, "2 outliers, whose updates were left out"] and "num_outliers" not in records[0].to_record()
+    assert [record.to_record().get("num_outliers") for record in records] == [None, 1, 1, 2]
+    lines = [each.line for record in records[::3] for each in record.measured]
+    assert lines == ["2 outliers, whose updates were left out"] and "num_outliers" not in records[0].to_record()
     observer.end_step()
     observer.on_step(4, StepResult(0.0, 0.5, num_tokens=0), lr=0.1)
     assert observer.loss == 3.0, "a step without labels has no loss"

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.launch.report.test_report import HOSTILE, STEP, make_run, page_of
+from triaxis.engine.step_result import StepResult
+from triaxis.engine.telemetry.meters.expert_load import LoadMeter
 from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
-from triaxis.engine.telemetry.record.expert_load import LoadMeter
 from triaxis.launch.report.experts import MOST_COLUMNS, MOST_EXPERTS, heat_map, load
 from triaxis.launch.report.record import read_run
 
@@ -23,7 +24,7 @@ def with_experts(path: Path, loads: list[tuple[tuple[int, ...], ...]], layers: t
     (run / "metrics.jsonl").unlink()
     metrics, meter = MetricsLog(run / "metrics.jsonl"), LoadMeter(layers, len(loads), 10)
     for step, each in enumerate(loads, start=1):
-        metrics.record(replace(STEP, step=step, experts=meter.measure(step, each, 0)))
+        metrics.record(replace(STEP, step=step, measured=[meter.read(step - 1, StepResult(3.0, 0.5, 100, load=each))]))
     metrics.close()
     return run
 

@@ -21,7 +21,7 @@ from triaxis.engine.telemetry.outlets.console import Live, Report
 from triaxis.engine.telemetry.outlets.format import compact, duration, gigabytes, significant
 from triaxis.engine.telemetry.outlets.lossy_file import LossyFile, text_over
 from triaxis.engine.telemetry.outlets.table import columns_of, fitting
-from triaxis.engine.telemetry.record.metrics import StepMetrics
+from triaxis.engine.telemetry.record.metrics import Measured, StepMetrics
 from triaxis.engine.telemetry.timing.time_split import PARTS, TimeSplit
 
 MakeMetrics = Callable[..., StepMetrics]
@@ -127,9 +127,10 @@ def test_under_a_line_stands_where_the_time_went(make_metrics: MakeMetrics) -> N
             make_metrics(
                 step=step,
                 time_split=split if step == 10 else None,
-                losses_ahead=(4.0,) * (step == 10),
-                loss_scale=8.0,
-                num_overflows=2,
+                measured=[
+                    Measured({}, line="loss of tokens ahead 4.0000" * (step == 10)),
+                    Measured({}, line="loss scale 8, 2 overflows"),
+                ],
             )
         )
     _, first, scale, tenth, below, ahead, scale_again = file.getvalue().splitlines()

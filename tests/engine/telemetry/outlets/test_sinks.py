@@ -18,6 +18,8 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import TriaxisError
 from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.run.entries import OLD_FILE
+from triaxis.engine.step_result import StepResult
+from triaxis.engine.telemetry.meters.result_numbers import LossesAhead, LossScales
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 from triaxis.engine.telemetry.outlets.sections import sections
 from triaxis.engine.telemetry.outlets.tensorboard import TensorBoardSink
@@ -47,24 +49,26 @@ def test_sections_name_everything_that_is_known(make_metrics: MakeMetrics) -> No
 
 
 def test_losses_of_tokens_ahead_are_named_by_distance(make_metrics: MakeMetrics) -> None:
-    metrics = make_metrics(losses_ahead=(2.5, 3.25))
+    ahead = LossesAhead()
+    metrics = make_metrics(measured=[ahead.read(0, StepResult(3.0, 0.5, 100, ahead=(2.5, 3.25)))])
     values = sections(metrics)
     assert (values["train/loss_ahead_1"], values["train/loss_ahead_2"]) == (2.5, 3.25)
     assert metrics.to_record()["losses_ahead"] == (2.5, 3.25)
-    assert metrics.ahead_line() == "losses of tokens ahead 2.5000 3.2500"
-    assert make_metrics(losses_ahead=(2.5,)).ahead_line() == "loss of tokens ahead 2.5000"
+    assert metrics.measured[0].line == "losses of tokens ahead 2.5000 3.2500"
+    (one,) = filter(None, [ahead.read(1, StepResult(3.0, 0.5, 100, ahead=(2.5,)))])
+    assert one.line == "loss of tokens ahead 2.5000" and ahead.read(2, StepResult(3.0, 0.5, 100)) is None
 
 
 def test_the_loss_scale_is_named_where_there_is_one(make_metrics: MakeMetrics) -> None:
-    metrics = make_metrics(loss_scale=65536.0, num_overflows=1)
+    scales = LossScales()
+    metrics = make_metrics(measured=[scales.read(0, StepResult(3.0, 0.5, 100, loss_scale=65536.0, skip="overflowed"))])
     values = sections(metrics)
     assert (values["optim/loss_scale"], values["optim/num_overflows"]) == (65536.0, 1)
     assert metrics.to_record()["loss_scale"] == 65536.0 and metrics.to_record()["num_overflows"] == 1
-    assert metrics.scale_line() == "loss scale 65536, 1 overflow"
-    assert make_metrics(loss_scale=2.0**40, num_overflows=0).scale_line() == "loss scale 1.099511628e+12, 0 overflows"
-    other = make_metrics()
-    assert {"optim/loss_scale", "optim/num_overflows"}.isdisjoint(sections(other)) and other.scale_line() is None
-    assert {"loss_scale", "num_overflows"}.isdisjoint(other.to_record())
+    assert metrics.measured[0].line == "loss scale 65536, 1 overflow"
+    (first,) = filter(None, [LossScales().read(0, StepResult(3.0, 0.5, 100, loss_scale=2.0**40))])
+    assert first.line == "loss scale 1.099511628e+12, 0 overflows"
+    assert scales.read(1, StepResult(3.0, 0.5, 100)) is None
 
 
 @pytest.fixture

@@ -13,16 +13,18 @@ from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.fp8.recipes import E4M3, quantise
-from triaxis.engine.kernels.fp8.shares import Lost
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import StepResult
+from triaxis.engine.telemetry.meters.fp8_shares import Fp8Shares
 from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
 from triaxis.engine.telemetry.outlets.sections import sections
 from triaxis.engine.telemetry.record.metrics import StepMetrics
-from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts, Fp8Shares
+from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
+
+RESULT = StepResult(3.0, 0.5, 100)
 
 
 def counts_of(*linears: str) -> Fp8Counts:
@@ -30,11 +32,13 @@ def counts_of(*linears: str) -> Fp8Counts:
 
 
 def test_files_have_each_layer_and_charts_the_worst(make_metrics: Callable[..., StepMetrics]) -> None:
-    lost = {
-        "layers.0.mlp.down": {"input": Lost(0.25, 0.0), "gradient": Lost(0.5, 0.125)},
-        "layers.1.mlp.down": {"input": Lost(0.125, 0.0)},
-    }
-    metrics = make_metrics(fp8=lost)
+    counts = counts_of("layers.0.mlp.down", "layers.1.mlp.down")
+    shares = Fp8Shares(counts, Axis("world", [0], 0, None, Ledger()), interval=1)
+    shares.before_step()
+    counts.end().copy_(torch.tensor([[[8, 2, 0], [8, 4, 1], [0, 0, 0]], [[8, 1, 0], [0, 0, 0], [0, 0, 0]]]))
+    counts.is_open = True
+    shares.after_update()
+    metrics = make_metrics(measured=[shares.read(0, RESULT)])
     assert json.loads(json.dumps(metrics.to_record()))["fp8"] == {
         "layers.0.mlp.down": {
             "input": {"underflow": 0.25, "overflow": 0.0},
@@ -69,16 +73,18 @@ def test_every_third_step_is_measured_and_a_rollback_drops_what_was_not_read(goe
         assert counts.is_open == (step in (2, 5))
         if counts.is_open:
             counts.add("layers.0.mlp.down", "input", x, rounded)
-        shares.after_step()
+        shares.after_update()
         assert not counts.is_open
     if goes_back:
         shares.begin(2)
-        assert shares.read(2) is None and shares.read(5) is None
+        assert shares.read(2, RESULT) is None and shares.read(5, RESULT) is None
         return
-    assert shares.read(1) is None
-    expected = {"layers.0.mlp.up": {}, "layers.0.mlp.down": {"input": Lost(1 / 3, 0.0)}}
-    assert shares.read(2) == shares.read(5) == expected
-    assert shares.read(2) is None, "it is read once"
+    assert shares.read(1, RESULT) is None
+    expected = {"layers.0.mlp.up": {}, "layers.0.mlp.down": {"input": {"underflow": 1 / 3, "overflow": 0.0}}}
+    for step in (2, 5):
+        measured = shares.read(step, RESULT)
+        assert measured is not None and measured.fields == {"fp8": expected}
+    assert shares.read(2, RESULT) is None, "it is read once"
 
 
 def test_the_observer_writes_the_shares_of_measured_steps(make_config: Callable[..., Config], tmp_path: Path) -> None:
@@ -86,7 +92,7 @@ def test_the_observer_writes_the_shares_of_measured_steps(make_config: Callable[
     report = Report(2, 10, terminal=io.StringIO(), log=None, show_mfu=False)
     counts = counts_of("layers.0.mlp.down")
     shares = Fp8Shares(counts, Axis("world", [0], 0, None, Ledger()), interval=2)
-    observer = TrainingObserver(Telemetry(report, None, [log]), meter_of(config), torch.device("cpu"), fp8=shares)
+    observer = TrainingObserver(Telemetry(report, None, [log]), meter_of(config), torch.device("cpu"), meters=[shares])
     observer.begin(0)
     x = torch.tensor([[1.0, 1e-9]])
     for step in range(2):
@@ -95,7 +101,7 @@ def test_the_observer_writes_the_shares_of_measured_steps(make_config: Callable[
             counts.add("layers.0.mlp.down", "weight", x, quantise(x, E4M3, None, has_powers=False, largest=None))
         observer.enter(StepPart.OPTIMIZER)
         observer.end_step()
-        observer.on_step(step, StepResult(3.0, 0.5, 100), lr=0.1)
+        observer.on_step(step, RESULT, lr=0.1)
     observer.telemetry.close()
     first, second = (json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert "fp8" not in first

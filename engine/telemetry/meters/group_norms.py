@@ -20,7 +20,10 @@ from triaxis.engine.config.optimizer_kinds import MASTER
 from triaxis.engine.device.host_copy import HostCopy
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
-from triaxis.engine.optimizer.norms import Norms
+from triaxis.engine.step import Engine
+from triaxis.engine.step_result import StepResult
+from triaxis.engine.telemetry.meters.step_meter import StepMeter
+from triaxis.engine.telemetry.record.metrics import Measured
 
 PURPOSE = "norms"
 
@@ -28,8 +31,11 @@ OTHERS = "others"
 """The name of the trained parameters that are in no group."""
 
 
-class GroupNorms:
-    """The measurement of one run, on every rank; each rank makes the same calls.
+class GroupNorms(StepMeter):
+    """`norms` of the record: of each group's gradients before clipping, of its weights before the update, and of the update.
+
+    Charts are under norms/, with `relative_update`, |dW| / |W|. All are nan where the step's gradients are not finite, but those of
+    weights and of an update, which is 0 then.
 
     Args:
         optimizer: owner of gradients and masters.
@@ -51,6 +57,14 @@ class GroupNorms:
         self._step = 0
         self._before: tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]] | None = None
         self._posted: dict[int, HostCopy] = {}
+
+    @classmethod
+    def of(cls, engine: Engine) -> "GroupNorms | None":
+        """Make that of a run; None where `telemetry.norms_interval` does not ask for it."""
+        interval = engine.config.telemetry.norms_interval
+        if interval is None:
+            return None
+        return cls(engine.optimizer, engine.topology.axis("world"), engine.config.optimizer.groups, interval)
 
     def begin(self, steps_made: int) -> None:
         """Begin after so many steps; measurements that were not read are dropped."""
@@ -75,12 +89,8 @@ class GroupNorms:
             self._before = None
         self._step += 1
 
-    def read(self, step: int, grad_norm: float) -> Mapping[str, Norms] | None:
-        """Return the norms of step number `step` (from 0) by group; None where it was not measured.
-
-        Args:
-            grad_norm: of all parameters, of that step.
-        """
+    def read(self, step: int, result: StepResult) -> Measured | None:
+        """Return the norms of step number `step` (from 0) by group; None where it was not measured."""
         if step not in self._posted:
             return None
         sums = self._posted.pop(step).wait()
@@ -88,10 +98,14 @@ class GroupNorms:
         grads, weights, updates = sums[:count], sums[count : 2 * count], sums[2 * count :]
         total = sum(grads)
         shares = [grad / total if math.isfinite(total) else math.nan for grad in grads] if total else grads
-        return {
-            name: Norms(grad_norm * math.sqrt(share), math.sqrt(weight), math.sqrt(update))
-            for name, share, weight, update in zip(self._names, shares, weights, updates, strict=True)
-        }
+        fields: dict[str, dict[str, float]] = {}
+        charts: dict[str, float] = {}
+        for name, share, *squares in zip(self._names, shares, weights, updates, strict=True):
+            weight, update = map(math.sqrt, squares)
+            fields[name] = {"grad": result.grad_norm * math.sqrt(share), "weight": weight, "update": update}
+            relative = {"relative_update": update / weight if weight else math.nan}
+            charts |= {f"norms/{name}/{kind}": norm for kind, norm in (fields[name] | relative).items()}
+        return Measured({"norms": fields}, charts)
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sums of squares by group of one tensor per counted bucket, [groups]."""

@@ -14,12 +14,13 @@ from triaxis.engine.comm.agreement import NO_FLAGS
 from triaxis.engine.config.tree import Config
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import SKIPS, PendingResult, StepResult, explain
+from triaxis.engine.telemetry.meters.expert_load import MOST_COUNTS, LoadMeter
 from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
 from triaxis.engine.telemetry.outlets.sections import sections
-from triaxis.engine.telemetry.record.expert_load import MOST_COUNTS, LoadMeter, entropy, max_over_mean
+from triaxis.engine.telemetry.record.expert_load import entropy, max_over_mean
 from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 EVEN, UNEVEN, ONE = (25, 25, 25, 25), (25, 25, 21, 29), (0, 100, 0, 0)
@@ -38,15 +39,16 @@ def test_the_line_names_the_worst_layer(make_metrics: Callable[..., StepMetrics]
     meter = LoadMeter((1, 7, 8), num_steps=30, log_interval=10)
     for step in range(1, 11):
         load = (EVEN, ONE, EVEN) if step < 10 else (EVEN, UNEVEN, UNEVEN)
-        report.step(make_metrics(step=step, experts=meter.measure(step, load, dropped=0)))
+        report.step(make_metrics(step=step, measured=[meter.read(step - 1, StepResult(3.0, 0.5, 100, load=load))]))
     lines = file.getvalue().splitlines()
     assert lines[2] == "         experts load max/mean 4.00 (layer 7), dropped 0", "the first step has a line too"
     assert lines[-1] == "         experts load max/mean 1.16 (layer 7), dropped 0"
 
 
 def test_sections_have_each_layer(make_metrics: Callable[..., StepMetrics]) -> None:
-    experts = LoadMeter((1, 7), num_steps=30, log_interval=10).measure(1, (EVEN, ONE), dropped=3)
-    values = {name: value for name, value in sections(make_metrics(experts=experts)).items() if "experts/" in name}
+    meter = LoadMeter((1, 7), num_steps=30, log_interval=10)
+    experts = meter.read(0, StepResult(3.0, 0.5, 100, load=(EVEN, ONE), dropped=3))
+    values = {name: value for name, value in sections(make_metrics(measured=[experts])).items() if "experts/" in name}
     assert values == {
         "experts/load_max_over_mean": 4.0,
         "experts/dropped": 3,
@@ -59,10 +61,10 @@ def test_sections_have_each_layer(make_metrics: Callable[..., StepMetrics]) -> N
 
 def test_counts_add_up_and_are_rare_in_long_runs() -> None:
     short, long = LoadMeter((0,), num_steps=25, log_interval=10), LoadMeter((0,), num_steps=1_000_003, log_interval=7)
-    records = [short.measure(step, (UNEVEN,), 0) for step in range(1, 26)]
-    since = [each.since for each in records if each.since is not None]
-    assert [(each.first_step, each.last_step) for each in since] == [(1, 10), (11, 20), (21, 25)]
-    assert [each.counts[0] for each in since] == [tuple(n * count for count in UNEVEN) for n in (10, 10, 5)]
+    records = [short.read(step, StepResult(3.0, 0.5, 100, load=(UNEVEN,))).fields["experts"] for step in range(25)]
+    since = [each for each in records if "counts" in each]
+    assert [(each["first_step"], each["last_step"]) for each in since] == [(1, 10), (11, 20), (21, 25)]
+    assert [each["counts"][0] for each in since] == [[n * count for count in UNEVEN] for n in (10, 10, 5)]
     due = [step for step in range(1, long.num_steps + 1) if long.has_counts(step)]
     assert MOST_COUNTS / 2 < len(due) <= MOST_COUNTS + 1 and due[-1] == long.num_steps
     assert all(step % long.log_interval == 0 for step in due[:-1])
@@ -71,11 +73,10 @@ def test_counts_add_up_and_are_rare_in_long_runs() -> None:
 def test_a_rollback_forgets_what_was_counted() -> None:
     meter = LoadMeter((0,), num_steps=20, log_interval=10)
     for step in range(1, 9):
-        meter.measure(step, (ONE,), 0)
-    meter.begin()
-    last = [meter.measure(step, (EVEN,), 0) for step in range(5, 11)][-1]
-    assert last.since is not None
-    assert (last.since.first_step, last.since.counts) == (5, (tuple(6 * count for count in EVEN),))
+        meter.read(step - 1, StepResult(3.0, 0.5, 100, load=(ONE,)))
+    meter.begin(4)
+    last = [meter.read(step, StepResult(3.0, 0.5, 100, load=(EVEN,))) for step in range(4, 10)][-1].fields["experts"]
+    assert (last["first_step"], last["counts"]) == (5, [[6 * count for count in EVEN]])
 
 
 def test_a_step_reads_its_load_with_its_other_numbers() -> None:
@@ -92,7 +93,7 @@ def test_the_observer_writes_the_load_of_each_step(make_config: Callable[..., Co
     config, log = make_config(parallel={"dp": 1}), MetricsLog(tmp_path / "metrics.jsonl")
     report = Report(2, 10, terminal=io.StringIO(), log=None, show_mfu=False)
     experts = LoadMeter((3,), num_steps=2, log_interval=10)
-    observer = TrainingObserver(Telemetry(report, None, [log]), meter_of(config), torch.device("cpu"), experts=experts)
+    observer = TrainingObserver(Telemetry(report, None, [log]), meter_of(config), torch.device("cpu"), meters=[experts])
     for step, load in enumerate((EVEN, UNEVEN)):
         observer.enter(StepPart.DATA)
         observer.end_step()
