@@ -25,9 +25,12 @@ from triaxis.engine.comm.ledger import ATTENTION, KEYS_AND_VALUES, Pending
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.context_parallel import heads_of_pieces
 from triaxis.engine.config.layout import ParallelConfig
+from triaxis.engine.context_parallel.mixer import Mixer, heads_first, tokens_first
 from triaxis.engine.data.sequence_part import SequencePart
-from triaxis.engine.kernels.masked_attention import Kernel, attend, grad_of_sinks
+from triaxis.engine.kernels.attention import masked_kernel
+from triaxis.engine.kernels.masked_attention import Kernel, Mask, attend, grad_of_sinks
 from triaxis.engine.numerics.precision import accumulation_dtype
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -59,26 +62,6 @@ class ContextParallelRegion:
         """Return the region of a rank; `auto` of `recompute` is already resolved."""
         return cls(axis, recompute.gathered_kv == "keep", parallel.cp_gradients == "accumulation")
 
-    def attention(
-        self,
-        kernel: Kernel,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        part: SequencePart,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Attend from q [b, n, s/c, d] to the whole rows of k, v [b, n_kv, s/c, d] -> [b, n, s/c, d]."""
-        return _ContextAttention.apply(q, k, v, sinks, kernel, part, self)
-
-    def gathered(self, k: torch.Tensor, v: torch.Tensor, part: SequencePart) -> Pair:
-        """Gather keys and values with a gradient, for attention in plain operators."""
-        return _Gather.apply(k, v, part, self)
-
-    def gathered_rows(self, x: torch.Tensor, part: SequencePart) -> torch.Tensor:
-        """Gather x [s/c, b, n] to [s, b, n] in the order of the rows, with a gradient: the latents of latent attention."""
-        return _GatherRows.apply(x, part, self)
-
     def gathers(self, packed: Sequence[torch.Tensor], part: SequencePart, purpose: str) -> Iterator[Pair]:
         """Yield keys and values [b, n_j, s, d] of each piece in the order of the row, the next one's gather under way."""
         under_way: list[Pending] = []
@@ -90,7 +73,7 @@ class ContextParallelRegion:
 
     @staticmethod
     def _rows(gather: Pending, part: SequencePart) -> Pair:
-        rows = _reordered(gather.wait(), part.to_rows)
+        rows = reordered(gather.wait(), part.to_rows)
         return rows[:, :, 0].permute(1, 2, 0, 3), rows[:, :, 1].permute(1, 2, 0, 3)
 
     def sum_of(self, k: torch.Tensor, v: torch.Tensor, part: SequencePart, dtype: torch.dtype) -> Pending:
@@ -101,7 +84,7 @@ class ContextParallelRegion:
         """
         packed = torch.stack((k, v)).permute(3, 1, 0, 2, 4)
         packed = packed.to(accumulation_dtype(dtype) if self.sums_wide else dtype)
-        return self.axis.reduce_scatter(_reordered(packed, part.to_parts), f"{KEYS_AND_VALUES} gradients")
+        return self.axis.reduce_scatter(reordered(packed, part.to_parts), f"{KEYS_AND_VALUES} gradients")
 
 
 def pack(k: torch.Tensor, v: torch.Tensor, heads: slice) -> torch.Tensor:
@@ -122,9 +105,27 @@ def pieces_of(num_heads: int, num_kv_heads: int) -> list[Piece]:
     return [Piece(slice(first, stop), slice(first * group, stop * group)) for first, stop in bounds]
 
 
-def _reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Return x [s, b, ..] with element i of [s b] taken from `order[i]`."""
     return x.flatten(0, 1).index_select(0, order).view(x.shape)
+
+
+@dataclass(kw_only=True, eq=False)
+class GatheredKeys(Mixer):
+    """Attention of parts of rows to whole rows by a kernel that keeps no probabilities."""
+
+    region: ContextParallelRegion
+
+    def __call__(
+        self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
+    ) -> torch.Tensor:
+        """Attend from q [s/c, b, n, d] to the whole rows of k, v [s/c, b, n_kv, d] -> [s/c, b, n * d].
+
+        What is gathered is not saved, and nothing that communicates may run inside what is made again.
+        """
+        kernel = masked_kernel(self.kernels.choices.attention, q.device, mask, self.scale, self.softcap)
+        sinks = self.sinks_of(slice(0, q.shape[2]))
+        return tokens_first(_ContextAttention.apply(*heads_first(q, *rows), sinks, kernel, mask.part, self.region))
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -186,34 +187,3 @@ class _ContextAttention(torch.autograd.Function):
         local.append(local_gradients(sums.pop(), q.dtype))
         grad_k, grad_v = (torch.cat(each, dim=1) for each in zip(*local, strict=True))
         return grad_q, grad_k, grad_v, grad_of_sinks(grad, out, lse, sinks), None, None, None
-
-
-class _GatherRows(torch.autograd.Function):
-    """Whole rows; the backward sums their gradients over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, part: SequencePart, region: ContextParallelRegion) -> torch.Tensor:
-        ctx.part, ctx.region = part, region
-        return _reordered(region.axis.all_gather(x, f"{KEYS_AND_VALUES} forward").wait(), part.to_rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        region: ContextParallelRegion = ctx.region
-        wide = grad.to(accumulation_dtype(grad.dtype) if region.sums_wide else grad.dtype)
-        summed = region.axis.reduce_scatter(_reordered(wide, ctx.part.to_parts), f"{KEYS_AND_VALUES} gradients")
-        return summed.wait().to(grad.dtype), None, None
-
-
-class _Gather(torch.autograd.Function):
-    """Whole keys and values, in one piece; the backward sums their gradients over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, k: torch.Tensor, v: torch.Tensor, part: SequencePart, region: ContextParallelRegion) -> Pair:
-        ctx.part, ctx.region = part, region
-        return next(region.gathers([pack(k, v, slice(None))], part, "forward"))
-
-    @staticmethod
-    def backward(ctx: Any, grad_k: torch.Tensor, grad_v: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        region: ContextParallelRegion = ctx.region
-        summed = region.sum_of(grad_k, grad_v, ctx.part, grad_k.dtype)
-        return *local_gradients(summed, grad_k.dtype), None, None

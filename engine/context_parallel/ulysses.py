@@ -7,26 +7,36 @@ Rank i of c has tokens i s/c to (i + 1) s/c of each row, and heads i n/c to (i +
 whatever the documents are. The backward of an all-to-all is the all-to-all of the gradient.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import HEADS
+from triaxis.engine.context_parallel.mixer import Mixer
+from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.layout.shard_spec import cut
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 
 
-@dataclass(frozen=True, slots=True)
-class HeadExchange:
-    """The cp axis, whose ranks have tokens of all heads before and after attention, and all tokens of some heads in it."""
+@dataclass(kw_only=True, eq=False)
+class ExchangedHeads(Mixer):
+    """Attention over the cp axis, whose ranks have tokens of all heads before and after it, and all tokens of some heads in it."""
 
     axis: Axis
 
-    def mine(self, num_heads: int) -> slice:
-        """Return which of `num_heads` heads this rank has in attention."""
-        first, stop = cut(num_heads, self.axis.size, self.axis.index)
-        return slice(first, stop)
+    def __call__(
+        self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
+    ) -> torch.Tensor:
+        """Attend from q [s/c, b, n, d] to the whole rows of k, v [s/c, b, n_kv, d] -> [s/c, b, n * d]."""
+        first, _ = cut(q.shape[2], self.axis.size, self.axis.index)
+        mine, *whole = self.to_heads(q, *rows)
+        # Rows are whole from here to the exchange back.
+        keys = None if keys is None else replace(keys, positions=None)
+        mixed = self.mixed(mine, whole, replace(mask, part=None), keys, first)
+        return self.to_tokens(mixed.unflatten(2, (mine.shape[2], -1))).flatten(2)
 
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Exchange [s/c, b, n_i, d] for [s, b, n_i/c, d], all in one call; the results are views of one storage."""

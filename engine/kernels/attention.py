@@ -8,7 +8,7 @@
     math                       torch's own formula, operator by operator: for decoding where no fused kernel runs
 
 Without window, documents, sinks and cap each is torch's scaled_dot_product_attention; on the CPU sdpa and flash have all but the
-cap. None of them keeps the probabilities; `explicit` attention, which does, is in the model (`models/gpt/attention_core.py`).
+cap. None of them keeps the probabilities; `explicit` does, in plain operators (`explicit_attention.py`), so it alone has dropout.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from triaxis.engine.config.attention_kinds import PLAIN, AttentionPattern
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.kernels.explicit_attention import Drop, explicit_attention
 from triaxis.engine.kernels.flash_attention import Varlen, VarlenParts
 from triaxis.engine.kernels.masked_attention import WHOLE, Blocks, CpuFlash, Kernel, Mask, masked_attention
 from triaxis.engine.kernels.te import how_to_install
@@ -61,6 +62,7 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     te: TeAttention | None = None,
+    drop: Drop | None = None,
 ) -> torch.Tensor:
     """Compute scaled dot-product attention: q [b, n, s, d], k [b, n_kv, s_k, d], v [b, n_kv, s_k, d_v] -> [b, n, s, d_v].
 
@@ -73,10 +75,13 @@ def attention(
         softcap: c of the logits c tanh(logit / c); None: they have no cap.
         sinks: [n], a logit per head in the denominator of the softmax; None: none.
         te: computes it where the kernel is `te`.
+        drop: applied to the probabilities where the kernel is `explicit`.
 
     Raises:
         RuntimeError: the kernel cannot compute this.
     """
+    if kernel == "explicit" and drop is not None:
+        return explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, drop=drop)
     size = v.shape[-1]
     if size != q.shape[-1] and kernel not in WITH_OWN_VALUE_SIZE:
         # Torch's kernels for one size of heads are the fast ones; its own choice for two would keep the probabilities on the CPU.

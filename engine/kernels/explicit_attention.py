@@ -7,6 +7,9 @@ import torch
 from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.numerics.precision import accumulate
 
+Drop = Callable[[torch.Tensor], torch.Tensor]
+"""Applies dropout to probabilities [b, n, s, s_k]."""
+
 
 def explicit_attention(
     q: torch.Tensor,
@@ -17,7 +20,7 @@ def explicit_attention(
     scale: float | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
-    drop: Callable[[torch.Tensor], torch.Tensor],
+    drop: Drop,
 ) -> torch.Tensor:
     """Compute attention with its probabilities [b, n, s, s_k] materialised: q, k [b, n, s, d], v [b, n, s, d_v] -> [b, n, s, d_v].
 

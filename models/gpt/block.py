@@ -6,7 +6,6 @@ from torch import nn
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.models.gpt.attention import Attention
 from triaxis.models.gpt.context import BuildContext, Norm, Positions, hidden_dropout
-from triaxis.models.gpt.kv_cache import LatentCache, LayerCache
 from triaxis.models.gpt.latent_attention import LatentAttention
 from triaxis.models.gpt.mlp import MLP
 from triaxis.models.gpt.moe import MoE
@@ -57,12 +56,11 @@ class Block(nn.Module):
         x: torch.Tensor,
         positions: Positions,
         keys: DropoutKeys,
-        cache: LayerCache | LatentCache | None = None,
         first: FirstNorm | None = None,
     ) -> torch.Tensor:
         """Run the layer: [s(/t), b, h] -> the same shape. `first` has this layer's first norm of x, and takes the next one's."""
         first = FirstNorm() if first is None else first
-        y, inputs = self._with_attention(x, positions, keys, cache, first.take())
+        y, inputs = self._with_attention(x, positions, keys, first.take())
         if inputs is None:
             inputs = self._before(self.mlp_norm, x if self.context.model.parallel_block else y)
         branch = self.mlp(inputs, keys) if isinstance(self.mlp, MoE) else self.mlp(inputs)
@@ -75,7 +73,6 @@ class Block(nn.Module):
         x: torch.Tensor,
         positions: Positions,
         keys: DropoutKeys,
-        cache: LayerCache | LatentCache | None,
         inputs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add attention's branch to x; return the sum, and the MLP's input where the sum's norm is that.
@@ -84,7 +81,7 @@ class Block(nn.Module):
         """
         if inputs is None:
             inputs = self._before(self.attention_norm, x)
-        branch = self.attention(inputs, positions, keys, cache)
+        branch = self.attention(inputs, positions, keys)
         follows = None if self.context.model.parallel_block else self.mlp_norm
         return self._added(x, branch, self.attention_post_norm, follows, keys, "attention")
 

@@ -21,11 +21,9 @@ from torch import nn
 from triaxis.engine.activations.offload import HostMemory
 from triaxis.engine.activations.saved_tensors import SavedTensors
 from triaxis.engine.comm.topology import Topology
-from triaxis.engine.config.context_parallel import gathers_keys
 from triaxis.engine.config.fp8 import fp8_layers
 from triaxis.engine.config.tree import Config
-from triaxis.engine.context_parallel.attention import ContextParallelRegion
-from triaxis.engine.context_parallel.ulysses import HeadExchange
+from triaxis.engine.context_parallel.method import mixing_of
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.expert_parallel.balance import ExpertLoad
 from triaxis.engine.expert_parallel.region import ExpertRegion
@@ -45,7 +43,8 @@ from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 from triaxis.models.gpt.block import Block, FirstNorm
 from triaxis.models.gpt.context import BuildContext, LayerInputs, Norm, Positions
 from triaxis.models.gpt.embedding import Embedding
-from triaxis.models.gpt.kv_cache import KVCache
+from triaxis.models.gpt.kv_cache import Cached
+from triaxis.models.gpt.latent_attention import CachedLatents
 from triaxis.models.gpt.losses import TokenLosses, logit_options
 from triaxis.models.gpt.mtp import TokensAhead
 from triaxis.models.gpt.stage_parameters import stage_parameters
@@ -130,21 +129,22 @@ class GPTChunk(nn.Module):
         region = replace(self.context.region, sequence_parallel=False)
         kernels = replace(self.context.kernels, fusion=EAGER)
         experts = None if self.context.experts is None else self.context.experts.for_decoding()
-        context = replace(self.context, region=region, kernels=kernels, experts=experts, forms={})
+        mixing = Cached if self.context.model.mla is None else CachedLatents
+        context = replace(self.context, region=region, kernels=kernels, experts=experts, forms={}, mixing=mixing)
         return GPTChunk(context, self.stage).train(False)
 
-    def new_cache(self, places: int, device: torch.device) -> KVCache:
-        """Build empty caches for this chunk's layers and one sequence of at most `places` tokens."""
-        return {block.name: block.attention.new_cache(places, device) for block in self._layers()}
+    def caches(self) -> list[Cached]:
+        """Return the caches of the layers of a chunk that is built for decoding."""
+        return [cast(Cached, block.attention.mixer) for block in self._layers()]
 
-    def decode(self, x: torch.Tensor | None, batch: MicroBatch, cache: KVCache) -> torch.Tensor:
+    def decode(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Read the next tokens of a sequence: a prompt into empty caches, afterwards one token at a time.
 
         Returns:
             Hidden states [s, 1, h] for the next stage; on the last stage this rank's columns of the logits that follow the
             last of the tokens, [1, 1, V_padded/t].
         """
-        hidden = self._hidden(x, batch, self._layer_inputs(batch), cache)
+        hidden = self._hidden(x, batch, self._layer_inputs(batch))
         return hidden if self.head is None else self._logits(hidden[-1:])
 
     def _layer_inputs(self, batch: MicroBatch) -> LayerInputs:
@@ -153,16 +153,14 @@ class GPTChunk(nn.Module):
         tables = tables_by_rotary(self.rotaries, batch.position_ids, self.context.dtype)
         return LayerInputs(Positions(tables, batch.documents, part), keys)
 
-    def _hidden(
-        self, x: torch.Tensor | None, batch: MicroBatch, inputs: LayerInputs, cache: KVCache | None = None
-    ) -> torch.Tensor:
+    def _hidden(self, x: torch.Tensor | None, batch: MicroBatch, inputs: LayerInputs) -> torch.Tensor:
         positions, keys = inputs
         if self.embedding is not None:
             x = self.embedding(batch.tokens, batch.position_ids, keys)
         assert x is not None, "only the first stage starts from tokens"
         shared = positions.tables.values()
         for group in self._groups():
-            run = partial(_run, group.blocks, positions=positions, keys=keys, cache=cache)
+            run = partial(_run, group.blocks, positions=positions, keys=keys)
             x = self.saved.run_layer(run, x, moves=group.is_moved, whole=group.is_recomputed, shared=shared)
         return x
 
@@ -202,18 +200,11 @@ class _Group:
     is_moved: bool
 
 
-def _run(
-    blocks: Sequence[Block],
-    x: torch.Tensor,
-    *,
-    positions: Positions,
-    keys: DropoutKeys,
-    cache: KVCache | None = None,
-) -> torch.Tensor:
+def _run(blocks: Sequence[Block], x: torch.Tensor, *, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
     first = FirstNorm()
     for block, follows in zip_longest(blocks, blocks[1:]):
         first.norm = None if follows is None else follows.attention_norm
-        x = block(x, positions, keys, None if cache is None else cache[block.name], first)
+        x = block(x, positions, keys, first)
     return x
 
 
@@ -233,7 +224,7 @@ def build_chunks(
     choice = config.recompute
     assert choice.is_resolved, "triaxis.models.predict.rank_memory.resolve_recompute comes first"
     region = TensorParallelRegion(tp, config.parallel.sequence_parallel, choice.gathered_inputs == "keep")
-    cp = ContextParallelRegion.of(config.parallel, choice, topology.axis("cp"))
+    mixing = mixing_of(config, kernels.choices.attention, topology.axis("cp"))
     dtype = DTYPES[config.precision.dtype]
     held: dict[str, ShardedParameter] = {}
     saved = SavedTensors(
@@ -256,8 +247,7 @@ def build_chunks(
             num_offloaded=config.offload.num_layers,
             kernels=kernels,
             region=region,
-            cp=cp,
-            exchange=None if gathers_keys(config) else HeadExchange(cp.axis),
+            mixing=mixing,
             experts=experts,
             dtype=dtype,
             seed=config.train.seed,

@@ -1,6 +1,6 @@
 """The environment that the modules of a GPT share: sizes, the tp region, dtype, kernels, parameters by name."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -8,15 +8,16 @@ import torch
 
 from triaxis.engine.activations.saved_tensors import SavedTensors
 from triaxis.engine.config.activations import RecomputeConfig
-from triaxis.engine.config.attention_kinds import Rotary
+from triaxis.engine.config.attention_kinds import LayerKind, Rotary
+from triaxis.engine.config.mla import softmax_scale
 from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.context_parallel.attention import ContextParallelRegion
-from triaxis.engine.context_parallel.ulysses import HeadExchange
+from triaxis.engine.context_parallel.mixer import Made, Mixer, as_they_are
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
 from triaxis.engine.expert_parallel.region import ExpertRegion
 from triaxis.engine.kernels.elementwise import norm
 from triaxis.engine.kernels.registry import Kernels
+from triaxis.engine.layout.shard_spec import cut
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys, dropout
 from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
 from triaxis.engine.tensor_parallel.linear import IN_RUN_DTYPE, LinearForm
@@ -34,8 +35,7 @@ class BuildContext:
         recompute: the recomputed parts; `auto` is already resolved.
         num_offloaded: layers of each chunk whose saved tensors are moved to the host.
         region: how activations enter and leave what is cut over tp.
-        cp: how attention reaches the other cp ranks' tokens by gathering keys and values.
-        exchange: how it reaches them by trading tokens for heads; None: it gathers.
+        mixing: builds the mixer of a layer from the fields that all mixers have: how attention reaches the tokens of a row.
         experts: how tokens reach their experts; None: the model has none.
         parameters: this chunk's parameters by global name.
         saved: policy for tensors that are saved for the backward; one for all chunks of the rank.
@@ -51,8 +51,7 @@ class BuildContext:
     num_offloaded: int
     kernels: Kernels
     region: TensorParallelRegion
-    cp: ContextParallelRegion
-    exchange: HeadExchange | None
+    mixing: Callable[..., Mixer]
     experts: ExpertRegion | None
     dtype: torch.dtype
     seed: int
@@ -71,6 +70,21 @@ class BuildContext:
     def form_behind_norm(self, *parts: str) -> LinearForm:
         """Return the form of a layer that alone reads a norm's output; `parts` that are recomputed need its input too."""
         return self.form.alone("norm", *parts) if self.model.norms_before else self.form
+
+    def mixer(self, name: str, kind: LayerKind, made: Made = as_they_are) -> Mixer:
+        """Build the mixer of a layer's attention; `made` makes keys and values of what a token gives to a row."""
+        model, tp = self.model, self.region.axis
+        return self.mixing(
+            name=name,
+            kernels=self.kernels,
+            saved=self.saved,
+            first_head=cut(model.num_attention_heads, tp.size, tp.index)[0],
+            scale=softmax_scale(model, kind),
+            softcap=model.attention_softcap,
+            dropout=model.attention_dropout,
+            sinks=self.optional_parameter(f"{name}.sinks"),
+            made=made,
+        )
 
     def parameter(self, name: str) -> ShardedParameter:
         """Return the parameter that every model of this kind has."""

@@ -8,49 +8,58 @@ heads are replicated). Keys are cached after QK-norm and RoPE, so that they are 
 the latent and the rotated key of a token, which all heads share and every tp rank holds whole.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
 import torch
 
+from triaxis.engine.context_parallel.mixer import Mixer, heads_first
+from triaxis.engine.kernels.masked_attention import Mask
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 
-class LayerCache:
-    """Keys and values of one attention layer, each [b, kv_heads on this rank, places, d]; `length` places are filled."""
 
-    def __init__(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self._keys = torch.empty(shape, dtype=dtype, device=device)
-        self._values = torch.empty(shape, dtype=dtype, device=device)
-        self.length = 0
+@dataclass(kw_only=True, eq=False)
+class Cached(Mixer):
+    """Attention of the next tokens of one text to all of its tokens so far.
 
-    def extend(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values [b, n, s, d]; returns all so far, [b, n, length, d], as views."""
-        s, places = keys.shape[2], self._keys.shape[2]
+    Attributes:
+        places: tokens that the cache can hold.
+        length: places that are filled.
+        cache: rows [1, n_i, places, d_i]; none before the prompt.
+    """
+
+    places: int = 0
+    length: int = 0
+    cache: list[torch.Tensor] = field(default_factory=list)
+
+    def forget(self, places: int) -> None:
+        """Empty the cache, which can hold so many tokens from now on."""
+        self.places, self.length, self.cache = places, 0, []
+
+    def __call__(
+        self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
+    ) -> torch.Tensor:
+        """Append rows [s, 1, n_i, d_i], and attend from q [s, 1, n, d] to all so far -> [s, 1, n * d_v]."""
+        q, *rows = heads_first(q, *rows)
+        rows = self.extended(rows)
+        if q.shape[2] == 1:
+            return self.decode(self.kernels.choices.decoding, mask, q, *rows)
+        return self.core(self.kernels.choices.attention, mask, keys, 0, q, *rows)
+
+    def extended(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Append rows [1, n_i, s, d_i]; return all so far, [1, n_i, length, d_i], as views."""
+        s = rows[0].shape[2]
         assert self.length == 0 or s == 1, (
             "first the prompt, then one token at a time: attention has a mask for these only"
         )
-        assert self.length + s <= places, f"{self.length} + {s} tokens in a cache of {places}"
-        where = slice(self.length, self.length + s)
-        self._keys[:, :, where] = keys
-        self._values[:, :, where] = values
+        assert self.length + s <= self.places, f"{self.length} + {s} tokens in a cache of {self.places}"
+        if not self.cache:
+            self.cache = [each.new_empty(*each.shape[:2], self.places, each.shape[3]) for each in rows]
+        for cached, each in zip(self.cache, rows, strict=True):
+            cached[:, :, self.length : self.length + s] = each
         self.length += s
-        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+        return [cached[:, :, : self.length] for cached in self.cache]
 
-
-class LatentCache:
-    """Latents of one layer of latent attention, [places, b, latent and rotated key]; `length` places are filled."""
-
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
-        self._latents = torch.empty(shape, dtype=dtype, device=device)
-        self.length = 0
-
-    def extend(self, latents: torch.Tensor) -> torch.Tensor:
-        """Append latents [s, b, n]; returns all so far, [length, b, n], as a view."""
-        s, places = latents.shape[0], self._latents.shape[0]
-        assert self.length == 0 or s == 1, (
-            "first the prompt, then one token at a time: attention has a mask for these only"
-        )
-        assert self.length + s <= places, f"{self.length} + {s} tokens in a cache of {places}"
-        self._latents[self.length : self.length + s] = latents
-        self.length += s
-        return self._latents[: self.length]
-
-
-KVCache = dict[str, LayerCache | LatentCache]
-"""The caches of one chunk's layers, by the name of the block."""
+    def decode(self, kernel: str, mask: Mask, *tensors: torch.Tensor) -> torch.Tensor:
+        """Attend from one query [1, n, 1, d] to rows [1, n_i, length, d_i] -> [1, 1, n * d_v]."""
+        return self.core(kernel, mask, None, 0, *tensors)

@@ -12,29 +12,77 @@ Where text is generated, the cache holds [c_kv | key] of a token. One query then
 W_kvb is multiplied into it, the values' half into what it gathers, so the cached tokens are never made into keys and values.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
-from triaxis.engine.activations.saved_tensors import ATTENTION
 from triaxis.engine.config.attention_kinds import LayerKind
+from triaxis.engine.config.mla import MLAConfig
 from triaxis.engine.kernels.elementwise import norm as norm_by_name
 from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.kernels.rotary import apply_rope
+from triaxis.engine.layout.shard_spec import cut
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.entered import entered, outside_of
 from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-from triaxis.models.gpt.attention_core import AttentionCore
+from triaxis.models.gpt.attention import projection_back
 from triaxis.models.gpt.context import BuildContext, Positions
-from triaxis.models.gpt.kv_cache import LatentCache
+from triaxis.models.gpt.kv_cache import Cached
 
 
-class LatentAttention(AttentionCore):
+@dataclass(frozen=True, slots=True)
+class LatentKeys:
+    """Keys and values of `num_heads` heads of this rank, which one latent per token gives.
+
+    Attributes:
+        weight: W_kvb.
+        up: multiplies by it.
+    """
+
+    mla: MLAConfig
+    num_heads: int
+    weight: ShardedParameter
+    up: ColumnParallelLinear
+
+    def __call__(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make k [b, n, s, dr + dn] and v [b, n, s, dv] from latents [b, 1, s, r_kv + dr]."""
+        mla, n = self.mla, self.num_heads
+        latent, key = latents.squeeze(1).transpose(0, 1).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
+        made = self.up(latent).unflatten(-1, (n, mla.qk_nope_head_dim + mla.v_head_dim))
+        nope, v = made.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
+        k = torch.cat((key.unsqueeze(2).expand(-1, -1, n, -1), nope), dim=-1)
+        return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+
+
+@dataclass(kw_only=True, eq=False)
+class CachedLatents(Cached):
+    """Attention of the next tokens of one text to the latents of its tokens so far."""
+
+    made: LatentKeys
+
+    def decode(self, kernel: str, mask: Mask, *tensors: torch.Tensor) -> torch.Tensor:
+        """Attend from one query q [1, n, 1, dr + dn] to latents [1, 1, length, r_kv + dr] -> [1, 1, n * dv].
+
+        The logit q_n . W_k c is (W_k^T q_n) . c, and the weighted sum of W_v c is W_v times that of c.
+        """
+        (q, latents), mla = tensors, self.made.mla
+        of_keys, of_values = self.made.weight.weight().split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
+        rotated, nope = q.split((mla.qk_rope_head_dim, mla.qk_nope_head_dim), dim=-1)
+        q = torch.cat((torch.einsum("bnsd,ndr->bnsr", nope, of_keys), rotated), dim=-1)
+        mixed = self.attend(kernel, mask, None, 0, q, latents, latents[..., : mla.kv_lora_rank])
+        mixed = mixed.unflatten(-1, (self.made.num_heads, mla.kv_lora_rank))
+        return torch.einsum("sbnr,nvr->sbnv", mixed, of_values).flatten(2)
+
+
+class LatentAttention(nn.Module):
     """Attention whose keys and values are made from one latent per token."""
 
     def __init__(self, context: BuildContext, name: str, kind: LayerKind) -> None:
-        super().__init__(context, name, kind)
+        super().__init__()
+        self.context, self.name, self.kind = context, name, kind
         assert context.model.mla is not None
         self.mla = context.model.mla
         outside = outside_of(context.region)
@@ -60,33 +108,25 @@ class LatentAttention(AttentionCore):
             f"{name}.q_up",
             context.form.alone("norm") if has_latent else context.form,
         )
-        self.kv_b = context.parameter(f"{name}.kv_b.weight")
+        kv_b = context.parameter(f"{name}.kv_b.weight")
         # Decoding multiplies this weight into the queries, so it stays in the run's dtype.
-        self.kv_up = ColumnParallelLinear([self.kv_b], [], outside, context.queue, f"{name}.kv_up")
+        self.kv_up = ColumnParallelLinear([kv_b], [], outside, context.queue, f"{name}.kv_up")
+        first, stop = cut(context.model.num_attention_heads, context.region.axis.size, context.region.axis.index)
+        self.num_heads = stop - first
+        self.mixer = context.mixer(name, kind, LatentKeys(self.mla, self.num_heads, kv_b, self.kv_up))
+        self.proj = projection_back(context, name)
 
-    def new_cache(self, places: int, device: torch.device) -> LatentCache:
-        """Build an empty cache for one sequence of at most `places` tokens."""
-        return LatentCache((places, 1, self.mla.cached_size), self.context.dtype, device)
-
-    def forward(
-        self, x: torch.Tensor, positions: Positions, keys: DropoutKeys, cache: LatentCache | None = None
-    ) -> torch.Tensor:
-        """Attend within x [s(/t), b, h] -> [s(/t), b, h]. With a cache, x are its next s tokens."""
-        context, choices = self.context, self.context.kernels.choices
+    def forward(self, x: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
+        """Attend within x [s(/t), b, h] -> [s(/t), b, h]."""
+        context = self.context
         rope = None if self.kind.rotary is None else positions.tables[self.kind.rotary]
-        q_entry, latents = self._latents(x, rope)
-        q = self.q_up(q_entry).unflatten(-1, (self.num_heads, self.mla.qk_head_dim))
-        q = context.saved.recompute_output("rope", partial(self._rotate, rope=rope), q).permute(1, 2, 0, 3)
-        latents = entered(latents, context.region, f"{self.name}.latents")
-        if positions.part is not None:
-            latents = context.cp.gathered_rows(latents, positions.part)
         mask = Mask(self.kind.window, positions.documents, positions.part)
-        if cache is not None:
-            latents = cache.extend(latents)
-            if q.shape[2] == 1:
-                return self.proj(self._decode(choices.decoding, mask, keys, q, latents))
-        attend = partial(self._attend, choices.attention, mask, keys)
-        return self.proj(context.saved.recompute_inside(ATTENTION, attend, q, latents))
+        q_entry, latents = self._latents(x, rope)  # [s(/t), b, r_q or h], [s(/t), b, r_kv + dr]
+        q = self.q_up(q_entry).unflatten(-1, (self.num_heads, self.mla.qk_head_dim))  # [s, b, heads/t, dr + dn]
+        q = context.saved.recompute_output("rope", partial(self._rotate, rope=rope), q)
+        latents = entered(latents, context.region, f"{self.name}.latents").unsqueeze(2)  # [s, b, 1, r_kv + dr]
+        mixed = self.mixer(q, (latents,), mask, keys if self.training else None)  # [s, b, heads/t * dv]
+        return self.proj(mixed)  # [s(/t), b, h]
 
     def _latents(self, x: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the input of the queries' projection, and [c_kv | key] [s(/t), b, r_kv + dr], from x [s(/t), b, h]."""
@@ -107,31 +147,3 @@ class LatentAttention(AttentionCore):
     def _rotate(self, x: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
         """Rotate the first dr elements of x [s, b, n, d]; x itself where the layer rotates nothing."""
         return x if rope is None else apply_rope(x, rope, self.context.kernels.fusion)
-
-    def _attend(
-        self, kernel: str, mask: Mask, keys: DropoutKeys, q: torch.Tensor, latents: torch.Tensor
-    ) -> torch.Tensor:
-        """Make keys and values from latents [s_k, b, r_kv + dr], and attend from q [b, n, s, dr + dn] -> [s, b, n * dv]."""
-        mla, n = self.mla, self.num_heads
-        latent, key = latents.split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
-        made = self.kv_up(latent).unflatten(-1, (n, mla.qk_nope_head_dim + mla.v_head_dim))
-        nope, v = made.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
-        k = torch.cat((key.unsqueeze(2).expand(-1, -1, n, -1), nope), dim=-1)
-        k, v = (each.permute(1, 2, 0, 3) for each in (k, v))
-        return self._core(kernel, mask, keys, slice(0, n), q, k, v)
-
-    def _decode(
-        self, kernel: str, mask: Mask, keys: DropoutKeys, q: torch.Tensor, latents: torch.Tensor
-    ) -> torch.Tensor:
-        """Attend from one query q [b, n, 1, dr + dn] to latents [s_k, b, r_kv + dr] -> [1, b, n * dv].
-
-        The logit q_n . W_k c is (W_k^T q_n) . c, and the weighted sum of W_v c is W_v times that of c.
-        """
-        mla = self.mla
-        of_keys, of_values = self.kv_b.weight().split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
-        rotated, nope = q.split((mla.qk_rope_head_dim, mla.qk_nope_head_dim), dim=-1)
-        q = torch.cat((torch.einsum("bnsd,ndr->bnsr", nope, of_keys), rotated), dim=-1)
-        k = latents.permute(1, 0, 2).unsqueeze(1)
-        mixed = self._core(kernel, mask, keys, slice(0, self.num_heads), q, k, k[..., : mla.kv_lora_rank])
-        mixed = mixed.unflatten(-1, (self.num_heads, mla.kv_lora_rank))
-        return torch.einsum("sbnr,nvr->sbnv", mixed, of_values).flatten(2)

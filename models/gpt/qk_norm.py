@@ -1,5 +1,6 @@
 """Queries and keys as attention reads them: normalised where the model has QK-norm, and rotated where the layer rotates."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -11,25 +12,31 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.tensor_parallel.qk_norm import normalised, squares
 from triaxis.models.gpt.context import BuildContext
 
+Split = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""`triaxis.engine.kernels.qkv.split_qkv` of a layer, which still takes x and `tables`."""
+
 
 class NormalisedAndRotated(nn.Module):
-    """Norms and rotation of queries and keys.
+    """The split of queries, keys and values, and the norms and the rotation of the first two."""
 
-    Attributes:
-        is_rotation: it normalises nothing and makes nothing again, so the split of queries, keys and values rotates them itself.
-    """
-
-    def __init__(self, context: BuildContext, name: str) -> None:
+    def __init__(self, context: BuildContext, name: str, split: Split) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.split = context, split
         self.q_norm = context.optional_parameter(f"{name}.q_norm.weight")
         self.k_norm = context.optional_parameter(f"{name}.k_norm.weight")
-        self.is_rotation = not context.model.qk_norm and "rope" not in context.saved.parts
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise and rotate q [s, b, heads, d] and k [s, b, kv_heads, d]; themselves where the model does neither."""
+    @classmethod
+    def of(cls, context: BuildContext, name: str, split: Split) -> Split:
+        """Return the split itself where nothing is normalised and nothing made again: it rotates queries and keys."""
+        is_rotation = not context.model.qk_norm and "rope" not in context.saved.parts
+        return split if is_rotation else cls(context, name, split)
+
+    def forward(self, x: torch.Tensor, tables: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return q [s, b, heads, d] and k [s, b, kv_heads, d], normalised and rotated as the model's are, and v as k."""
+        q, k, v = self.split(x, tables=None)
         over_all = self.context.model.qk_norm == "all_heads"
-        return self._all(q, k, rope) if over_all else self._each(q, k, rope)
+        q, k = self._all(q, k, tables) if over_all else self._each(q, k, tables)
+        return q, k, v
 
     def _each(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalise each head where the model has QK-norm, and rotate."""

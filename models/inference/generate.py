@@ -118,7 +118,9 @@ class Decoder:
     def forget(self) -> None:
         """Empty the caches."""
         self.length = 0
-        self._caches = [chunk.new_cache(self._places, self._topology.device) for chunk in self._chunks]
+        for chunk in self._chunks:
+            for cache in chunk.caches():
+                cache.forget(self._places)
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Read tokens (a prompt, then one at a time); return the next one's logits [V], None on ranks without the last stage."""
@@ -130,7 +132,7 @@ class Decoder:
         outputs = executor.run(
             self._programs.next(),
             [_batch(tokens, self.length, topology.device)],
-            lambda chunk, x, batch: self._chunks[chunk].decode(x, batch, self._caches[chunk]),
+            lambda chunk, x, batch: self._chunks[chunk].decode(x, batch),
         )
         self.length += len(tokens)
         if not outputs:

@@ -115,7 +115,7 @@ def attention_dropout_is_the_same_on_every_tp_rank() -> None:
 
     def shared(self: Attention, *args: Any) -> None:
         init(self, *args)
-        self.first_head = 0
+        self.mixer.first_head = 0
 
     Attention.__init__ = shared  # type: ignore[method-assign]
 

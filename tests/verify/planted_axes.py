@@ -13,6 +13,7 @@ from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.config.groups import UpdateRule
 from triaxis.engine.config.training import OptimizerConfig
+from triaxis.engine.context_parallel.mixer import Mixer
 from triaxis.engine.data.sampler import step_sample_ids
 from triaxis.engine.layout.shard_spec import ParamRecord
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
@@ -23,7 +24,6 @@ from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.layers import RowParallelLinear
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-from triaxis.models.gpt.attention import Attention
 from triaxis.models.gpt.chunk import GPTChunk
 
 # On tp ------------------------------------------------------------------------------------------------------------------
@@ -337,13 +337,13 @@ def recomputed_layers_draw_other_masks() -> None:
 
 def query_heads_take_keys_in_turn() -> None:
     """repeat in place of repeat_interleave: head 0, 1, 0, 1 instead of 0, 0, 1, 1."""
-    core = Attention._core
+    core = Mixer.core
 
-    def in_turn(self: Attention, kernel: str, mask: Any, keys: Any, heads: slice, *qkv: torch.Tensor) -> torch.Tensor:
-        order = torch.arange(self.num_heads).view(-1, self.num_kv_heads).t().flatten()
-        return core(self, kernel, mask, keys, heads, qkv[0][:, order], *qkv[1:])
+    def in_turn(self: Mixer, kernel: str, mask: Any, keys: Any, first: int, *qkv: torch.Tensor) -> torch.Tensor:
+        order = torch.arange(qkv[0].shape[1]).view(-1, qkv[1].shape[1]).t().flatten()
+        return core(self, kernel, mask, keys, first, qkv[0][:, order], *qkv[1:])
 
-    Attention._core = in_turn  # type: ignore[method-assign]
+    Mixer.core = in_turn  # type: ignore[method-assign]
 
 
 def bias_correction_is_a_step_ahead() -> None:

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 import triaxis.engine.context_parallel.attention
-import triaxis.models.gpt.attention
 import triaxis.models.gpt.chunk
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention, is_sample
 from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.context_parallel.attention import ContextParallelRegion, Piece, pack
 from triaxis.engine.context_parallel.cut import ContextCut
-from triaxis.engine.context_parallel.ulysses import HeadExchange, _AllToAll
+from triaxis.engine.context_parallel.mixer import Mixer
+from triaxis.engine.context_parallel.ulysses import ExchangedHeads, _AllToAll
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.data.sequence_part import SequencePart
@@ -93,14 +93,14 @@ def keys_stay_in_the_order_of_ranks() -> None:
 
 def masks_are_aligned_with_the_first_key() -> None:
     """Queries of a rank see as if they were the first tokens of the row."""
-    made = triaxis.models.gpt.attention.masked_kernel
+    made = triaxis.engine.context_parallel.attention.masked_kernel
 
     def top_left(name: str, device: torch.device, mask: Mask, *args: Any) -> Any:
         assert mask.part is not None
         runs = tuple(((0, sum(stop - start for start, stop in row)),) for row in mask.part.runs)
         return made(name, device, replace(mask, part=replace(mask.part, runs=runs)), *args)
 
-    triaxis.models.gpt.attention.masked_kernel = top_left
+    triaxis.engine.context_parallel.attention.masked_kernel = top_left
 
 
 def keys_of_the_backward_are_this_ranks_own() -> None:
@@ -165,11 +165,11 @@ def the_last_piece_has_the_gradients_of_the_first() -> None:
 def heads_come_back_in_another_order() -> None:
     """The ranks' heads come back interleaved."""
 
-    def interleaved(self: HeadExchange, x: torch.Tensor) -> torch.Tensor:
+    def interleaved(self: ExchangedHeads, x: torch.Tensor) -> torch.Tensor:
         received = _AllToAll.apply(x.unflatten(0, (self.axis.size, -1)), self.axis, "out")
         return received.permute(1, 2, 3, 0, 4).flatten(2, 3)
 
-    HeadExchange.to_tokens = interleaved  # type: ignore[method-assign]
+    ExchangedHeads.to_tokens = interleaved  # type: ignore[method-assign]
 
 
 def gradients_of_exchanged_heads_stay_where_they_are() -> None:
@@ -177,13 +177,8 @@ def gradients_of_exchanged_heads_stay_where_they_are() -> None:
 
 
 def every_rank_has_the_dropout_of_the_first_heads() -> None:
-    mine = HeadExchange.mine
-
-    def first(self: HeadExchange, num_heads: int) -> slice:
-        found = mine(self, num_heads)
-        return slice(0, found.stop - found.start)
-
-    HeadExchange.mine = first  # type: ignore[method-assign]
+    drop = Mixer._drop
+    Mixer._drop = lambda self, keys, first, probabilities: drop(self, keys, 0, probabilities)  # type: ignore[method-assign]
 
 
 assert DropoutKeys is triaxis.models.gpt.chunk.DropoutKeys

@@ -12,6 +12,7 @@ import triaxis.models.gpt.chunk
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention, is_sample
 from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.context_parallel.mixer import Mixer
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.loader import Batches, MicroBatch
 from triaxis.engine.data.samples import Sample
@@ -69,18 +70,18 @@ def kinds_of_layers_count_from_each_stage() -> None:
 
 
 def every_rank_has_the_sinks_of_the_first() -> None:
-    core = Attention._core
+    forward = Attention.forward
 
     def first(self: Attention, *args: Any) -> torch.Tensor:
-        sinks = self.sinks
+        sinks = self.mixer.sinks
         if sinks is not None:
             axis = self.context.region.axis
             value = sinks.value.detach().clone()
             axis.all_reduce(value if axis.index == 0 else value.zero_(), "planted").wait()
             sinks.value.data.copy_(value)
-        return core(self, *args)
+        return forward(self, *args)
 
-    Attention._core = first  # type: ignore[method-assign]
+    Attention.forward = first  # type: ignore[assignment, method-assign]
 
 
 def a_window_has_one_key_too_many() -> None:
@@ -127,15 +128,15 @@ def documents_end_at_the_token_zero() -> None:
 
 
 def attention_that_is_computed_again_forgets_documents() -> None:
-    core = Attention._core
+    core = Mixer.core
     seen: dict[int, masked.Mask] = {}
 
-    def forgetful(self: Attention, kernel: str, mask: masked.Mask, *args: Any) -> torch.Tensor:
+    def forgetful(self: Mixer, kernel: str, mask: masked.Mask, *args: Any) -> torch.Tensor:
         is_again = id(mask) in seen
         seen[id(mask)] = mask
         return core(self, kernel, replace(mask, documents=None) if is_again else mask, *args)
 
-    Attention._core = forgetful  # type: ignore[method-assign]
+    Mixer.core = forgetful  # type: ignore[method-assign]
 
 
 def sinks_are_decayed() -> None:

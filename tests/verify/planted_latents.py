@@ -6,7 +6,7 @@ import torch
 
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention
-from triaxis.engine.context_parallel.attention import _GatherRows
+from triaxis.engine.context_parallel.gathered_rows import _Gather
 from triaxis.engine.tensor_parallel.entered import _Entered
 
 
@@ -22,7 +22,7 @@ def latents_stay_in_the_order_of_ranks() -> None:
         ctx.part, ctx.region = part, region
         return region.axis.all_gather(x, "keys and values forward").wait()
 
-    _GatherRows.forward = staticmethod(unordered)  # type: ignore[method-assign]
+    _Gather.forward = staticmethod(unordered)  # type: ignore[method-assign]
 
 
 BUGS = (

@@ -9,11 +9,11 @@ from torch import nn
 
 from tests.parity.cases import Case, build_rank
 from triaxis.engine.comm.topology import Topology
+from triaxis.engine.context_parallel.mixer import Mixer
 from triaxis.engine.errors import ModelError
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.train import build
 from triaxis.launch.footprint.run import Footprints
-from triaxis.models.gpt.attention_core import AttentionCore
 from triaxis.models.gpt.block import Block
 from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.gpt.mlp import MLP
@@ -97,9 +97,7 @@ def test_what_is_no_state_of_a_model_is_left_alone(monkeypatch: pytest.MonkeyPat
 HIDDEN = torch.full((), 2.0, dtype=torch.float64, requires_grad=True)
 
 
-def use_a_hidden_tensor(
-    used: type[Block] | type[AttentionCore], method: str, layer: int, replace: Any = setattr
-) -> None:
+def use_a_hidden_tensor(used: type[Block] | type[Mixer], method: str, layer: int, replace: Any = setattr) -> None:
     """Multiply by a tensor that no module holds, in one layer."""
     plain = getattr(used, method)
 
@@ -117,8 +115,8 @@ def use_a_hidden_tensor(
         (Case("gpt", num_layers=2, recompute=("full", "uniform", 2)), Block, "forward"),
         (
             Case("gpt", num_layers=2, recompute=("selective", "uniform", 1), modules=("attention",)),
-            AttentionCore,
-            "_core",
+            Mixer,
+            "core",
         ),
     ],
     ids=str,

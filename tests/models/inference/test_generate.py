@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import triaxis.models.gpt.attention_core
+import triaxis.engine.context_parallel.mixer
 import triaxis.models.inference.generate as generation
 from tests.harness import run_ranks
 from tests.parity.cases import Case, load_weights, weights_of
@@ -29,7 +29,6 @@ from triaxis.engine.pipeline.executor import Executor
 from triaxis.engine.pipeline.forwards import of_forward
 from triaxis.engine.pipeline.lowering import lower
 from triaxis.models.gpt.chunk import GPTChunk
-from triaxis.models.gpt.kv_cache import LatentCache
 from triaxis.models.gpt.moe import MoE
 from triaxis.models.inference.evaluate import loss_of
 from triaxis.models.inference.generate import Decoder, Model, Sampling, _batch, generate, sample_token, stream
@@ -141,13 +140,12 @@ def test_logits_with_a_cache_are_those_of_the_full_forward(model: str) -> None:
 
 def test_a_cache_of_latent_attention_has_one_latent_and_one_key_per_token() -> None:
     """6 + 4 numbers, of which 8 heads of 9 + 3 are made."""
-    model = engine_of(0, Case("mla", num_layers=2))
-    (chunk,) = model.chunks
+    (chunk,) = engine_of(0, Case("mla", num_layers=2)).chunks
     assert isinstance(chunk, GPTChunk)
-    cache = chunk.for_decoding().new_cache(7, model.topology.device)
-    for layer in cache.values():
-        assert isinstance(layer, LatentCache)
-        assert layer.extend(torch.zeros(7, 1, 10, dtype=torch.float64)).untyped_storage().nbytes() == 7 * 10 * 8
+    for layer in chunk.for_decoding().caches():
+        layer.forget(places=7)
+        layer.extended([torch.zeros(1, 1, 3, 10, dtype=torch.float64)])
+        assert [each.untyped_storage().nbytes() for each in layer.cache] == [7 * 10 * 8]
 
 
 def model_with(case: Case, decoding: str | None = None) -> tuple[Model, Kernels]:
@@ -173,7 +171,7 @@ def test_one_query_goes_through_the_decoding_kernel_and_a_prompt_through_the_tra
         called.append((kernel, q.shape[2]))
         return attention(kernel, q, *others, **options)
 
-    monkeypatch.setattr(triaxis.models.gpt.attention_core, "attention", watched)
+    monkeypatch.setattr(triaxis.engine.context_parallel.mixer, "attention", watched)
     model, kernels = model_with(Case("qwen", num_layers=1, attention="flash"), decoding="math")
     assert kernels.choices.attention == "flash"
     generate(model, PROMPT, 3, temperature=0.0)

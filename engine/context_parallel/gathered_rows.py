@@ -1,0 +1,51 @@
+"""Rows that are gathered over cp at once, before attention: latents, and keys and values for attention in plain operators.
+
+    rows [s/c, b, n, d] --all-gather--> [s, b, n, d]      backward: the sum of the gradients, reduce-scattered
+
+What is gathered is kept for the backward like any other input of attention.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triaxis.engine.comm.ledger import KEYS_AND_VALUES
+from triaxis.engine.context_parallel.attention import ContextParallelRegion, reordered
+from triaxis.engine.context_parallel.mixer import Mixer
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.kernels.masked_attention import Mask
+from triaxis.engine.numerics.precision import accumulation_dtype
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+
+
+@dataclass(kw_only=True, eq=False)
+class GatheredRows(Mixer):
+    """Attention of parts of rows to what is gathered of whole rows."""
+
+    region: ContextParallelRegion
+
+    def __call__(
+        self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
+    ) -> torch.Tensor:
+        """Attend from q [s/c, b, n, d] to the whole rows of [s/c, b, n_i, d] -> [s/c, b, n * d_v]."""
+        packed = rows[0] if len(rows) == 1 else torch.cat(tuple(rows), dim=2)
+        whole = _Gather.apply(packed, mask.part, self.region)
+        return self.mixed(q, whole.split([each.shape[2] for each in rows], dim=2), mask, keys)
+
+
+class _Gather(torch.autograd.Function):
+    """Whole rows; the backward sums their gradients over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: SequencePart, region: ContextParallelRegion) -> torch.Tensor:
+        ctx.part, ctx.region = part, region
+        return reordered(region.axis.all_gather(x, f"{KEYS_AND_VALUES} forward").wait(), part.to_rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        region: ContextParallelRegion = ctx.region
+        wide = grad.to(accumulation_dtype(grad.dtype) if region.sums_wide else grad.dtype)
+        summed = region.axis.reduce_scatter(reordered(wide, ctx.part.to_parts), f"{KEYS_AND_VALUES} gradients")
+        return summed.wait().to(grad.dtype), None, None
