@@ -51,7 +51,7 @@ def without_torch() -> Iterator[str]:
 
 def chains_to_torch(modules: list[str]) -> list[str]:
     """Chains of imports, those inside functions too, from these modules to torch."""
-    graph = grimp.build_graph("triaxis", include_external_packages=True)
+    graph = grimp.build_graph("triaxis", include_external_packages=True, exclude_type_checking_imports=True)
     chains = (graph.find_shortest_chain(importer=module, imported="torch") for module in modules)
     return [" -> ".join(chain) for chain in chains if chain is not None]
 

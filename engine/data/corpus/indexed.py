@@ -96,8 +96,6 @@ class IndexedTokens:
                         f"prepare --input 'TEXT/*.txt' --tokenizer {shlex.quote(tokenizer)} --output {shlex.quote(self.prefix)}"
                     )
                 )
-            if how := how_to_get(path):
-                raise DataError(f"{path} is not there yet: its tokens would be noise.{how}")
         self._read_index()
         self._check_pointers()
         self._tokens = np.memmap(self._bin_path, dtype=self.dtype, mode="r")
@@ -107,6 +105,7 @@ class IndexedTokens:
         with self._idx_path.open("rb") as handle:
             head = handle.read(HEADER.size)
         if head[: len(MAGIC)] != MAGIC[: len(head)]:
+            _refuse_pointer(self._idx_path)
             raise DataError(
                 f"{self._idx_path} begins with {head[: len(MAGIC)]!r}, not with {MAGIC!r}: it is no index of Megatron's format, "
                 f"version {VERSION}. Give the path of a .bin/.idx pair without its ending, or prepare the corpus again."
@@ -169,6 +168,7 @@ class IndexedTokens:
             )
 
     def _damaged(self, path: Path, expected: str, found: int) -> DataError:
+        _refuse_pointer(path)
         return DataError(
             f"{path} has {found:,} bytes; expected {expected}. It is truncated, damaged or not of the same corpus as its "
             f"partner. Copy the pair again, or prepare the corpus again."
@@ -282,6 +282,12 @@ class IndexedTokens:
                 handle.seek(max(0, size - FINGERPRINT_SAMPLE_BYTES) * sample // (FINGERPRINT_SAMPLES - 1))
                 digest.update(handle.read(FINGERPRINT_SAMPLE_BYTES))
         return digest.hexdigest()
+
+
+def _refuse_pointer(path: Path) -> None:
+    """Refuse a file that is no corpus because it stands for one. (A whole file is not opened once more for that.)"""
+    if how := how_to_get(path):
+        raise DataError(f"{path} is not there yet: its tokens would be noise.{how}")
 
 
 def refuse_repeated(where: str, corpora: Sequence[IndexedTokens], harm: str) -> None:
