@@ -3,6 +3,7 @@
 A step's time is the one that the run writes down: from one reading of a loss to the next, one step behind the posting.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -66,15 +67,18 @@ def run(job: Job, folder: Path) -> Run:
     )
 
 
+_STAMP = re.compile(r"^\d{4}-\d\d-\d\d [\d:.]+ ", re.MULTILINE)
+"""The time at the head of each line of a rank's log."""
+
+
 def last_error(log: Path) -> str:
     """Return the last error in a rank's log: the text after `error:`, or its last lines."""
-    text = log.read_text(errors="replace") if log.exists() else "the run left no log"
+    text = _STAMP.sub("", log.read_text(errors="replace")) if log.exists() else "the run left no log"
     errors = re.split(r"^error: ", text, flags=re.MULTILINE)
     return errors[-1].strip() if len(errors) > 1 else "\n".join(text.splitlines()[-20:])
 
 
 def said_kernels(directory: Path) -> str:
-    """Return the kernels in the banner of the run's log."""
-    text = (directory / "logs" / "attempt_00" / "rank_00000.log").read_text(errors="replace")
-    found = re.search(r"^\s*kernels\s+(.*?)^\s*batch\s", text, re.MULTILINE | re.DOTALL)
-    return " ".join(found[1].split()) if found else ""
+    """Return the kernels in the banner of the run."""
+    rows = dict(json.loads((directory / "logs" / "attempt_00" / "banner.json").read_text())["rows"])
+    return " ".join(rows["kernels"].split())

@@ -117,7 +117,8 @@ def test_what_says_out_of_memory_is_told_from_other_ends(tmp_path: Path) -> None
     with pytest.raises(OutOfMemoryError) as told, explaining_memory(config, topology):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     log = tmp_path / "rank.log"
-    log.write_text(f"error: an earlier one\nsome lines\nerror: {told.value}\n")
+    stamp = "2026-11-26 14:03:36.123 "
+    log.write_text(f"{stamp}error: an earlier one\n{stamp}some lines\n{stamp}error: {told.value}\n")
     assert ours.OUT_OF_MEMORY in ours.last_error(log) and "earlier" not in ours.last_error(log)
     log.write_text("\n".join(f"line {number}" for number in range(30)))
     assert ours.last_error(log).splitlines()[0] == "line 10"
