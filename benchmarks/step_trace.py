@@ -44,6 +44,7 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.step import Engine
 from triaxis.engine.train import build
+from triaxis.launch.footprint.run import AS_WRITTEN
 from triaxis.launch.rank.batches import open_batches
 from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.predict.rank_memory import resolve_recompute
@@ -52,8 +53,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("engine", "models", "launch")
 WORLD_SIZE = 8
 
-AS_WRITTEN = ("kernels.elementwise=eager", "kernels.weight_grad=separate", "kernels.optimizer=torch")
-TINY = ("train.global_batch_size=32", "train.micro_batch_size=4", "model.seq_length=32")
+SHORT = "model.seq_length=32"
 
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "gpt_tiny": ("gpt_tiny",),
@@ -179,7 +179,12 @@ def config_of(words: Sequence[str]) -> Config:
     """Return the resolved configuration of `CONFIGURATIONS`' words, for `WORLD_SIZE` ranks."""
     name, *changes = words
     path = ROOT / "configs" / f"{name}.yaml"
-    config = load_config(path, [*TINY, *AS_WRITTEN, *changes], world_size=WORLD_SIZE, ranks_per_node=WORLD_SIZE)
+    config = load_config(
+        path,
+        [SHORT, *(f"{key}={choice}" for key, choice in AS_WRITTEN.items()), *changes],
+        world_size=WORLD_SIZE,
+        ranks_per_node=WORLD_SIZE,
+    )
     return resolve_recompute(config, parallel_sizes(config, WORLD_SIZE))
 
 

@@ -27,9 +27,8 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.fp8.products import Fp8
 from triaxis.engine.kernels.fp8.recipes import E4M3, Quantised, from_bytes, is_bytes
 from triaxis.engine.kernels.fp8.shares import Role
-from triaxis.engine.kernels.weight_grad import WeightGradKernel
 from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
-from triaxis.engine.tensor_parallel.linear import Cut, FusedWeights, LinearForm, LinearGemms, Operand
+from triaxis.engine.tensor_parallel.linear import LinearForm, LinearGemms, LinearParts, Operand
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 Scale = torch.Tensor | None
@@ -75,17 +74,8 @@ class Fp8Form(LinearForm):
     def alone(self, *parts: str) -> LinearForm:
         return replace(self, alone_without=parts)
 
-    def gemms(
-        self,
-        weights: FusedWeights,
-        biases: FusedWeights | None,
-        kernel: WeightGradKernel,
-        name: str,
-        cut: Cut,
-        *,
-        may_total: bool = False,
-    ) -> LinearGemms:
-        return Fp8Gemms(weights, biases, kernel, self, name, cut)
+    def gemms(self, parts: LinearParts) -> LinearGemms:
+        return Fp8Gemms(parts, self)
 
 
 _NONE_YET = object()
@@ -98,19 +88,10 @@ class Fp8Gemms(LinearGemms):
     weights.
     """
 
-    def __init__(
-        self,
-        weights: FusedWeights,
-        biases: FusedWeights | None,
-        kernel: WeightGradKernel,
-        form: Fp8Form,
-        name: str,
-        cut: Cut,
-    ) -> None:
-        super().__init__(weights, biases, kernel)
+    def __init__(self, parts: LinearParts, form: Fp8Form) -> None:
+        super().__init__(parts)
         self.form = form
-        self.name = name
-        self.cut = cut
+        self.parts = parts
         self._counted_step = 0
         self._version: object = _NONE_YET
         self._copies: list[tuple[Quantised, Quantised]] = []
@@ -125,10 +106,10 @@ class Fp8Gemms(LinearGemms):
         if whole is x:
             inputs = self.whole_input(x)
             return inputs, inputs.tensor
-        largest = self._input_amax(whole, is_cut=self.cut.inputs)
+        largest = self._input_amax(whole, is_cut=self.parts.cuts_inputs)
         if region.keeps_gathered and self.form.fp8.recipe.is_tensorwise:
             # What was gathered is another tensor, whoever keeps x.
-            whole = self._as_bytes(whole, largest, is_cut=self.cut.inputs)
+            whole = self._as_bytes(whole, largest, is_cut=self.parts.cuts_inputs)
         return Operand(whole, largest), region.kept(x, whole)
 
     def enter_again(self, kept: Operand, region: TensorParallelRegion, purpose: str) -> Pending:
@@ -149,13 +130,15 @@ class Fp8Gemms(LinearGemms):
 
     def whole_input(self, x: torch.Tensor) -> Operand:
         """Return X; in FP8 as bytes, where that is all that is kept of it."""
-        largest = self._input_amax(x, is_cut=self.cut.inputs)
-        return Operand(self._as_bytes(x, largest, is_cut=self.cut.inputs) if self._is_stored() else x, largest)
+        largest = self._input_amax(x, is_cut=self.parts.cuts_inputs)
+        return Operand(self._as_bytes(x, largest, is_cut=self.parts.cuts_inputs) if self._is_stored() else x, largest)
 
     def whole_grad(self, grad: Operand) -> Operand:
         if grad.scale is not None:
             return grad
-        return Operand(grad.tensor, self._largest([grad.tensor], "gradient", over_tp=self.cut.outputs, over_cp=True))
+        return Operand(
+            grad.tensor, self._largest([grad.tensor], "gradient", over_tp=self.parts.cuts_outputs, over_cp=True)
+        )
 
     def forward(self, x: Operand) -> torch.Tensor:
         matrix = x.tensor.flatten(0, -2)
@@ -163,7 +146,7 @@ class Fp8Gemms(LinearGemms):
             inputs = from_bytes(matrix, E4M3, x.scale, self.form.fp8.fusion)
         else:
             inputs = self.form.fp8.activation(matrix, x.scale)
-            self._count_inputs(matrix, inputs, is_cut=self.cut.inputs)
+            self._count_inputs(matrix, inputs, is_cut=self.parts.cuts_inputs)
         self._count_weights()
         copies = zip(self.copies(), self.vectors(), strict=False)
         outputs = [self.form.fp8.product(inputs, weight, bias, self._dtype) for (weight, _), bias in copies]
@@ -176,7 +159,7 @@ class Fp8Gemms(LinearGemms):
         for part, (_, transposed) in zip(parts, copies, strict=True):
             rounded = self._gradient(part, grad.scale)
             if not is_bytes(part):
-                self._count("gradient", part, rounded, is_cut=self.cut.outputs)
+                self._count("gradient", part, rounded, is_cut=self.parts.cuts_outputs)
             product = self.form.fp8.product(rounded, transposed, None, self._dtype)
             total = product if total is None else total.add_(product)
         assert total is not None
@@ -256,7 +239,7 @@ class Fp8Gemms(LinearGemms):
         """Count the numbers that an operand loses; one that is not cut is counted by the first tp rank."""
         counts = self.form.counts
         if counts is not None and counts.is_open and (is_cut or self.form.tp.index == 0):
-            counts.add(self.name, role, matrix, rounded)
+            counts.add(self.parts.name, role, matrix, rounded)
 
     def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
         """Return the largest absolute value of a tensor, of which this rank has some parts; None where blocks have scales."""
@@ -266,7 +249,7 @@ class Fp8Gemms(LinearGemms):
         largest = each[0] if len(each) == 1 else torch.stack(each).amax()
         for axis, is_over in ((self.form.tp, over_tp), (self.form.cp, over_cp)):
             if is_over:
-                largest = axis.all_reduce(largest, f"{FP8_SCALES} {self.name} {what}", op="max").wait()
+                largest = axis.all_reduce(largest, f"{FP8_SCALES} {self.parts.name} {what}", op="max").wait()
         return largest
 
 

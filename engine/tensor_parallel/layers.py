@@ -33,11 +33,11 @@ from triaxis.engine.kernels.weight_grad import add
 from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 from triaxis.engine.tensor_parallel.linear import (
     IN_RUN_DTYPE,
-    Cut,
     FusedWeights,
     GeluGemms,
     LinearForm,
     LinearGemms,
+    LinearParts,
     Operand,
 )
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
@@ -74,8 +74,17 @@ class ColumnParallelLinear(nn.Module):
         self.weights = FusedWeights(weights, in_features=weights[0].record.local_shape[-1])
         self.biases = FusedWeights(biases, in_features=None) if biases else None
         is_cut = weights[0].record.spec.tp_dim is not None
-        cut = Cut(inputs=region.cuts_entered, outputs=is_cut or region.cuts_entered)
-        self.gemms: LinearGemms = form.gemms(self.weights, self.biases, queue.kernel, name, cut, may_total=True)
+        self.gemms: LinearGemms = form.gemms(
+            LinearParts(
+                name=name,
+                weights=self.weights,
+                biases=self.biases,
+                kernel=queue.kernel,
+                cuts_inputs=region.cuts_entered,
+                cuts_outputs=is_cut or region.cuts_entered,
+                may_total=True,
+            )
+        )
         has_biases = self.biases is not None
         self.biases_are_summed_by_consumer = consumer_sums_biases and has_biases and not self.gemms.makes_totals
         self.region = region
@@ -171,7 +180,9 @@ class RowParallelLinear(nn.Module):
         self.weights = FusedWeights([weight], in_features=math.prod(weight.record.local_shape[1:]))
         # The other ranks' parts of Y are added to the first one's, and so to its bias.
         added = None if bias is None or region.axis.index else FusedWeights([bias], in_features=None)
-        self.gemms: LinearGemms = form.gemms(self.weights, added, queue.kernel, name, Cut(inputs=True, outputs=False))
+        self.gemms: LinearGemms = form.gemms(
+            LinearParts(name, self.weights, added, queue.kernel, cuts_inputs=True, cuts_outputs=False)
+        )
         self.bias = bias
         self.region = region
         self.queue = queue

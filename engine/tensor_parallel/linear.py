@@ -38,13 +38,6 @@ class Operand(NamedTuple):
     scale: torch.Tensor | None = None
 
 
-class Cut(NamedTuple):
-    """The operands of a layer that are cut over tp."""
-
-    inputs: bool
-    outputs: bool
-
-
 class FusedWeights:
     """Weights of one input, stacked by rows; one matrix where they are adjacent in the flat tensor.
 
@@ -148,13 +141,29 @@ class Matrices:
         return merged
 
 
-class LinearGemms:
-    """The products of one layer in the run's dtype.
+class LinearParts(NamedTuple):
+    """The parts of which the products of a layer are built.
 
-    Args:
-        weights: of the layer, which read the same input.
+    Attributes:
+        name: of the layer.
+        weights: which read the same input.
         biases: of the same rows, added to Y; None: none.
         kernel: of weight gradients.
+        cuts_inputs, cuts_outputs: X, and Y, are cut over tp.
+        may_total: the products may make the gradient of the biases too.
+    """
+
+    name: str
+    weights: FusedWeights
+    biases: FusedWeights | None
+    kernel: WeightGradKernel
+    cuts_inputs: bool
+    cuts_outputs: bool
+    may_total: bool = False
+
+
+class LinearGemms:
+    """The products of one layer in the run's dtype.
 
     Attributes:
         makes_totals: the product of the weight gradient makes the gradient of the biases too.
@@ -162,10 +171,10 @@ class LinearGemms:
 
     makes_totals = False
 
-    def __init__(self, weights: FusedWeights, biases: FusedWeights | None, kernel: WeightGradKernel) -> None:
-        self.weights = weights
-        self.biases = biases
-        self._add = partial(add_matmul, kernel=kernel)
+    def __init__(self, parts: LinearParts) -> None:
+        self.weights = parts.weights
+        self.biases = parts.biases
+        self._add = partial(add_matmul, kernel=parts.kernel)
 
     def enter(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Operand, torch.Tensor]:
         """Let X [s (/t), b, in] of a column-parallel layer enter the region; return X, and what the backward restores it from."""
@@ -257,18 +266,9 @@ class LinearForm:
         """Return that of a layer whose input nothing else keeps, unless one of these parts (`recompute.modules`) is made again."""
         return self
 
-    def gemms(
-        self,
-        weights: FusedWeights,
-        biases: FusedWeights | None,
-        kernel: WeightGradKernel,
-        name: str,
-        cut: Cut,
-        *,
-        may_total: bool = False,
-    ) -> LinearGemms:
-        """Build the products of a layer; with `may_total` they may make the gradient of the biases."""
-        return LinearGemms(weights, biases, kernel)
+    def gemms(self, parts: LinearParts) -> LinearGemms:
+        """Build the products of a layer."""
+        return LinearGemms(parts)
 
 
 IN_RUN_DTYPE = LinearForm()

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from triaxis.engine.kernels.te import TransformerEngine
-from triaxis.engine.kernels.weight_grad import WeightGradKernel
-from triaxis.engine.tensor_parallel.linear import Cut, FusedWeights, GeluGemms, LinearForm, LinearGemms, Operand
+from triaxis.engine.tensor_parallel.linear import GeluGemms, LinearForm, LinearGemms, LinearParts, Operand
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,17 +14,8 @@ class TeForm(LinearForm):
 
     te: TransformerEngine
 
-    def gemms(
-        self,
-        weights: FusedWeights,
-        biases: FusedWeights | None,
-        kernel: WeightGradKernel,
-        name: str,
-        cut: Cut,
-        *,
-        may_total: bool = False,
-    ) -> LinearGemms:
-        return TeGemms(weights, biases, kernel, self.te, may_total=may_total)
+    def gemms(self, parts: LinearParts) -> LinearGemms:
+        return TeGemms(parts, self.te)
 
 
 class TeGemms(GeluGemms):
@@ -34,18 +24,10 @@ class TeGemms(GeluGemms):
     Its operands are contiguous: where the matrices of a layer are not adjacent, their parts of dY are copied first.
     """
 
-    def __init__(
-        self,
-        weights: FusedWeights,
-        biases: FusedWeights | None,
-        kernel: WeightGradKernel,
-        te: TransformerEngine,
-        *,
-        may_total: bool,
-    ) -> None:
-        super().__init__(weights, biases, kernel)
+    def __init__(self, parts: LinearParts, te: TransformerEngine) -> None:
+        super().__init__(parts)
         self.te = te
-        self.makes_totals = may_total and biases is not None
+        self.makes_totals = parts.may_total and parts.biases is not None
 
     def forward(self, x: Operand) -> torch.Tensor:
         rows = x.tensor.flatten(0, -2)

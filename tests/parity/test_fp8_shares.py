@@ -147,15 +147,15 @@ def test_shares_are_those_of_a_direct_count(monkeypatch: pytest.MonkeyPatch) -> 
 
     def counted_forward(self: Fp8Gemms, x: Operand) -> torch.Tensor:
         # A recomputed MLP reads the same numbers again.
-        if self.name not in seen:
-            seen.add(self.name)
-            count(self.name, "input", x.tensor, 448.0, 2.0**-9)
-            count(self.name, "weight", torch.cat(self.weights.complete().views), 448.0, 2.0**-9)
+        if self.parts.name not in seen:
+            seen.add(self.parts.name)
+            count(self.parts.name, "input", x.tensor, 448.0, 2.0**-9)
+            count(self.parts.name, "weight", torch.cat(self.weights.complete().views), 448.0, 2.0**-9)
         return forward(self, x)
 
     def counted_input_grad(self: Fp8Gemms, grad: Operand) -> torch.Tensor:
         grad = Operand(uneven(grad.tensor), grad.scale)
-        count(self.name, "gradient", grad.tensor, 57344.0, 2.0**-16)
+        count(self.parts.name, "gradient", grad.tensor, 57344.0, 2.0**-16)
         return INPUT_GRAD(self, grad)
 
     monkeypatch.setattr(Fp8Gemms, "forward", counted_forward)

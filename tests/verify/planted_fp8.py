@@ -44,7 +44,9 @@ def each_shard_is_sent_with_a_scale_of_its_own() -> None:
     def alone(
         self: Fp8Gemms, parts: list[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool
     ) -> torch.Tensor | None:
-        return largest(self, parts, what, over_tp=over_tp and (what != "input" or self.cut.inputs), over_cp=over_cp)
+        return largest(
+            self, parts, what, over_tp=over_tp and (what != "input" or self.parts.cuts_inputs), over_cp=over_cp
+        )
 
     Fp8Gemms._largest = alone  # type: ignore[assignment, method-assign]
 
