@@ -119,6 +119,7 @@ class Engine:
     def __post_init__(self) -> None:
         self.diverged = torch.zeros((), dtype=torch.bool, device=self.topology.device)
         self.loss_scale = LossScale(self.config.precision.scaling, self.topology.device)
+        self._world = self.topology.axis("world")
         self._retries = self.count_retries()
 
     @property
@@ -134,7 +135,7 @@ class Engine:
     def post_labels(self, num_labels: Sequence[int]) -> Pending:
         """Post the sum over the world of this rank's `count_labels`, for `forward_backward`; every rank calls it."""
         vector = to_device(num_labels, AGREEMENT_DTYPE, self.topology.device)
-        return self.topology.axis("world").all_reduce(vector, LABELS)
+        return self._world.all_reduce(vector, LABELS)
 
     def forward_backward(
         self,
@@ -192,8 +193,8 @@ class Engine:
         """
         before, self._retries = self._retries, self.count_retries()
         raised = flags._replace(retried=float(self._retries > before)).values()
-        world, load, used = self.topology.axis("world"), self.load, self.loss_scale.scale
-        posted = None if load is None else load.post(world)
+        load, used = self.load, self.loss_scale.scale
+        posted = None if load is None else load.post(self._world)
         mine = {
             "square_sum": self.optimizer.grad_square_sum(),
             "loss_sum": losses.sums[0],
@@ -204,7 +205,7 @@ class Engine:
         for flag, one in zip(raised, mine["flags"], strict=True):
             if flag:
                 one.fill_(flag)
-        agreed = unpack(world.all_reduce(pack(mine), "step").wait(), mine)
+        agreed = unpack(self._world.all_reduce(pack(mine), "step").wait(), mine)
 
         loss_sum, square_sum, num_tokens = agreed["loss_sum"], agreed["square_sum"], losses.labels[0]
         # Of a global batch without a single counted label the loss is reported as zero.
@@ -229,7 +230,7 @@ class Engine:
             "skip": code,
             "ahead": ahead,
         }
-        if self.config.precision.scaling is not None:
+        if self.loss_scale.is_reported:
             numbers["loss_scale"] = used
         if load is not None and posted is not None:
             numbers["load"] = posted.wait()
@@ -253,7 +254,7 @@ class Engine:
             losses = self.executor.run(self.forward_programs.next(), microbatches, self._loss)
             counts += self._count(losses, microbatches)
         vector = pack({"counts": counts, "dropped": self._dropped()})
-        loss_sum, total, dropped = self.topology.axis("world").all_reduce(vector, "validation").wait().tolist()
+        loss_sum, total, dropped = self._world.all_reduce(vector, "validation").wait().tolist()
         if dropped:
             raise DivergenceError(f"Validation: {without_room(int(dropped))}.")
         return float(loss_sum) / max(float(total), 1.0)
@@ -265,7 +266,7 @@ class Engine:
             A function that waits for the sums and returns them. It is called once, in the order of the posts.
         """
         vector = to_device(flags, AGREEMENT_DTYPE, self.topology.device)
-        posted = self.topology.axis("world").all_reduce(vector, "validation")
+        posted = self._world.all_reduce(vector, "validation")
         return lambda: [float(total) for total in posted.wait().tolist()]
 
     def _loss(self, chunk: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor:

@@ -17,11 +17,11 @@ import torch
 from triaxis.engine.checkpoint.format.manifest import TrainingState
 from triaxis.engine.checkpoint.saving import CheckpointSaver
 from triaxis.engine.comm.agreement import StepFlags
-from triaxis.engine.comm.runtime import allocator_retries
 from triaxis.engine.comm.stop import Stop, StopRequest
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.plan import batch_plan, local_seq_length, stages_of
 from triaxis.engine.config.tree import Config
+from triaxis.engine.device.allocator import allocator_retries
 from triaxis.engine.kernels.registry import Kernels, open_kernels
 from triaxis.engine.layout.param_layout import layout_parameters
 from triaxis.engine.layout.partition import StageLayers

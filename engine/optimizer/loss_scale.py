@@ -43,9 +43,11 @@ class LossScale:
 
     Attributes:
         scale: of the next backward, a scalar on the device in `AGREEMENT_DTYPE`.
+        is_reported: the dtype needs a scale.
     """
 
     def __init__(self, config: LossScaleConfig | None, device: torch.device) -> None:
+        self.is_reported = config is not None
         config = LossScaleConfig(static=1.0) if config is None else config
         self._config = config
         self.is_dynamic = config.static is None

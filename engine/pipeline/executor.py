@@ -19,9 +19,10 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from triaxis.engine.activations.backward import run_backward
+from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.pipeline.actions import Action, Kind
-from triaxis.engine.pipeline.lowering import Instruction, Post, Program
+from triaxis.engine.pipeline.lowering import Direction, Instruction, Post, Program
 from triaxis.engine.pipeline.p2p import StageTensor, Transport
 from triaxis.engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue, add_deferred
 
@@ -60,6 +61,12 @@ class Executor:
     dtype: torch.dtype
     observers: Sequence[InstructionObserver] = ()
     running: Instruction | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.axes: dict[Direction, Axis] = {
+            "forward": self.topology.axis("pp_forward"),
+            "backward": self.topology.axis("pp_backward"),
+        }
 
     def run(
         self,
@@ -102,7 +109,7 @@ class _Run:
         self.schedule, self.placement = schedule, schedule.placement
         self.forward_only = schedule.forward_only
         self.transport = Transport(
-            {"forward": topology.axis("pp_forward"), "backward": topology.axis("pp_backward")},
+            executor.axes,
             executor.shape,
             executor.dtype,
             topology.device,

@@ -189,7 +189,7 @@ def read_config(args: argparse.Namespace) -> Config:
 def _real(console: Console, config: Config, rank: int, counted: "Footprint") -> dict[str, object]:
     """Run the rank's steps on a device, and add the measurement to the counts."""
     from triaxis.engine.comm.placement import place
-    from triaxis.engine.comm.runtime import set_up_allocator
+    from triaxis.engine.device.allocator import set_up_allocator
     from triaxis.launch.footprint.real import real_steps
     from triaxis.models.gpt.chunk import build_chunks
 

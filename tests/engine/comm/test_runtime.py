@@ -1,4 +1,4 @@
-"""How a rank starts: its place among the others, the allocator before the first tensor, the variables that torch and NCCL read."""
+"""How a rank starts: its place among the others, the variables that torch and NCCL read."""
 
 import os
 import socket
@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from tests.harness import run_ranks
 from triaxis.engine.comm.runtime import (
-    ALLOCATOR_VARIABLES,
     COMPILE_THREADS,
     CONNECT_AT_ONCE,
     FLIGHT_RECORDER_CALLS,
@@ -24,7 +23,6 @@ from triaxis.engine.comm.runtime import (
     RankEnvironment,
     compile_threads,
     flight_recorder,
-    set_up_allocator,
     start,
 )
 from triaxis.engine.config.run import RuntimeConfig
@@ -34,22 +32,6 @@ from triaxis.engine.errors import TopologyError
 
 def config(**given: Any) -> RuntimeConfig:
     return RuntimeConfig(**given)
-
-
-def test_segments_grow_unless_the_user_has_said_how_memory_is_had() -> None:
-    applied: list[str] = []
-    set_up_allocator(config(), {"PATH": "/bin", "PYTORCH_ALLOC_CONF": ""}, applied.append)
-    assert applied == ["expandable_segments:True"]
-    for name in ALLOCATOR_VARIABLES:
-        set_up_allocator(config(), {name: "max_split_size_mb:512"}, applied.append)
-    set_up_allocator(config(expandable_segments=False), {}, applied.append)
-    assert len(applied) == 1
-
-
-def test_torch_takes_the_words(recwarn: pytest.WarningsRecorder) -> None:
-    set_up_allocator(config(), {})
-    assert not recwarn.list
-    assert torch.ones(2).sum() == 2
 
 
 def test_compile_workers_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
