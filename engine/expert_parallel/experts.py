@@ -66,14 +66,13 @@ class ExpertLinear(nn.Module):
 
     def _add_weight_grad(self, ends: Ends, rows: torch.Tensor, grad: torch.Tensor) -> None:
         main_grads = self.weight.bound_main_grad().view(self._shape)
-        overwrite = self.weight.is_first_grad()
         add_grouped_products(
             main_grads,
             grad,
             rows,
             ends,
             self.work.kernel,
-            overwrite=overwrite,
+            overwrite=not self.weight.has_grad,
             weight_grad=self.work.queue.kernel,
         )
         self.weight.grad_was_added()

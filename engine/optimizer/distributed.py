@@ -75,6 +75,7 @@ class DistributedOptimizer:
         is_compiled, apex: the kernel, as above; else torch's.
 
     Attributes:
+        owned, trained: the owned buckets, and those of them whose parameters updates change.
         state_kinds: the master, this optimizer's moments, and the average where there is one.
         wide: the accumulation dtype of the parameters, in which an update is computed.
     """
@@ -99,7 +100,6 @@ class DistributedOptimizer:
         self.owned: list[OwnedBucket] = []
         for buffer in buffers.buffers:
             segments = list(buffer.layout.segments(buffer.reduce_axis.size, buffer.reduce_axis.index))
-            key = buffer.layout.key
             for bucket in buffer.buckets:
                 start, stop = bucket.owned
                 self.owned.append(
@@ -109,12 +109,13 @@ class DistributedOptimizer:
                         state=OptimizerState(
                             buffer.parameters[start:stop],
                             precision,
-                            self.state_kinds if key.is_updated else (MASTER,),
-                            is_frozen=key.is_frozen,
+                            self.state_kinds if buffer.is_updated else (MASTER,),
+                            is_frozen=buffer.layout.key.is_frozen,
                         ),
                         segments=tuple(segment for segment in segments if start <= segment.offset < stop),
                     )
                 )
+        self.trained = [owned for owned in self.owned if owned.buffer.is_updated]
         self._runs = [owned.runs(config) for owned in self.trained]
         self._rules = list(dict.fromkeys(rule for runs in self._runs for _, rule in runs))
         # Made once: a number that a step brought to the device would make the host wait for the backward.
@@ -123,11 +124,6 @@ class DistributedOptimizer:
         self._stretches: list[list[Stretch]] = []
         if self._fusion.is_compiled:
             self._stretches = [stretches(runs, numbers, buffers.device) for runs in self._runs]
-
-    @property
-    def trained(self) -> list[OwnedBucket]:
-        """Return the owned buckets of parameters that updates change."""
-        return [owned for owned in self.owned if owned.buffer.layout.key.is_updated]
 
     def grad_square_sum(self) -> torch.Tensor:
         """Return the sum of squares of the owned gradients, each model element counted once over the world (a scalar).

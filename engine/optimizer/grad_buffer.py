@@ -9,14 +9,14 @@ Gradients of frozen ones are computed and reduced like any other's; nothing read
                       reduce-scatter over dp (of experts: expert_dp) is posted, under the rest of the backward
     finish()          waits for them, then sums the owned parts that are partial sums over a further axis
     (optimizer)       writes the owned part of the parameters
-    gather()          posts the all-gathers; `weights_needed` waits for a bucket where the next forward needs it
+    gather()          posts the all-gathers; `complete` waits for a bucket where the next forward needs it
 
 There is no switch for "the last microbatch": readiness is a count, and a count that is off at the end of the step is
 an error that names the parameter.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,28 +27,81 @@ from triaxis.engine.layout.shard_spec import ReduceAxis
 from triaxis.engine.numerics.precision import accumulation_dtype
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
+OnGrad = Callable[[ShardedParameter], None]
+"""Called with a parameter whose gradient was added, before its bucket is reduced."""
+
 
 @dataclass
 class Bucket:
-    """One bucket's live state.
+    """A stretch of a buffer whose gradients are reduced in one call, and whose parameters are gathered in one.
 
     Attributes:
         owned: (start, stop) in the buffer of the part that this data-parallel rank owns.
-        missing: gradients that have not been added yet in this step.
+        owners: the ranks that own a part each.
+        parameters, main_grads: of the whole buffer.
+        missing: gradients that each parameter has not got yet in this step; of those that get any.
+        num_missing: their sum.
+        reducing, gathering: the calls under way.
+        version: how often the parameters were gathered.
     """
 
     layout: BucketLayout
     owned: tuple[int, int]
-    missing: int = 0
+    owners: Axis
+    parameters: torch.Tensor
+    main_grads: torch.Tensor
+    missing: dict[ShardedParameter, int] = field(default_factory=dict)
+    num_missing: int = 0
+    on_grad: OnGrad | None = None
     reducing: Pending | None = None
     gathering: Pending | None = None
+    version: int = 0
+
+    def start(self, num_microbatches: int, on_grad: OnGrad | None) -> None:
+        """Begin a step: main grads are old, and each use of a parameter brings a gradient of each microbatch."""
+        for parameter in self.missing:
+            parameter.has_grad = False
+            self.missing[parameter] = parameter.num_uses * num_microbatches
+        self.num_missing, self.on_grad = sum(self.missing.values()), on_grad
+
+    def grad_added(self, parameter: ShardedParameter) -> None:
+        """Count the gradient of one microbatch that one use of the parameter has added; the last one posts the reduction."""
+        if self.on_grad is not None:
+            self.on_grad(parameter)
+        missing = self.missing[parameter] - 1
+        assert missing >= 0, f"{parameter.record.name}: a gradient more than microbatches x uses was added"
+        self.missing[parameter] = missing
+        if not parameter.has_grad:
+            parameter.has_grad = True
+        self.num_missing -= 1
+        if self.num_missing == 0:
+            start, stop = self.owned
+            self.reducing = self.owners.reduce_scatter(
+                self.main_grads[self.layout.start : self.layout.stop], "gradients", out=self.main_grads[start:stop]
+            )
+
+    def gather(self) -> None:
+        """Post the all-gather of the updated parameters."""
+        start, stop = self.owned
+        self.gathering = self.owners.all_gather(
+            self.parameters[start:stop], "parameters", out=self.parameters[self.layout.start : self.layout.stop]
+        )
+        self.version += 1
+
+    def complete(self) -> None:
+        """Wait for the all-gather under way, if there is one."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
 
 
 @dataclass
 class FlatBuffer:
     """The tensors of one buffer: `parameters` and `main_grads`, both [layout.numel]; without training `main_grads` is empty.
 
-    `reduce_axis` has the ranks that own parts of each bucket.
+    Attributes:
+        reduce_axis: the ranks that own parts of each bucket.
+        is_updated: the optimizer changes its parameters: they are trained, and not frozen.
     """
 
     layout: BufferLayout
@@ -58,17 +111,7 @@ class FlatBuffer:
     reduce_axis: Axis
     sum_axis: Axis | None
     replica_index: int
-
-
-@dataclass
-class _Place:
-    """The place of one parameter, and how many gradients it expects in this step and still misses."""
-
-    parameter: ShardedParameter
-    buffer: FlatBuffer
-    bucket: Bucket
-    expected: int = 0
-    missing: int = 0
+    is_updated: bool
 
 
 class GradBuffers:
@@ -96,81 +139,58 @@ class GradBuffers:
     ) -> None:
         self.dtype = dtype
         self.device = device
-        self._on_grad: Callable[[ShardedParameter], None] | None = None
-        self._version = 0
         self.buffers: list[FlatBuffer] = []
-        # By the objects: these are looked up several times for each layer and microbatch.
-        self._places: dict[ShardedParameter, _Place] = {}
         for layout in layouts:
             is_trained, owners = layout.key.is_trained, reduce_axes[layout.key.reduce_over]
-            numel = layout.numel
             stored = dtype if is_trained else accumulation_dtype(dtype)
+            values = torch.zeros(layout.numel, dtype=stored, device=device)
+            main_grads = torch.zeros(layout.numel if is_trained else 0, dtype=grad_dtype, device=device)
             buffer = FlatBuffer(
                 layout=layout,
-                parameters=torch.zeros(numel, dtype=stored, device=device),
-                main_grads=torch.zeros(numel if is_trained else 0, dtype=grad_dtype, device=device),
-                buckets=[Bucket(bucket, bucket.owned(owners.size, owners.index)) for bucket in layout.buckets],
+                parameters=values,
+                main_grads=main_grads,
+                buckets=[
+                    Bucket(bucket, bucket.owned(owners.size, owners.index), owners, values, main_grads)
+                    for bucket in layout.buckets
+                ],
                 reduce_axis=owners,
                 sum_axis=None if layout.key.sum_over is None else axes[layout.key.sum_over],
                 replica_index=0 if layout.key.replicas is None else axes[layout.key.replicas].index,
+                is_updated=layout.key.is_updated,
             )
             self.buffers.append(buffer)
             for bucket in buffer.buckets:
                 for entry in bucket.layout.entries:
                     parameter = parameters[entry.record.name]
-                    self._places[parameter] = _Place(parameter, buffer, bucket)
                     shape, where = entry.record.local_shape, slice(entry.start, entry.stop)
-                    main_grad = buffer.main_grads[where].view(shape) if is_trained else None
-                    parameter.bind(buffer.parameters[where].view(shape), main_grad, self)
+                    parameter.bind(
+                        values[where].view(shape), main_grads[where].view(shape) if is_trained else None, bucket
+                    )
+                    if is_trained:
+                        bucket.missing[parameter] = 0
 
     @property
-    def _trained(self) -> Iterator[FlatBuffer]:
-        return (buffer for buffer in self.buffers if buffer.layout.key.is_trained)
+    def buckets(self) -> Iterator[Bucket]:
+        """Return the buckets of all buffers."""
+        return (bucket for buffer in self.buffers for bucket in buffer.buckets)
 
-    def start(self, num_microbatches: int, on_grad: Callable[[ShardedParameter], None] | None = None) -> None:
+    def start(self, num_microbatches: int, on_grad: OnGrad | None = None) -> None:
         """Begin a step: main grads are old, and `num_microbatches` gradients are expected per use of each parameter.
 
         `on_grad` is called in this step with each parameter whose gradient was added, before its bucket is reduced.
         """
-        self._on_grad = on_grad
-        for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                bucket.missing = 0
-        for place in self._places.values():
-            if not place.buffer.layout.key.is_trained:
-                continue
-            place.expected = place.missing = place.parameter.num_uses * num_microbatches
-            place.bucket.missing += place.missing
-
-    def is_first_grad(self, parameter: ShardedParameter) -> bool:
-        """Return whether the parameter has got no gradient in this step yet."""
-        place = self._places[parameter]
-        return place.missing == place.expected
-
-    def grad_added(self, parameter: ShardedParameter) -> None:
-        """Count the gradient of one microbatch that one use of the parameter has added."""
-        if self._on_grad is not None:
-            self._on_grad(parameter)
-        place = self._places[parameter]
-        place.missing -= 1
-        assert place.missing >= 0, f"{parameter.record.name}: a gradient more than microbatches x uses was added"
-        place.bucket.missing -= 1
-        if place.bucket.missing == 0:
-            bucket, buffer = place.bucket, place.buffer
-            start, stop = bucket.owned
-            bucket.reducing = buffer.reduce_axis.reduce_scatter(
-                buffer.main_grads[bucket.layout.start : bucket.layout.stop],
-                "gradients",
-                out=buffer.main_grads[start:stop],
-            )
+        for bucket in self.buckets:
+            bucket.start(num_microbatches, on_grad)
 
     def finish(self) -> None:
         """Wait for the reductions; afterwards the owned part of each bucket holds the whole gradient."""
-        late = [parameter.record.name for parameter, place in self._places.items() if place.missing]
+        late = [each.record.name for bucket in self.buckets for each, missing in bucket.missing.items() if missing]
         assert not late, f"gradients are missing at the end of the step: {', '.join(late[:5])}"
         sums = []
-        for buffer in self._trained:
+        for buffer in self.buffers:
             for bucket in buffer.buckets:
+                if not bucket.missing:
+                    continue  # its parameters are not trained
                 assert bucket.reducing is not None
                 bucket.reducing.wait()
                 bucket.reducing = None
@@ -186,34 +206,13 @@ class GradBuffers:
 
         `untrained`: also of those that are not trained: they are frozen, or every rank changes them alike.
         """
-        self._version += 1
         for buffer in self.buffers:
-            if not (buffer.layout.key.is_updated or untrained):
+            if not (buffer.is_updated or untrained):
                 continue
             for bucket in reversed(buffer.buckets):
-                start, stop = bucket.owned
-                bucket.gathering = buffer.reduce_axis.all_gather(
-                    buffer.parameters[start:stop],
-                    "parameters",
-                    out=buffer.parameters[bucket.layout.start : bucket.layout.stop],
-                )
-
-    def weights_version(self) -> int:
-        """Return how often parameters were gathered: after each update, and when they are loaded."""
-        return self._version
-
-    def weights_needed(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Complete the parameters' buckets before they are used."""
-        for parameter in parameters:
-            bucket = self._places[parameter].bucket
-            if bucket.gathering is not None:
-                bucket.gathering.wait()
-                bucket.gathering = None
+                bucket.gather()
 
     def wait_all(self) -> None:
         """Complete every parameter (before it is read from outside: validation ends, a checkpoint begins)."""
-        for buffer in self.buffers:
-            for bucket in buffer.buckets:
-                if bucket.gathering is not None:
-                    bucket.gathering.wait()
-                    bucket.gathering = None
+        for bucket in self.buckets:
+            bucket.complete()

@@ -105,7 +105,7 @@ class _ChunkedHead(torch.autograd.Function):
         (matrix,) = head.weights.complete().views
         reduced: list[Pending] = []
 
-        for main_grad, _, overwrite in head.weights.main_grads():
+        for main_grad, _ in head.weights.main_grads():
             for rows in ctx.pieces:
                 logits = F.linear(inputs[rows], matrix)
                 ctx.options.shape_(logits, ctx.fusion)
@@ -114,6 +114,7 @@ class _ChunkedHead(torch.autograd.Function):
                 if rows is ctx.pieces[-1]:
                     reduced.append(head.region.enter_backward(grad_inputs, f"{head.name} backward"))
                     head.region.axis.ledger.mark("weight_grad", head.name)
-                is_first = overwrite and rows is ctx.pieces[0]
+                is_first = not head.weights.have_grads and rows is ctx.pieces[0]
                 add_matmul(main_grad, logits, inputs[rows], overwrite=is_first, kernel=head.queue.kernel)
+        head.weights.added()
         return reduced[0].wait(), None, None, None, None, None, None

@@ -114,8 +114,9 @@ class ColumnParallelLinear(nn.Module):
     def add_bias_total(self, total: torch.Tensor) -> None:
         """Add the sum of dY over its tokens, [rows] in the accumulation dtype, to the main grads of the biases."""
         assert self.biases is not None
-        for main_grad, rows, overwrite in self.biases.main_grads():
-            add(main_grad, total if rows == self.biases.all_rows else total[rows], overwrite=overwrite)
+        for main_grad, rows in self.biases.main_grads():
+            add(main_grad, total if rows == self.biases.all_rows else total[rows], overwrite=not self.biases.have_grads)
+        self.biases.added()
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -272,7 +273,7 @@ class _VocabParallelLookup(torch.autograd.Function):
         local, held = ctx.saved_tensors
         whole = layer.region.leave_backward(grad, "embedding backward").wait()
         contribution = accumulate(whole) * held.unsqueeze(-1)
-        main_grad, is_first = layer.weight.bound_main_grad(), layer.weight.is_first_grad()
+        main_grad, is_first = layer.weight.bound_main_grad(), not layer.weight.has_grad
         # Frequent tokens occur thousands of times, so their sum is wide even where main grads are narrow.
         total = main_grad
         if main_grad.dtype != contribution.dtype:

@@ -10,7 +10,7 @@ model is built, says by what the products are computed: here by torch in the run
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
@@ -60,31 +60,41 @@ class FusedWeights:
 
     def version(self) -> int | None:
         """Return a number that changes with the weights, as copies of them must; None where they are not bound."""
-        sink = self.members[0].sink
-        return None if sink is None else sink.weights_version()
+        if self.members[0].bucket is None:
+            return None
+        return sum(member.bucket.version for member in self.members if member.bucket is not None)
 
     def complete(self) -> "Matrices":
         """Return the weights as few matrices [rows, in] (or vectors [rows]) as adjacency allows; wait for gathers under way."""
-        sink = self.members[0].sink
-        if sink is not None:
-            sink.weights_needed(self.members)
+        for member in self.members:
+            bucket = member.bucket
+            if bucket is not None and bucket.gathering is not None:
+                bucket.complete()
         return self.values.now()
 
     def accumulate(self, grad: torch.Tensor, x: Any, add: AddProduct) -> None:
         """Add dY^T X to the main grads, once for each run of adjacent members; grad [n, out] and x [n, in], or what `add` reads."""
-        for main_grad, rows, overwrite in self.main_grads():
-            add(main_grad, grad if rows == self.all_rows else grad[:, rows], x, overwrite=overwrite)
+        for main_grad, rows in self.main_grads():
+            add(main_grad, grad if rows == self.all_rows else grad[:, rows], x, overwrite=not self.have_grads)
+        self.added()
 
-    def main_grads(self) -> Iterator[tuple[torch.Tensor, slice, bool]]:
-        """Yield (main-grad matrix, its rows of W, overwrite) per run of adjacent members; then tell the sink."""
-        main_grads, sink = self._main_grads.now(), self.members[0].bound_sink()
-        overwrite = sink.is_first_grad(self.members[0])
-        for member in self.members[1:]:
-            assert sink.is_first_grad(member) == overwrite, "members are used together"
-        for matrix, rows in zip(main_grads.views, main_grads.rows, strict=True):
-            yield matrix, rows, overwrite
+    def main_grads(self) -> Iterable[tuple[torch.Tensor, slice]]:
+        """Return (main-grad matrix, its rows of W) per run of adjacent members; `added` follows."""
+        main_grads = self._main_grads.now()
+        return zip(main_grads.views, main_grads.rows, strict=True)
+
+    @property
+    def have_grads(self) -> bool:
+        """Return whether the main grads have a gradient of this step; else the next one overwrites them."""
+        return self.members[0].has_grad
+
+    def added(self) -> None:
+        """Tell the members' buckets that one use in one microbatch has added its gradients."""
+        have_grads = self.have_grads
         for member in self.members:
-            sink.grad_added(member)
+            assert member.bucket is not None, f"{member.record.name} has no grad buffer"
+            assert member.has_grad == have_grads, "members are used together"
+            member.bucket.grad_added(member)
 
 
 class Matrices:

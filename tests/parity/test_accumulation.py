@@ -14,7 +14,7 @@ from tests.parity.cases import Case, build_rank, load_weights, owned_pieces, wei
 from tests.planting import Plant, run_planted
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Pending
-from triaxis.engine.optimizer.grad_buffer import GradBuffers
+from triaxis.engine.optimizer.grad_buffer import Bucket
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 pytestmark = pytest.mark.distributed
@@ -34,14 +34,14 @@ PLANTED = Case("gpt", dp=2, dtype="bf16", num_layers=2, global_batch_size=2 * NU
 
 def main_grads_are_rounded_to_bf16() -> None:
     """Plant a cast of the main grad after each addition."""
-    added = GradBuffers.grad_added
+    added = Bucket.grad_added
 
-    def rounded(self: GradBuffers, parameter: ShardedParameter) -> None:
+    def rounded(self: Bucket, parameter: ShardedParameter) -> None:
         main_grad = parameter.bound_main_grad()
         main_grad.copy_(main_grad.bfloat16())
         added(self, parameter)
 
-    GradBuffers.grad_added = rounded  # type: ignore[method-assign]
+    Bucket.grad_added = rounded  # type: ignore[method-assign]
 
 
 def gradients_are_reduced_in_bf16() -> None:

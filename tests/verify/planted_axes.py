@@ -17,7 +17,7 @@ from triaxis.engine.context_parallel.mixer import Mixer
 from triaxis.engine.data.sampler import step_sample_ids
 from triaxis.engine.layout.shard_spec import ParamRecord
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
-from triaxis.engine.optimizer.grad_buffer import Bucket, FlatBuffer, GradBuffers
+from triaxis.engine.optimizer.grad_buffer import Bucket, GradBuffers
 from triaxis.engine.pipeline.executor import Executor, _Run
 from triaxis.engine.tensor_parallel.cross_entropy import LocalTargets
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
@@ -72,12 +72,14 @@ def _tp_size(buffers: GradBuffers) -> int:
     """Return how many ranks share a matrix that tp cuts."""
     sizes = {
         parameter.record.spec.shape[0] // parameter.record.local_shape[0]
-        for parameter in buffers._places
+        for bucket in buffers.buckets
+        for parameter in bucket.missing
         if parameter.record.name.endswith("mlp.up.weight") and parameter.record.spec.tp_dim == 0
     }
     sizes |= {
         parameter.record.spec.shape[1] // parameter.record.local_shape[1]
-        for parameter in buffers._places
+        for bucket in buffers.buckets
+        for parameter in bucket.missing
         if parameter.record.name.endswith("mlp.down.weight")
     }
     return max(sizes)
@@ -190,45 +192,43 @@ def dp_ranks_read_from_places_of_their_own() -> None:
 
 
 def one_bucket_is_not_reduced() -> None:
-    added, finish = GradBuffers.grad_added, GradBuffers.finish
-    own: list[tuple[Bucket, FlatBuffer, torch.Tensor]] = []
+    added, finish = Bucket.grad_added, GradBuffers.finish
+    own: list[tuple[Bucket, torch.Tensor]] = []
 
-    def before_reduction(self: GradBuffers, parameter: ShardedParameter) -> None:
-        place = self._places[parameter]
-        names = [entry.record.name for entry in place.bucket.layout.entries]
-        if "layers.0.mlp.down.weight" in names and place.bucket.missing == 1:
-            own.append((place.bucket, place.buffer, place.buffer.main_grads[slice(*place.bucket.owned)].clone()))
+    def before_reduction(self: Bucket, parameter: ShardedParameter) -> None:
+        names = [entry.record.name for entry in self.layout.entries]
+        if "layers.0.mlp.down.weight" in names and self.num_missing == 1:
+            own.append((self, self.main_grads[slice(*self.owned)].clone()))
         added(self, parameter)
 
     def unreduced(self: GradBuffers) -> None:
         finish(self)
         while own:
-            bucket, buffer, values = own.pop()
-            buffer.main_grads[slice(*bucket.owned)] = values
+            bucket, values = own.pop()
+            bucket.main_grads[slice(*bucket.owned)] = values
 
-    GradBuffers.grad_added = before_reduction  # type: ignore[method-assign]
+    Bucket.grad_added = before_reduction  # type: ignore[method-assign]
     GradBuffers.finish = unreduced  # type: ignore[method-assign]
 
 
 def a_weight_is_reduced_before_its_last_microbatch() -> None:
     """The owner adds its own last gradient to the sum; those of the other ranks are lost."""
-    added = GradBuffers.grad_added
+    added = Bucket.grad_added
     kept: dict[str, torch.Tensor] = {}
 
-    def early(self: GradBuffers, parameter: ShardedParameter) -> None:
+    def early(self: Bucket, parameter: ShardedParameter) -> None:
         name = parameter.record.name
-        place = self._places[parameter]
         if name.endswith("mlp.down.weight"):
             main_grad = parameter.bound_main_grad()
-            if place.missing == 1:
-                entry = next(one for one in place.bucket.layout.entries if one.record.name == name)
+            if self.missing[parameter] == 1:
+                entry = next(one for one in self.layout.entries if one.record.name == name)
                 numbers = torch.arange(entry.start, entry.stop).view(main_grad.shape)
-                start, stop = place.bucket.owned
+                start, stop = self.owned
                 main_grad.copy_(torch.where((numbers >= start) & (numbers < stop), main_grad, kept[name]))
             kept[name] = main_grad.clone()
         added(self, parameter)
 
-    GradBuffers.grad_added = early  # type: ignore[method-assign]
+    Bucket.grad_added = early  # type: ignore[method-assign]
 
 
 def gradient_norm_counts_whole_buckets() -> None:
@@ -305,15 +305,21 @@ def weights_decay_twice() -> None:
 
 
 def a_microbatch_is_written_over() -> None:
-    is_old = GradBuffers.is_first_grad
+    added, start = Bucket.grad_added, Bucket.start
+    written: set[str] = set()
 
-    def older(self: GradBuffers, parameter: ShardedParameter) -> bool:
-        place = self._places[parameter]
-        return is_old(self, parameter) or (
-            parameter.record.name.endswith("mlp.down.weight") and place.missing == place.expected - 1
-        )
+    def begin(self: Bucket, *args: Any) -> None:
+        written.clear()
+        start(self, *args)
 
-    GradBuffers.is_first_grad = older  # type: ignore[method-assign]
+    def older(self: Bucket, parameter: ShardedParameter) -> None:
+        added(self, parameter)
+        name = parameter.record.name
+        if name.endswith("mlp.down.weight") and name not in written:
+            written.add(name)
+            parameter.has_grad = False
+
+    Bucket.start, Bucket.grad_added = begin, older  # type: ignore[method-assign]
 
 
 def masked_labels_are_counted() -> None:

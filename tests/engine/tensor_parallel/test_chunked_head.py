@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import compiler
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.comm.ledger import Ledger, Pending
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.layout.shard_spec import Init, ParamSpec, localize
 from triaxis.engine.tensor_parallel.chunked_head import chunked_head_losses
@@ -26,19 +26,17 @@ TOKENS = S * B
 
 
 @dataclass
-class Sink:
-    """Whether the main grad holds last step's gradient, and how many gradients it was told of."""
+class Bucket:
+    """The gradients that a bucket was told of."""
 
-    is_old: bool
+    gathering: Pending | None = None
+    version: int = 0
     added: list[str] = field(default_factory=list)
+
+    def complete(self) -> None: ...
 
     def grad_added(self, parameter: ShardedParameter) -> None:
         self.added.append(parameter.record.name)
-
-    def is_first_grad(self, parameter: ShardedParameter) -> bool:
-        return self.is_old
-
-    def weights_needed(self, parameters: Sequence[ShardedParameter]) -> None: ...
 
 
 @dataclass
@@ -74,9 +72,10 @@ def run(
     wide = torch.promote_types(dtype, torch.float32)
     spec = ParamSpec("head.weight", (COLUMNS, H), Init("zeros"), tp_dim=0)
     parameter = ShardedParameter(localize(spec, tp=1, tp_index=0, sequence_parallel=False), dtype)
-    sink = Sink(is_old)
+    bucket = Bucket()
     main_grad = torch.ones(COLUMNS, H, dtype=wide, device=device)
-    parameter.bind(weight, main_grad, sink)
+    parameter.bind(weight, main_grad, bucket)
+    parameter.has_grad = not is_old
     axis = Axis("tp", [0], 0, None, Ledger())
     head = ColumnParallelLinear([parameter], [], TensorParallelRegion(axis, False), WeightGradQueue(), "head")
     leaf.requires_grad_()
@@ -86,7 +85,7 @@ def run(
         losses = chunked_head_losses(leaf, targets, head, VOCAB, at_a_time, fusion)
     losses.backward(grad.to(losses.dtype))
     assert leaf.grad is not None
-    return Run(losses.detach(), leaf.grad, main_grad, sink.added)
+    return Run(losses.detach(), leaf.grad, main_grad, bucket.added)
 
 
 def by_torch(*, is_old: bool) -> Run:

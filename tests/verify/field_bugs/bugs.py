@@ -14,6 +14,7 @@ from tests.verify import planted
 from tests.verify.planted import DROPOUT, FULL, KV, QK
 from triaxis.engine.optimizer.grad_buffer import GradBuffers
 from triaxis.engine.pipeline.executor import Executor
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 PP = Case("gpt", pp=2, num_layers=2, global_batch_size=4)
 DP = Case("gpt", dp=2, num_layers=2, global_batch_size=4)
@@ -97,12 +98,12 @@ def each_rank_averages_over_its_own_tokens() -> None:
 
 def only_the_last_microbatch_trains() -> None:
     """Plant main grads that each microbatch writes over."""
-    GradBuffers.is_first_grad = lambda self, parameter: True  # type: ignore[method-assign]
+    ShardedParameter.has_grad = property(lambda self: False, lambda self, has_grad: None)  # type: ignore[assignment]
 
 
 def gradients_are_added_to_what_was_there() -> None:
     """Plant a buffer that is never written over, so that a step begins with the gradients of the one before."""
-    GradBuffers.is_first_grad = lambda self, parameter: False  # type: ignore[method-assign]
+    ShardedParameter.has_grad = property(lambda self: True, lambda self, has_grad: None)  # type: ignore[assignment]
 
 
 def _is_kv(name: str) -> bool:
