@@ -92,7 +92,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "engine/comm/runtime.py": ("torch._C._distributed_c10d",),
     "engine/device/allocator.py": ("torch.cuda.memory._set_allocator_settings",),
     "engine/comm/topology.py": ("torch._C._distributed_c10d.ProcessGroupNCCL.Options",),
-    "engine/activations/saved_tensors.py": ("torch.autograd.graph.saved_tensors_hooks",),
+    "engine/activations/saving_hooks.py": ("torch.autograd.graph.saved_tensors_hooks",),
     "launch/start/process/forward_signals.py": (
         "torch.distributed.elastic.multiprocessing.api.SignalException",
         "torch.distributed.elastic.multiprocessing.api._terminate_process_handler",

@@ -1,84 +1,41 @@
-"""The choice for each tensor that autograd saves: keep it, recompute it, or move it to host memory.
+"""The policy for tensors that autograd saves: each is kept. `saving_hooks.py` recomputes some, or moves them to the host."""
 
-    kept         the tensor
-    recomputed   a cheap function (a norm, an activation) and its inputs; it runs once in the backward for all users of its result
-    moved        a place in host memory (`engine/activations/offload.py`): the tensor leaves while the next layer is computed,
-                 and comes back during the backward of that layer
-
-One pair of hooks decides (`torch.autograd.graph.saved_tensors_hooks`), for torch's operators and our own functions alike. The unit
-is a storage, so several views of it are one thing. The inputs of a recomputed function are saved by the same rule, so chains are
-recomputed from their first kept or moved tensor.
-
-Recomputed functions must give the same bits and must not communicate. Whole layers do communicate: they go through `recompute`.
-What must not be decided twice in such a layer, `once` remembers from its forward to the replay.
-"""
-
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from triaxis.engine.activations.offload import HostMemory, Mark, OffloadedStorage
-from triaxis.engine.activations.recompute import recompute
-
-Function = Callable[..., torch.Tensor]
+from triaxis.engine.activations.offload import HostMemory
 
 Result = TypeVar("Result")
 
 ATTENTION = "attention"
-"""The part of `SavedTensors.recompute_inside`: its output is saved, its inner tensors are recomputed."""
+"""The part of `SavedTensors.recomputed_inside`: its output is saved, its inner tensors are recomputed."""
 
 
 class SavedTensors:
-    """The choices for one rank's model chunks.
-
-    Args:
-        parts: names of the parts to recompute.
-        host: takes the moved tensors; None: none is moved.
-        min_bytes: smaller tensors are not moved.
-        weights: returns this rank's weights, which are never moved; called when the first layer moves its tensors.
-        on_saved: called with each tensor that holds device memory for a backward.
+    """The policy for one rank's model chunks: every saved tensor is kept.
 
     Attributes:
+        parts: names of the parts to recompute.
+        host: takes the moved tensors; None: none is moved.
         is_replay: what runs is computed again in the backward.
     """
 
-    def __init__(
-        self,
-        parts: Collection[str] = (),
-        host: HostMemory | None = None,
-        min_bytes: int = 1,
-        weights: Callable[[], Iterable[torch.Tensor]] = tuple,
-        on_saved: Callable[[torch.Tensor], None] = lambda tensor: None,
-    ) -> None:
-        self.parts = frozenset(parts)
-        self.host = host
-        self.min_bytes = min_bytes
-        self._on_saved = on_saved
-        self._weights = weights
-        self._has_hooks = bool(self.parts - {ATTENTION})
-        self.is_replay = False
-        self._open: _Layer | None = None
-        self._memo: _Memo | None = None
-        self._below: _Layer | None = None
-        self._sources: WeakKeyDictionary[torch.UntypedStorage, _Source] = WeakKeyDictionary()
+    parts: frozenset[str] = frozenset()
+    host: HostMemory | None = None
+    is_replay = False
 
     def run_layer(
         self,
-        function: Function,
+        function: Callable[..., torch.Tensor],
         x: torch.Tensor,
         *,
         moves: bool = False,
         whole: bool = False,
         shared: Iterable[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Return `function(x)`, its saved tensors treated by these choices. Call layers in order, then `end_chunk`.
+        """Return `function(x)`, its saved tensors treated by this policy. Call layers in order, then `end_chunk`.
 
         Args:
             function: a layer, or several that are recomputed together.
@@ -87,268 +44,25 @@ class SavedTensors:
             whole: recompute all of it, so that only x is saved.
             shared: tensors that other layers save too; they are not moved.
         """
-        if not torch.is_grad_enabled():
-            return function(x)
-        layer = _Layer(self.host if moves else None, self._on_saved)
-        if moves:
-            layer.stays = set(self._weight_storages)
-            # A leaf came from another stage: the executor holds it for its gradient.
-            layer.stays |= {_identity(tensor) for tensor in ((x,) if x.is_leaf else ())} | set(map(_identity, shared))
-        with self._opened(layer, hooks=moves or (self._has_hooks and not whole)):
-            y = recompute(partial(self._remembering, _Memo(self._on_saved), function), x) if whole else function(x)
-        if self.host is not None:
-            self._pass_on(layer, y)
-        return y
+        assert not (moves or whole), "this policy keeps every tensor"
+        return function(x)
 
     def end_chunk(self, output: torch.Tensor) -> torch.Tensor:
-        """Return a chunk's output, its backward set to begin by fetching what the last layer moved."""
-        last, self._below = self._below, None
-        if last is not None:
-            last.let_go()
-            _before_backward_of(output, last.fetch)
+        """Return a chunk's output, after its last layer."""
         return output
 
-    def recompute_output(self, part: str, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
-        """Return `function(*inputs)`; autograd saves a recipe instead of the output if `part` is recomputed."""
-        output = function(*inputs)
-        if self.makes_again(part) and torch.is_grad_enabled():
-            storage = output.untyped_storage()
-            if all(_identity(each) != storage._cdata for each in inputs):
-                # A module's own hooks belong to its forward alone.
-                maker = function.forward if isinstance(function, nn.Module) else function
-                maker = partial(self._replaying, maker, is_replay=True)
-                self._sources[storage] = _Source(maker, [each.detach() for each in inputs], storage.nbytes())
-        return output
+    def recomputed(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return a function of tensors with the same results; autograd saves a recipe of each if `part` is recomputed."""
+        return function
 
-    def recompute_inside(self, part: str, function: Function, *inputs: torch.Tensor) -> torch.Tensor:
-        """Return `function(*inputs)`; its inner saved tensors are recomputed from the inputs if `part` is recomputed."""
-        if self.makes_again(part) and torch.is_grad_enabled():
-            return recompute(function, *inputs)
-        return function(*inputs)
+    def recomputed_inside(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return the same function (tensors, *others); its inner saved tensors are recomputed if `part` is recomputed."""
+        return function
 
     def makes_again(self, part: str) -> bool:
         """Return whether the part is recomputed of the layer that runs; where the layer is replayed as a whole, it is not."""
-        return self._open is not None and part in self.parts
+        return False
 
     def once(self, function: Callable[[], Result]) -> Result:
         """Return `function()`; where a whole layer is replayed, what it returned in the forward."""
-        return function() if self._memo is None else self._memo.next(function)
-
-    def _remembering(self, memo: "_Memo", function: Function, x: torch.Tensor) -> torch.Tensor:
-        is_replay = memo.has_begun
-        self._memo = memo.begin()
-        try:
-            return self._replaying(function, x, is_replay=is_replay)
-        finally:
-            self._memo = None
-
-    def _replaying(self, function: Function, *inputs: torch.Tensor, is_replay: bool) -> torch.Tensor:
-        """Return `function(*inputs)`, while `is_replay` says whether it is computed again."""
-        before, self.is_replay = self.is_replay, is_replay
-        try:
-            return function(*inputs)
-        finally:
-            self.is_replay = before
-
-    @contextmanager
-    def _opened(self, layer: "_Layer", hooks: bool) -> Iterator[None]:
-        self._open = layer
-        try:
-            if hooks:
-                with saved_tensors_hooks(self._pack, _unpack):
-                    yield
-            else:
-                yield
-        finally:
-            self._open = None
-
-    def _pass_on(self, layer: "_Layer", y: torch.Tensor) -> None:
-        """Send what the layer moves, free what the layer below has sent, and prepare the layer's backward."""
-        layer.send()
-        below, self._below = self._below, layer
-        if below is not None:
-            below.let_go()
-        _before_backward_of(y, partial(_begin_backward, layer, below))
-
-    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _View":
-        storage = tensor.untyped_storage()
-        source = self._sources.get(storage)
-        if source is not None:
-            source.use(self._pack)
-            return _View.of(tensor, source)
-        # Autograd may pass a node's own output, whose history would keep the node alive for ever.
-        tensor = tensor.detach()
-        self._on_saved(tensor)
-        layer = self._open
-        assert layer is not None, "a layer's hooks are active in its forward alone"
-        if layer.host is None or storage.nbytes() < self.min_bytes or storage._cdata in layer.stays:
-            return tensor
-        return _View.of(tensor, layer.moved(tensor))
-
-    @cached_property
-    def _weight_storages(self) -> frozenset[int]:
-        return frozenset(_identity(weight) for weight in self._weights())
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    """Return an identity of the tensor's storage, valid while it lives."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _unpack(packed: "torch.Tensor | _View") -> torch.Tensor:
-    return packed.take() if isinstance(packed, _View) else packed
-
-
-def _before_backward_of(y: torch.Tensor, function: Callable[[], None]) -> None:
-    """Call the function when the gradient of y is complete, before it is used."""
-    assert y.grad_fn is not None, "a layer has weights"
-
-    def call(grads: object) -> None:
-        function()
-
-    y.grad_fn.register_prehook(call)
-
-
-def _begin_backward(layer: "_Layer", below: "_Layer | None") -> None:
-    layer.need()
-    if below is not None:
-        below.fetch()
-
-
-class _Memo:
-    """The results of a layer's `once`, in order: recorded in its forward, given again in its replay.
-
-    `on_saved` is called with the tensors among them, and in a tuple. `has_begun` says whether the forward has.
-    """
-
-    def __init__(self, on_saved: Callable[[torch.Tensor], None]) -> None:
-        self._on_saved = on_saved
-        self._results: list[Any] = []
-        self._next = 0
-        self.has_begun = False
-
-    def begin(self) -> "_Memo":
-        """Begin the forward, or a replay."""
-        self._next = 0
-        self.has_begun = True
-        return self
-
-    def next(self, function: Callable[[], Result]) -> Result:
-        """Return the recorded result, or record one."""
-        if self._next == len(self._results):
-            result = function()
-            for each in result if isinstance(result, tuple) else (result,):
-                if isinstance(each, torch.Tensor):
-                    self._on_saved(each)
-            self._results.append(result)
-        self._next += 1
-        recorded: Result = self._results[self._next - 1]
-        return recorded
-
-
-class _Source:
-    """The recipe of a tensor: a function and its inputs, run once for all users."""
-
-    def __init__(self, function: Function, inputs: list[torch.Tensor], num_bytes: int) -> None:
-        self.function = function
-        self.num_bytes = num_bytes
-        self.inputs: list[torch.Tensor | _View] = list(inputs)
-        self.num_uses = 0
-        self.made: torch.Tensor | None = None
-
-    def use(self, pack: "Callable[[torch.Tensor], torch.Tensor | _View]") -> None:
-        """Count one more user; save the inputs for the first."""
-        if not self.num_uses:
-            self.inputs = [pack(each) for each in self.inputs if isinstance(each, torch.Tensor)]
-        self.num_uses += 1
-
-    def whole(self) -> torch.Tensor:
-        """Return the tensor, computed for the first user and freed after the last."""
-        made = self.made
-        if made is None:
-            with torch.no_grad():
-                made = self.function(*(_unpack(each) for each in self.inputs))
-            assert made.untyped_storage().nbytes() == self.num_bytes, "the recomputed tensor has another size"
-        self.num_uses -= 1
-        self.made = made if self.num_uses > 0 else None
-        return made
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A saved tensor as a view of a storage that is recomputed or fetched."""
-
-    of_what: "_Source | _Fetched"
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, what: "_Source | _Fetched") -> "_View":
-        return cls(what, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-
-    def take(self) -> torch.Tensor:
-        return self.of_what.whole().as_strided(self.size, self.stride, self.offset)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    """A moved storage, back on the device when a backward asks for it."""
-
-    moved: OffloadedStorage
-
-    def whole(self) -> torch.Tensor:
-        assert self.moved.tensor is not None, "its layer's backward has begun, so it has been fetched"
-        return self.moved.tensor
-
-
-@dataclass(slots=True, eq=False)
-class _Layer:
-    """The storages that one layer moves in one microbatch.
-
-    Attributes:
-        host: takes them; None where the layer moves nothing.
-        on_saved: called with each tensor that has come back.
-        stays: identities of storages that are not moved.
-    """
-
-    host: HostMemory | None
-    on_saved: Callable[[torch.Tensor], None]
-    stays: set[int] = field(default_factory=set)
-    _moved: dict[int, OffloadedStorage] = field(default_factory=dict)
-    _mark: Mark = None
-    _is_fetched: bool = False
-
-    def moved(self, tensor: torch.Tensor) -> _Fetched:
-        """Add the tensor's storage to those that move; it is held until `let_go`, so its identity stays its own."""
-        key = _identity(tensor)
-        if key not in self._moved:
-            numel = tensor.untyped_storage().nbytes() // tensor.element_size()
-            self._moved[key] = OffloadedStorage(tensor.as_strided((numel,), (1,), 0))
-        return _Fetched(self._moved[key])
-
-    def send(self) -> None:
-        """Post the copies to the host, at the end of the layer's forward."""
-        if self.host is not None and self._moved:
-            self._mark = self.host.send(list(self._moved.values()))
-
-    def let_go(self) -> None:
-        """Free the device memory of what was sent."""
-        if self.host is not None and self._moved:
-            self.host.let_go(list(self._moved.values()), self._mark)
-
-    def fetch(self) -> None:
-        """Post the copies back unless they are posted already."""
-        if self.host is not None and self._moved and not self._is_fetched:
-            self._mark = self.host.fetch(list(self._moved.values()))
-            self._is_fetched = True
-            for each in self._moved.values():
-                assert each.tensor is not None
-                self.on_saved(each.tensor)
-
-    def need(self) -> None:
-        """Wait for the copies at the start of the layer's backward, and drop them: autograd's users hold what they need."""
-        self.fetch()
-        if self.host is not None and self._moved:
-            self.host.arrived(self._mark)
-        self._moved.clear()
+        return function()

@@ -52,6 +52,9 @@ class Mixer:
     sinks: ShardedParameter | None
     made: Made = as_they_are
 
+    def __post_init__(self) -> None:
+        self._attended = self.saved.recomputed_inside(ATTENTION, self.core)
+
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
@@ -69,13 +72,12 @@ class Mixer:
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None, first: int = 0
     ) -> torch.Tensor:
         """Attend from q [s, b, n, d] to rows [s_k, b, ..]; q has this rank's query heads from `first` on."""
-        core = partial(self.core, self.kernels.choices.attention, mask, keys, first)
-        return self.saved.recompute_inside(ATTENTION, core, *heads_first(q, *rows))
+        return self._attended(heads_first(q, *rows), self.kernels.choices.attention, mask, keys, first)
 
     def core(
-        self, kernel: str, mask: Mask, keys: DropoutKeys | None, first: int, *tensors: torch.Tensor
+        self, tensors: Sequence[torch.Tensor], kernel: str, mask: Mask, keys: DropoutKeys | None, first: int
     ) -> torch.Tensor:
-        """Attend from q [b, n, s, d] to rows [b, .., s_k, ..] -> [s, b, n * d_v].
+        """Attend from q [b, n, s, d] to rows [b, .., s_k, ..], which are `tensors` -> [s, b, n * d_v].
 
         s_k = s, causal; or s = 1, with the query at the last of the s_k positions; or q is the mask's part of the rows.
         """

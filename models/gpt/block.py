@@ -1,5 +1,7 @@
 """One transformer layer: attention and an MLP or experts, each a branch that is added to the residual stream."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -48,6 +50,7 @@ class Block(nn.Module):
         form = Attention if context.model.mla is None else LatentAttention
         self.attention = form(context, f"{self.name}.attention", kind)
         self.mlp_norm, self.mlp_post_norm = self._norms("mlp")
+        self.attention_input, self.mlp_input = self._input(self.attention_norm), self._input(self.mlp_norm)
         mlp = f"{self.name}.mlp"
         self.mlp = MoE(context, mlp, layer) if kind.has_experts else MLP(context, mlp)
 
@@ -62,7 +65,7 @@ class Block(nn.Module):
         first = FirstNorm() if first is None else first
         y, inputs = self._with_attention(x, positions, keys, first.take())
         if inputs is None:
-            inputs = self._before(self.mlp_norm, x if self.context.model.parallel_block else y)
+            inputs = self.mlp_input(x if self.context.model.parallel_block else y)
         branch = self.mlp(inputs, keys) if isinstance(self.mlp, MoE) else self.mlp(inputs)
         y, following = self._added(y, branch, self.mlp_post_norm, first.norm, keys, "mlp")
         first.put(following)
@@ -80,7 +83,7 @@ class Block(nn.Module):
         The branch by itself is gone when the other one begins.
         """
         if inputs is None:
-            inputs = self._before(self.attention_norm, x)
+            inputs = self.attention_input(x)
         branch = self.attention(inputs, positions, keys)
         follows = None if self.context.model.parallel_block else self.mlp_norm
         return self._added(x, branch, self.attention_post_norm, follows, keys, "attention")
@@ -91,8 +94,9 @@ class Block(nn.Module):
         before = Norm(self.context, f"{name}.norm") if model.norms_before else None
         return before, Norm(self.context, f"{name}.post_norm") if model.norms_after else None
 
-    def _before(self, norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
-        return x if norm is None else self.context.saved.recompute_output("norm", norm, x)
+    def _input(self, norm: Norm | None) -> Callable[..., torch.Tensor]:
+        """Return what makes a branch's input of the residual stream."""
+        return nn.Identity() if norm is None else self.context.saved.recomputed("norm", norm)
 
     def _added(
         self,

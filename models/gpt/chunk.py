@@ -20,6 +20,7 @@ from torch import nn
 
 from triaxis.engine.activations.offload import HostMemory
 from triaxis.engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.activations.saving_hooks import SavingHooks
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.fp8 import fp8_layers
 from triaxis.engine.config.tree import Config
@@ -227,13 +228,15 @@ def build_chunks(
     mixing = mixing_of(config, kernels.choices.attention, topology.axis("cp"))
     dtype = DTYPES[config.precision.dtype]
     held: dict[str, ShardedParameter] = {}
-    saved = SavedTensors(
-        choice.parts_made_again,
-        HostMemory(topology.device) if config.offload.num_layers else None,
-        config.offload.min_bytes,
-        weights=lambda: [parameter.value for parameter in held.values()],
-        on_saved=on_saved,
-    )
+    saved = SavedTensors()
+    if choice.granularity != "none" or config.offload.num_layers:
+        saved = SavingHooks(
+            choice.parts_made_again,
+            HostMemory(topology.device) if config.offload.num_layers else None,
+            config.offload.min_bytes,
+            weights=lambda: [parameter.value for parameter in held.values()],
+            on_saved=on_saved,
+        )
     form = None if kernels.fp8 is None else Fp8Form.of(kernels.fp8, config, topology, saved)
     forms = {} if form is None else dict.fromkeys(fp8_layers(config), form)
     experts = ExpertRegion.of(config, topology, kernels.fusion, on_saved)

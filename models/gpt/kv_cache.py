@@ -44,7 +44,7 @@ class Cached(Mixer):
         rows = self.extended(rows)
         if q.shape[2] == 1:
             return self.decode(self.kernels.choices.decoding, mask, q, *rows)
-        return self.core(self.kernels.choices.attention, mask, keys, 0, q, *rows)
+        return self.core((q, *rows), self.kernels.choices.attention, mask, keys, 0)
 
     def extended(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Append rows [1, n_i, s, d_i]; return all so far, [1, n_i, length, d_i], as views."""
@@ -62,4 +62,4 @@ class Cached(Mixer):
 
     def decode(self, kernel: str, mask: Mask, *tensors: torch.Tensor) -> torch.Tensor:
         """Attend from one query [1, n, 1, d] to rows [1, n_i, length, d_i] -> [1, 1, n * d_v]."""
-        return self.core(kernel, mask, None, 0, *tensors)
+        return self.core(tensors, kernel, mask, None, 0)

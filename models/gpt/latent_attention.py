@@ -123,17 +123,17 @@ class LatentAttention(nn.Module):
         mask = Mask(self.kind.window, positions.documents, positions.part)
         q_entry, latents = self._latents(x, rope)  # [s(/t), b, r_q or h], [s(/t), b, r_kv + dr]
         q = self.q_up(q_entry).unflatten(-1, (self.num_heads, self.mla.qk_head_dim))  # [s, b, heads/t, dr + dn]
-        q = context.saved.recompute_output("rope", partial(self._rotate, rope=rope), q)
+        q = context.saved.recomputed("rope", partial(self._rotate, rope=rope))(q)
         latents = entered(latents, context.region, f"{self.name}.latents").unsqueeze(2)  # [s, b, 1, r_kv + dr]
         mixed = self.mixer(q, (latents,), mask, keys if self.training else None)  # [s, b, heads/t * dv]
         return self.proj(mixed)  # [s(/t), b, h]
 
     def _latents(self, x: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the input of the queries' projection, and [c_kv | key] [s(/t), b, r_kv + dr], from x [s(/t), b, h]."""
-        mla, region, again = self.mla, self.context.region, self.context.saved.recompute_output
+        mla, region, again = self.mla, self.context.region, self.context.saved.recomputed
         q_size = mla.q_lora_rank or 0
         q, kv, key = self.down(x).split((q_size, mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
-        q = x if self.q_norm is None else again("norm", partial(self._normalise, norm=self.q_norm), q)
+        q = x if self.q_norm is None else again("norm", partial(self._normalise, norm=self.q_norm))(q)
         if rope is not None:
             whole = x.shape[0] * (region.axis.size if region.sequence_parallel else 1)
             rope = rope[:, region.shard_of_sequence(whole)]

@@ -15,7 +15,6 @@ class MLP(nn.Module):
     def __init__(self, context: BuildContext, name: str, *, shares_input: bool = False) -> None:
         super().__init__()
         self.activation = context.model.activation
-        self.saved = context.saved
         self.fusion = context.kernels.fusion
         up = "gate_up" if context.model.activation_kind.is_gated else "up"
         self.up = ColumnParallelLinear(
@@ -36,6 +35,8 @@ class MLP(nn.Module):
             context.form.alone("activation"),
         )
 
+        self.inner = context.saved.recomputed("mlp", self.up)
+        self.activated = context.saved.recomputed("activation", self._activation)
         # What is made again is made by the same function, and of a bias that no GEMM sums the activation does.
         is_made_again = {"mlp", "activation"} & set(context.saved.parts)
         self.gemms_make_gelu = (
@@ -48,8 +49,7 @@ class MLP(nn.Module):
         if self.gemms_make_gelu:
             inner, activated = self.up.with_gelu(x)
             return self.down(activated, inner)
-        inner = self.saved.recompute_output("mlp", self.up, x)
-        return self.down(self.saved.recompute_output("activation", self._activation, inner))
+        return self.down(self.activated(self.inner(x)))
 
     def _activation(self, x: torch.Tensor) -> torch.Tensor:
         return activation(self.activation, x, self.fusion, self.up.takes_bias_total)

@@ -68,8 +68,8 @@ class MoE(nn.Module):
     def _outputs(self, sent: Dispatched) -> torch.Tensor:
         """Run the experts on their rows: [R, h]."""
         saved = self.context.saved
-        inner = saved.recompute_output("mlp", partial(self._up, sent.ends), sent.rows)
-        activated = saved.recompute_output("activation", self._activation, inner)
+        inner = saved.recomputed("mlp", partial(self._up, sent.ends))(sent.rows)
+        activated = saved.recomputed("activation", self._activation)(inner)
         out: torch.Tensor = self.down(activated, sent.weights, sent.ends)
         return out
 

@@ -103,7 +103,7 @@ class TokenAhead(nn.Module):
 
     def forward(self, inputs: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
         """Run the layer on `inputs` [2 s(/t), b, h] -> [s(/t), b, h], before its norm."""
-        joined = self.context.saved.recompute_output("norm", self._joined, inputs)
+        joined = self.context.saved.recomputed("norm", self._joined)(inputs)
         y: torch.Tensor = self.block(self.projection(joined), positions, keys)
         return y
 

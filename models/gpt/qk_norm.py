@@ -40,9 +40,9 @@ class NormalisedAndRotated(nn.Module):
 
     def _each(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalise each head where the model has QK-norm, and rotate."""
-        again = self.context.saved.recompute_output
-        q = again("rope", lambda q: self._normalise_and_rotate(q, self.q_norm, rope), q)
-        return q, again("rope", lambda k: self._normalise_and_rotate(k, self.k_norm, rope), k)
+        again = self.context.saved.recomputed
+        q = again("rope", lambda q: self._normalise_and_rotate(q, self.q_norm, rope))(q)
+        return q, again("rope", lambda k: self._normalise_and_rotate(k, self.k_norm, rope))(k)
 
     def _all(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Normalise over all heads of a token, and rotate. What communicates is no part of what is made again."""
@@ -57,9 +57,9 @@ class NormalisedAndRotated(nn.Module):
             return x if rope is None else apply_rope(x, rope, fusion)
 
         assert self.q_norm is not None and self.k_norm is not None
-        again = context.saved.recompute_output
-        q = again("rope", partial(made, 0, self.q_norm, model.num_attention_heads), q, sums)
-        return q, again("rope", partial(made, 1, self.k_norm, model.kv_heads), k, sums)
+        again = context.saved.recomputed
+        q = again("rope", partial(made, 0, self.q_norm, model.num_attention_heads))(q, sums)
+        return q, again("rope", partial(made, 1, self.k_norm, model.kv_heads))(k, sums)
 
     def _normalise_and_rotate(
         self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None

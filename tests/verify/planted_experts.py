@@ -8,7 +8,7 @@ import torch
 import triaxis.engine.expert_parallel.dispatch
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything
-from triaxis.engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.activations.saving_hooks import SavingHooks
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.config.moe import MoEConfig
@@ -191,7 +191,7 @@ def a_rank_has_the_bias_of_its_own_experts() -> None:
 
 def choices_are_made_again_in_the_replay() -> None:
     """In the replay scores have other bits: here those of bf16."""
-    SavedTensors.once = lambda self, function: function()  # type: ignore[method-assign,assignment]
+    SavingHooks.once = lambda self, function: function()  # type: ignore[method-assign,assignment]
     choose, seen = MoE._choose, set[tuple[int, tuple[int, ...], int]]()
 
     def again(self: MoE, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> Choice:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from triaxis.engine.activations.offload import HostMemory, InPlace, Mark
 from triaxis.engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.activations.saving_hooks import SavingHooks
 from triaxis.engine.device.pinned_memory import Pageable
 
 CPU = torch.device("cpu")
@@ -55,8 +56,8 @@ class Layer(nn.Module):
         return torch.nn.functional.gelu(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = self.saved.recompute_output("mlp", self.first, self.saved.recompute_output("norm", self.norm, x))
-        return x + self.second(self.saved.recompute_output("activation", self.activation, inner))
+        inner = self.saved.recomputed("mlp", self.first)(self.saved.recomputed("norm", self.norm)(x))
+        return x + self.second(self.saved.recomputed("activation", self.activation)(inner))
 
 
 class Chain:
@@ -94,7 +95,7 @@ def chain_that_moves(
 ) -> tuple[Chain, HostMemory, Journal]:
     journal, chains = Journal(), []
     host = HostMemory(CPU, journal)
-    chains.append(Chain(SavedTensors(parts, host, weights=weights_of(chains)), num_layers, num_moved))
+    chains.append(Chain(SavingHooks(parts, host, weights=weights_of(chains)), num_layers, num_moved))
     return chains[0], host, journal
 
 
@@ -112,7 +113,7 @@ def test_gradients_are_the_same_to_the_bit(parts: Sequence[str], num_moved: int)
 
 
 def test_what_several_have_saved_is_made_once() -> None:
-    chain = Chain(SavedTensors(("norm", "activation", "mlp")), num_layers=1)
+    chain = Chain(SavingHooks(("norm", "activation", "mlp")), num_layers=1)
     chain.gradients(source())
     # The norm is made for the first product and for its weight's gradient, the product for two as well.
     assert chain.layers[0].calls == {"norm": 2, "activation": 2}
@@ -148,7 +149,7 @@ def test_what_is_made_again_is_not_in_memory() -> None:
     statistics = 4 * 2 * 16 * 8
     # Per layer: norm's output, the product, the activation's output; and the outputs of the layers.
     for parts, num_kept in (((), 3), (("norm",), 2), (("norm", "activation"), 1), (("norm", "activation", "mlp"), 0)):
-        assert bytes_kept(Chain(SavedTensors(parts)))[0] == 4 * (num_kept + 1) * each + statistics, parts
+        assert bytes_kept(Chain(SavingHooks(parts)))[0] == 4 * (num_kept + 1) * each + statistics, parts
 
 
 def test_what_is_moved_is_in_host_memory_instead() -> None:
@@ -176,7 +177,7 @@ def test_host_memory_is_locked_in_the_first_step_only() -> None:
 
     chains: list[Chain] = []
     host = HostMemory(CPU, page_lock=Lock())
-    chains.append(Chain(SavedTensors((), host, weights=weights_of(chains)), num_moved=2))
+    chains.append(Chain(SavingHooks((), host, weights=weights_of(chains)), num_moved=2))
     for _ in range(3):
         chains[0].gradients(source())
         assert len(locked) == host.num_free == 2 * 6
@@ -187,7 +188,7 @@ def test_weights_and_what_is_small_stay() -> None:
     for min_bytes, num_copies in ((1, 6), (16 * 8 + 1, 4), (2**30, 0)):
         journal, chains = Journal(), []
         host = HostMemory(CPU, journal)
-        chains.append(Chain(SavedTensors((), host, min_bytes, weights_of(chains)), 2, 1))
+        chains.append(Chain(SavingHooks((), host, min_bytes, weights_of(chains)), 2, 1))
         chains[0].forward(source())
         assert [word for word in journal.words if word != "wait"] == ([f"post {num_copies}"] if num_copies else [])
 
@@ -254,7 +255,7 @@ def test_a_layer_that_is_recomputed_whole_moves_its_input() -> None:
     expected = Chain(PLAIN).gradients(source())
     journal = Journal()
     host = HostMemory(CPU, journal)
-    saved = SavedTensors(("norm",), host)
+    saved = SavingHooks(("norm",), host)
     chain = Chain(saved)
     x = y = source()
     for index, layer in enumerate(chain.layers):
@@ -273,7 +274,7 @@ def test_a_gpu_copies_beside_its_work_and_never_waits(parts: Sequence[str]) -> N
     device = torch.device("cuda")
     chains: list[Chain] = []
     host = HostMemory(device)
-    chains.append(Chain(SavedTensors(parts, host, weights=weights_of(chains)), num_layers=6, num_moved=4))
+    chains.append(Chain(SavingHooks(parts, host, weights=weights_of(chains)), num_layers=6, num_moved=4))
     plain = Chain(PLAIN, num_layers=6)
     for chain in (chains[0], plain):
         for layer in chain.layers:

@@ -116,7 +116,7 @@ def use_a_hidden_tensor(used: type[Block] | type[Mixer], method: str, layer: int
         (
             Case("gpt", num_layers=2, recompute=("selective", "uniform", 1), modules=("attention",)),
             Mixer,
-            "core",
+            "attend",
         ),
     ],
     ids=str,
