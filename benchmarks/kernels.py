@@ -27,8 +27,9 @@ from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.config.attention_kinds import Rotary
 from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig
-from triaxis.engine.kernels.elementwise import activation, keyed_dropout, layer_norm, rms_norm
+from triaxis.engine.kernels.elementwise import ActivationKernel, keyed_dropout
 from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies
 from triaxis.engine.kernels.weight_grad import add_matmul
 from triaxis.engine.layout.param_layout import layout_parameters
@@ -88,15 +89,15 @@ def kernels(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[
         return {form: (lambda fusion=fusion: call(fusion)) for form, fusion in forms.items()}
 
     x, weight, bias = drawn(t, 1, h), drawn(h), drawn(h)
-    yield "layer_norm", both(lambda fusion: layer_norm(x, weight, bias, 1e-5, fusion), x)
-    yield "rms_norm", both(lambda fusion: rms_norm(x, weight, 1e-5, fusion), x)
+    yield "layer_norm", both(lambda fusion: NormKernel("layernorm", 1e-5, fusion)(x, weight, bias), x)
+    yield "rms_norm", both(lambda fusion: NormKernel("rmsnorm", 1e-5, fusion)(x, weight), x)
     rotary = Rotary(sizes.head_dim, 1e4, scaling=None, is_long=False)
     frequencies = rotary_frequencies(rotary, accumulation_dtype(dtype), torch.device("cpu"))
     q, tables = drawn(t, 1, heads, sizes.head_dim), rope_tables(torch.arange(t).view(1, -1), frequencies)
     tables = tables.to(device)
     yield "rope of q", both(lambda fusion: apply_rope(q, tables, fusion), q)
     gate_up = drawn(t, 1, 2 * sizes.ffn)
-    yield "swiglu", both(lambda fusion: activation("swiglu", gate_up, fusion), gate_up)
+    yield "swiglu", both(lambda fusion: ActivationKernel("swiglu", fusion)(gate_up), gate_up)
     residual, key = drawn(t, 1, h), torch.tensor([7], device=device).view(1, 1, 1)
     positions = torch.arange(t * h, device=device).view(t, 1, h)
     yield "dropout and residual", both(lambda fusion: keyed_dropout(x, residual, key, positions, 0.1, fusion), x)

@@ -19,12 +19,12 @@ from triaxis.engine.config.layer_kinds import NORMS
 from triaxis.engine.context_parallel.deal import runs_of_ranks
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
-from triaxis.engine.kernels.elementwise import activation
+from triaxis.engine.kernels.elementwise import ActivationKernel
 from triaxis.engine.kernels.flash_attention import Varlen, VarlenParts
 from triaxis.engine.kernels.fp8.products import open_fp8
 from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.kernels.masked_attention import CpuFlash, Kernel, Mask
-from triaxis.engine.kernels.residual_norm import norm_functions
+from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.weight_grad import weight_grad_failure
 
 ATEN = "torch.ops.aten."
@@ -163,17 +163,17 @@ def _activations(*names: str) -> Callable[[], None]:
         for name in names:
             with torch.enable_grad():
                 x = torch.ones(3, 8, requires_grad=True)
-                activation(name, x, Fusion("eager"), lambda total: None).sum().backward()
+                ActivationKernel(name, Fusion("eager"), lambda total: None)(x).sum().backward()
 
     return make
 
 
 def _norms(name: str, device: torch.device) -> Callable[[], None]:
     def make() -> None:
-        functions = norm_functions(name, Fusion("eager"), is_cuda=device == META)
+        kernel = NormKernel(name, 1e-5, Fusion("eager"))
         x, weights = torch.ones(3, 8, device=device), [torch.ones(8, device=device) for _ in NORMS[name].parameters]
-        normalised, *statistics = functions.forward(x, 1e-5, *weights)
-        functions.backward(x, normalised, *weights, *statistics)
+        normalised, *statistics = kernel.forward(x, kernel.eps, *weights)
+        kernel.backward(x, normalised, x.dtype, *weights, *statistics)
 
     return make
 

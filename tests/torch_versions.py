@@ -73,7 +73,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.ops.aten.gelu_backward.grad_input",
         "torch.ops.aten.silu_backward.grad_input",
     ),
-    "engine/kernels/residual_norm.py": (
+    "engine/kernels/norms.py": (
         "torch.ops.aten._fused_rms_norm",
         "torch.ops.aten._fused_rms_norm_backward",
         "torch.ops.aten.native_layer_norm_backward",

@@ -1,15 +1,16 @@
-"""Norms, activations and dropout: computed in the accumulation dtype, returned in the input's.
+"""Activations and dropout: computed in the accumulation dtype, returned in the input's.
 
 Each has its backward written out: autograd would record copies in the accumulation dtype and products that are cheap to recompute.
 All save their inputs, which exist anyway, and little else.
 
-`fusion` runs the two functions of each (`engine/kernels/fusion.py`). LayerNorm, RMSNorm on a GPU and GELU use torch's own kernels
-where nothing is compiled; GELU's forward always, being one operator.
+`fusion` runs the two functions of each (`engine/kernels/fusion.py`). GELU uses torch's own kernels where nothing is compiled; its
+forward always, being one operator.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -20,150 +21,6 @@ from triaxis.engine.kernels.bias_total import AddTotal, total_of
 from triaxis.engine.kernels.fusion import Fusion, Lengths
 from triaxis.engine.numerics.hashing import GOLDEN, mix_words_, shift_right
 from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
-
-
-def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:
-    """Apply LayerNorm over the last dim (1607.06450). x [.., h]; weight, bias [h]."""
-    if fusion.is_compiled:
-        return _LayerNorm.apply(x, weight, bias, eps, fusion)
-    return F.layer_norm(x, weight.shape, weight, bias, eps)
-
-
-class _LayerNorm(torch.autograd.Function):
-    """y = n w + b with n = (x - mean) r, r = 1 / sqrt(variance + eps). Saves x, mean and r."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, fusion: Fusion
-    ) -> torch.Tensor:
-        y, mean, r = fusion(layer_norm_forward)(x, weight, bias, eps)
-        ctx.fusion = fusion
-        ctx.save_for_backward(x, weight, mean, r)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        _, weight, *_ = saved = ctx.saved_tensors
-        grad_x, grad_weight, grad_bias = ctx.fusion(layer_norm_backward)(*saved, grad, weight.dtype)
-        return grad_x, grad_weight, grad_bias, None, None
-
-
-def layer_norm_forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return y, and the mean and r of each token."""
-    wide = accumulate(x)
-    mean = wide.mean(-1, keepdim=True)
-    centred = wide - mean
-    r = centred.square().mean(-1, keepdim=True).add(eps).rsqrt()
-    return (centred * r * weight + bias).to(x.dtype), mean, r
-
-
-def layer_norm_backward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    r: torch.Tensor,
-    grad: torch.Tensor,
-    of_weights: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dx = r (dy w - mean(dy w) - n mean(dy w n)); in `of_weights` dw = sum of dy n over the tokens, db = sum of dy."""
-    n = (accumulate(x) - mean) * r
-    wide = accumulate(grad)
-    grad_weight, grad_bias = (each.flatten(0, -2).sum(0) for each in (wide * n, wide))
-    scaled = wide * weight
-    grad_x = (scaled - scaled.mean(-1, keepdim=True) - n * (scaled * n).mean(-1, keepdim=True)) * r
-    return grad_x.to(x.dtype), grad_weight.to(of_weights), grad_bias.to(of_weights)
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:
-    """Apply RMSNorm over the last dim (1910.07467). x [.., h]; weight [h]. torch has a kernel of it only on CUDA."""
-    if x.is_cuda and not fusion.is_compiled:
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return _RMSNorm.apply(x, weight, eps, 0, fusion)
-
-
-def rms_norm_1p(x: torch.Tensor, weight: torch.Tensor, eps: float, fusion: Fusion) -> torch.Tensor:
-    """Apply RMSNorm with the gains 1 + weight. x [.., h]; weight [h], less 1, so that a small change keeps its bits.
-
-    Sum and product are in the accumulation dtype, rounded once, as in Gemma (transformers' `Gemma2RMSNorm`).
-    """
-    return _RMSNorm.apply(x, weight, eps, 1, fusion)
-
-
-class _RMSNorm(torch.autograd.Function):
-    """y = n g with n = x r, r = 1 / sqrt(mean(x^2) + eps), gains g = offset + w. Saves x and r."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: int, fusion: Fusion
-    ) -> torch.Tensor:
-        y, r = fusion(rms_norm_forward)(x, weight, eps, offset)
-        ctx.offset, ctx.fusion = offset, fusion
-        ctx.save_for_backward(x, weight, r)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        x, weight, r = ctx.saved_tensors
-        backward = rms_norm_backward if ctx.fusion.is_compiled else rms_norm_backward_in_place
-        grad_x, grad_weight = ctx.fusion(backward)(x, weight, r, grad, ctx.offset, weight.dtype)
-        return grad_x, grad_weight, None, None, None
-
-
-def _gains(weight: torch.Tensor, offset: int) -> torch.Tensor:
-    return accumulate(weight) + offset if offset else weight
-
-
-def rms_norm_forward(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, offset: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y, and the r of each token."""
-    wide = accumulate(x)
-    r = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-    return (wide * r).mul_(_gains(weight, offset)).to(x.dtype), r
-
-
-def rms_norm_backward(
-    x: torch.Tensor, weight: torch.Tensor, r: torch.Tensor, grad: torch.Tensor, offset: int, of_weight: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dx = r (dy g - n mean(dy g n)); in `of_weight` dw = sum of dy n over the tokens.
-
-    The mean is over rows as the norm's own is, so that the compiler passes over x and dy once for all.
-    """
-    n = accumulate(x) * r
-    wide = accumulate(grad)
-    scaled = wide * _gains(weight, offset)
-    grad_x = (scaled - n * (scaled * n).mean(-1, keepdim=True)) * r
-    return grad_x.to(x.dtype), (wide * n).flatten(0, -2).sum(0).to(of_weight)
-
-
-def rms_norm_backward_in_place(
-    x: torch.Tensor, weight: torch.Tensor, r: torch.Tensor, grad: torch.Tensor, offset: int, of_weight: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the same in few passes operator by operator: one product serves both sums."""
-    gains = _gains(weight, offset)
-    n = accumulate(x) * r
-    products = (n * grad).flatten(0, -2)
-    grad_weight = products.sum(0)
-    minus_mean = products.mv(accumulate(gains)).div_(-x.shape[-1]).view(r.shape)
-    del products
-    grad_x = n.mul_(minus_mean).add_(accumulate(grad) * gains).mul_(r)
-    return grad_x.to(x.dtype), grad_weight.to(of_weight)
-
-
-_NORMS: Mapping[str, Callable[..., torch.Tensor]] = MappingProxyType(
-    {"layernorm": layer_norm, "rmsnorm": rms_norm, "rmsnorm_1p": rms_norm_1p}
-)
-
-
-def norm(name: str, x: torch.Tensor, weights: Sequence[torch.Tensor], eps: float, fusion: Fusion) -> torch.Tensor:
-    """Normalise x [.., h] over its last dim; weights [h] in the order of `layer_kinds.Norm.parameters`.
-
-    Raises:
-        KeyError: no kernel has this name.
-    """
-    return _NORMS[name](x, *weights, eps, fusion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,26 +37,52 @@ class _Activation:
     is_one_operator: bool = False
 
 
+class ActivationKernel:
+    """The nonlinearity of an MLP: x [.., f], of a gated one [.., 2f] = [gate | up] -> [.., f].
+
+    Args:
+        name: of the kernel.
+        fusion: runs the two functions.
+        add_total: called in the backward with the gradient of x summed over its tokens, the gradient of a bias.
+        lengths: that one compiled kernel takes.
+
+    Raises:
+        KeyError: no kernel has this name.
+    """
+
+    def __init__(self, name: str, fusion: Fusion, add_total: AddTotal = None, lengths: Lengths = "fixed") -> None:
+        kind = _ACTIVATIONS[name]
+        backward = kind.backward if fusion.is_compiled else kind.eager_backward
+        self.forward = kind.forward if kind.is_one_operator else fusion(kind.forward, lengths=lengths)
+        self.backward: Callable[..., Any] = fusion(backward, lengths=lengths)
+        if add_total is not None:
+            self.backward = partial(fusion(_backward_and_total, lengths=lengths), backward)
+        self.add_total = add_total
+        # Autograd has the backward of one operator, which is one operator as well.
+        self.has_backward = add_total is not None or not kind.is_one_operator
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _Activated.apply(x, self) if self.has_backward else self.forward(x)
+
+
 class _Activated(torch.autograd.Function):
     """An activation that saves only its input; what the backward needs besides is recomputed."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, kind: _Activation, fusion: Fusion, add_total: AddTotal, lengths: Lengths
-    ) -> torch.Tensor:
-        ctx.kind, ctx.fusion, ctx.add_total, ctx.lengths = kind, fusion, add_total, lengths
+    def forward(ctx: Any, x: torch.Tensor, kernel: ActivationKernel) -> torch.Tensor:
+        ctx.kernel = kernel
         ctx.save_for_backward(x)
-        return kind.forward(x) if kind.is_one_operator else fusion(kind.forward, lengths=lengths)(x)
+        return kernel.forward(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        kernel: ActivationKernel = ctx.kernel
         (x,) = ctx.saved_tensors
-        backward = ctx.kind.backward if ctx.fusion.is_compiled else ctx.kind.eager_backward
-        if ctx.add_total is None:
-            return ctx.fusion(backward, lengths=ctx.lengths)(x, grad), None, None, None, None
-        grad_x, total = ctx.fusion(_backward_and_total, lengths=ctx.lengths)(backward, x, grad)
-        ctx.add_total(total)
-        return grad_x, None, None, None, None
+        if kernel.add_total is None:
+            return kernel.backward(x, grad), None
+        grad_x, total = kernel.backward(x, grad)
+        kernel.add_total(total)
+        return grad_x, None
 
 
 def _backward_and_total(
@@ -337,28 +220,6 @@ _ACTIVATIONS: Mapping[str, _Activation] = MappingProxyType(
         "geglu_tanh": _Activation(_geglu_tanh, _geglu_tanh_backward, _geglu_tanh_backward_in_parts),
     }
 )
-
-
-def activation(
-    name: str, x: torch.Tensor, fusion: Fusion, add_total: AddTotal = None, lengths: Lengths = "fixed"
-) -> torch.Tensor:
-    """Apply the nonlinearity of an MLP: x [.., f], of a gated one [.., 2f] = [gate | up] -> [.., f].
-
-    Args:
-        name: of the kernel.
-        x: its input.
-        fusion: runs the two functions.
-        add_total: called in the backward with the gradient of x summed over its tokens, the gradient of a bias.
-        lengths: that one compiled kernel takes.
-
-    Raises:
-        KeyError: no kernel has this name.
-    """
-    kind = _ACTIVATIONS[name]
-    if kind.is_one_operator and add_total is None:
-        # Autograd has its backward, which is one operator as well.
-        return kind.forward(x)
-    return _Activated.apply(x, kind, fusion, add_total, lengths)
 
 
 def keyed_dropout(

@@ -8,6 +8,7 @@ Compiled, each direction is one kernel.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,28 +18,37 @@ from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.kernels.rotary import rope, rope_backward, rope_backward_
 
 
-def split_qkv(
-    x: torch.Tensor,
-    heads: tuple[int, int],
-    head_dim: int,
-    tables: torch.Tensor | None,
-    fusion: Fusion,
-    add_total: AddTotal = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split projected tokens x [s, b, (heads + 2 kv_heads) d] into queries, keys and values.
+class SplitQkv:
+    """The split of projected tokens into queries, keys and values.
 
     Args:
-        x: queries, keys and values of each token, side by side.
         heads: the numbers of query heads and of key/value heads.
         head_dim: d.
-        tables: of `rope_tables`, by which queries and keys are rotated; None: they are views of x, as the values always are.
         fusion: runs the two functions.
         add_total: called in the backward with the gradient of x summed over its tokens, the gradient of a bias.
-
-    Returns:
-        q [s, b, heads, d], k and v [s, b, kv_heads, d].
     """
-    return _SplitQkv.apply(x, heads, head_dim, tables, fusion, add_total)
+
+    def __init__(self, heads: tuple[int, int], head_dim: int, fusion: Fusion, add_total: AddTotal = None) -> None:
+        of_q, of_k = heads
+        self.heads, self.head_dim = (of_q, of_k, of_k), head_dim
+        self.rotated = fusion(_rotated)
+        joined = _joined if fusion.is_compiled else _joined_in_place
+        self.joined: Callable[..., Any] = fusion(joined)
+        if add_total is not None:
+            self.joined = partial(fusion(_and_total), joined)
+        self.add_total = add_total
+
+    def __call__(self, x: torch.Tensor, tables: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split x [s, b, (heads + 2 kv_heads) d], the queries, keys and values of each token side by side.
+
+        Args:
+            x: as above.
+            tables: of `rope_tables`, by which queries and keys are rotated; None: they are views of x, as the values always are.
+
+        Returns:
+            q [s, b, heads, d], k and v [s, b, kv_heads, d].
+        """
+        return _SplitQkv.apply(x, tables, self)
 
 
 class _SplitQkv(torch.autograd.Function):
@@ -46,33 +56,26 @@ class _SplitQkv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        heads: tuple[int, int],
-        head_dim: int,
-        tables: torch.Tensor | None,
-        fusion: Fusion,
-        add_total: AddTotal,
+        ctx: Any, x: torch.Tensor, tables: torch.Tensor | None, split: SplitQkv
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.fusion, ctx.add_total = fusion, add_total
+        ctx.split = split
         ctx.save_for_backward(*([] if tables is None else [tables]))
-        of_q, of_k = heads
-        q, k, v = x.view(*x.shape[:2], of_q + 2 * of_k, head_dim).split_with_sizes((of_q, of_k, of_k), dim=2)
+        q, k, v = x.view(*x.shape[:2], -1, split.head_dim).split_with_sizes(split.heads, dim=2)
         if tables is not None:
-            q, k = fusion(_rotated)(q, k, tables)
+            q, k = split.rotated(q, k, tables)
         return q, k, v
 
     @staticmethod
     def backward(
         ctx: Any, grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor
-    ) -> tuple[torch.Tensor, None, None, None, None, None]:
+    ) -> tuple[torch.Tensor, None, None]:
+        split: SplitQkv = ctx.split
         grads = (grad_q, grad_k, grad_v, *ctx.saved_tensors)
-        joined = _joined if ctx.fusion.is_compiled else _joined_in_place
-        if ctx.add_total is None:
-            return ctx.fusion(joined)(*grads), None, None, None, None, None
-        grad, total = ctx.fusion(_and_total)(joined, *grads)
-        ctx.add_total(total)
-        return grad, None, None, None, None, None
+        if split.add_total is None:
+            return split.joined(*grads), None, None
+        grad, total = split.joined(*grads)
+        split.add_total(total)
+        return grad, None, None
 
 
 def _rotated(q: torch.Tensor, k: torch.Tensor, tables: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -34,7 +34,7 @@ from rich.console import Console
 
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.tree import Config
-from triaxis.engine.kernels.elementwise import activation
+from triaxis.engine.kernels.elementwise import ActivationKernel
 from triaxis.engine.kernels.fusion import EAGER
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.storage.files import write_atomically
@@ -294,7 +294,7 @@ def _stream_gb_per_s(device: torch.device) -> float:
         return 2 * STREAM_BYTES / _seconds(lambda: target.copy_(source), device) / 1e9
     x = torch.randn(GATED_TOKENS, 2 * GATED_WIDTH, device=device, requires_grad=True)
     grad = torch.randn(GATED_TOKENS, GATED_WIDTH, device=device)
-    seconds = _seconds(lambda: torch.autograd.grad(activation("swiglu", x, EAGER), x, grad), device)
+    seconds = _seconds(lambda: torch.autograd.grad(ActivationKernel("swiglu", EAGER)(x), x, grad), device)
     return 8 * 4 * GATED_TOKENS * GATED_WIDTH / seconds / 1e9
 
 

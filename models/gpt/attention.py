@@ -7,14 +7,12 @@ With fewer key/value heads than tp ranks each rank holds one whole head, as a re
 layer's kind. The mixer (`engine/context_parallel/mixer.py`) reaches the other tokens of a row.
 """
 
-from functools import partial
-
 import torch
 from torch import nn
 
 from triaxis.engine.config.attention_kinds import LayerKind
 from triaxis.engine.kernels.masked_attention import Mask
-from triaxis.engine.kernels.qkv import split_qkv
+from triaxis.engine.kernels.qkv import SplitQkv
 from triaxis.engine.layout.shard_spec import cut
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -41,13 +39,8 @@ class Attention(nn.Module):
             context.form_behind_norm(),
             consumer_sums_biases=True,
         )
-        split = partial(
-            split_qkv,
-            heads=(stop - first, stop_kv - first_kv),
-            head_dim=model.head_size,
-            fusion=context.kernels.fusion,
-            add_total=self.qkv.takes_bias_total,
-        )
+        heads = stop - first, stop_kv - first_kv
+        split = SplitQkv(heads, model.head_size, context.kernels.fusion, self.qkv.takes_bias_total)
         self.rotated = NormalisedAndRotated.of(context, name, split)
         self.mixer = context.mixer(name, kind)
         self.proj = projection_back(context, name)

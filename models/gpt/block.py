@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.models.gpt.attention import Attention
-from triaxis.models.gpt.context import BuildContext, Norm, Positions, hidden_dropout
+from triaxis.models.gpt.context import BuildContext, Positions
+from triaxis.models.gpt.hidden_dropout import hidden_dropout
 from triaxis.models.gpt.latent_attention import LatentAttention
 from triaxis.models.gpt.mlp import MLP
 from triaxis.models.gpt.moe import MoE
@@ -91,8 +93,8 @@ class Block(nn.Module):
     def _norms(self, branch: str) -> tuple[Norm | None, Norm | None]:
         """Build the norms before and after a branch; None for one that the model lacks."""
         model, name = self.context.model, f"{self.name}.{branch}"
-        before = Norm(self.context, f"{name}.norm") if model.norms_before else None
-        return before, Norm(self.context, f"{name}.post_norm") if model.norms_after else None
+        before = self.context.norm(f"{name}.norm") if model.norms_before else None
+        return before, self.context.norm(f"{name}.post_norm") if model.norms_after else None
 
     def _input(self, norm: Norm | None) -> Callable[..., torch.Tensor]:
         """Return what makes a branch's input of the residual stream."""

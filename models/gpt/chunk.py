@@ -42,7 +42,7 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.tensor_parallel.te_gemms import TeForm
 from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 from triaxis.models.gpt.block import Block, FirstNorm
-from triaxis.models.gpt.context import BuildContext, LayerInputs, Norm, Positions
+from triaxis.models.gpt.context import BuildContext, LayerInputs, Positions
 from triaxis.models.gpt.embedding import Embedding
 from triaxis.models.gpt.kv_cache import Cached
 from triaxis.models.gpt.latent_attention import CachedLatents
@@ -70,7 +70,7 @@ class GPTChunk(nn.Module):
         num_own = stage.num_own
         self.blocks = nn.ModuleList([Block(context, layer) for layer in stage.layers[:num_own]])
         self.ahead = TokensAhead(context, stage.layers[num_own:], num_own) if stage.num_mtp else None
-        self.final_norm = Norm(context, "final_norm") if stage.has_head else None
+        self.final_norm = context.norm("final_norm") if stage.has_head else None
         self.head: ColumnParallelLinear | None = None
         self.losses = TokenLosses(context) if stage.has_head else None
         if stage.has_head:

@@ -15,15 +15,15 @@ from triaxis.engine.context_parallel.mixer import Made, Mixer, as_they_are
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
 from triaxis.engine.expert_parallel.region import ExpertRegion
-from triaxis.engine.kernels.elementwise import norm
+from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.layout.shard_spec import cut
-from triaxis.engine.tensor_parallel.dropout import DropoutKeys, dropout
+from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
 from triaxis.engine.tensor_parallel.linear import IN_RUN_DTYPE, LinearForm
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
+from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-from triaxis.engine.tensor_parallel.residual_norm import NormLayer, added_and_normalised
 from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 
 
@@ -86,6 +86,12 @@ class BuildContext:
             made=made,
         )
 
+    def norm(self, name: str) -> Norm:
+        """Build a norm over h, to which `model.residual_multiplier` times a branch may be added first."""
+        kind, kernels = self.model.norm_kind, self.kernels
+        weights = [self.parameter(f"{name}.{parameter}") for parameter in kind.parameters]
+        return Norm(NormKernel(kind.name, self.model.norm_eps, kernels.fusion), weights, self.model.residual_multiplier)
+
     def parameter(self, name: str) -> ShardedParameter:
         """Return the parameter that every model of this kind has."""
         self.taken.add(name)
@@ -133,51 +139,3 @@ class LayerInputs(NamedTuple):
 
     positions: Positions
     keys: DropoutKeys
-
-
-class Norm(torch.nn.Module):
-    """Norm of the model's kind over h of [s(/t), b, h], on the part of the sequence that this rank holds.
-
-    Given a branch as well, it adds that to the residual stream x, times `model.residual_multiplier`, and normalises the sum.
-    """
-
-    def __init__(self, context: BuildContext, name: str) -> None:
-        super().__init__()
-        self.kind = context.model.norm_kind
-        self.weights = [context.parameter(f"{name}.{parameter}") for parameter in self.kind.parameters]
-        self.layer = NormLayer(self.kind.name, self.weights, context.model.norm_eps, context.kernels.fusion)
-        self.factor = context.model.residual_multiplier
-
-    def forward(
-        self, x: torch.Tensor, branch: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x, or the sum of x and the branch and the norm of that."""
-        layer = self.layer
-        if branch is not None:
-            return added_and_normalised(x, branch, layer, self.factor)
-        return norm(layer.name, x, [weight.tracked() for weight in self.weights], layer.eps, layer.fusion)
-
-
-def hidden_dropout(
-    module: torch.nn.Module,
-    context: BuildContext,
-    x: torch.Tensor,
-    keys: DropoutKeys,
-    site: str,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Apply dropout to [s(/t), b, h] while `module` trains, and add the residual; positions count through the whole [s, h].
-
-    What is added to a residual is multiplied by `model.residual_multiplier`.
-    """
-    factor = context.model.residual_multiplier
-    if not (module.training and context.model.hidden_dropout):
-        return x if residual is None else torch.add(residual, x, alpha=factor)
-    if residual is not None and factor != 1:
-        x = x * factor
-    h = context.model.hidden_size
-    length = x.shape[0] * (context.region.axis.size if context.region.sequence_parallel else 1)
-    rows = keys.rows(length, x.device)[context.region.shard_of_sequence(length)]
-    positions = rows.unsqueeze(-1) * h + torch.arange(h, device=x.device)
-    p, fusion = context.model.hidden_dropout, context.kernels.fusion
-    return dropout(x, p, keys, site, positions, batch_dim=1, fusion=fusion, residual=residual)

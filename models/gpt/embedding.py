@@ -9,7 +9,8 @@ from torch import nn
 from triaxis.engine.numerics.precision import accumulate
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.layers import VocabParallelEmbedding
-from triaxis.models.gpt.context import BuildContext, hidden_dropout
+from triaxis.models.gpt.context import BuildContext
+from triaxis.models.gpt.hidden_dropout import hidden_dropout
 
 
 class Embedding(nn.Module):

@@ -20,8 +20,8 @@ from torch import nn
 
 from triaxis.engine.config.attention_kinds import LayerKind
 from triaxis.engine.config.mla import MLAConfig
-from triaxis.engine.kernels.elementwise import norm as norm_by_name
 from triaxis.engine.kernels.masked_attention import Mask
+from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.rotary import apply_rope
 from triaxis.engine.layout.shard_spec import cut
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
@@ -97,6 +97,7 @@ class LatentAttention(nn.Module):
             f"{name}.down",
             form,
         )
+        self.norm_kernel = NormKernel(context.model.norm_kind.of_heads, context.model.norm_eps, context.kernels.fusion)
         self.q_norm = context.optional_parameter(f"{name}.q_a_norm.weight")
         self.kv_norm = context.parameter(f"{name}.kv_a_norm.weight")
         query = "q" if self.mla.q_lora_rank is None else "q_b"
@@ -141,8 +142,7 @@ class LatentAttention(nn.Module):
         return q, torch.cat((self._normalise(kv, self.kv_norm), key), dim=-1)
 
     def _normalise(self, x: torch.Tensor, norm: ShardedParameter) -> torch.Tensor:
-        model = self.context.model
-        return norm_by_name(model.norm_kind.of_heads, x, [norm.tracked()], model.norm_eps, self.context.kernels.fusion)
+        return self.norm_kernel(x, norm.tracked())
 
     def _rotate(self, x: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
         """Rotate the first dr elements of x [s, b, n, d]; x itself where the layer rotates nothing."""

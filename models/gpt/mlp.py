@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from triaxis.engine.kernels.elementwise import activation
+from triaxis.engine.kernels.elementwise import ActivationKernel
 from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from triaxis.engine.tensor_parallel.linear import GeluGemms
 from triaxis.models.gpt.context import BuildContext
@@ -14,8 +14,6 @@ class MLP(nn.Module):
 
     def __init__(self, context: BuildContext, name: str, *, shares_input: bool = False) -> None:
         super().__init__()
-        self.activation = context.model.activation
-        self.fusion = context.kernels.fusion
         up = "gate_up" if context.model.activation_kind.is_gated else "up"
         self.up = ColumnParallelLinear(
             [context.parameter(f"{name}.{up}.weight")],
@@ -36,12 +34,13 @@ class MLP(nn.Module):
         )
 
         self.inner = context.saved.recomputed("mlp", self.up)
-        self.activated = context.saved.recomputed("activation", self._activation)
+        activation = ActivationKernel(context.model.activation, context.kernels.fusion, self.up.takes_bias_total)
+        self.activated = context.saved.recomputed("activation", activation)
         # What is made again is made by the same function, and of a bias that no GEMM sums the activation does.
         is_made_again = {"mlp", "activation"} & set(context.saved.parts)
         self.gemms_make_gelu = (
             isinstance(self.up.gemms, GeluGemms)
-            and self.activation == "gelu_tanh"
+            and context.model.activation == "gelu_tanh"
             and not (is_made_again or self.up.biases_are_summed_by_consumer)
         )
 
@@ -50,6 +49,3 @@ class MLP(nn.Module):
             inner, activated = self.up.with_gelu(x)
             return self.down(activated, inner)
         return self.down(self.activated(self.inner(x)))
-
-    def _activation(self, x: torch.Tensor) -> torch.Tensor:
-        return activation(self.activation, x, self.fusion, self.up.takes_bias_total)

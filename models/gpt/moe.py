@@ -16,7 +16,7 @@ from torch import nn
 from triaxis.engine.expert_parallel.dispatch import Dispatched
 from triaxis.engine.expert_parallel.experts import Ends, ExpertDown, ExpertUp, ExpertWork
 from triaxis.engine.expert_parallel.routing import Choice
-from triaxis.engine.kernels.elementwise import activation
+from triaxis.engine.kernels.elementwise import ActivationKernel
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.models.gpt.context import BuildContext
@@ -38,6 +38,8 @@ class MoE(nn.Module):
         self.bias = context.optional_parameter(f"{name}.router.bias")
         kernel = context.kernels.choices.experts
         assert kernel is not None
+        # The number of rows may be another in each call.
+        self.activation = ActivationKernel(context.model.activation, context.kernels.fusion, lengths="rows")
         work = ExpertWork(context.queue, context.kernels.fusion, kernel)
         up = up_name(context.model)
         self.up = ExpertUp(context.parameter(f"{name}.experts.{up}.weight"), work, f"{name}.experts.{up}")
@@ -69,7 +71,7 @@ class MoE(nn.Module):
         """Run the experts on their rows: [R, h]."""
         saved = self.context.saved
         inner = saved.recomputed("mlp", partial(self._up, sent.ends))(sent.rows)
-        activated = saved.recomputed("activation", self._activation)(inner)
+        activated = saved.recomputed("activation", self.activation)(inner)
         out: torch.Tensor = self.down(activated, sent.weights, sent.ends)
         return out
 
@@ -103,10 +105,6 @@ class MoE(nn.Module):
     def _up(self, ends: Ends, rows: torch.Tensor) -> torch.Tensor:
         inner: torch.Tensor = self.up(rows, ends)
         return inner
-
-    def _activation(self, x: torch.Tensor) -> torch.Tensor:
-        # The number of rows may be another in each call.
-        return activation(self.context.model.activation, x, self.context.kernels.fusion, lengths="rows")
 
 
 class _Part(torch.autograd.Function):

@@ -18,7 +18,7 @@ from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.entered import outside_of
 from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
 from triaxis.models.gpt.block import Block
-from triaxis.models.gpt.context import BuildContext, LayerInputs, Norm, Positions
+from triaxis.models.gpt.context import BuildContext, LayerInputs, Positions
 from triaxis.models.gpt.embedding import Embedding
 from triaxis.models.gpt.losses import TokenLosses
 
@@ -82,7 +82,7 @@ class TokenAhead(nn.Module):
         name = f"layers.{layer}.mtp"
         self.context = context
         self.embedding = Embedding(context, f"{name}.embedding")
-        self.embedding_norm, self.hidden_norm = (Norm(context, f"{name}.{of}_norm") for of in ("embedding", "hidden"))
+        self.embedding_norm, self.hidden_norm = (context.norm(f"{name}.{of}_norm") for of in ("embedding", "hidden"))
         self.projection = ColumnParallelLinear(
             [context.parameter(f"{name}.projection.weight")],
             [],
@@ -92,7 +92,7 @@ class TokenAhead(nn.Module):
             context.form,
         )
         self.block = Block(context, layer)
-        self.norm = Norm(context, f"{name}.norm")
+        self.norm = context.norm(f"{name}.norm")
         self.losses = TokenLosses(context)
 
     def inputs(

@@ -6,14 +6,14 @@ from functools import partial
 import torch
 from torch import nn
 
-from triaxis.engine.kernels.elementwise import norm as norm_by_name
+from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.rotary import apply_rope
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.tensor_parallel.qk_norm import normalised, squares
 from triaxis.models.gpt.context import BuildContext
 
 Split = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""`triaxis.engine.kernels.qkv.split_qkv` of a layer, which still takes x and `tables`."""
+"""Splits x by the tables of a rotation (`triaxis.engine.kernels.qkv.SplitQkv`)."""
 
 
 class NormalisedAndRotated(nn.Module):
@@ -22,6 +22,8 @@ class NormalisedAndRotated(nn.Module):
     def __init__(self, context: BuildContext, name: str, split: Split) -> None:
         super().__init__()
         self.context, self.split = context, split
+        model = context.model
+        self.kernel = NormKernel(model.norm_kind.of_heads, model.norm_eps, context.kernels.fusion)
         self.q_norm = context.optional_parameter(f"{name}.q_norm.weight")
         self.k_norm = context.optional_parameter(f"{name}.k_norm.weight")
 
@@ -65,8 +67,6 @@ class NormalisedAndRotated(nn.Module):
         self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None
     ) -> torch.Tensor:
         """Normalise and rotate queries or keys [s, b, heads, d]; x itself where the model has neither."""
-        fusion = self.context.kernels.fusion
         if norm is not None:
-            model = self.context.model
-            x = norm_by_name(model.norm_kind.of_heads, x, [norm.tracked()], model.norm_eps, fusion)
-        return x if rope is None else apply_rope(x, rope, fusion)
+            x = self.kernel(x, norm.tracked())
+        return x if rope is None else apply_rope(x, rope, self.context.kernels.fusion)

@@ -10,13 +10,14 @@ import triaxis.models.gpt.qk_norm
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.step import Engine
 from triaxis.engine.step_result import BatchLosses
+from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.engine.tensor_parallel.qk_norm import _local_squares
 from triaxis.models.gpt.block import Block
 from triaxis.models.gpt.chunk import GPTChunk
-from triaxis.models.gpt.context import Norm
 from triaxis.models.gpt.losses import TokenLosses
 
 
@@ -27,7 +28,7 @@ def later_stages_take_w_for_the_gain() -> None:
         init(self, *args)
         for module in self.modules() if self.embedding is None else ():
             if isinstance(module, Norm):
-                module.layer = replace(module.layer, name="rmsnorm")
+                module.kernel = NormKernel("rmsnorm", module.kernel.eps, EAGER)
 
     GPTChunk.__init__ = plain  # type: ignore[method-assign]
 

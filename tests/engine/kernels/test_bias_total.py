@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from tests.harness import compiler
 from triaxis.engine.config.attention_kinds import Rotary
-from triaxis.engine.kernels.elementwise import activation
+from triaxis.engine.kernels.elementwise import ActivationKernel
 from triaxis.engine.kernels.fusion import EAGER, Form, Fusion
-from triaxis.engine.kernels.qkv import split_qkv
+from triaxis.engine.kernels.qkv import SplitQkv
 from triaxis.engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies
 from triaxis.engine.numerics.precision import accumulation_dtype
 
@@ -34,7 +34,7 @@ def tables(num_rotated: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def activated(name: str) -> Ours:
-    return lambda x, fusion, add_total: (activation(name, x, fusion, add_total),)
+    return lambda x, fusion, add_total: (ActivationKernel(name, fusion, add_total)(x),)
 
 
 def gated(pointwise: Callable[[torch.Tensor], torch.Tensor]) -> Plain:
@@ -47,7 +47,7 @@ def gated(pointwise: Callable[[torch.Tensor], torch.Tensor]) -> Plain:
 
 def split(num_rotated: int) -> Ours:
     def function(x: torch.Tensor, fusion: Fusion, add_total: AddTotal) -> Outputs:
-        return split_qkv(x, HEADS, HEAD, tables(num_rotated, x.dtype) if num_rotated else None, fusion, add_total)
+        return SplitQkv(HEADS, HEAD, fusion, add_total)(x, tables(num_rotated, x.dtype) if num_rotated else None)
 
     return function
 
@@ -163,7 +163,7 @@ def test_the_sum_is_that_of_the_gradient_as_it_is_stored(name: str) -> None:
 
 def test_no_sum_is_made_where_none_is_taken() -> None:
     x = given(torch.float64)
-    q, k, v = split_qkv(x, HEADS, HEAD, None, EAGER)
+    q, k, v = SplitQkv(HEADS, HEAD, EAGER)(x, None)
     assert all(each.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for each in (q, k, v))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         torch.autograd.backward((q, k, v), (q.detach(), k.detach(), v.detach()))

@@ -10,16 +10,9 @@ import torch.nn.functional as F
 from tests.harness import compiler
 from triaxis.engine.config.attention_kinds import Rotary
 from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS, Activation, Norm
-from triaxis.engine.kernels.elementwise import (
-    activation,
-    keyed_dropout,
-    keyed_hash,
-    layer_norm,
-    rms_norm,
-    rms_norm_1p,
-)
-from triaxis.engine.kernels.elementwise import norm as norm_by_name
+from triaxis.engine.kernels.elementwise import ActivationKernel, keyed_dropout, keyed_hash
 from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies
 
 EPS = 1e-5
@@ -36,7 +29,7 @@ FACTOR = (keyed_hash(KEYS, POSITIONS) >= int(0.3 * 2**32)).double() / 0.7
 
 
 def swiglu(x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    return activation("swiglu", x, fusion)
+    return ActivationKernel("swiglu", fusion)(x)
 
 
 def plain_swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +38,7 @@ def plain_swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def geglu_tanh(x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    return activation("geglu_tanh", x, fusion)
+    return ActivationKernel("geglu_tanh", fusion)(x)
 
 
 def plain_geglu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -54,7 +47,7 @@ def plain_geglu_tanh(x: torch.Tensor) -> torch.Tensor:
 
 
 def geglu(x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    return activation("geglu", x, fusion)
+    return ActivationKernel("geglu", fusion)(x)
 
 
 def plain_geglu(x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +56,7 @@ def plain_geglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def relu2(x: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    return activation("relu2", x, fusion)
+    return ActivationKernel("relu2", fusion)(x)
 
 
 def plain_relu2(x: torch.Tensor) -> torch.Tensor:
@@ -71,7 +64,7 @@ def plain_relu2(x: torch.Tensor) -> torch.Tensor:
 
 
 def norm_1p(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    return rms_norm_1p(x, weight, EPS, fusion)
+    return NormKernel("rmsnorm_1p", EPS, fusion)(x, weight)
 
 
 def plain_norm_1p(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -80,7 +73,7 @@ def plain_norm_1p(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    return rms_norm(x, weight, EPS, fusion)
+    return NormKernel("rmsnorm", EPS, fusion)(x, weight)
 
 
 def plain_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -88,7 +81,7 @@ def plain_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def centred_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-    return layer_norm(x, weight, bias, EPS, fusion)
+    return NormKernel("layernorm", EPS, fusion)(x, weight, bias)
 
 
 def plain_centred_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -246,20 +239,20 @@ def kept_by(function: Function, given: list[torch.Tensor]) -> int:
 @pytest.mark.parametrize("kind", ACTIVATIONS.values(), ids=list(ACTIVATIONS))
 def test_the_kernel_of_an_activation_does_as_its_record_says(kind: Activation) -> None:
     (x,) = inputs([(6, 3, kind.num_inputs * 8)], torch.bfloat16)
-    assert activation(kind.name, x, EAGER).shape == (6, 3, 8)
-    assert kept_by(lambda x: activation(kind.name, x, EAGER), [x]) == 6 * 3 * kind.num_inputs * 8
+    kernel = ActivationKernel(kind.name, EAGER)
+    assert kernel(x).shape == (6, 3, 8)
+    assert kept_by(kernel, [x]) == 6 * 3 * kind.num_inputs * 8
 
 
 @pytest.mark.parametrize("kind", NORMS.values(), ids=list(NORMS))
 def test_the_kernel_of_a_norm_does_as_its_record_says(kind: Norm) -> None:
     given = inputs([(6, 3, 16), *[(16,) for _ in kind.parameters]], torch.bfloat16)
-    kept = kept_by(lambda x, *weights: norm_by_name(kind.name, x, weights, EPS, EAGER), given)
+    kept = kept_by(NormKernel(kind.name, EPS, EAGER), given)
     assert kept - len(kind.parameters) * 16 == 6 * 3 * (16 + len(kind.statistics))
 
 
 def test_a_name_without_a_kernel_is_an_error_and_no_other_kernel() -> None:
-    (x,) = inputs([(6, 3, 16)], torch.float64)
     with pytest.raises(KeyError, match="relu"):
-        activation("relu", x, EAGER)
+        ActivationKernel("relu", EAGER)
     with pytest.raises(KeyError, match="batchnorm"):
-        norm_by_name("batchnorm", x, [x[0, 0]], EPS, EAGER)
+        NormKernel("batchnorm", EPS, EAGER)

@@ -24,6 +24,7 @@ from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels import registry
 from triaxis.engine.kernels.attention import AttentionShape
 from triaxis.engine.kernels.fusion import EAGER, Fusion
+from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.registry import (
     ORDER,
     Choices,
@@ -38,6 +39,7 @@ from triaxis.engine.kernels.registry import (
 )
 from triaxis.engine.kernels.te import TransformerEngine
 from triaxis.engine.kernels.te_storage import Storages
+from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.models.gpt.chunk import GPTChunk
 
 SHAPE = AttentionShape(4, 2, 16, torch.bfloat16, torch.device("cpu"))
@@ -300,11 +302,13 @@ def test_modules_use_what_was_chosen_and_decoding_compiles_nothing(monkeypatch: 
     batches.close()
     (chunk,) = engine.chunks
     assert isinstance(chunk, GPTChunk)
-    fusions = {id(module.fusion): module.fusion for module in chunk.modules() if hasattr(module, "fusion")}
-    assert [fusion.form for fusion in fusions.values()] == ["compiled"], (
-        "one for all modules: each function is compiled once"
+    compiled, eager = (
+        {module.kernel.forward for module in each.modules() if isinstance(module, Norm)}
+        for each in (chunk, chunk.for_decoding())
     )
-    assert {module.fusion for module in chunk.for_decoding().modules() if hasattr(module, "fusion")} == {EAGER}
+    assert len(compiled) == 1, "one for all modules: each function is compiled once"
+    assert eager == {NormKernel("rmsnorm", 1e-5, EAGER).forward}
+    assert not eager & compiled
 
 
 def test_eager_is_the_function_itself() -> None:

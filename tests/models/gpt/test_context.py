@@ -17,7 +17,7 @@ from triaxis.engine.layout.shard_spec import localize
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.train import build
 from triaxis.models.gpt.chunk import build_chunks
-from triaxis.models.gpt.context import BuildContext, Norm
+from triaxis.models.gpt.context import BuildContext
 from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import final_norm_specs
 
@@ -49,8 +49,8 @@ def test_a_norm_without_one_of_its_parameters_is_an_error_and_no_other_norm(kind
     for parameter in kind.parameters:
         name = f"final_norm.{parameter}"
         with pytest.raises(KeyError, match=name):
-            Norm(context_of(model, without=name), "final_norm")
-    assert len(Norm(context_of(model), "final_norm").weights) == len(kind.parameters)
+            context_of(model, without=name).norm("final_norm")
+    assert len(context_of(model).norm("final_norm").weights) == len(kind.parameters)
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,13 @@ from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.config.layer_kinds import NORMS
 from triaxis.engine.kernels.fusion import EAGER, Form, Fusion
+from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.layout.param_layout import layout_parameters
 from triaxis.engine.layout.shard_spec import localize
 from triaxis.engine.numerics.precision import accumulation_dtype
 from triaxis.engine.optimizer.grad_buffer import GradBuffers
+from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-from triaxis.engine.tensor_parallel.residual_norm import NormLayer, added_and_normalised
 from triaxis.models.specs import Init, ParamSpec
 
 EPS, SHAPE = 1e-5, (6, 3, 16)
@@ -29,7 +30,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 class Given:
     """Inputs in one dtype, and a norm whose weights are in flat buffers."""
 
-    def __init__(self, name: str, dtype: torch.dtype, fusion: Fusion) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, fusion: Fusion, factor: float = 1.0) -> None:
         self.x, self.branch = (drawn(seed, *SHAPE).to(dtype).requires_grad_() for seed in (1, 2))
         records = [
             localize(
@@ -48,16 +49,16 @@ class Given:
         self.weights = list(parameters.values())
         for seed, weight in enumerate(self.weights, start=3):
             weight.value.data.copy_(drawn(seed, SHAPE[-1]))
-        self.norm = NormLayer(name, self.weights, EPS, fusion)
+        self.name, self.norm = name, Norm(NormKernel(name, EPS, fusion), self.weights, factor)
 
 
 def grads(dtype: torch.dtype) -> Tensors:
     return [drawn(seed, *SHAPE).to(dtype) for seed in (8, 9)]
 
 
-def ours(given: Given, factor: float) -> Tensors:
+def ours(given: Given) -> Tensors:
     """Sum, norm, and the gradients of x, of the branch and of the trained weights."""
-    y, normalised = added_and_normalised(given.x, given.branch, given.norm, factor)
+    y, normalised = given.norm(given.x, given.branch)
     given.buffers.start(num_microbatches=1)
     torch.autograd.backward((y, normalised), grads(y.dtype))
     given.buffers.finish()
@@ -71,11 +72,10 @@ def plain(given: Given, factor: float, dtype: torch.dtype) -> Tensors:
     x, branch = (each.detach().to(dtype).requires_grad_() for each in (given.x, given.branch))
     weights = [weight.value.detach().to(dtype).requires_grad_() for weight in given.weights]
     y = x + factor * branch
-    name = given.norm.name
-    if name == "layernorm":
+    if given.name == "layernorm":
         normalised = F.layer_norm(y, SHAPE[-1:], *weights, eps=EPS)
     else:
-        offset = NORMS[name].offset
+        offset = NORMS[given.name].offset
         normalised = F.rms_norm(y, SHAPE[-1:], weights[0] + offset if offset else weights[0], EPS)
     torch.autograd.backward((y, normalised), grads(dtype))
     trained = [weight.grad for weight in weights if weight.requires_grad]
@@ -102,8 +102,8 @@ def _compiled_anew() -> None:
 @EVERY_FORM
 @pytest.mark.parametrize("factor", [1.0, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_sum_norm_and_gradients_are_those_of_plain_operators(name: str, form: Form, factor: float) -> None:
-    given = Given(name, torch.float64, Fusion(form))
-    for one, other in zip(ours(given, factor), plain(given, factor, torch.float64), strict=True):
+    given = Given(name, torch.float64, Fusion(form), factor)
+    for one, other in zip(ours(given), plain(given, factor, torch.float64), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
@@ -116,7 +116,7 @@ def test_in_narrower_dtypes_no_further_from_the_truth_than_plain_operators(
     exact, theirs = plain(given, 1.0, torch.float64), plain(given, 1.0, dtype)
     # Sums of the same few numbers differ by the order of additions.
     slack = 1.05 if dtype == torch.bfloat16 else 2.0
-    for mine, torchs, true in zip(ours(given, 1.0), theirs, exact, strict=True):
+    for mine, torchs, true in zip(ours(given), theirs, exact, strict=True):
         assert (mine - true).norm() <= slack * (torchs - true).norm() + torch.finfo(dtype).eps * 1e-2 * true.norm()
 
 
@@ -130,11 +130,5 @@ def test_kept_for_the_backward_are_the_sum_and_the_statistics(name: str) -> None
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        added_and_normalised(given.x, given.branch, given.norm, 1.0)
+        given.norm(given.x, given.branch)
     assert sum(tensor.numel() for tensor in saved) == 6 * 3 * (16 + len(NORMS[name].statistics))
-
-
-def test_a_name_without_a_kernel_is_an_error_and_no_other_kernel() -> None:
-    x = drawn(1, *SHAPE)
-    with pytest.raises(KeyError, match="batchnorm"):
-        added_and_normalised(x, x, NormLayer("batchnorm", [], EPS, EAGER), 1.0)

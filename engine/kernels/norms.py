@@ -1,0 +1,254 @@
+"""Norms over the last dim, alone or of a sum: computed in the accumulation dtype, returned in the input's.
+
+    alone      n = norm(x)
+    of a sum   y = x + f branch, n = norm(y)      a branch of the residual stream, and the norm that reads the sum
+    backward   dx = dy + (the norm's gradient of y for dn), d branch = f dx
+
+Both save x (or y) and the norm's statistics, and have their backward written out: autograd would record copies in the accumulation
+dtype and products that are cheap to recompute. Compiled, a sum and its norm are one pass over memory each way. Apart, the norm
+reads y once more, and autograd adds the two gradients of y in a pass of its own.
+
+Where nothing is compiled, LayerNorm and RMSNorm on a GPU are torch's own kernels.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.numerics.precision import accumulate
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NormFunctions:
+    """The pure functions of a norm over the last dim.
+
+    Attributes:
+        forward: (x [.., h], eps, weights [h]) -> output, and statistics of each token.
+        backward: (x, grad [.., h], dtype, weights and statistics) -> gradients of x, and in the dtype of each weight. Torch's own
+            are in the weights' dtype.
+    """
+
+    forward: Callable[..., Tensors]
+    backward: Callable[..., Tensors]
+
+
+class NormKernel:
+    """A norm as a model runs it.
+
+    Args:
+        name: of the norm (`triaxis.engine.config.layer_kinds.NORMS`).
+        eps: added to the variance or mean square.
+        fusion: runs the functions.
+
+    Raises:
+        KeyError: no kernel has this name.
+    """
+
+    def __init__(self, name: str, eps: float, fusion: Fusion) -> None:
+        functions = (_COMPILED if fusion.is_compiled else _EAGER)[name]
+        self.eps = eps
+        self.forward, self.backward = fusion(functions.forward), fusion(functions.backward)
+        self.add_and_norm = partial(fusion(add_and_norm), functions.forward)
+        self.add_and_norm_backward = partial(fusion(add_and_norm_backward), functions.backward)
+
+    def __call__(self, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        """Normalise x [.., h]; weights [h] in the order of `layer_kinds.Norm.parameters`."""
+        return _Normalised.apply(x, self, *weights)
+
+
+class _Normalised(torch.autograd.Function):
+    """The norm alone. Saves x and the statistics."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kernel: NormKernel, *weights: torch.Tensor) -> torch.Tensor:
+        normalised, *statistics = kernel.forward(x, kernel.eps, *weights)
+        ctx.kernel = kernel
+        ctx.save_for_backward(x, *weights, *statistics)
+        return normalised
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, weight, *others = ctx.saved_tensors
+        grad_x, *grads = ctx.kernel.backward(x, grad, weight.dtype, weight, *others)
+        return grad_x, None, *grads
+
+
+def add_and_norm(
+    forward: Callable[..., Tensors],
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    factor: float,
+    eps: float,
+    *weights: torch.Tensor,
+) -> Tensors:
+    """Return y = x + factor branch, its norm and the norm's statistics; x, branch [.., h]. A function for `Fusion`."""
+    y = torch.add(x, branch, alpha=factor)
+    return y, *forward(y, eps, *weights)
+
+
+def add_and_norm_backward(
+    backward: Callable[..., Tensors],
+    y: torch.Tensor,
+    grad_y: torch.Tensor,
+    grad: torch.Tensor,
+    factor: float,
+    of_weights: torch.dtype,
+    *weights_and_statistics: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None, *Tensors]:
+    """Return the gradients of x, of the branch (None: that of x) and of each weight, from those of y and of the norm's output.
+
+    A function for `Fusion`. Operator by operator the addition is in place, in the tensor that the norm's backward has made.
+    """
+    grad_x, *grads = backward(y, grad, of_weights, *weights_and_statistics)
+    grad_x = grad_x.add_(grad_y)
+    return grad_x, None if factor == 1 else grad_x * factor, *grads
+
+
+def _layer_norm(x: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor) -> Tensors:
+    """Return y = n w + b (1607.06450) with n = (x - mean) r, r = 1 / sqrt(variance + eps); and mean and r."""
+    wide = accumulate(x)
+    mean = wide.mean(-1, keepdim=True)
+    centred = wide - mean
+    r = centred.square().mean(-1, keepdim=True).add(eps).rsqrt()
+    return (centred * r * weight + bias).to(x.dtype), mean, r
+
+
+def _layer_norm_back(
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    of_weights: torch.dtype,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
+    r: torch.Tensor,
+) -> Tensors:
+    """Return dx = r (dy w - mean(dy w) - n mean(dy w n)), dw = sum of dy n over the tokens, db = sum of dy."""
+    n = (accumulate(x) - mean) * r
+    wide = accumulate(grad)
+    grad_weight, grad_bias = (each.flatten(0, -2).sum(0) for each in (wide * n, wide))
+    scaled = wide * weight
+    grad_x = (scaled - scaled.mean(-1, keepdim=True) - n * (scaled * n).mean(-1, keepdim=True)) * r
+    return grad_x.to(x.dtype), grad_weight.to(of_weights), grad_bias.to(of_weights)
+
+
+def _torch_layer_norm(x: torch.Tensor, eps: float, weight: torch.Tensor, bias: torch.Tensor) -> Tensors:
+    return torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def _torch_layer_norm_back(
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    of_weights: torch.dtype,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
+    r: torch.Tensor,
+) -> Tensors:
+    return torch.ops.aten.native_layer_norm_backward(grad, x, weight.shape, mean, r, weight, bias, [True] * 3)
+
+
+def _gains(weight: torch.Tensor, offset: int) -> torch.Tensor:
+    return accumulate(weight) + offset if offset else weight
+
+
+def _rms_norm(x: torch.Tensor, eps: float, weight: torch.Tensor, offset: int = 0) -> Tensors:
+    """Return y = n g (1910.07467) with n = x r, r = 1 / sqrt(mean(x^2) + eps), gains g = offset + w; and r."""
+    wide = accumulate(x)
+    r = wide.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * r).mul_(_gains(weight, offset)).to(x.dtype), r
+
+
+def _rms_norm_back(
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    of_weight: torch.dtype,
+    weight: torch.Tensor,
+    r: torch.Tensor,
+    offset: int = 0,
+) -> Tensors:
+    """Return dx = r (dy g - n mean(dy g n)), dw = sum of dy n over the tokens.
+
+    The mean is over rows as the norm's own is, so that the compiler passes over x and dy once for all.
+    """
+    n = accumulate(x) * r
+    wide = accumulate(grad)
+    scaled = wide * _gains(weight, offset)
+    grad_x = (scaled - n * (scaled * n).mean(-1, keepdim=True)) * r
+    return grad_x.to(x.dtype), (wide * n).flatten(0, -2).sum(0).to(of_weight)
+
+
+def _rms_norm_back_in_place(
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    of_weight: torch.dtype,
+    weight: torch.Tensor,
+    r: torch.Tensor,
+    offset: int = 0,
+) -> Tensors:
+    """Compute the same in few passes operator by operator: one product serves both sums."""
+    gains = _gains(weight, offset)
+    n = accumulate(x) * r
+    products = (n * grad).flatten(0, -2)
+    grad_weight = products.sum(0)
+    minus_mean = products.mv(accumulate(gains)).div_(-x.shape[-1]).view(r.shape)
+    del products
+    grad_x = n.mul_(minus_mean).add_(accumulate(grad) * gains).mul_(r)
+    return grad_x.to(x.dtype), grad_weight.to(of_weight)
+
+
+def _rms_norm_of_device(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
+    """Return the same by torch's kernel, which it has for CUDA alone."""
+    if x.is_cuda:
+        return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+    return _rms_norm(x, eps, weight)
+
+
+def _rms_norm_back_of_device(
+    x: torch.Tensor, grad: torch.Tensor, of_weight: torch.dtype, weight: torch.Tensor, r: torch.Tensor
+) -> Tensors:
+    if x.is_cuda:
+        return torch.ops.aten._fused_rms_norm_backward(grad, x, weight.shape, r, weight, [True, True])
+    return _rms_norm_back_in_place(x, grad, of_weight, weight, r)
+
+
+def _rms_norm_1p(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
+    """Return RMSNorm with the gains 1 + weight: the weight is less 1, so that a small change keeps its bits.
+
+    Sum and product are in the accumulation dtype, rounded once, as in Gemma (transformers' `Gemma2RMSNorm`).
+    """
+    return _rms_norm(x, eps, weight, offset=1)
+
+
+def _rms_norm_1p_back(
+    x: torch.Tensor, grad: torch.Tensor, of_weight: torch.dtype, weight: torch.Tensor, r: torch.Tensor
+) -> Tensors:
+    return _rms_norm_back(x, grad, of_weight, weight, r, offset=1)
+
+
+def _rms_norm_1p_back_in_place(
+    x: torch.Tensor, grad: torch.Tensor, of_weight: torch.dtype, weight: torch.Tensor, r: torch.Tensor
+) -> Tensors:
+    return _rms_norm_back_in_place(x, grad, of_weight, weight, r, offset=1)
+
+
+_COMPILED: Mapping[str, NormFunctions] = MappingProxyType(
+    {
+        "layernorm": NormFunctions(_layer_norm, _layer_norm_back),
+        "rmsnorm": NormFunctions(_rms_norm, _rms_norm_back),
+        "rmsnorm_1p": NormFunctions(_rms_norm_1p, _rms_norm_1p_back),
+    }
+)
+_EAGER: Mapping[str, NormFunctions] = MappingProxyType(
+    {
+        "layernorm": NormFunctions(_torch_layer_norm, _torch_layer_norm_back),
+        "rmsnorm": NormFunctions(_rms_norm_of_device, _rms_norm_back_of_device),
+        "rmsnorm_1p": NormFunctions(_rms_norm_1p, _rms_norm_1p_back_in_place),
+    }
+)

@@ -1,0 +1,63 @@
+"""Norms of the residual stream and of heads: a branch may be added first, in one function (`engine/kernels/norms.py`).
+
+The weights' gradients go to their main grads, as those of linear layers do. They are partial sums over the sequence where this rank
+has a part of it; that sum follows with the other reductions.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from triaxis.engine.kernels.norms import NormKernel
+from triaxis.engine.tensor_parallel.parameter import ShardedParameter
+
+
+class Norm(nn.Module):
+    """A norm over the last dim.
+
+    Args:
+        kernel: computes it.
+        weights: [h] each, in the order in which the kernel takes them.
+        factor: of the branch.
+    """
+
+    def __init__(self, kernel: NormKernel, weights: Sequence[ShardedParameter], factor: float = 1.0) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.weights = tuple(weights)
+        self.factor = factor
+
+    def forward(
+        self, x: torch.Tensor, branch: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of x [.., h], or y = x + factor branch and the norm of y."""
+        if branch is None:
+            return self.kernel(x, *[weight.tracked() for weight in self.weights])
+        return _AddedAndNormalised.apply(x, branch, self)
+
+
+class _AddedAndNormalised(torch.autograd.Function):
+    """The sum and its norm. Saves y and the norm's statistics, as the norm alone would."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, branch: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = [weight.weight() for weight in norm.weights]
+        y, normalised, *statistics = norm.kernel.add_and_norm(x, branch, norm.factor, norm.kernel.eps, *weights)
+        ctx.norm, ctx.weights = norm, weights
+        # Saved as an output, y would be a new view here and another one in the backward.
+        ctx.save_for_backward(y.detach(), *statistics)
+        return y, normalised
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        norm: Norm = ctx.norm
+        y, *statistics = ctx.saved_tensors
+        wide = statistics[0].dtype
+        grad_x, grad_branch, *grads = norm.kernel.add_and_norm_backward(
+            y, grad_y, grad, norm.factor, wide, *ctx.weights, *statistics
+        )
+        for weight, of_weight in zip(norm.weights, grads, strict=True):
+            weight.add_grad(of_weight)
+        return grad_x, grad_x if grad_branch is None else grad_branch, None
