@@ -62,11 +62,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._pytree.tree_iter",
     ),
-    "engine/kernels/attention.py": (
-        "torch._subclasses.FakeTensor",
-        "torch.nn.attention.SDPBackend",
-        "torch.nn.attention.sdpa_kernel",
-    ),
+    "engine/kernels/attention.py": ("torch.nn.attention.SDPBackend", "torch.nn.attention.sdpa_kernel"),
+    "engine/kernels/attention_trials.py": ("torch._subclasses.FakeTensor",),
     "engine/kernels/fusion.py": ("torch._dynamo.maybe_mark_dynamic",),
     "engine/kernels/fp8/products.py": ("torch.ops.aten._scaled_mm",),
     "engine/kernels/elementwise.py": (
@@ -165,7 +162,7 @@ WORDS = (
     Word(("multi_tenant",), _STUBS, "engine/comm/runtime.py"),
     *(Word(("found_inf",), f"torch/optim/{name}.py", "engine/optimizer/updates.py") for name in ("adamw", "sgd")),
     Word(("accumulate_grad",), "torch/autograd/__init__.py", "engine/activations/backward.py"),
-    Word(("CUDNN_ATTENTION",), "torch/_C/__init__.pyi", "engine/kernels/attention.py"),
+    Word(("CUDNN_ATTENTION",), "torch/_C/__init__.pyi", "engine/config/attention_kernels.py"),
     *(Word((word,), _TORCHRUN, "launch/start/rendezvous.py") for word in _TORCHRUNS_WORDS),
     # torch 2.9 has the second only.
     Word(

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from triaxis.engine.config.attention_kernels import AttentionKernelName
 from triaxis.engine.config.context_parallel import gathers_keys
 from triaxis.engine.config.counts import Count
 from triaxis.engine.config.model import MOST_LAYERS
@@ -94,7 +95,7 @@ class KernelsConfig(Section):
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
-    attention: Literal["auto", "sdpa", "flash", "cudnn", "efficient", "varlen", "te", "blocks", "explicit"] = Field(
+    attention: Literal["auto", AttentionKernelName] = Field(
         "auto",
         description="sdpa: torch chooses; flash, cudnn, efficient, varlen, te: that; blocks, explicit: operators",
     )

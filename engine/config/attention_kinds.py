@@ -13,13 +13,14 @@ Readers (specs, modules, FLOPs, memory) take the record of a layer, never the fi
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, Strict
 from typing_extensions import TypedDict
 
+from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS
 from triaxis.engine.config.context_parallel import gathers_keys
 from triaxis.engine.config.counts import no_bool
 from triaxis.engine.config.section import Problem, Rule, Section, Subject
@@ -36,12 +37,6 @@ LONGEST_WINDOW = 2**30
 
 LONGEST_PATTERN = 10_000
 """Layers that `model.layers` may list."""
-
-WITHOUT_WINDOWS = ("cudnn", "efficient")
-"""Choices of `kernels.attention` that have no windows, documents or sinks on any device."""
-
-WITH_SOFTCAP = ("auto", "blocks", "explicit")
-"""Choices of `kernels.attention` that can cap the logits."""
 
 
 class RopeScaling(Section):
@@ -194,7 +189,12 @@ class AttentionPattern:
     @property
     def is_plain(self) -> bool:
         """Return whether nothing is asked."""
-        return not (self.windows or self.documents or self.sinks or self.softcap or self.parts)
+        return not self.asked
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """Return the names of the properties that are asked."""
+        return frozenset(each.name for each in fields(self) if getattr(self, each.name))
 
 
 PLAIN = AttentionPattern()
@@ -434,26 +434,19 @@ def rope_fields_have_effect(subject: Subject) -> Iterator[Problem]:
             )
 
 
+_WORDS = {"softcap": "cap of the logits", "parts": "parts of a row"}
+
+
 def kernel_has_pattern(subject: Subject) -> Iterator[Problem]:
     config, kernel = subject.config, subject.config.kernels.attention
-    pattern = attention_pattern(config)
-    if pattern.softcap and kernel not in WITH_SOFTCAP:
+    asked = attention_pattern(config).asked
+    lacks = frozenset() if kernel == "auto" else ATTENTION_KERNELS[kernel].lacks(asked)
+    if lacks:
+        others = [name for name, each in ATTENTION_KERNELS.items() if asked <= each.has["cuda"]]
         yield subject.problem(
             "kernels.attention",
-            "cannot cap the logits of attention (model.attention_softcap): torch's fused kernels have no such function",
-            {"kernels.attention": ["auto", "blocks", "explicit"], "model.attention_softcap": [None]},
-        )
-    elif not pattern.is_plain and kernel in WITHOUT_WINDOWS:
-        yield subject.problem(
-            "kernels.attention",
-            "has no windows, documents or sinks, which the model's attention needs",
-            {"kernels.attention": ["auto", "varlen", "blocks"]},
-        )
-    elif kernel == "te" and (pattern.documents or pattern.sinks or pattern.parts):
-        yield subject.problem(
-            "kernels.attention",
-            "has windows here, and no documents, sinks or parts of a row, which the run's attention needs",
-            {"kernels.attention": ["auto", "varlen", "blocks"]},
+            f"has no {', '.join(_WORDS.get(name, name) for name in sorted(lacks))}, which the run's attention needs",
+            {"kernels.attention": ["auto", *others]},
         )
 
 

@@ -14,6 +14,11 @@ from triaxis.engine.kernels.masked_attention import Mask, Tensors3
 from triaxis.engine.numerics.precision import accumulation_dtype
 
 
+def varlen(mask: Mask, scale: float | None, softcap: None) -> "Varlen | VarlenParts":
+    """Return the kernel for a mask: of whole rows, or of parts of them. It has no cap of the logits."""
+    return Varlen(mask, scale) if mask.part is None else VarlenParts(mask, scale)
+
+
 @dataclass(frozen=True, slots=True)
 class Varlen:
     """The kernel for whole rows, dense or packed by documents."""

@@ -259,14 +259,16 @@ class _ByPieces:
     Args:
         mask: the keys that are seen.
         scale: factor of the logits; None: d ** -0.5.
+        softcap: cap of the logits, which `Blocks` alone has; None: none.
     """
 
     block: int | None = None
     """Queries of a piece; None: all, but with a window."""
 
-    def __init__(self, mask: Mask, scale: float | None) -> None:
+    def __init__(self, mask: Mask, scale: float | None, softcap: float | None = None) -> None:
         self.mask = mask
         self.scale = scale
+        self.softcap = softcap
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         b, n, s, _ = q.shape
@@ -381,17 +383,9 @@ class CpuFlash(_ByPieces):
 
 
 class Blocks(_ByPieces):
-    """The formula in plain operators, block by block; the backward computes each block's probabilities again (2205.14135).
-
-    Args:
-        softcap: cap of the logits; None: none.
-    """
+    """The formula in plain operators, block by block; the backward computes each block's probabilities again (2205.14135)."""
 
     block = BLOCK
-
-    def __init__(self, mask: Mask, scale: float | None, softcap: float | None) -> None:
-        super().__init__(mask, scale)
-        self.softcap = softcap
 
     def part(
         self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

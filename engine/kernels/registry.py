@@ -30,6 +30,7 @@ import torch
 from triaxis.engine.comm.texts import gather_text
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.activations import KernelsConfig
+from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS, Auto
 from triaxis.engine.config.attention_kinds import PLAIN, AttentionPattern, attention_pattern
 from triaxis.engine.config.context_parallel import gathers_keys, local_kv_heads
 from triaxis.engine.config.moe import Dispatch as DispatchForm
@@ -37,7 +38,7 @@ from triaxis.engine.config.moe import dispatch_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.apex import Apex, apex_failure, apex_refusal, open_apex
-from triaxis.engine.kernels.attention import (
+from triaxis.engine.kernels.attention_trials import (
     AttentionShape,
     attention_failure,
     attention_refusal,
@@ -57,7 +58,7 @@ LinearKernel = Literal["torch", "te"]
 
 ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "attention": ("varlen", "cudnn", "flash", "sdpa", "blocks"),
+        "attention": tuple(name for name, each in ATTENTION_KERNELS.items() if each.auto is not None),
         "decoding": ("flash", "math", "sdpa", "blocks"),
         "elementwise": ("compiled", "eager"),
         "weight_grad": ("fused", "separate"),
@@ -72,13 +73,6 @@ ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
 GROUPED_FIRST = ((9, 0), (10, 0))
 """Compute capabilities on which torch's grouped GEMM is one kernel, in bf16 alone. Elsewhere it is a loop whose ends are copied to
 the host, which waits for each product (`_grouped_mm_cuda` in torch's `GroupedBlas.cpp`)."""
-
-CUDNN_FIRST = ((9, 0), (10, 0))
-"""Compute capabilities on which torch itself puts cuDNN's attention first, ..."""
-CUDNN_FIRST_TORCH = (2, 11)
-"""... from this version on, ..."""
-CUDNN_FIRST_ABOVE = 91500
-"""... with a cuDNN that is newer than this one (9.15.0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,28 +173,16 @@ def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
 
 
 def _fastest(facts: DeviceFacts) -> Choices:
-    pattern = facts.pattern
+    pattern, attention = facts.pattern, _fastest_attention(facts)
     if facts.capability is None:
-        attention = "blocks" if pattern.softcap else "sdpa"
         loop: ExpertKernel | None = None if facts.dispatch is None else "loop"
         return Choices(attention, attention, "eager", "separate", "torch", experts=loop, dispatch=facts.dispatch)
     is_half = facts.dtype.itemsize == 2
     has_flash = is_half and facts.capability >= (8, 0)
-    # Torch refuses cuDNN's attention in deterministic mode.
-    has_cudnn = (
-        is_half
-        and facts.capability in CUDNN_FIRST
-        and facts.torch_version >= CUDNN_FIRST_TORCH
-        and facts.cudnn_version > CUDNN_FIRST_ABOVE
-        and not facts.is_deterministic
-    )
     # A float64 run is a comparison: it takes the operators of the reference.
     is_float64 = facts.dtype == torch.float64
     # A compiled reduction may pick block sizes by measuring, and so the order of additions; the optimizer has no reduction.
     is_eager = is_float64 or facts.is_deterministic
-    attention = "cudnn" if has_cudnn else "flash" if has_flash else "sdpa"
-    if not pattern.is_plain:
-        attention = "varlen" if has_flash and not pattern.softcap else "blocks"
     has_grouped = facts.dtype == torch.bfloat16 and facts.capability in GROUPED_FIRST
     experts: ExpertKernel = "grouped" if has_grouped else "loop"
     decoding = "blocks" if pattern.softcap or pattern.sinks else "flash" if has_flash else "math"
@@ -212,6 +194,28 @@ def _fastest(facts: DeviceFacts) -> Choices:
         optimizer="torch" if is_float64 else "compiled",
         experts=None if facts.dispatch is None else experts,
         dispatch=facts.dispatch,
+    )
+
+
+def _fastest_attention(facts: DeviceFacts) -> str:
+    device, asked = "cpu" if facts.capability is None else "cuda", facts.pattern.asked
+    return next(
+        name
+        for name, each in ATTENTION_KERNELS.items()
+        if each.auto is not None and device in each.has and asked <= each.has[device] and _takes(each.auto, facts)
+    )
+
+
+def _takes(auto: Auto, facts: DeviceFacts) -> bool:
+    capability = facts.capability
+    return (
+        (facts.dtype.itemsize == 2 or not auto.is_half)
+        and (auto.capability is None or (capability is not None and capability >= auto.capability))
+        and (not auto.capabilities or capability in auto.capabilities)
+        and facts.torch_version >= auto.torch
+        and facts.cudnn_version > auto.above_cudnn
+        and (auto.in_deterministic_mode or not facts.is_deterministic)
+        and (auto.for_plain or not facts.pattern.is_plain)
     )
 
 

@@ -26,7 +26,7 @@ BAD_PACKAGES: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
     "documents by Transformer Engine's attention": (
         ["kernels.attention=te", "data.attention=within"],
         {},
-        ["kernels.attention = te", "no documents, sinks or parts of a row", "kernels.attention = auto", "varlen"],
+        ["kernels.attention = te", "has no documents", "kernels.attention = auto", "varlen"],
     ),
     "FP8 of float64 by Transformer Engine": (
         ["precision={dtype: float64, fp8: {backend: te}}"],

@@ -9,15 +9,10 @@ import torch
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
+from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS
 from triaxis.engine.errors import ConfigError
-from triaxis.engine.kernels.attention import (
-    BACKENDS,
-    AttentionShape,
-    attention,
-    attention_failure,
-    attention_refusal,
-    chosen,
-)
+from triaxis.engine.kernels.attention import attention
+from triaxis.engine.kernels.attention_trials import AttentionShape, attention_failure, attention_refusal, chosen
 
 CPU = torch.device("cpu")
 ON_CPU = ("sdpa", "flash")
@@ -75,7 +70,7 @@ def test_kernels_equal_the_textbook(kernel: str, kv_heads: int, queries: int) ->
 @pytest.mark.gpu
 @pytest.mark.parametrize(("keys", "head_dim"), [(S, D), (200, 64), (256, 128)])
 @pytest.mark.parametrize("kv_heads", [4, 1])
-@pytest.mark.parametrize("kernel", ["sdpa", *BACKENDS])
+@pytest.mark.parametrize("kernel", [name for name, each in ATTENTION_KERNELS.items() if each.backend is not None])
 def test_kernels_of_a_gpu_equal_the_textbook(kernel: str, kv_heads: int, keys: int, head_dim: int) -> None:
     device = torch.device("cuda")
     if reason := attention_failure(kernel, AttentionShape(4, kv_heads, head_dim, torch.bfloat16, device)):

@@ -13,7 +13,8 @@ from triaxis.engine.config.attention_kinds import AttentionPattern
 from triaxis.engine.context_parallel.deal import runs_of_ranks
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
-from triaxis.engine.kernels.attention import AttentionShape, attention_failure, masked_kernel
+from triaxis.engine.kernels.attention import masked_kernel
+from triaxis.engine.kernels.attention_trials import AttentionShape, attention_failure
 from triaxis.engine.kernels.explicit_attention import explicit_attention
 from triaxis.engine.kernels.flash_attention import VarlenParts
 from triaxis.engine.kernels.masked_attention import Mask, masked_attention
@@ -102,7 +103,7 @@ def test_a_causal_mask_at_the_wrong_corner_fails_the_trial(monkeypatch: pytest.M
     shape = AttentionShape(4, 2, 8, torch.float32, CPU, AttentionPattern(parts=True))
     part = SequencePart.of([[((0, 64),), ((64, 128),)]], 0, [[128]])
     monkeypatch.setattr(
-        "triaxis.engine.kernels.attention.masked_kernel",
+        "triaxis.engine.kernels.attention_trials.masked_kernel",
         lambda name, device, mask, scale, softcap: masked_kernel(
             name, device, mask if name == "blocks" else Mask(mask.window, mask.documents, part), scale, softcap
         ),

@@ -6,9 +6,9 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,11 +18,12 @@ from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
 from triaxis.engine.checkpoint.environment import describe_layout
 from triaxis.engine.config.activations import KernelsConfig
+from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS, AttentionKernelName
 from triaxis.engine.config.attention_kinds import AttentionPattern
 from triaxis.engine.config.section import with_value
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels import registry
-from triaxis.engine.kernels.attention import AttentionShape
+from triaxis.engine.kernels.attention_trials import AttentionShape, attention_failure
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.registry import (
@@ -133,6 +134,23 @@ def test_auto_takes_what_has_the_pattern(
 ) -> None:
     choices = resolve(KernelsConfig(), replace(facts, pattern=pattern))
     assert (choices.attention, choices.decoding) == expected
+
+
+ASKED = [each.name for each in fields(AttentionPattern)]
+
+
+@pytest.mark.parametrize("asked", ["", *ASKED])
+@pytest.mark.parametrize("kernel", ATTENTION_KERNELS)
+def test_a_record_says_what_its_kernel_has_on_the_cpu(kernel: str, asked: str) -> None:
+    has = ATTENTION_KERNELS[kernel].has.get("cpu")
+    pattern = AttentionPattern(**({asked: True} if asked else {}))
+    failure = attention_failure(kernel, AttentionShape(4, 2, 16, torch.float32, torch.device("cpu"), pattern))
+    assert (not failure) == (has is not None and pattern.asked <= has), failure
+
+
+def test_each_choice_has_a_record() -> None:
+    """`math` is for decoding alone."""
+    assert {*get_args(AttentionKernelName), "math"} == set(ATTENTION_KERNELS)
 
 
 def test_a_pattern_is_tried_with_the_kernel() -> None:

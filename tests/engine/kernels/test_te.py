@@ -17,7 +17,8 @@ from triaxis.engine.config.activations import KernelsConfig
 from triaxis.engine.config.attention_kinds import AttentionPattern
 from triaxis.engine.config.fp8 import Fp8Config, Fp8RecipeName
 from triaxis.engine.errors import ConfigError
-from triaxis.engine.kernels.attention import AttentionShape, attention, attention_failure
+from triaxis.engine.kernels.attention import attention
+from triaxis.engine.kernels.attention_trials import AttentionShape, attention_failure
 from triaxis.engine.kernels.fp8.products import open_fp8
 from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.kernels.registry import Choices, device_trials, try_out

@@ -14,7 +14,7 @@ from tests.stand_in import stand_in
 from triaxis.engine.config.activations import KernelsConfig
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.apex import open_apex
-from triaxis.engine.kernels.attention import AttentionShape
+from triaxis.engine.kernels.attention_trials import AttentionShape
 from triaxis.engine.kernels.registry import Choices, device_trials, try_out
 
 BY_APEX = Choices("sdpa", "sdpa", "eager", "separate", "apex")

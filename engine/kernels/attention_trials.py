@@ -1,0 +1,161 @@
+"""Whether a named attention kernel runs here: it is tried on a short sequence, forward and backward, before anything is built."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensor
+
+from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS
+from triaxis.engine.config.attention_kinds import PLAIN, AttentionPattern
+from triaxis.engine.data.documents import Documents
+from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.kernels.attention import TE_HAS, attention, masked_kernel
+from triaxis.engine.kernels.masked_attention import Mask, masked_attention
+from triaxis.engine.kernels.te import how_to_install
+from triaxis.engine.kernels.te_attention import te_attention_failure
+
+_TRIED_LENGTH = 128
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The facts that decide whether a kernel runs: heads on one rank, their sizes, dtype and device, and what is asked of it.
+
+    Attributes:
+        value_dim: size of values; None: that of queries and keys.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    pattern: AttentionPattern = PLAIN
+    value_dim: int | None = None
+
+
+def attention_failure(kernel: str, shape: AttentionShape) -> str:
+    """Try a named kernel, forward and backward, on a short sequence; return torch's reason if it does not run, else ""."""
+    if kernel == "te":
+        if ATTENTION_KERNELS[kernel].lacks(shape.pattern.asked):
+            return TE_HAS
+        sizes, window = (shape.num_heads, shape.num_kv_heads, shape.head_dim), _TRIED_LENGTH // 4
+        return te_attention_failure(*sizes, window if shape.pattern.windows else None, shape.dtype, shape.device)
+
+    def train() -> None:
+        # An engine may be built where gradients are off, for its forwards alone.
+        with torch.enable_grad():
+            _trial(kernel, shape).sum().backward()
+
+    def train_part() -> None:
+        with torch.enable_grad():
+            _try_part(kernel, shape)
+
+    return _failure(kernel, shape, train_part if shape.pattern.parts else train)
+
+
+def decoding_failure(kernel: str, shape: AttentionShape) -> str:
+    """Try a named kernel on one query and some keys, forward alone; return torch's reason if it does not run, else ""."""
+
+    def decode() -> None:
+        q, k, v = _operands(shape, num_queries=1)
+        mask, options = _asked(shape)
+        attention(kernel, q, k, v, replace(mask, documents=None), is_causal=False, **options)
+
+    return _failure(kernel, shape, decode)
+
+
+def _failure(kernel: str, shape: AttentionShape, run: Callable[[], None]) -> str:
+    # What torch chooses runs, and so does what the model computes itself.
+    if kernel == "explicit" or (kernel == "sdpa" and shape.pattern.is_plain):
+        return ""
+    try:
+        run()
+    except (RuntimeError, AttributeError) as error:  # the latter: this torch has no such operator
+        # Of torch's own reasons the first sentence, which others follow that list every backend.
+        return str(error).splitlines()[0].partition(". ")[0].rstrip(".")
+    return ""
+
+
+def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:
+    """Return the problem of a named kernel that does not run here."""
+    dtype = str(shape.dtype).removeprefix("torch.")
+    other = "sdpa" if shape.pattern.is_plain else "auto"
+    return (
+        f"kernels.attention = {kernel} does not run here, with {shape.num_heads} query and {shape.num_kv_heads} key/value "
+        f"heads of size {shape.head_dim} in {dtype} on {shape.device.type} (torch says: {reason}). Another kernel would "
+        f"have other speed and other bits than what was asked for. Let torch choose with kernels.attention={other}, or "
+        + (f"install it: {how_to_install()}" if kernel == "te" else "install a torch that has it.")
+    )
+
+
+def chosen(shape: AttentionShape) -> str:
+    """Return torch's name of its choice for `sdpa`: FlashAttentionForCpu, CudnnAttention, ..., or math."""
+    with torch.enable_grad():
+        node = _trial("sdpa", replace(shape, pattern=PLAIN)).grad_fn
+    name = "" if node is None else node.name()
+    fused = name.removeprefix("ScaledDotProduct").partition("Backward")[0]
+    return fused if name.startswith("ScaledDotProduct") else "math"
+
+
+def _trial(kernel: str, shape: AttentionShape) -> torch.Tensor:
+    q, k, v = (operand.requires_grad_() for operand in _operands(shape, num_queries=_TRIED_LENGTH))
+    mask, options = _asked(shape)
+    return attention(kernel, q, k, v, mask, is_causal=True, **options)
+
+
+def _try_part(kernel: str, shape: AttentionShape) -> None:
+    """Attend from the second and the last quarter of a row, forward and backward, and compare with plain operators.
+
+    Some kernels align the causal mask with the first key where queries are fewer than keys, and say nothing.
+
+    Raises:
+        RuntimeError: the kernel cannot compute this, or aligns the mask otherwise.
+    """
+    quarter = _TRIED_LENGTH // 4
+    _, options = _asked(replace(shape, pattern=replace(shape.pattern, parts=False)))
+    rows = [[_TRIED_LENGTH // 2] * 2 if shape.pattern.documents else [_TRIED_LENGTH]]
+    mine, other = ((quarter, 2 * quarter), (3 * quarter, 4 * quarter)), ((0, quarter), (2 * quarter, 3 * quarter))
+    part = SequencePart.of([[mine, other]], 0, rows).map(lambda tensor: tensor.to(shape.device))
+    documents = Documents.of(rows).map(lambda tensor: tensor.to(shape.device)) if shape.pattern.documents else None
+    mask = Mask(_TRIED_LENGTH // 4 if shape.pattern.windows else None, documents, part)
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    numbers = [
+        torch.randn(1, heads, length, shape.head_dim, generator=generator)
+        for heads, length in ((shape.num_heads, 2 * quarter), (shape.num_kv_heads, _TRIED_LENGTH))
+    ]
+    for name in (kernel, "blocks"):
+        q, k = (each.to(shape.device, shape.dtype).requires_grad_() for each in numbers)
+        by_name = masked_kernel(name, shape.device, mask, None, options["softcap"])
+        # Of fewer elements the kernel gets them padded, so this is what it sees.
+        found.append(masked_attention(by_name, q, k, k, options["sinks"]))
+        found[-1].sum().backward()
+    mine_out, plain = (each.detach().double() for each in found)
+    # A footprint has tensors without values.
+    if not isinstance(plain, FakeTensor) and (mine_out - plain).norm() > 0.05 * plain.norm():
+        raise RuntimeError("its causal mask does not end at the last query and the last key")
+
+
+def _asked(shape: AttentionShape) -> tuple[Mask, dict[str, Any]]:
+    """Return a mask and other arguments of `attention` that ask for all of the shape's pattern."""
+    pattern, device = shape.pattern, shape.device
+    halves = Documents.of([[_TRIED_LENGTH // 2] * 2]).map(lambda tensor: tensor.to(device))
+    mask = Mask(_TRIED_LENGTH // 4 if pattern.windows else None, halves if pattern.documents else None)
+    return mask, {
+        "softcap": 1.0 if pattern.softcap else None,
+        "sinks": torch.zeros(shape.num_heads, dtype=shape.dtype, device=device) if pattern.sinks else None,
+    }
+
+
+def _operands(shape: AttentionShape, num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q [1, n, num_queries, d], k [1, n_kv, 128, d] and v [1, n_kv, 128, d_v], of zeros."""
+
+    def zeros(heads: int, length: int, size: int) -> torch.Tensor:
+        return torch.zeros(1, heads, length, size, dtype=shape.dtype, device=shape.device)
+
+    kv_heads, d = shape.num_kv_heads, shape.head_dim
+    values = zeros(kv_heads, _TRIED_LENGTH, d if shape.value_dim is None else shape.value_dim)
+    return zeros(shape.num_heads, num_queries, d), zeros(kv_heads, _TRIED_LENGTH, d), values
