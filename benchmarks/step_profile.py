@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.rank_steps import LEARNING_RATE, parser_of, ready, timed
-from triaxis.engine.comm.ledger import Ledger, Pending
+from triaxis.engine.comm.backends import Pending
+from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.step import Engine
 from triaxis.launch.rank.join import Rank

@@ -29,7 +29,8 @@ from torch import nn
 
 from triaxis.engine.activations.saved_tensors import SavedTensors
 from triaxis.engine.comm.agreement import NO_FLAGS, StepFlags, StopFlags
-from triaxis.engine.comm.ledger import LABELS, Pending
+from triaxis.engine.comm.backends import Pending
+from triaxis.engine.comm.ledger import LABELS
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.plan import BatchPlan
 from triaxis.engine.config.tree import Config

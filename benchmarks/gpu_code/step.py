@@ -183,7 +183,7 @@ class StepRecord:
 
 
 class _Recorder(TorchDispatchMode):
-    """A recorder of operators outside of fused functions; `recording` adds the functions."""
+    """A recorder of the operators in its context, and of the fused functions that a model is given in `fusing`."""
 
     def __init__(self, vocabulary: Sequence[int]) -> None:
         super().__init__()
@@ -218,8 +218,8 @@ class _Recorder(TorchDispatchMode):
         return "cross-entropy" if has_logits else "elementwise"
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record each function that any `Fusion` is called with, and run it as it is written."""
+    def fusing(self) -> Iterator[None]:
+        """Let any `Fusion` return functions that record their calls, and run as they are written."""
         recorder = self
 
         def record(
@@ -241,9 +241,7 @@ class _Recorder(TorchDispatchMode):
 
             return call
 
-        # As on a GPU, where one operator squares a whole bucket.
-        whole = {"cpu": distributed.DOT_NUMEL["cuda"]}
-        with patch.object(Fusion, "__call__", record), patch.object(distributed, "DOT_NUMEL", whole), self:
+        with patch.object(Fusion, "__call__", record):
             yield
 
 
@@ -262,7 +260,14 @@ def record_step(config: Config) -> StepRecord:
     if model.has_experts:
         known = known_rows(counts_in_turn(config, grid, 0, assumed_rows(config)), grid, 0)
     recorder = _Recorder((model.vocab_size, model.padded_vocab_size // sizes.tp))
-    with fake_world(0, sizes.world_size), FakeTensorMode(allow_non_fake_inputs=True):
+    # As on a GPU, where one operator squares a whole bucket.
+    whole = {"cpu": distributed.DOT_NUMEL["cuda"]}
+    with (
+        fake_world(0, sizes.world_size),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder.fusing(),
+        patch.object(distributed, "DOT_NUMEL", whole),
+    ):
         topology = Topology(grid, 0, CPU, kv_heads=model.kv_heads, has_experts=model.has_experts)
         fp8 = None if config.precision.fp8 is None else Fp8(recipe_of(config.precision.fp8), "torch")
         kernels = Kernels(choices, Fusion("compiled"), fp8)
@@ -276,7 +281,7 @@ def record_step(config: Config) -> StepRecord:
         if known is not None:
             know_rows(engine, known)
         batches = microbatches(engine)
-        with recorder.recording():
+        with recorder:
             losses = engine.forward_backward(batches)
             recorder.is_update = True
             engine.update(losses, lr=1e-3)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from triaxis.engine.comm.ledger import Event, Ledger
 from triaxis.engine.comm.staging import CPU, Carrier, Seen, TensorUse, Work
 from triaxis.engine.numerics.precision import accumulate
 
@@ -37,6 +38,52 @@ class Message:
     kind: Literal["send", "recv"]
     tensor: torch.Tensor
     peer: int
+
+
+class Pending:
+    """A call under way. It keeps its tensors alive until `wait()`, which may be called again and again.
+
+    `written` is its line of the ledger, whose observers follow the call.
+    """
+
+    def __init__(
+        self,
+        result: torch.Tensor,
+        work: Sequence[Work] = (),
+        finish: Callable[[], torch.Tensor] | None = None,
+        written: tuple[Ledger, Event] | None = None,
+        keep: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._result = result
+        self._work = work
+        self._finish = finish
+        self._written = written
+        self._keep = keep
+        if written is not None and work:
+            ledger, posted = written
+            for observer in ledger.observers:
+                observer.under_way(posted, work)
+
+    def wait(self) -> torch.Tensor:
+        """Return the result once it is there. With NCCL the current stream waits, not the host."""
+        if self._work:
+            if self._written is not None:
+                ledger, posted = self._written
+                for observer in ledger.observers:
+                    observer.wait_begins(posted)
+            for work in self._work:
+                work.wait()
+            if self._finish is not None:
+                self._result = self._finish()
+            if self._written is not None:
+                ledger.wait_ends(posted)
+            self._work, self._finish, self._written, self._keep = (), None, None, ()
+        return self._result
+
+    @property
+    def completed(self) -> bool:
+        """Return whether `wait()` would return at once; never block."""
+        return all(work.is_completed() for work in self._work)
 
 
 class _WatchedSend:

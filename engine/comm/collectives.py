@@ -12,8 +12,8 @@ from copy import copy
 import torch
 import torch.distributed as dist
 
-from triaxis.engine.comm.backends import Backend, Message, ReduceOp
-from triaxis.engine.comm.ledger import Ledger, Pending
+from triaxis.engine.comm.backends import Backend, Message, Pending, ReduceOp
+from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.comm.staging import Carrier
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 

@@ -2,20 +2,15 @@
 
     post   op, axis, purpose, dtype, numel of the tensor handed in, group size; of a send or receive the peer and the group call
     wait   the same number, when the result was asked for
-    mark   a named point of the computation (a weight-gradient GEMM, say), so that order in the ledger proves overlap; and a read of
-           numbers by the host, which observers follow from its beginning to its end
+    mark   a named point of the computation (attention to a gathered piece, say), so that order in the ledger proves overlap; and
+           a read of numbers by the host, which observers follow from its beginning to its end
 
 A call is written down as it was made, with nothing derived from it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
-
-if TYPE_CHECKING:
-    import torch
-
-    from triaxis.engine.comm.staging import Work
+from typing import Any, Literal, NamedTuple, Protocol
 
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "broadcast", "send", "recv"]
 
@@ -81,52 +76,11 @@ class WaitObserver(Protocol):
     def read_ends(self) -> None: ...
 
 
-class Pending:
-    """A call under way. It keeps its tensors alive until `wait()`, which may be called again and again."""
-
-    def __init__(
-        self,
-        result: "torch.Tensor",
-        work: "Sequence[Work]" = (),
-        finish: "Callable[[], torch.Tensor] | None" = None,
-        written: "tuple[Ledger, Event] | None" = None,
-        keep: "Sequence[torch.Tensor]" = (),
-    ) -> None:
-        self._result = result
-        self._work = work
-        self._finish = finish
-        self._written = written
-        self._keep = keep
-        if written is not None and work:
-            ledger, posted = written
-            ledger.under_way(posted, work)
-
-    def wait(self) -> "torch.Tensor":
-        """Return the result once it is there. With NCCL the current stream waits, not the host."""
-        if self._work:
-            if self._written is not None:
-                ledger, posted = self._written
-                ledger.wait_begins(posted)
-            for work in self._work:
-                work.wait()
-            if self._finish is not None:
-                self._result = self._finish()
-            if self._written is not None:
-                ledger.wait_ends(posted)
-            self._work, self._finish, self._written, self._keep = (), None, None, ()
-        return self._result
-
-    @property
-    def completed(self) -> bool:
-        """Return whether `wait()` would return at once; never block."""
-        return all(work.is_completed() for work in self._work)
-
-
 class Ledger:
     """The calls of one rank; `observers` follow them and its waits, each in turn."""
 
     def __init__(self, observers: Sequence[WaitObserver] = ()) -> None:
-        self._observers = tuple(observers)
+        self.observers = tuple(observers)
         self.events: list[Event] = []
         self._num_calls = 0
 
@@ -154,20 +108,10 @@ class Ledger:
         self.events.append(event)
         return event
 
-    def under_way(self, posted: Event, handles: Sequence[Any]) -> None:
-        """Note that the backend has a call, and gave these handles for it."""
-        for observer in self._observers:
-            observer.under_way(posted, handles)
-
-    def wait_begins(self, posted: Event) -> None:
-        """Note that the rank needs the result of a call now."""
-        for observer in self._observers:
-            observer.wait_begins(posted)
-
     def wait_ends(self, posted: Event) -> None:
         """Write down that the rank has the result of a call."""
         self.events.append(posted._replace(phase="wait"))
-        for observer in self._observers:
+        for observer in self.observers:
             observer.wait_ends()
 
     def mark(self, op: str, purpose: str) -> None:
@@ -179,10 +123,10 @@ class Ledger:
         """Write down a read of numbers by the host; inside of it the host waits until the device has them."""
         mark = _mark(HOST_READ, purpose)
         self.events.append(mark)
-        for observer in self._observers:
+        for observer in self.observers:
             observer.read_begins(mark)
         yield
-        for observer in self._observers:
+        for observer in self.observers:
             observer.read_ends()
 
     @property

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import ATTENTION, KEYS_AND_VALUES, Pending
+from triaxis.engine.comm.ledger import ATTENTION, KEYS_AND_VALUES
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.context_parallel import heads_of_pieces
 from triaxis.engine.config.layout import ParallelConfig

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import EXPERTS, Pending
+from triaxis.engine.comm.ledger import EXPERTS
 from triaxis.engine.expert_parallel.routing import count_values
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter

@@ -29,8 +29,9 @@ from typing import Any, Protocol
 
 import torch
 
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import EXPERTS, Pending
+from triaxis.engine.comm.ledger import EXPERTS
 from triaxis.engine.config.moe import MoEConfig, buffer_rows
 from triaxis.engine.device.host_copy import to_device
 from triaxis.engine.expert_parallel.routing import count_values

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from triaxis.engine.comm.ledger import Pending
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.kernels.grouped_gemm import Ends, ExpertKernel, add_grouped_products, grouped_product
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter

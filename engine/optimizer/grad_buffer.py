@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import REPLICA_GRADIENTS, Pending
+from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
 from triaxis.engine.layout.param_layout import BucketLayout, BufferLayout
 from triaxis.engine.layout.shard_spec import ReduceAxis
 from triaxis.engine.numerics.precision import accumulation_dtype

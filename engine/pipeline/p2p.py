@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from triaxis.engine.comm.backends import Message
+from triaxis.engine.comm.backends import Message, Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.pipeline.lowering import Direction, Post
 
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from triaxis.engine.comm.ledger import CROSS_ENTROPY, Pending
+from triaxis.engine.comm.backends import Pending
+from triaxis.engine.comm.ledger import CROSS_ENTROPY
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.kernels.weight_grad import add_matmul
 from triaxis.engine.tensor_parallel.cross_entropy import LocalTargets
@@ -105,16 +106,16 @@ class _ChunkedHead(torch.autograd.Function):
         (matrix,) = head.weights.complete().views
         reduced: list[Pending] = []
 
-        for main_grad, _ in head.weights.main_grads():
+        def add_pieces(main_grad: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, *, overwrite: bool) -> None:
             for rows in ctx.pieces:
-                logits = F.linear(inputs[rows], matrix)
+                logits = F.linear(x[rows], matrix)
                 ctx.options.shape_(logits, ctx.fusion)
                 at[rows].write_gradient(logits, log_sum[rows], grad[rows], ctx.fusion, ctx.options)
                 torch.mm(logits, matrix, out=grad_inputs.flatten(0, 1)[rows])
                 if rows is ctx.pieces[-1]:
                     reduced.append(head.region.enter_backward(grad_inputs, f"{head.name} backward"))
-                    head.region.axis.ledger.mark("weight_grad", head.name)
-                is_first = not head.weights.have_grads and rows is ctx.pieces[0]
-                add_matmul(main_grad, logits, inputs[rows], overwrite=is_first, kernel=head.queue.kernel)
-        head.weights.added()
+                is_first = overwrite and rows is ctx.pieces[0]
+                add_matmul(main_grad, logits, x[rows], overwrite=is_first, kernel=head.queue.kernel)
+
+        head.weights.accumulate(grad, inputs, add_pieces)
         return reduced[0].wait(), None, None, None, None, None, None

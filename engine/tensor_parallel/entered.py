@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from triaxis.engine.comm.ledger import Pending
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from triaxis.engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import FP8_SCALES, Pending
+from triaxis.engine.comm.ledger import FP8_SCALES
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.fp8 import fp8_linears
 from triaxis.engine.config.tree import Config
@@ -165,7 +166,7 @@ class Fp8Gemms(LinearGemms):
         assert total is not None
         return total.unflatten(0, grad.tensor.shape[:-1])
 
-    def add_weight_grads(self, grad: Operand, x: Operand) -> torch.Tensor | None:
+    def accumulate(self, grad: Operand, x: Operand) -> torch.Tensor | None:
         fp8, columns = self.form.fp8, x.tensor.flatten(0, -2).t()
         inputs = (
             from_bytes(columns, E4M3, x.scale, fp8.fusion) if is_bytes(columns) else fp8.activation(columns, x.scale)

@@ -13,7 +13,7 @@ Order of the column-parallel backward, in which communication runs under the GEM
     2. dX = dY W                       3. post f's backward on dX
     4. dW += dY^T X                    5. wait for dX
 Where weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer gathers dY again for its own.
-The gradient of the biases is a sum of dY. What reads the layer's output makes dY, and can sum it there (`add_bias_total`).
+The gradient of the biases is a sum of dY. What reads the layer's output makes dY, and can sum it there (`takes_bias_total`).
 
 Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`linear.py`). On [s, b, in]
 torch looks at all strides, also of dimensions of size 1: for one sample with transposed tokens it makes s small GEMMs, each
@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from triaxis.engine.comm.ledger import Pending
-from triaxis.engine.kernels.bias_total import AddTotal, total_of
+from triaxis.engine.comm.backends import Pending
+from triaxis.engine.kernels.bias_total import AddTotal
 from triaxis.engine.kernels.weight_grad import add
 from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 from triaxis.engine.tensor_parallel.linear import (
@@ -52,10 +52,7 @@ class ColumnParallelLinear(nn.Module):
         weights: parameters [.., in], in the order of the output's columns.
         biases: one per weight, or none.
         name: for the ledger.
-        consumer_sums_biases: what reads the output calls `add_bias_total` in its backward, once for each of the layer's own.
-
-    Attributes:
-        biases_are_summed_by_consumer: the layer leaves the gradient of its biases to what reads its output.
+        consumer_sums_biases: what reads the output calls `takes_bias_total` in its backward, once for each of the layer's own.
     """
 
     def __init__(
@@ -82,11 +79,10 @@ class ColumnParallelLinear(nn.Module):
                 kernel=queue.kernel,
                 cuts_inputs=region.cuts_entered,
                 cuts_outputs=is_cut or region.cuts_entered,
-                may_total=True,
+                sums_biases=True,
+                consumer_may_sum=consumer_sums_biases,
             )
         )
-        has_biases = self.biases is not None
-        self.biases_are_summed_by_consumer = consumer_sums_biases and has_biases and not self.gemms.makes_totals
         self.region = region
         self.queue = queue
         self.name = name
@@ -101,22 +97,8 @@ class ColumnParallelLinear(nn.Module):
 
     @property
     def takes_bias_total(self) -> AddTotal:
-        """Return `add_bias_total` where the consumer has to call it, else None."""
-        return self.add_bias_total if self.biases_are_summed_by_consumer else None
-
-    def add_weight_grads(self, grad: Operand, x: Operand) -> None:
-        """Add dY^T X and, unless the consumer does, the sum of dY to the main grads. dY [s, b, rows], X [s, b, in]."""
-        self.region.axis.ledger.mark("weight_grad", self.name)
-        total = self.gemms.add_weight_grads(grad, x)
-        if self.biases is not None and not self.biases_are_summed_by_consumer:
-            self.add_bias_total(total_of(grad.tensor) if total is None else total)
-
-    def add_bias_total(self, total: torch.Tensor) -> None:
-        """Add the sum of dY over its tokens, [rows] in the accumulation dtype, to the main grads of the biases."""
-        assert self.biases is not None
-        for main_grad, rows in self.biases.main_grads():
-            add(main_grad, total if rows == self.biases.all_rows else total[rows], overwrite=not self.biases.have_grads)
-        self.biases.added()
+        """Return what takes the sum of dY over its tokens, [rows], where the consumer has to make it, else None."""
+        return self.gemms.add_bias_total if self.gemms.biases_are_summed_by_consumer else None
 
 
 class _ColumnParallel(torch.autograd.Function):
@@ -145,14 +127,14 @@ class _ColumnParallel(torch.autograd.Function):
         grad_input = gemms.input_grad(of_output)  # 2
         reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")  # 3: runs under the product of 4
         if gathered is not None:
-            layer.add_weight_grads(of_output, Operand(gathered.wait(), scale))  # 4
+            gemms.add_weight_grads(of_output, Operand(gathered.wait(), scale))  # 4
         else:
             layer.queue.defer(
                 DeferredGrad(
                     kept,
                     gather,
                     of_output.tensor,
-                    lambda x, grad: layer.add_weight_grads(Operand(grad, of_output.scale), Operand(x, scale)),
+                    lambda x, grad: gemms.add_weight_grads(Operand(grad, of_output.scale), Operand(x, scale)),
                 )
             )
         return reduced.wait(), None, None  # 5
@@ -193,11 +175,6 @@ class RowParallelLinear(nn.Module):
         """Map [s, b, in on this rank] to [s(/t), b, out]; the gradient is that of `gelu_of`, where x is its GELU."""
         return _RowParallel.apply(x, self, gelu_of)
 
-    def add_weight_grads(self, grad: Operand, x: Operand) -> None:
-        """Add dY^T X to the main grad. dY [s, b, out], X [s, b, in on this rank]."""
-        self.region.axis.ledger.mark("weight_grad", self.name)
-        self.gemms.add_weight_grads(grad, x)
-
 
 class _RowParallel(torch.autograd.Function):
     @staticmethod
@@ -230,11 +207,11 @@ class _RowParallel(torch.autograd.Function):
                     kept.tensor,
                     lambda kept: layer.region.leave_backward(kept, f"{layer.name} regather"),
                     x,
-                    lambda grad, x: layer.add_weight_grads(Operand(grad, of_output.scale), Operand(x, scale)),
+                    lambda grad, x: gemms.add_weight_grads(Operand(grad, of_output.scale), Operand(x, scale)),
                 )
             )
         else:
-            layer.add_weight_grads(of_output, Operand(x, scale))
+            gemms.add_weight_grads(of_output, Operand(x, scale))
         return grad_input, None, grad_inner
 
 

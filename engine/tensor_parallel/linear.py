@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from triaxis.engine.comm.ledger import Pending
-from triaxis.engine.kernels.weight_grad import WeightGradKernel, add_matmul
+from triaxis.engine.comm.backends import Pending
+from triaxis.engine.kernels.bias_total import total_of
+from triaxis.engine.kernels.weight_grad import WeightGradKernel, add, add_matmul
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
@@ -73,27 +74,16 @@ class FusedWeights:
         return self.values.now()
 
     def accumulate(self, grad: torch.Tensor, x: Any, add: AddProduct) -> None:
-        """Add dY^T X to the main grads, once for each run of adjacent members; grad [n, out] and x [n, in], or what `add` reads."""
-        for main_grad, rows in self.main_grads():
-            add(main_grad, grad if rows == self.all_rows else grad[:, rows], x, overwrite=not self.have_grads)
-        self.added()
+        """Add a gradient to the main grads, once for each run of adjacent members, and tell their buckets.
 
-    def main_grads(self) -> Iterable[tuple[torch.Tensor, slice]]:
-        """Return (main-grad matrix, its rows of W) per run of adjacent members; `added` follows."""
-        main_grads = self._main_grads.now()
-        return zip(main_grads.views, main_grads.rows, strict=True)
-
-    @property
-    def have_grads(self) -> bool:
-        """Return whether the main grads have a gradient of this step; else the next one overwrites them."""
-        return self.members[0].has_grad
-
-    def added(self) -> None:
-        """Tell the members' buckets that one use in one microbatch has added its gradients."""
-        have_grads = self.have_grads
+        grad is dY [n, out] and x is X [n, in], or what `add` reads; of biases, grad [out] is the gradient itself.
+        """
+        main_grads, overwrite = self._main_grads.now(), not self.members[0].has_grad
+        for matrix, rows in zip(main_grads.views, main_grads.rows, strict=True):
+            add(matrix, grad if rows == self.all_rows else grad[..., rows], x, overwrite=overwrite)
         for member in self.members:
             assert member.bucket is not None, f"{member.record.name} has no grad buffer"
-            assert member.has_grad == have_grads, "members are used together"
+            assert member.has_grad != overwrite, "members are used together"
             member.bucket.grad_added(member)
 
 
@@ -160,7 +150,8 @@ class LinearParts(NamedTuple):
         biases: of the same rows, added to Y; None: none.
         kernel: of weight gradients.
         cuts_inputs, cuts_outputs: X, and Y, are cut over tp.
-        may_total: the products may make the gradient of the biases too.
+        sums_biases: the products add the gradient of the biases too.
+        consumer_may_sum: what reads Y calls `LinearGemms.add_bias_total` instead, unless a product makes the sum.
     """
 
     name: str
@@ -169,21 +160,27 @@ class LinearParts(NamedTuple):
     kernel: WeightGradKernel
     cuts_inputs: bool
     cuts_outputs: bool
-    may_total: bool = False
+    sums_biases: bool = False
+    consumer_may_sum: bool = False
 
 
 class LinearGemms:
     """The products of one layer in the run's dtype.
 
+    Args:
+        makes_totals: the product of the weight gradient makes the sum of dY as well.
+
     Attributes:
-        makes_totals: the product of the weight gradient makes the gradient of the biases too.
+        biases_are_summed_by_consumer: the gradient of the biases is left to what reads Y.
     """
 
-    makes_totals = False
-
-    def __init__(self, parts: LinearParts) -> None:
+    def __init__(self, parts: LinearParts, *, makes_totals: bool = False) -> None:
         self.weights = parts.weights
         self.biases = parts.biases
+        has_sums = parts.biases is not None and parts.sums_biases
+        self.makes_totals = has_sums and makes_totals
+        self.biases_are_summed_by_consumer = has_sums and parts.consumer_may_sum and not makes_totals
+        self._sums_biases = has_sums and not self.biases_are_summed_by_consumer
         self._add = partial(add_matmul, kernel=parts.kernel)
 
     def enter(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Operand, torch.Tensor]:
@@ -233,11 +230,19 @@ class LinearGemms:
             total += torch.mm(part, matrix)
         return total.view(*tensor.shape[:-1], total.shape[-1])
 
-    def add_weight_grads(self, grad: Operand, x: Operand) -> torch.Tensor | None:
-        """Add dY^T X to the main grads of the weights; dY [.., out], X [.., in].
+    def add_weight_grads(self, grad: Operand, x: Operand) -> None:
+        """Add dY^T X and, unless the consumer does, the sum of dY to the main grads; dY [.., out], X [.., in]."""
+        total = self.accumulate(grad, x)
+        if self._sums_biases:
+            self.add_bias_total(total_of(grad.tensor) if total is None else total)
 
-        Return the sum of dY over the tokens [out] if `makes_totals`, else None.
-        """
+    def add_bias_total(self, total: torch.Tensor) -> None:
+        """Add the sum of dY over its tokens, [out] in the accumulation dtype, to the main grads of the biases."""
+        assert self.biases is not None
+        self.biases.accumulate(total, None, _add_total)
+
+    def accumulate(self, grad: Operand, x: Operand) -> torch.Tensor | None:
+        """Add dY^T X to the main grads of the weights; return the sum of dY over the tokens [out] if `makes_totals`, else None."""
         rows = grad.tensor.view(-1, grad.tensor.shape[-1])
         self.weights.accumulate(rows, x.tensor.view(-1, x.tensor.shape[-1]), self._add)
         return None
@@ -251,6 +256,10 @@ class LinearGemms:
         if vectors.rows == matrices.rows:
             return vectors.views
         return torch.cat(vectors.views).split([matrix.shape[0] for matrix in matrices.views])
+
+
+def _add_total(main_grad: torch.Tensor, total: torch.Tensor, x: None, *, overwrite: bool) -> None:
+    add(main_grad, total, overwrite=overwrite)
 
 
 class GeluGemms(LinearGemms):

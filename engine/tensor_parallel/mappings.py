@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import Pending
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from triaxis.engine.comm.ledger import Pending
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.kernels.weight_grad import add
 from triaxis.engine.layout.shard_spec import ParamRecord
 

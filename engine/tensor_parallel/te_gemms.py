@@ -25,9 +25,8 @@ class TeGemms(GeluGemms):
     """
 
     def __init__(self, parts: LinearParts, te: TransformerEngine) -> None:
-        super().__init__(parts)
+        super().__init__(parts, makes_totals=True)
         self.te = te
-        self.makes_totals = parts.may_total and parts.biases is not None
 
     def forward(self, x: Operand) -> torch.Tensor:
         rows = x.tensor.flatten(0, -2)
@@ -53,7 +52,7 @@ class TeGemms(GeluGemms):
         assert total is not None
         return total.unflatten(0, grad.tensor.shape[:-1])
 
-    def add_weight_grads(self, grad: Operand, x: Operand) -> torch.Tensor | None:
+    def accumulate(self, grad: Operand, x: Operand) -> torch.Tensor | None:
         totals: list[torch.Tensor] = []
 
         def add(main_grad: torch.Tensor, part: torch.Tensor, x: torch.Tensor, *, overwrite: bool) -> None:

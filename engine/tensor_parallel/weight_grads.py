@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from triaxis.engine.comm.ledger import Pending
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.kernels.weight_grad import WeightGradKernel
 
 

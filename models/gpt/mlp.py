@@ -41,7 +41,7 @@ class MLP(nn.Module):
         self.gemms_make_gelu = (
             isinstance(self.up.gemms, GeluGemms)
             and context.model.activation == "gelu_tanh"
-            and not (is_made_again or self.up.biases_are_summed_by_consumer)
+            and not (is_made_again or self.up.takes_bias_total is not None)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import step_profile
 from tests.harness import run_ranks
-from triaxis.engine.comm.ledger import Pending
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import Batches

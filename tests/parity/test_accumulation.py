@@ -12,8 +12,8 @@ import torch
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank, load_weights, owned_pieces, weights_of
 from tests.planting import Plant, run_planted
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.optimizer.grad_buffer import Bucket
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 

@@ -13,7 +13,7 @@ import torch
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank, load_weights, weights_of
 from tests.parity.test_fp8 import one_process
-from triaxis.engine.comm.ledger import Pending
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, is_bytes, quantise
 from triaxis.engine.kernels.fp8.shares import ROLES
 from triaxis.engine.step_result import StepResult

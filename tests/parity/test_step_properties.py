@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.parity.cases import Case, assemble, build_rank, owned_pieces, run_cas
 from tests.parity.test_parity import CHEAP_WITH_ROPE, FULL_BY_TWO, SELECTIVE
 from triaxis.engine.comm.ledger import ATTENTION, KEYS_AND_VALUES, Event
 from triaxis.engine.config.context_parallel import exposed_share
+from triaxis.engine.tensor_parallel.linear import AddProduct, FusedWeights
 from triaxis.launch.footprint.traffic import choices_of_group
 from triaxis.models.gpt.block import Block
 from triaxis.models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic
@@ -153,10 +155,23 @@ def test_one_process_communicates_nothing() -> None:
 
 
 def events_of_a_step(rank: int, case: Case) -> list[Event]:
+    """The ledger of a step, with a mark behind each weight-gradient GEMM of a linear layer."""
     engine, batches = build_rank(rank, case)
-    engine.train_step(batches.next_step(), 1e-3)
+    ledger, accumulate = engine.topology.ledger, FusedWeights.accumulate
+
+    def marked(self: FusedWeights, grad: torch.Tensor, x: Any, add: AddProduct) -> None:
+        name = self.members[0].record.name.removesuffix(".weight").replace("attention.q", "attention.qkv")
+
+        def add_and_mark(*args: Any, **kwargs: Any) -> None:
+            add(*args, **kwargs)
+            ledger.mark("weight_grad", "head" if name == "embedding.word" else name)
+
+        accumulate(self, grad, x, add_and_mark)
+
+    with patch.object(FusedWeights, "accumulate", marked):
+        engine.train_step(batches.next_step(), 1e-3)
     batches.close()
-    return engine.topology.ledger.events
+    return ledger.events
 
 
 def find(events: list[Event], phase: str, purpose: str, op: str | None = None) -> list[int]:

@@ -9,8 +9,8 @@ import torch
 import triaxis.engine.data.loader
 import triaxis.engine.step
 import triaxis.engine.tensor_parallel.initial_weights
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.config.groups import UpdateRule
 from triaxis.engine.config.training import OptimizerConfig
 from triaxis.engine.context_parallel.mixer import Mixer

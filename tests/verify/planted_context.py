@@ -9,7 +9,7 @@ import triaxis.engine.context_parallel.attention
 import triaxis.models.gpt.chunk
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention, is_sample
-from triaxis.engine.comm.ledger import Pending
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.context_parallel.attention import ContextParallelRegion, Piece, pack
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.context_parallel.mixer import Mixer

@@ -9,8 +9,8 @@ import triaxis.engine.expert_parallel.dispatch
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything
 from triaxis.engine.activations.saving_hooks import SavingHooks
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.config.moe import MoEConfig
 from triaxis.engine.config.tree import Config
 from triaxis.engine.expert_parallel.balance import ExpertLoad

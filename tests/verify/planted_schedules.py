@@ -6,7 +6,7 @@ import torch
 
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything
-from triaxis.engine.comm.ledger import Pending
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.pipeline.actions import Action
 from triaxis.engine.pipeline.executor import _Run
 from triaxis.engine.pipeline.p2p import StageTensor, Transport

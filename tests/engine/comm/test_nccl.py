@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from triaxis.engine.comm.backends import Backend
+from triaxis.engine.comm.backends import Backend, Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import Ledger, Pending
+from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.comm.texts import gather_text
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness import compiler
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import Ledger, Pending
+from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.layout.shard_spec import Init, ParamSpec, localize
 from triaxis.engine.tensor_parallel.chunked_head import chunked_head_losses

@@ -13,11 +13,13 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lacking import give_up
 from triaxis.engine.comm import runtime
+from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.ledger import NO_PEER, Event, Ledger
 from triaxis.engine.errors import ExitCode, NoRoomError, TriaxisError
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -57,7 +59,7 @@ def test_another_process_reads_what_the_rank_does(heartbeat: Heartbeat) -> None:
     assert heartbeat.read().position == 0, "a post is no action of the schedule"
     heartbeat.instruction(Action.parse("0F1"))
     ledger = Ledger([heartbeat])
-    ledger.wait_begins(CALL)
+    heartbeat.wait_begins(CALL)
     beat = read_beat(heartbeat.path)
     assert beat is not None and beat == heartbeat.read()
     assert (beat.rank, beat.attempt, beat.step, beat.part, beat.position) == (0, 2, 412, "forward_backward", 2)
@@ -69,6 +71,15 @@ def test_another_process_reads_what_the_rank_does(heartbeat: Heartbeat) -> None:
     assert (after.op, after.peer, after.position) == ("", NO_PEER, 0) and after.beats > beat.beats
     heartbeat.close()
     assert read_beat(heartbeat.path) is None
+
+
+class Instant:
+    """A handle whose call is over."""
+
+    def wait(self) -> None: ...
+
+    def is_completed(self) -> bool:
+        return True
 
 
 def test_a_ledger_has_several_observers(heartbeat: Heartbeat) -> None:
@@ -91,9 +102,7 @@ def test_a_ledger_has_several_observers(heartbeat: Heartbeat) -> None:
             told.append("has read")
 
     ledger = Ledger([heartbeat, Other()])
-    ledger.under_way(CALL, [])
-    ledger.wait_begins(CALL)
-    ledger.wait_ends(CALL)
+    Pending(torch.zeros(1), [Instant()], written=(ledger, CALL)).wait()
     assert told == [("under way", CALL), (CALL, "recv"), ""], "each call and wait, in the order of the observers"
     told.clear()
     with ledger.host_read("counts"):

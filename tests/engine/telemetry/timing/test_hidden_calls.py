@@ -12,7 +12,8 @@ import torch
 from tests.engine.telemetry.timing.test_marks import Device
 from tests.harness import run_ranks
 from tests.parity.cases import Case, build_rank
-from triaxis.engine.comm.ledger import Ledger, Pending
+from triaxis.engine.comm.backends import Pending
+from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.comm.staging import Staging, TensorUse
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -149,7 +150,8 @@ def test_calls_of_validations_are_not_followed() -> None:
     marks = begun(HostClock())
     marks.enter(StepPart.VALIDATION)
     ledger = Ledger([marks])
-    ledger.under_way(ledger.post("all_gather", "cp", PURPOSE, torch.zeros(1), 2), [object()])
+    posted = ledger.post("all_gather", "cp", PURPOSE, torch.zeros(1), 2)
+    Pending(torch.zeros(1), [Instant()], written=(ledger, posted))
     assert ended(marks).calls == []
 
 

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triaxis.engine.comm.ledger import Ledger, Pending
+from triaxis.engine.comm.backends import Pending
+from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.pipeline.actions import Action, Kind
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.timing.clocks import HostClock, StreamClock, clock_of

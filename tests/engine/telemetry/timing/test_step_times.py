@@ -18,7 +18,8 @@ import torch
 from tests.harness import run_ranks
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
-from triaxis.engine.comm.ledger import Event, Pending
+from triaxis.engine.comm.backends import Pending
+from triaxis.engine.comm.ledger import Event
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.telemetry import TelemetryConfig
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid

@@ -11,9 +11,8 @@ from tests.parity.cases import Case
 from tests.parity.test_parity import COVERING, COVERING_TOO
 from triaxis.engine.activations.offload import HostMemory, SideStream
 from triaxis.engine.checkpoint.writer import RankWriter
-from triaxis.engine.comm.backends import Message
+from triaxis.engine.comm.backends import Message, Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import Pending
 from triaxis.engine.comm.staging import Staging
 from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.config.section import with_value
