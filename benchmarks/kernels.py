@@ -27,7 +27,8 @@ from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.config.attention_kinds import Rotary
 from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig
-from triaxis.engine.kernels.elementwise import ActivationKernel, keyed_dropout
+from triaxis.engine.kernels.activations import ActivationKernel
+from triaxis.engine.kernels.dropout import keyed_dropout
 from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies

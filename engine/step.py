@@ -41,8 +41,7 @@ from triaxis.engine.expert_parallel.balance import ExpertLoad
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.layout.partition import StageLayers
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
-from triaxis.engine.optimizer.clip import clip_factor
-from triaxis.engine.optimizer.distributed import DistributedOptimizer
+from triaxis.engine.optimizer.distributed import DistributedOptimizer, clip_factor
 from triaxis.engine.optimizer.grad_buffer import GradBuffers
 from triaxis.engine.optimizer.loss_scale import LossScale
 from triaxis.engine.pipeline.actions import Schedule

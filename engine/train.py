@@ -9,11 +9,9 @@ place in the topology.
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol
 
-import torch
-
+from triaxis.engine.activations.saved_tensors import TensorObserver, unobserved
 from triaxis.engine.checkpoint.format.manifest import TrainingState
 from triaxis.engine.checkpoint.saving import CheckpointSaver
 from triaxis.engine.comm.agreement import StepFlags
@@ -21,7 +19,7 @@ from triaxis.engine.comm.stop import Stop, StopRequest
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.plan import batch_plan, local_seq_length, stages_of
 from triaxis.engine.config.tree import Config
-from triaxis.engine.device.allocator import allocator_retries
+from triaxis.engine.device.allocator import retry_counter
 from triaxis.engine.kernels.registry import Kernels, open_kernels
 from triaxis.engine.layout.param_layout import layout_parameters
 from triaxis.engine.layout.partition import StageLayers
@@ -39,11 +37,10 @@ from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.run.validation import StepSource, Validation, ValidationObserver
 from triaxis.engine.step import Chunk, Engine
 from triaxis.engine.step_limits import StepLimits
-from triaxis.engine.step_result import FinishedStep, RollbackRequested, StepResult, StepsInFlight
+from triaxis.engine.step_result import StepResult
+from triaxis.engine.steps_in_flight import FinishedStep, RollbackRequested, StepsInFlight
 from triaxis.engine.tensor_parallel.initial_weights import initialize
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-
-TensorObserver = Callable[[torch.Tensor], None]
 
 ModelBuilder = Callable[
     [Config, Topology, Kernels, Sequence[StageLayers], TensorObserver],
@@ -107,7 +104,7 @@ def build(
     fill: Callable[[Iterable[ShardedParameter], int], None] = initialize,
     kernels: Kernels | None = None,
     observers: Sequence[InstructionObserver] = (),
-    on_saved: TensorObserver = lambda tensor: None,
+    on_saved: TensorObserver = unobserved,
 ) -> Engine:
     """Assemble the engine of one rank: model chunks with initial weights, buffers, optimizer, schedules.
 
@@ -162,7 +159,7 @@ def build(
         executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype, tuple(observers)),
         train_programs=Programs(train_schedule),
         forward_programs=Programs(forward_schedule),
-        count_retries=partial(allocator_retries, topology.device),
+        count_retries=retry_counter(topology.device),
     )
 
 

@@ -19,7 +19,7 @@ from triaxis.engine.config.layer_kinds import NORMS
 from triaxis.engine.context_parallel.deal import runs_of_ranks
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
-from triaxis.engine.kernels.elementwise import ActivationKernel
+from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.kernels.flash_attention import Varlen, VarlenParts
 from triaxis.engine.kernels.fp8.products import open_fp8
 from triaxis.engine.kernels.fusion import Fusion

@@ -66,7 +66,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "engine/kernels/attention_trials.py": ("torch._subclasses.FakeTensor",),
     "engine/kernels/fusion.py": ("torch._dynamo.maybe_mark_dynamic",),
     "engine/kernels/fp8/products.py": ("torch.ops.aten._scaled_mm",),
-    "engine/kernels/elementwise.py": (
+    "engine/kernels/activations.py": (
         "torch.ops.aten.gelu_backward.grad_input",
         "torch.ops.aten.silu_backward.grad_input",
     ),

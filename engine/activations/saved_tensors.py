@@ -9,8 +9,15 @@ from triaxis.engine.activations.offload import HostMemory
 
 Result = TypeVar("Result")
 
+TensorObserver = Callable[[torch.Tensor], None]
+"""Called with each tensor that holds device memory for a backward."""
+
 ATTENTION = "attention"
 """The part of `SavedTensors.recomputed_inside`: its output is saved, its inner tensors are recomputed."""
+
+
+def unobserved(tensor: torch.Tensor) -> None:
+    """Observe nothing."""
 
 
 class SavedTensors:

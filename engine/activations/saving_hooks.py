@@ -26,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from triaxis.engine.activations.offload import HostMemory, Mark, OffloadedStorage
 from triaxis.engine.activations.recompute import recompute
-from triaxis.engine.activations.saved_tensors import ATTENTION, Result, SavedTensors
+from triaxis.engine.activations.saved_tensors import ATTENTION, Result, SavedTensors, TensorObserver, unobserved
 
 Function = Callable[..., torch.Tensor]
 
@@ -48,7 +48,7 @@ class SavingHooks(SavedTensors):
         host: HostMemory | None = None,
         min_bytes: int = 1,
         weights: Callable[[], Iterable[torch.Tensor]] = tuple,
-        on_saved: Callable[[torch.Tensor], None] = lambda tensor: None,
+        on_saved: TensorObserver = unobserved,
     ) -> None:
         self.parts = frozenset(parts)
         self.host = host

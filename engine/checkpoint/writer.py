@@ -11,7 +11,7 @@ each failure is reported.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from triaxis.engine.checkpoint.format.manifest import DataFile, Kind
 from triaxis.engine.checkpoint.format.store import Shard, write_file
 from triaxis.engine.checkpoint.shards import saved_buckets, shards
-from triaxis.engine.device.host_copy import FromCpu, FromCuda, ToHost
+from triaxis.engine.device.host_copy import FromCuda, ToHost
 from triaxis.engine.device.pinned_memory import PageLock, PinnedBuffer, Purpose, page_lock_of
 from triaxis.engine.optimizer.distributed import DistributedOptimizer
 from triaxis.engine.optimizer.state import StoredState
@@ -34,6 +34,20 @@ PURPOSE = Purpose(
 
 RETRY_PAUSES_SECONDS = (1.0, 4.0)
 """Pauses before the second and third attempt: a full disk or a failing file system may recover."""
+
+
+class FromCpu:
+    """Copies from a CPU, done when posted."""
+
+    def room(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for destination, source in copies:
+            destination.copy_(source)
+
+    def finish(self, mark: None) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Records of the kinds of activation, norm and position, read by sizes, predictions and interop (no torch here).
 
-The functions have the same names in `engine/kernels/elementwise.py` and `norms.py`; docs/extending.md is the recipe for another.
+The functions have the same names in `engine/kernels/activations.py` and `norms.py`; docs/extending.md is the recipe for another.
 """
 
 from collections.abc import Mapping

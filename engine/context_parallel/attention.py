@@ -15,6 +15,7 @@ a piece's gradients are summed under the backward of the next:
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -99,6 +100,7 @@ def local_gradients(summed: Pending, dtype: torch.dtype) -> Pair:
     return mine[:, :, 0].permute(1, 2, 0, 3), mine[:, :, 1].permute(1, 2, 0, 3)
 
 
+@cache
 def pieces_of(num_heads: int, num_kv_heads: int) -> list[Piece]:
     """Return the pieces of a rank's heads."""
     group = num_heads // num_kv_heads

@@ -33,8 +33,8 @@ def _to_the_allocator(settings: str) -> None:
         torch.cuda.memory._set_allocator_settings(settings)
 
 
-def allocator_retries(device: torch.device) -> int:
-    """Return how often torch's allocator has had to free its cache and ask the device again; 0 on the CPU, which has none."""
+def retry_counter(device: torch.device) -> Callable[[], int]:
+    """Return what counts how often torch's allocator has had to free its cache and ask the device again."""
     if device.type != "cuda":
-        return 0
-    return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+        return int  # 0: a CPU has no such allocator
+    return lambda: int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))

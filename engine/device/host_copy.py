@@ -58,20 +58,6 @@ class FromCuda:
         mark.synchronize()
 
 
-class FromCpu:
-    """Copies from a CPU, done when posted."""
-
-    def room(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-    def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        for destination, source in copies:
-            destination.copy_(source)
-
-    def finish(self, mark: None) -> None:
-        pass
-
-
 class HostCopy:
     """A vector on its way to the host.
 

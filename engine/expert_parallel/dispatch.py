@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
+from triaxis.engine.activations.saved_tensors import TensorObserver, unobserved
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import EXPERTS
@@ -85,7 +86,7 @@ class ExpertGroup:
     moe: MoEConfig
     fusion: Fusion
     on_overflow: Callable[[torch.Tensor], None]
-    on_kept: Callable[[torch.Tensor], None] = lambda tensor: None
+    on_kept: TensorObserver = unobserved
 
     @property
     def num_local(self) -> int:

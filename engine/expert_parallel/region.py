@@ -1,10 +1,8 @@
 """The environment of a chunk's layers with experts: routing rule, form of dispatch, load, built once per rank."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import torch
-
+from triaxis.engine.activations.saved_tensors import TensorObserver, unobserved
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.moe import dispatch_of
 from triaxis.engine.config.tree import Config
@@ -40,7 +38,7 @@ class ExpertRegion:
         config: Config,
         topology: Topology,
         fusion: Fusion,
-        on_kept: Callable[[torch.Tensor], None] = lambda tensor: None,
+        on_kept: TensorObserver = unobserved,
     ) -> "ExpertRegion | None":
         """Build the region of a rank; None where the model has no experts. `fusion` and `on_kept` are as of `ExpertGroup`."""
         moe = config.model.moe

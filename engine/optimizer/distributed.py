@@ -217,6 +217,15 @@ class DistributedOptimizer:
                 )
 
 
+def clip_factor(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor | None:
+    """Return the factor that limits the global gradient norm to `max_norm`; None without a limit.
+
+    `norm` and the factor are scalars on the device. The 1e-6 in the denominator is the field's convention
+    (torch.nn.utils.clip_grad_norm_, Megatron-LM).
+    """
+    return None if max_norm is None else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
 def add_squares(total: torch.Tensor, values: torch.Tensor) -> None:
     """Add the sum of squares of a vector [n] of any length to `total`, a scalar of the same dtype on the same device."""
     # No squares are stored. (On a CPU vector_norm adds all elements one by one: 1e-3 off at 1.5e7 of them.)

@@ -23,7 +23,8 @@ from triaxis.engine.resilience.nonfinite import Finding, locate
 from triaxis.engine.resilience.replicas import ReplicaCheck
 from triaxis.engine.step import Engine
 from triaxis.engine.step_limits import StepLimits
-from triaxis.engine.step_result import RollbackRequested, StepResult, explain
+from triaxis.engine.step_result import StepResult, explain
+from triaxis.engine.steps_in_flight import RollbackRequested
 from triaxis.engine.telemetry.record.events import EventKind
 
 

@@ -17,7 +17,7 @@ from triaxis.engine.comm.texts import announce
 from triaxis.engine.errors import CheckpointError, DivergenceError
 from triaxis.engine.resilience.guard import Notices
 from triaxis.engine.step import Engine
-from triaxis.engine.step_result import RollbackRequested
+from triaxis.engine.steps_in_flight import RollbackRequested
 
 
 class Rollback:

@@ -4,7 +4,7 @@
 
 A mask therefore does not depend on the layout, the microbatch, the schedule, the device or earlier calls: recomputation replays it,
 a resumed run continues it, and a rank that holds a slice draws exactly its slice. The hash is in `engine/numerics/hashing.py`;
-`engine/kernels/elementwise.py` applies it.
+`engine/kernels/dropout.py` applies it.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from triaxis.engine.device.host_copy import to_device
-from triaxis.engine.kernels.elementwise import keyed_dropout
+from triaxis.engine.kernels.dropout import keyed_dropout
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.numerics.hashing import key64
 

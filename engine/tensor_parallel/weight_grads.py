@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from triaxis.engine.activations.saved_tensors import TensorObserver, unobserved
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.kernels.weight_grad import WeightGradKernel
 
@@ -39,7 +40,7 @@ class WeightGradQueue:
     def __init__(
         self,
         kernel: WeightGradKernel = "separate",
-        on_kept: Callable[[torch.Tensor], None] = lambda tensor: None,
+        on_kept: TensorObserver = unobserved,
     ) -> None:
         self.kernel = kernel
         self._on_kept = on_kept

@@ -34,7 +34,7 @@ from rich.console import Console
 
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.tree import Config
-from triaxis.engine.kernels.elementwise import ActivationKernel
+from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.kernels.fusion import EAGER
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.storage.files import write_atomically

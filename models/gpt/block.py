@@ -9,7 +9,7 @@ from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.models.gpt.attention import Attention
 from triaxis.models.gpt.context import BuildContext, Positions
-from triaxis.models.gpt.hidden_dropout import hidden_dropout
+from triaxis.models.gpt.hidden_dropout import HiddenDropout
 from triaxis.models.gpt.latent_attention import LatentAttention
 from triaxis.models.gpt.mlp import MLP
 from triaxis.models.gpt.moe import MoE
@@ -55,6 +55,8 @@ class Block(nn.Module):
         self.attention_input, self.mlp_input = self._input(self.attention_norm), self._input(self.mlp_norm)
         mlp = f"{self.name}.mlp"
         self.mlp = MoE(context, mlp, layer) if kind.has_experts else MLP(context, mlp)
+        self.attention_dropout = context.hidden_dropout(f"{self.name}.attention.residual_dropout")
+        self.mlp_dropout = context.hidden_dropout(f"{mlp}.residual_dropout")
 
     def forward(
         self,
@@ -69,7 +71,7 @@ class Block(nn.Module):
         if inputs is None:
             inputs = self.mlp_input(x if self.context.model.parallel_block else y)
         branch = self.mlp(inputs, keys) if isinstance(self.mlp, MoE) else self.mlp(inputs)
-        y, following = self._added(y, branch, self.mlp_post_norm, first.norm, keys, "mlp")
+        y, following = self._added(y, branch, self.mlp_post_norm, first.norm, self.mlp_dropout, keys)
         first.put(following)
         return y
 
@@ -88,7 +90,7 @@ class Block(nn.Module):
             inputs = self.attention_input(x)
         branch = self.attention(inputs, positions, keys)
         follows = None if self.context.model.parallel_block else self.mlp_norm
-        return self._added(x, branch, self.attention_post_norm, follows, keys, "attention")
+        return self._added(x, branch, self.attention_post_norm, follows, self.attention_dropout, keys)
 
     def _norms(self, branch: str) -> tuple[Norm | None, Norm | None]:
         """Build the norms before and after a branch; None for one that the model lacks."""
@@ -106,8 +108,8 @@ class Block(nn.Module):
         branch: torch.Tensor,
         norm: Norm | None,
         follows: Norm | None,
+        dropout: HiddenDropout | None,
         keys: DropoutKeys,
-        name: str,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Add a branch's output, normalised where the model has a norm after it, to the residual stream x.
 
@@ -116,8 +118,9 @@ class Block(nn.Module):
             own, and a norm that is made again in the backward has to give the same bits as in the forward.
         """
         branch = branch if norm is None else norm(branch)
-        drops = self.training and self.context.model.hidden_dropout
-        if follows is None or drops or "norm" in self.context.saved.parts:
-            return hidden_dropout(self, self.context, branch, keys, f"{self.name}.{name}.residual_dropout", x), None
+        if dropout is not None and self.training:
+            return dropout(branch, keys, x), None
+        if follows is None or "norm" in self.context.saved.parts:
+            return torch.add(x, branch, alpha=self.context.model.residual_multiplier), None
         y, normalised = follows(x, branch)
         return y, normalised

@@ -9,7 +9,7 @@ Hidden states between stages are [s, b, h], or [s/t, b, h] with sequence paralle
 stage with the microbatch; nothing is broadcast.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, zip_longest
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from triaxis.engine.activations.offload import HostMemory
-from triaxis.engine.activations.saved_tensors import SavedTensors
+from triaxis.engine.activations.saved_tensors import SavedTensors, TensorObserver, unobserved
 from triaxis.engine.activations.saving_hooks import SavingHooks
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.fp8 import fp8_layers
@@ -214,7 +214,7 @@ def build_chunks(
     topology: Topology,
     kernels: Kernels,
     stages: Sequence[StageContents],
-    on_saved: Callable[[torch.Tensor], None] = lambda tensor: None,
+    on_saved: TensorObserver = unobserved,
 ) -> tuple[list[GPTChunk], dict[str, ShardedParameter]]:
     """Build this rank's chunks on the meta device; return them with its parameters by name, in forward order.
 

@@ -25,6 +25,7 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
+from triaxis.models.gpt.hidden_dropout import HiddenDropout
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,13 @@ class BuildContext:
         kind, kernels = self.model.norm_kind, self.kernels
         weights = [self.parameter(f"{name}.{parameter}") for parameter in kind.parameters]
         return Norm(NormKernel(kind.name, self.model.norm_eps, kernels.fusion), weights, self.model.residual_multiplier)
+
+    def hidden_dropout(self, site: str) -> HiddenDropout | None:
+        """Build the dropout of hidden states at a site; None: the model has none."""
+        model = self.model
+        if not model.hidden_dropout:
+            return None
+        return HiddenDropout(model.hidden_dropout, site, self.region, self.kernels.fusion, model.residual_multiplier)
 
     def parameter(self, name: str) -> ShardedParameter:
         """Return the parameter that every model of this kind has."""

@@ -10,7 +10,6 @@ from triaxis.engine.numerics.precision import accumulate
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.layers import VocabParallelEmbedding
 from triaxis.models.gpt.context import BuildContext
-from triaxis.models.gpt.hidden_dropout import hidden_dropout
 
 
 class Embedding(nn.Module):
@@ -18,7 +17,7 @@ class Embedding(nn.Module):
 
     def __init__(self, context: BuildContext, name: str = "embedding") -> None:
         super().__init__()
-        self.context, self.name = context, name
+        self.context, self.dropout = context, context.hidden_dropout(f"{name}.dropout")
         self.word = VocabParallelEmbedding(context.parameter("embedding.word.weight"), context.region)
         # Gemma's factor is a tensor of the weights' dtype (transformers' `Gemma2TextScaledWordEmbedding`).
         self.multiplier = torch.tensor(context.model.embedding_multiplier, dtype=context.dtype).item()
@@ -37,4 +36,4 @@ class Embedding(nn.Module):
             shard = self.context.region.shard_of_sequence(tokens.shape[1])
             table = accumulate(self.position.tracked())  # so that its gradient is summed over samples in that dtype
             x = x + table[position_ids.t()[shard].contiguous()].to(x.dtype)
-        return hidden_dropout(self, self.context, x, keys, f"{self.name}.dropout")
+        return self.dropout(x, keys) if self.dropout is not None and self.training else x

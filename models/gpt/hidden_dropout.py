@@ -1,31 +1,31 @@
 """Dropout of hidden states, and the addition to the residual stream that follows it."""
 
 import torch
+from torch import nn
 
+from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys, dropout
-from triaxis.models.gpt.context import BuildContext
+from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 
-def hidden_dropout(
-    module: torch.nn.Module,
-    context: BuildContext,
-    x: torch.Tensor,
-    keys: DropoutKeys,
-    site: str,
-    residual: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Apply dropout to [s(/t), b, h] while `module` trains, and add the residual; positions count through the whole [s, h].
+class HiddenDropout(nn.Module):
+    """Dropout of [s(/t), b, h], for a model that trains; positions count through the whole [s, h].
 
-    What is added to a residual is multiplied by `model.residual_multiplier`.
+    Args:
+        p: probability that an element is dropped.
+        site: name of this dropout.
+        factor: of what is added to a residual.
     """
-    factor = context.model.residual_multiplier
-    if not (module.training and context.model.hidden_dropout):
-        return x if residual is None else torch.add(residual, x, alpha=factor)
-    if residual is not None and factor != 1:
-        x = x * factor
-    h = context.model.hidden_size
-    length = x.shape[0] * (context.region.axis.size if context.region.sequence_parallel else 1)
-    rows = keys.rows(length, x.device)[context.region.shard_of_sequence(length)]
-    positions = rows.unsqueeze(-1) * h + torch.arange(h, device=x.device)
-    p, fusion = context.model.hidden_dropout, context.kernels.fusion
-    return dropout(x, p, keys, site, positions, batch_dim=1, fusion=fusion, residual=residual)
+
+    def __init__(self, p: float, site: str, region: TensorParallelRegion, fusion: Fusion, factor: float) -> None:
+        super().__init__()
+        self.p, self.site, self.region, self.fusion, self.factor = p, site, region, fusion, factor
+
+    def forward(self, x: torch.Tensor, keys: DropoutKeys, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Apply dropout, and add the residual if there is one."""
+        if residual is not None and self.factor != 1:
+            x = x * self.factor
+        length = x.shape[0] * (self.region.axis.size if self.region.sequence_parallel else 1)
+        rows = keys.rows(length, x.device)[self.region.shard_of_sequence(length)]
+        positions = rows.unsqueeze(-1) * x.shape[-1] + torch.arange(x.shape[-1], device=x.device)
+        return dropout(x, self.p, keys, self.site, positions, batch_dim=1, fusion=self.fusion, residual=residual)

@@ -16,7 +16,7 @@ from torch import nn
 from triaxis.engine.expert_parallel.dispatch import Dispatched
 from triaxis.engine.expert_parallel.experts import Ends, ExpertDown, ExpertUp, ExpertWork
 from triaxis.engine.expert_parallel.routing import Choice
-from triaxis.engine.kernels.elementwise import ActivationKernel
+from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.models.gpt.context import BuildContext

@@ -16,7 +16,8 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import DivergenceError
 from triaxis.engine.step import Engine
 from triaxis.engine.step_limits import StepLimits
-from triaxis.engine.step_result import RollbackRequested, Skip, StepResult
+from triaxis.engine.step_result import Skip, StepResult
+from triaxis.engine.steps_in_flight import RollbackRequested
 from triaxis.engine.train import TrainingRun, train_steps
 
 Log = list[tuple[str, int]]

@@ -23,8 +23,8 @@ from triaxis.engine.config.activations import KernelsConfig
 from triaxis.engine.config.fp8 import BLOCKS
 from triaxis.engine.config.loss_scale import LossScaleConfig
 from triaxis.engine.config.tree import problems
+from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.kernels.attention_trials import AttentionShape
-from triaxis.engine.kernels.elementwise import ActivationKernel
 from triaxis.engine.kernels.registry import DeviceFacts, Trials, device_trials, resolve, try_out
 from triaxis.engine.numerics.precision import DTYPES
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tests.harness import compiler
 from triaxis.engine.config.attention_kinds import Rotary
-from triaxis.engine.kernels.elementwise import ActivationKernel
+from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.kernels.fusion import EAGER, Form, Fusion
 from triaxis.engine.kernels.qkv import SplitQkv
 from triaxis.engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from tests.harness import compiler
 from triaxis.engine.config.attention_kinds import Rotary
 from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS, Activation, Norm
-from triaxis.engine.kernels.elementwise import ActivationKernel, keyed_dropout, keyed_hash
+from triaxis.engine.kernels.activations import ActivationKernel
+from triaxis.engine.kernels.dropout import keyed_dropout, keyed_hash
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.rotary import apply_rope, rope_tables, rotary_frequencies

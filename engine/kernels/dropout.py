@@ -1,0 +1,80 @@
+"""The kernel of dropout: an element is kept by a hash of its key and position (`engine/tensor_parallel/dropout.py` makes both)."""
+
+from typing import Any
+
+import torch
+
+from triaxis.engine.kernels.fusion import Fusion
+from triaxis.engine.numerics.hashing import GOLDEN, mix_words_, shift_right
+from triaxis.engine.numerics.precision import accumulation_dtype
+
+
+def keyed_dropout(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    p: float,
+    fusion: Fusion,
+) -> torch.Tensor:
+    """Zero elements of x with probability p, scale the rest by 1 / (1 - p), and add the residual if there is one.
+
+    An element is kept by a hash of its key and position: keep = hash >= p 2^32.
+
+    Args:
+        x: any float tensor.
+        residual: of x's shape, or None.
+        keys: int64, broadcastable to x.
+        positions: int64, broadcastable to x.
+        p: 0 < p < 1.
+    """
+    return _KeyedDropout.apply(x, residual, keys, positions, p, fusion)
+
+
+class _KeyedDropout(torch.autograd.Function):
+    """y = x f (+ residual) with f = keep / (1 - p). Saves f in x's dtype: hashing again costs more than the memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        keys: torch.Tensor,
+        positions: torch.Tensor,
+        p: float,
+        fusion: Fusion,
+    ) -> torch.Tensor:
+        if residual is None:
+            y, factor = fusion(_dropped)(x, keys, positions, p)
+        else:
+            y, factor = fusion(_dropped_on)(residual, x, keys, positions, p)
+        ctx.has_residual = residual is not None
+        ctx.save_for_backward(factor)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None, None]:
+        (factor,) = ctx.saved_tensors
+        return grad * factor, grad if ctx.has_residual else None, None, None, None, None
+
+
+def _dropped(
+    x: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, p: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x f, and f."""
+    keep = keyed_hash(keys, positions) >= int(p * 2**32)
+    factor = keep.to(accumulation_dtype(x.dtype)).mul_(1.0 / (1.0 - p)).to(x.dtype)
+    return x * factor, factor
+
+
+def _dropped_on(
+    residual: torch.Tensor, x: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, p: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return residual + x f, and f."""
+    dropped, factor = _dropped(x, keys, positions, p)
+    return residual + dropped, factor
+
+
+def keyed_hash(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return a number in [0, 2^32) per element: splitmix64 at counter key + position * golden, upper half."""
+    return shift_right(mix_words_(keys + (positions + 1) * GOLDEN), 32)
