@@ -4,7 +4,7 @@ Mixer            this rank has whole rows
 GatheredKeys     it has parts of rows: a kernel attends while the other ranks' keys and values arrive (`attention.py`)
 GatheredRows     the same, gathered at once, before attention (`gathered_rows.py`)
 ExchangedHeads   it has parts of rows, and in attention whole rows of some heads (`ulysses.py`)
-Cached           it reads a text token by token (`models/gpt/kv_cache.py`)
+Cached           it reads a text token by token (`models/inference/kv_cache.py`)
 """
 
 from collections.abc import Callable, Sequence

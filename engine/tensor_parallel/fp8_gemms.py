@@ -166,7 +166,7 @@ class Fp8Gemms(LinearGemms):
         assert total is not None
         return total.unflatten(0, grad.tensor.shape[:-1])
 
-    def accumulate(self, grad: Operand, x: Operand) -> torch.Tensor | None:
+    def add_products(self, grad: Operand, x: Operand) -> torch.Tensor | None:
         fp8, columns = self.form.fp8, x.tensor.flatten(0, -2).t()
         inputs = (
             from_bytes(columns, E4M3, x.scale, fp8.fusion) if is_bytes(columns) else fp8.activation(columns, x.scale)

@@ -232,7 +232,7 @@ class LinearGemms:
 
     def add_weight_grads(self, grad: Operand, x: Operand) -> None:
         """Add dY^T X and, unless the consumer does, the sum of dY to the main grads; dY [.., out], X [.., in]."""
-        total = self.accumulate(grad, x)
+        total = self.add_products(grad, x)
         if self._sums_biases:
             self.add_bias_total(total_of(grad.tensor) if total is None else total)
 
@@ -241,7 +241,7 @@ class LinearGemms:
         assert self.biases is not None
         self.biases.accumulate(total, None, _add_total)
 
-    def accumulate(self, grad: Operand, x: Operand) -> torch.Tensor | None:
+    def add_products(self, grad: Operand, x: Operand) -> torch.Tensor | None:
         """Add dY^T X to the main grads of the weights; return the sum of dY over the tokens [out] if `makes_totals`, else None."""
         rows = grad.tensor.view(-1, grad.tensor.shape[-1])
         self.weights.accumulate(rows, x.tensor.view(-1, x.tensor.shape[-1]), self._add)

@@ -52,7 +52,7 @@ class TeGemms(GeluGemms):
         assert total is not None
         return total.unflatten(0, grad.tensor.shape[:-1])
 
-    def accumulate(self, grad: Operand, x: Operand) -> torch.Tensor | None:
+    def add_products(self, grad: Operand, x: Operand) -> torch.Tensor | None:
         totals: list[torch.Tensor] = []
 
         def add(main_grad: torch.Tensor, part: torch.Tensor, x: torch.Tensor, *, overwrite: bool) -> None:

@@ -10,7 +10,7 @@ stage with the microbatch; nothing is broadcast.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, zip_longest
 from typing import cast
@@ -44,8 +44,6 @@ from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 from triaxis.models.gpt.block import Block, FirstNorm
 from triaxis.models.gpt.context import BuildContext, LayerInputs, Positions
 from triaxis.models.gpt.embedding import Embedding
-from triaxis.models.gpt.kv_cache import Cached
-from triaxis.models.gpt.latent_attention import CachedLatents
 from triaxis.models.gpt.losses import TokenLosses, logit_options
 from triaxis.models.gpt.mtp import TokensAhead
 from triaxis.models.gpt.stage_parameters import stage_parameters
@@ -120,33 +118,6 @@ class GPTChunk(nn.Module):
         """Return hidden states for the next stage, or on the last stage this rank's columns of the logits [s, b, V_padded/t]."""
         hidden = self._hidden(x, batch, self._layer_inputs(batch))
         return hidden if self.head is None else self._logits(hidden)
-
-    def for_decoding(self) -> "GPTChunk":
-        """Build a chunk with the same parameters, without dropout, whose activations are whole on every tp rank.
-
-        One token cannot be cut along the sequence; each rank computes the same part of a matrix either way. A growing text never
-        has one shape twice, so nothing is compiled for it. As in any reading, no operand is in FP8.
-        """
-        region = replace(self.context.region, sequence_parallel=False)
-        kernels = replace(self.context.kernels, fusion=EAGER)
-        experts = None if self.context.experts is None else self.context.experts.for_decoding()
-        mixing = Cached if self.context.model.mla is None else CachedLatents
-        context = replace(self.context, region=region, kernels=kernels, experts=experts, forms={}, mixing=mixing)
-        return GPTChunk(context, self.stage).train(False)
-
-    def caches(self) -> list[Cached]:
-        """Return the caches of the layers of a chunk that is built for decoding."""
-        return [cast(Cached, block.attention.mixer) for block in self._layers()]
-
-    def decode(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Read the next tokens of a sequence: a prompt into empty caches, afterwards one token at a time.
-
-        Returns:
-            Hidden states [s, 1, h] for the next stage; on the last stage this rank's columns of the logits that follow the
-            last of the tokens, [1, 1, V_padded/t].
-        """
-        hidden = self._hidden(x, batch, self._layer_inputs(batch))
-        return hidden if self.head is None else self._logits(hidden[-1:])
 
     def _layer_inputs(self, batch: MicroBatch) -> LayerInputs:
         part = batch.part

@@ -8,8 +8,9 @@ The weights down to latents are whole on every tp rank and act on its part of th
 With sequence parallelism so w b s (r_q + r_kv + dr) bytes are gathered in place of w b s h, no product is computed twice, and these
 weights' gradients are partial over the sequence, as norms' are. Without it each rank computes all of them, and gradients are whole.
 
-Where text is generated, the cache holds [c_kv | key] of a token. One query then goes to the latents themselves: the keys' half of
-W_kvb is multiplied into it, the values' half into what it gathers, so the cached tokens are never made into keys and values.
+Where text is generated (`models/inference/kv_cache.py`), the cache holds [c_kv | key] of a token. One query then goes to the
+latents themselves: the keys' half of W_kvb is multiplied into it, the values' half into what it gathers, so the cached tokens are
+never made into keys and values.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,6 @@ from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.models.gpt.attention import projection_back
 from triaxis.models.gpt.context import BuildContext, Positions
-from triaxis.models.gpt.kv_cache import Cached
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,26 +55,6 @@ class LatentKeys:
         nope, v = made.split((mla.qk_nope_head_dim, mla.v_head_dim), dim=-1)
         k = torch.cat((key.unsqueeze(2).expand(-1, -1, n, -1), nope), dim=-1)
         return k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
-
-
-@dataclass(kw_only=True, eq=False)
-class CachedLatents(Cached):
-    """Attention of the next tokens of one text to the latents of its tokens so far."""
-
-    made: LatentKeys
-
-    def decode(self, kernel: str, mask: Mask, *tensors: torch.Tensor) -> torch.Tensor:
-        """Attend from one query q [1, n, 1, dr + dn] to latents [1, 1, length, r_kv + dr] -> [1, 1, n * dv].
-
-        The logit q_n . W_k c is (W_k^T q_n) . c, and the weighted sum of W_v c is W_v times that of c.
-        """
-        (q, latents), mla = tensors, self.made.mla
-        of_keys, of_values = self.made.weight.weight().split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
-        rotated, nope = q.split((mla.qk_rope_head_dim, mla.qk_nope_head_dim), dim=-1)
-        q = torch.cat((torch.einsum("bnsd,ndr->bnsr", nope, of_keys), rotated), dim=-1)
-        mixed = self.attend(kernel, mask, None, 0, q, latents, latents[..., : mla.kv_lora_rank])
-        mixed = mixed.unflatten(-1, (self.made.num_heads, mla.kv_lora_rank))
-        return torch.einsum("sbnr,nvr->sbnv", mixed, of_values).flatten(2)
 
 
 class LatentAttention(nn.Module):

@@ -24,6 +24,7 @@ from triaxis.engine.pipeline.executor import Executor
 from triaxis.engine.pipeline.forwards import of_forward
 from triaxis.engine.pipeline.programs import Programs
 from triaxis.models.gpt.chunk import GPTChunk
+from triaxis.models.inference.decoding import DecodingChunk
 
 
 class Model(Protocol):
@@ -105,7 +106,7 @@ class Decoder:
 
     def __init__(self, model: Model, places: int) -> None:
         config, self._topology = model.config, model.topology
-        self._chunks = [_gpt(chunk).for_decoding() for chunk in model.chunks]
+        self._chunks = [DecodingChunk(_gpt(chunk)) for chunk in model.chunks]
         self._hidden_size, self._vocab_size = config.model.hidden_size, config.model.vocab_size
         self._dtype = DTYPES[config.precision.dtype]
         self._places = places

@@ -42,6 +42,7 @@ from triaxis.engine.kernels.te import TransformerEngine
 from triaxis.engine.kernels.te_storage import Storages
 from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.models.gpt.chunk import GPTChunk
+from triaxis.models.inference.decoding import DecodingChunk
 
 SHAPE = AttentionShape(4, 2, 16, torch.bfloat16, torch.device("cpu"))
 
@@ -322,7 +323,7 @@ def test_modules_use_what_was_chosen_and_decoding_compiles_nothing(monkeypatch: 
     assert isinstance(chunk, GPTChunk)
     compiled, eager = (
         {module.kernel.forward for module in each.modules() if isinstance(module, Norm)}
-        for each in (chunk, chunk.for_decoding())
+        for each in (chunk, DecodingChunk(chunk))
     )
     assert len(compiled) == 1, "one for all modules: each function is compiled once"
     assert eager == {NormKernel("rmsnorm", 1e-5, EAGER).forward}

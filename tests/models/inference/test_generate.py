@@ -30,6 +30,7 @@ from triaxis.engine.pipeline.forwards import of_forward
 from triaxis.engine.pipeline.lowering import lower
 from triaxis.models.gpt.chunk import GPTChunk
 from triaxis.models.gpt.moe import MoE
+from triaxis.models.inference.decoding import DecodingChunk
 from triaxis.models.inference.evaluate import loss_of
 from triaxis.models.inference.generate import Decoder, Model, Sampling, _batch, generate, sample_token, stream
 from triaxis.models.inference.load import for_reading, load_model
@@ -142,7 +143,7 @@ def test_a_cache_of_latent_attention_has_one_latent_and_one_key_per_token() -> N
     """6 + 4 numbers, of which 8 heads of 9 + 3 are made."""
     (chunk,) = engine_of(0, Case("mla", num_layers=2)).chunks
     assert isinstance(chunk, GPTChunk)
-    for layer in chunk.for_decoding().caches():
+    for layer in DecodingChunk(chunk).caches():
         layer.forget(places=7)
         layer.extended([torch.zeros(1, 1, 3, 10, dtype=torch.float64)])
         assert [each.untyped_storage().nbytes() for each in layer.cache] == [7 * 10 * 8]

@@ -16,6 +16,7 @@ import torch
 from triaxis.engine.context_parallel.mixer import Mixer, heads_first
 from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
+from triaxis.models.gpt.latent_attention import LatentKeys
 
 
 @dataclass(kw_only=True, eq=False)
@@ -63,3 +64,23 @@ class Cached(Mixer):
     def decode(self, kernel: str, mask: Mask, *tensors: torch.Tensor) -> torch.Tensor:
         """Attend from one query [1, n, 1, d] to rows [1, n_i, length, d_i] -> [1, 1, n * d_v]."""
         return self.core(tensors, kernel, mask, None, 0)
+
+
+@dataclass(kw_only=True, eq=False)
+class CachedLatents(Cached):
+    """Attention of the next tokens of one text to the latents of its tokens so far."""
+
+    made: LatentKeys
+
+    def decode(self, kernel: str, mask: Mask, *tensors: torch.Tensor) -> torch.Tensor:
+        """Attend from one query q [1, n, 1, dr + dn] to latents [1, 1, length, r_kv + dr] -> [1, 1, n * dv].
+
+        The logit q_n . W_k c is (W_k^T q_n) . c, and the weighted sum of W_v c is W_v times that of c.
+        """
+        (q, latents), mla = tensors, self.made.mla
+        of_keys, of_values = self.made.weight.weight().split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)
+        rotated, nope = q.split((mla.qk_rope_head_dim, mla.qk_nope_head_dim), dim=-1)
+        q = torch.cat((torch.einsum("bnsd,ndr->bnsr", nope, of_keys), rotated), dim=-1)
+        mixed = self.attend(kernel, mask, None, 0, q, latents, latents[..., : mla.kv_lora_rank])
+        mixed = mixed.unflatten(-1, (self.made.num_heads, mla.kv_lora_rank))
+        return torch.einsum("sbnr,nvr->sbnv", mixed, of_values).flatten(2)
