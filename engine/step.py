@@ -87,6 +87,11 @@ class Chunk(Protocol):
 class Engine:
     """One rank's assembled engine (see `triaxis.engine.train.build`).
 
+    A step is two calls, `forward_backward` and `update`: between them meters see whole gradients beside the weights that made them.
+    `update` posts the same collectives on every rank whatever the numbers are: a decision is a tensor on the device, never a branch
+    of the host. A branch would need a number read back in each step, and one rank that took the other one would leave its peers
+    waiting. When to validate, save, stop or go back is decided by the loop, not here. The model is known as `Chunk`s alone.
+
     Attributes:
         config: of the run, resolved: its recomputation has no `auto`.
         stages: what each pipeline stage of the model holds, in stage order.
@@ -153,6 +158,7 @@ class Engine:
         """
         self.topology.ledger.reset()
         self._set_mode(training=True)
+        # Routers' losses join the backward inside of the model, where the executor's first gradient does not scale them.
         if self.load is not None:
             self.load.begin()
             self.load.loss_scale.copy_(self.loss_scale.scale)
@@ -161,6 +167,7 @@ class Engine:
         # All tensor- and pipeline-parallel ranks of a replica have the same labels.
         num_labels = labels.wait() / (self.topology.sizes.tp * self.topology.sizes.pp)
         program = self.train_programs.next()
+        # [1 + D], the first gradient of the backward. It has the divisors in it, so no pass over main grads divides them.
         scale = self.loss_scale.scale / loss_divisors(num_labels, self.config.model.seq_length)
         losses = self.executor.run(program, microbatches, self._loss, loss_scale=scale, observers=observers)
         self.buffers.finish()
@@ -193,8 +200,11 @@ class Engine:
         """
         before, self._retries = self._retries, self.count_retries()
         raised = flags._replace(retried=float(self._retries > before)).values()
+        # The scale of the gradients at hand; `loss_scale.update` below puts that of the next step in its place.
         load, used = self.load, self.loss_scale.scale
+        # Posted first and waited for last: only the biases of routers need the counts.
         posted = None if load is None else load.post(self._world)
+        # The form of the vector that is sent: all ranks have these names in this order, with zeros for what they do not hold.
         mine = {
             "square_sum": self.optimizer.grad_square_sum(),
             "loss_sum": losses.sums[0],
@@ -202,19 +212,24 @@ class Engine:
             "flags": losses.sums.new_zeros(len(raised)),
             "ahead": losses.sums[1:],
         }
+        # A raised flag is the argument of a kernel; a vector made on the host would be a copy to the device in every step.
         for flag, one in zip(raised, mine["flags"], strict=True):
             if flag:
                 one.fill_(flag)
+        # All ranks meet here. What follows is made of world sums and limits that they share, so each decides alone, and all alike.
         agreed = unpack(self._world.all_reduce(pack(mine), "step").wait(), mine)
 
         loss_sum, square_sum, num_tokens = agreed["loss_sum"], agreed["square_sum"], losses.labels[0]
         # Of a global batch without a single counted label the loss is reported as zero.
         divisors = losses.labels.clamp(min=1.0)
         loss, scale = loss_sum / divisors[0], 1.0 / used
+        # Main grads still have the loss scale: here the norm is divided by it, below the pass of the update divides the gradients.
         grad_norm = square_sum.sqrt() * scale
         has_overflowed = square_sum.isfinite().logical_not()
         is_bad = loss_sum.isfinite().logical_not() | (loss > limits.divergence) | (agreed["dropped"] > 0)
+        # Where the scale may still fall, later steps at a lower one can succeed: that is an overflow, and no divergence.
         is_bad |= has_overflowed & self.loss_scale.can_fall().logical_not()
+        # It stays set, but with `skip`: the host posts the next step before it reads this one, and that must update nothing either.
         self.diverged = is_bad if self.config.resilience.on_nonfinite == "skip" else self.diverged | is_bad
         is_outlier = (loss > limits.loss) | (grad_norm > limits.grad_norm)
         code = skip_code(is_outlier, num_tokens == 0, has_overflowed, self.diverged)
