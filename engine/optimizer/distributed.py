@@ -68,6 +68,11 @@ class OwnedBucket:
 class DistributedOptimizer:
     """The configured optimizer, on the owned parts of the flat buffers.
 
+    Owners share buckets in equal parts, cut anywhere, because whole parameters would give them unequal work and memory. Updates are
+    element by element (`Update`), so a cut through a matrix changes no bit. One owner rounds a master and the other data-parallel
+    ranks receive its bits, so they cannot drift apart. Whether a step is left out is a bool on the device: the host posts the same
+    kernels and gathers in every step, and waits for none.
+
     Args:
         buffers: parameters and main grads. The parameters must hold their initial values: masters start from them.
         config: hyperparameters.
@@ -106,6 +111,7 @@ class DistributedOptimizer:
                     OwnedBucket(
                         buffer=buffer,
                         bucket=bucket,
+                        # A master for every parameter, also where nothing is updated: checkpoints are written from masters.
                         state=OptimizerState(
                             buffer.parameters[start:stop],
                             precision,
@@ -130,6 +136,7 @@ class DistributedOptimizer:
 
         Only the first replica counts; padding has gradient zero.
         """
+        # Replicas hold equal gradients after `GradBuffers.finish`; counted on each, they would weigh more than cut parameters.
         counted = [owned for owned in self.trained if owned.buffer.replica_index == 0]
         total = torch.zeros((), dtype=self.wide, device=self.buffers.device)
         for owned in counted:
@@ -156,7 +163,9 @@ class DistributedOptimizer:
             update_by_apex(self._apex, self.trained, self._runs, self.config, lr, grad_scale, self._num_updates, skip)
         else:
             self._update_by_torch(lr, grad_scale, skip, skip.to(STEP_DTYPE))
+        # Behind the kernels, which correct the bias for one update more than were made; a skipped step is none.
         self._num_updates += skip.logical_not()
+        # Of a skipped step too: only the device knows that it is one, and ranks must post the same calls.
         self.buffers.gather()
 
     def restored(self, num_updates: int) -> None:
@@ -174,7 +183,9 @@ class DistributedOptimizer:
             # In place where they are wide, so that main grads after a step show what the update used.
             grads = owned.grads if owned.grads.dtype == owned.state.wide else owned.grads.to(owned.state.wide)
             grads.mul_(grad_scale)
+            # A wide kind is the stored tensor itself, updated in place; a narrow one is a wide copy that `write` stores.
             state = {kind: owned.state.read(kind) for kind in self.state_kinds}
+            # The operator takes one learning rate and one decay for all its tensors, hence a call for each rule.
             for rule in dict.fromkeys(rule for _, rule in runs):
                 own = [where for where, others in runs if others == rule]
                 self._arithmetic.by_torch(
@@ -197,7 +208,7 @@ class DistributedOptimizer:
             torch.stack((*self._arithmetic.factors(self.config, lr * rule.lr_factor, step), decay))
             for rule, decay in zip(self._rules, self._decays, strict=True)
         ]
-        # A stage without layers has no rules, and no stretches.
+        # [rules, factors + 1], of which each block of a stretch takes a row. A stage without layers has no rules, and no stretches.
         factors = torch.stack(rows).to(self.wide) if rows else grad_scale
         update = self._fusion(_update, lengths="all")
         for owned, of_bucket in zip(self.trained, self._stretches, strict=True):
@@ -255,6 +266,7 @@ def _update(
     master, moments = read_master(parameters, kept), [moment.to(wide) for moment in kept_moments]
     grad = grads.to(wide) * grad_scale
     new, new_moments = arithmetic.elementwise(master, moments, grad, others, config, weight_decay)
+    # `where` and no factor of zero: from gradients that are not finite, new values are nan, and nan x 0 is nan.
     for kept_moment, moment, new_moment in zip(kept_moments, moments, new_moments, strict=True):
         kept_moment.copy_(torch.where(skip, moment, new_moment))
     if average is not None and config.ema is not None:

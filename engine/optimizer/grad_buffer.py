@@ -67,15 +67,18 @@ class Bucket:
 
     def grad_added(self, parameter: ShardedParameter) -> None:
         """Count the gradient of one microbatch that one use of the parameter has added; the last one posts the reduction."""
+        # Before the count: the reduction that the last gradient posts writes over the owned part of the main grads.
         if self.on_grad is not None:
             self.on_grad(parameter)
         missing = self.missing[parameter] - 1
         assert missing >= 0, f"{parameter.record.name}: a gradient more than microbatches x uses was added"
         self.missing[parameter] = missing
+        # Setting an attribute of an `nn.Module` runs Python code of torch: once a step, and not for each gradient.
         if not parameter.has_grad:
             parameter.has_grad = True
         self.num_missing -= 1
         if self.num_missing == 0:
+            # [bucket] -> [bucket / owners], into the owned part: no further buffer. The other parts keep this rank's own gradients.
             start, stop = self.owned
             self.reducing = self.owners.reduce_scatter(
                 self.main_grads[self.layout.start : self.layout.stop], "gradients", out=self.main_grads[start:stop]
@@ -118,6 +121,10 @@ class FlatBuffer:
 class GradBuffers:
     """All flat buffers of one rank.
 
+    A bucket joins many parameters, since a collective for each of them would be small and bound by latency. A buffer has many
+    buckets, so the first reductions run while most of the backward is still ahead. Gradients are counted, not hooked on a module's
+    end: microbatches, weights with two uses and deferred GEMMs then need no case of their own.
+
     Args:
         layouts: the frozen layout of this rank's parameters.
         parameters: the modules' parameters by name; they are bound to views of the flat tensors.
@@ -143,8 +150,10 @@ class GradBuffers:
         self.buffers: list[FlatBuffer] = []
         for layout in layouts:
             is_trained, owners = layout.key.is_trained, reduce_axes[layout.key.reduce_over]
+            # What a rule of its own moves in small steps has no wide master behind it, so the values themselves are wide.
             stored = dtype if is_trained else accumulation_dtype(dtype)
             values = torch.zeros(layout.numel, dtype=stored, device=device)
+            # Zeros for the padding: no gradient overwrites it, and the norm reads it with the owned parts.
             main_grads = torch.zeros(layout.numel if is_trained else 0, dtype=grad_dtype, device=device)
             buffer = FlatBuffer(
                 layout=layout,
@@ -195,6 +204,8 @@ class GradBuffers:
                 assert bucket.reducing is not None
                 bucket.reducing.wait()
                 bucket.reducing = None
+                # The second sum comes after the first, on [bucket / owners] elements in place of [bucket]. Replicas cut a buffer
+                # alike (`param_layout.py`), so they own the same parts and post these calls in the same order.
                 if buffer.sum_axis is not None:
                     start, stop = bucket.owned
                     owned = buffer.main_grads[start:stop]
@@ -210,6 +221,7 @@ class GradBuffers:
         for buffer in self.buffers:
             if not (buffer.is_updated or untrained):
                 continue
+            # Buckets lie in the order of the backward, the last layer first.
             for bucket in reversed(buffer.buckets):
                 bucket.gather()
 
