@@ -8,7 +8,7 @@ simulator timed. For each action:
     I   the same, keeping the weight-gradient GEMMs for later     W   run them
 
 What is kept between F and B of a microbatch is the input and an edge into the autograd graph, not the output: once it
-is sent, its memory is free. Stages before the first with a trained parameter keep nothing, and have no B.
+is sent, its memory is free.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,6 +46,11 @@ class _Kept:
 @dataclass(eq=False)
 class Executor:
     """One rank's engine for programs.
+
+    It interprets instructions, where a loop for each schedule would be the obvious way: what runs is then the very list that was
+    checked for deadlocks, and a new schedule needs no code here. What lives as long as the engine is kept here. What one run makes
+    (arrivals, graphs, deferred GEMMs) is in a `_Run` that ends with it, so training and validation share an executor. Activations
+    between stages have one shape and dtype, so a receive is posted without a message about sizes.
 
     Attributes:
         topology: this rank's place and pipeline axes.
@@ -125,6 +130,7 @@ class _Run:
                 self.executor.running = instruction
                 for observe in observers:
                     observe(instruction)
+                # A post does not wait; the action that reads the tensor does (`Transport.take`).
                 if isinstance(instruction, Post):
                     self.transport.post(instruction)
                 elif instruction.kind is Kind.F:
@@ -133,6 +139,7 @@ class _Run:
                     self.weight_grads(instruction)
                 else:
                     self.backward(instruction)
+            # Not in a `finally`: after an error it still names the instruction.
             self.executor.running = None
             for observe in observers:
                 observe(None)
@@ -145,6 +152,7 @@ class _Run:
         stage = self.placement.stage_of(self.rank, chunk)
         x, goes_back = None, not self.schedule.forward_only
         if stage > 0:
+            # [s(/t), b, h], a leaf: its gradient is what the stage before gets.
             x = self.transport.take(StageTensor("forward", stage, microbatch))
             x.requires_grad_(goes_back)
         with torch.set_grad_enabled(goes_back):
@@ -154,6 +162,7 @@ class _Run:
         if stage == self.placement.num_stages - 1:
             self.outputs[microbatch] = output.detach()
         else:
+            # Detached: the next stage has a graph of its own, also where it is on this rank.
             self._hand_over("forward", stage + 1, microbatch, output.detach())
 
     def backward(self, action: Action) -> None:
@@ -162,16 +171,19 @@ class _Run:
         kept = self.kept.pop((chunk, microbatch))
         if stage == self.placement.num_stages - 1:
             assert self.loss_scale is not None, "a backward needs the gradient of the outputs"
+            # The scale is float64 [1 + D]; the backward begins in the dtype and the shape of the output.
             output = self.outputs[microbatch]
             grad = torch.empty_like(output).copy_(self.loss_scale.view_as(output))
         else:
             grad = self.transport.take(StageTensor("backward", stage, microbatch))
+        # Layers ask the queue inside of their backward. What they leave waits for the W of this microbatch, last layer first.
         queue = self.executor.queues[chunk]
         queue.deferring = action.kind is Kind.I
         run_backward(kept.edge, grad)
         if action.kind is Kind.I:
             queue.deferring = False
             self.deferred[chunk, microbatch] = queue.take()
+        # After an I this is before its W: the stage before waits for dX [s(/t), b, h], and for no gradient of a weight.
         if kept.x is not None:
             assert kept.x.grad is not None
             self._hand_over("backward", stage - 1, microbatch, kept.x.grad)

@@ -142,13 +142,16 @@ def lower(schedule: Schedule, receives: Receives = "early") -> Program:
     Raises:
         ScheduleError: the actions wait for each other in a circle, or for actions that are not there.
     """
+    # Uniform costs and not measured ones: each rank lowers the schedule by itself, and all must come to one order.
     timeline = simulate(schedule, Costs.uniform(schedule.placement.num_stages))
     mine: list[dict[Direction, list[_Timed]]] = [{"forward": [], "backward": []} for _ in schedule.actions]
     for timed in _timed_transfers(schedule, timeline.intervals, lead=1 if receives == "early" else 0):
+        # The sorted list is dealt to both ends, so the two ranks of a pair have their common transfers in one order.
         for rank in (timed.transfer.source, timed.transfer.destination):
             mine[rank][timed.transfer.direction].append(timed)
     placed: list[list[_Placed]] = [[] for _ in schedule.actions]
     for rank, by_direction in enumerate(mine):
+        # Apart by direction: these are two communicators, and a group call belongs to one.
         for transfers in by_direction.values():
             placed[rank] += _place(rank, transfers)
     _group_alike(placed)
@@ -216,12 +219,14 @@ def _place(rank: int, timed: Sequence[_Timed]) -> list[_Placed]:
         is_send = t.transfer.source == rank
         earliest = t.after_producer if is_send else t.receive_from
         # A group call ends as a whole, so nothing joins it that happens after the data of another member is needed.
+        # Nor does what is possible only behind further actions (`earliest`): the group would move, and delay its other members.
         joins = earliest <= position and all(
             t.time <= other.consumer_start for other in group if other.transfer.destination == rank
         )
         if group and not joins:
             placed.append(_Placed(position, [other.transfer for other in group]))
             group = []
+        # Never back: what could be posted early still follows all that comes before it in the common order.
         position = max(position, earliest)
         group.append(t)
     if group:
@@ -235,6 +240,7 @@ def _group_alike(placed: list[list[_Placed]]) -> None:
     The order of transfers stays what it is, and a program whose transfers run one by one in the common order also runs with
     smaller groups.
     """
+    # A cut may leave a peer's group unlike this one, so all are compared until none is cut. Groups only shrink, so it ends.
     changed = True
     while changed:
         changed = False
@@ -267,6 +273,7 @@ def _first_grouped_otherwise(
         peer = transfer.source + transfer.destination - rank
         if (before := last_of.get(peer)) is not None:
             group = group_of.get((peer, before))
+            # None: the peer posts the one before by itself.
             if group is None or group != group_of.get((peer, transfer)):
                 return place
         last_of[peer] = transfer

@@ -26,6 +26,11 @@ class StageTensor:
 class Transport:
     """The tensors between stages that one rank sends and receives during one run of a program.
 
+    An action takes its input by identity, whether a peer has sent it or this rank has made it: a loop and a V are one case. Each
+    receive gets a new buffer. It stays on as the input of its stage until the backward, so a ring of fixed buffers would need a
+    copy. What is sent is held until its send has completed, and a later post lets go of it: nothing waits for a send before the
+    end of the run.
+
     Args:
         axes: the two pipeline axes by direction.
         shape, dtype, device: of every activation and of its gradient.
