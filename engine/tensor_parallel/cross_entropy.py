@@ -62,6 +62,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         options.shape_(logits, fusion)
         flat = logits.view(-1, logits.shape[-1])
         at = LocalTargets.of(targets, axis, flat.shape[1], vocab_size)
+        # [tokens], then [2, tokens] for both sums at once. Nothing runs under these calls: each is what the next line needs.
         largest = axis.all_reduce(at.largest(flat), f"{CROSS_ENTROPY} max", op="max").wait()
         sums = axis.all_reduce(at.sums(flat, largest, fusion), f"{CROSS_ENTROPY} sums").wait()
         log_sum = sums[0].log() + largest
@@ -73,6 +74,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         logits, log_sum, local, held = ctx.saved_tensors
+        # No collective: log_sum is that of the whole vocabulary, and a rank's columns need nothing else of the others.
+        # The logits are written over, so a second backward of this graph would read gradients.
         flat = logits.view(-1, logits.shape[-1])
         LocalTargets(local, held, ctx.real).write_gradient(flat, log_sum, grad.flatten(), ctx.fusion, ctx.options)
         return logits, None, None, None, None, None
@@ -107,6 +110,7 @@ class LocalTargets:
 
     def largest(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the largest logit of each token, [tokens] in the accumulation dtype; its minimum on a rank of padding."""
+        # The largest of narrow numbers is one of them: widening it alone is exact.
         if self.real:
             return accumulate(logits[:, : self.real].amax(-1))
         wide = accumulation_dtype(logits.dtype)
@@ -137,9 +141,11 @@ class LocalTargets:
             shape = options.divisor, options.softcap, options.z_loss
             fusion(_write_gradient)(z, log_sum, self.local, self.held, grad, *shape)
         elif self.real:
+            # Subtracts [v = target]. A token of another rank has column 0 here, and adds nothing to it.
             ones = self.held.to(grad.dtype).neg_().unsqueeze(-1)
             for rows in chunks(z):
                 softmax = _exp_of_difference(z[rows], log_sum[rows])
+                # The factor belongs to the softmax alone, so it comes before the target's 1 is subtracted.
                 if options.z_loss:
                     softmax.mul_((1 + 2 * options.z_loss * log_sum[rows]).unsqueeze(-1))
                 softmax.scatter_add_(-1, self.local[rows].unsqueeze(-1), ones[rows])
@@ -147,6 +153,7 @@ class LocalTargets:
                 z[rows] = (
                     softmax if options.is_plain else softmax.mul_(slope(z[rows], options.divisor, options.softcap))
                 )
+        # The products that follow read all columns, and padding has no part in the loss.
         logits[:, self.real :].zero_()
 
 

@@ -48,6 +48,10 @@ from triaxis.engine.tensor_parallel.weight_grads import DeferredGrad, WeightGrad
 class ColumnParallelLinear(nn.Module):
     """One or several weights that read the same input, each cut by output rows.
 
+    Together they enter the region once, where layers of one weight would each gather X. Cut by output rows, a rank has its columns
+    of Y whole, so a nonlinearity or a head follows without communication. Cut by input columns, Y would be a partial sum, to be
+    reduced before a nonlinearity may read it.
+
     Args:
         weights: parameters [.., in], in the order of the output's columns.
         biases: one per weight, or none.
@@ -111,6 +115,7 @@ class _ColumnParallel(torch.autograd.Function):
             return layer.gemms.forward(inputs)
         assert isinstance(layer.gemms, GeluGemms)
         inner, activated = layer.gemms.forward_gelu(inputs)
+        # The gradient of both comes by `inner`: the second layer's product makes it (`RowParallelLinear.forward`).
         ctx.mark_non_differentiable(activated)
         return inner, activated
 
@@ -122,8 +127,11 @@ class _ColumnParallel(torch.autograd.Function):
         def gather(kept: torch.Tensor) -> Pending:
             return gemms.enter_again(Operand(kept, scale), layer.region, f"{layer.name} regather")
 
+        # X is gathered before dX is reduced, both by tp's communicator, which runs calls as posted: so 4 never waits for 3.
+        # Nothing is gathered for a deferred product: the whole X would be held until its W.
         gathered = None if deferring else gather(kept)  # step 1: posted, so that it runs under the product of 2
         of_output = gemms.whole_grad(Operand(grad.contiguous()))
+        # [s, b, in], of this rank's rows: one of t partial sums, of which 3 leaves [s(/t), b, in].
         grad_input = gemms.input_grad(of_output)  # 2
         reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")  # 3: runs under the product of 4
         if gathered is not None:
@@ -191,9 +199,11 @@ class _RowParallel(torch.autograd.Function):
         grad = grad.contiguous()
         gathered, kept = gemms.leave_backward(grad, layer.region, f"{layer.name} backward")
         if layer.bias is not None:
-            # The bias acts on this rank's part of the sequence; under sequence parallelism the sum over tp follows later.
+            # The bias acts on this rank's part of the sequence, so this runs under the gather of dY. Under sequence parallelism the
+            # sum over tp follows later.
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
         of_output = gemms.whole_grad(Operand(gathered.wait(), kept.scale))
+        # dX [s, b, in/t] is not reduced: from the whole dY each rank makes its own columns whole.
         grad_input, grad_inner = None, None
         if gelu_of is None:
             grad_input = gemms.input_grad(of_output)
@@ -241,6 +251,7 @@ class _VocabParallelLookup(torch.autograd.Function):
         local = local.where(held, 0)
         ctx.layer = layer
         ctx.save_for_backward(local, held)
+        # [s, b, h]. At most one of the t parts of a token is not zero, so the sum over tp is exact in any dtype.
         partial = weight[local] * held.unsqueeze(-1)
         return layer.region.leave(partial, "embedding forward").wait()
 
@@ -249,12 +260,14 @@ class _VocabParallelLookup(torch.autograd.Function):
         layer: VocabParallelEmbedding = ctx.layer
         local, held = ctx.saved_tensors
         whole = layer.region.leave_backward(grad, "embedding backward").wait()
+        # Each rank has dY whole and adds its own tokens; those of others point to row 0, with zeros.
         contribution = accumulate(whole) * held.unsqueeze(-1)
         main_grad, is_first = layer.weight.bound_main_grad(), not layer.weight.has_grad
         # Frequent tokens occur thousands of times, so their sum is wide even where main grads are narrow.
         total = main_grad
         if main_grad.dtype != contribution.dtype:
             total = torch.zeros_like(main_grad, dtype=contribution.dtype)
+        # Rows without a token in this microbatch must lose the last step's gradient too.
         elif is_first:
             main_grad.zero_()
         total.index_add_(0, local.flatten(), contribution.flatten(0, 1))

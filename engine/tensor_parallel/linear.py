@@ -45,6 +45,10 @@ class FusedWeights:
     W = [W_1; W_2; ..] with W_i [rows_i, in]. Query and key/value weights are adjacent unless the key/value heads are replicated,
     whose gradients are in another buffer. Members are used together: each gets its gradients when the others do.
 
+    They are joined by their place in memory, so one GEMM serves all and none is copied. One stacked parameter would be the obvious
+    way, but members may differ: replicated key/value heads are cut, summed and saved otherwise than the query. As parameters of
+    their own they keep their names and cuts, and a layout that separates them costs one GEMM more.
+
     Views of weights and main grads are made once for the tensors that members are bound to, not once for each use.
 
     Attributes:

@@ -39,6 +39,10 @@ class ParameterBucket(Protocol):
 class ShardedParameter(nn.Module):
     """One rank's part of one parameter.
 
+    It is a module and no `nn.Parameter`, because `bind` replaces the tensor: layers keep this object, and get the weight from it at
+    each use. `weight` waits for the all-gather that fills it, so layers know nothing of buffers. A hook of autograd would be given
+    each gradient as a tensor of its own; here the GEMM that computes it can add to the main grad itself.
+
     Attributes:
         record: name, shape, box and replicas.
         value: the weight, of `record.local_shape` in the run's dtype; a leaf whose `.grad` is never used.
