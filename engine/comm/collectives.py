@@ -21,6 +21,10 @@ from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 class Axis:
     """One group of ranks, as this member sees it.
 
+    A peer is an index on the axis and no global rank, so a layer is the same code wherever its axis lies in the grid. A verb posts
+    and never waits, but for `sum_values` and `barrier`: where to wait is the caller's choice, and with it what runs meanwhile.
+    Results can go into memory that the caller has (`out`), since gradients and weights have their places in flat tensors.
+
     Attributes:
         name: the axis ("tp", "dp", "pp_forward", ...): how the ledger labels its calls.
         ranks: global ranks of the members, in order.

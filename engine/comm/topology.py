@@ -69,6 +69,11 @@ def nccl_options(use: StreamUse, timeout: timedelta | None, make: Any) -> Any:
 class Topology:
     """The groups of one rank.
 
+    A caller asks for an axis by name; which ranks it joins follows from the grid and the model (`axis_groups`). All ranks walk the
+    axes in one order, because making a group and opening its connections need its members at the same point. An axis of one rank
+    exists, and does nothing. One that has no meaning for this rank is absent: a wrong use fails at the look-up, where a group of
+    one would leave a sum out in silence.
+
     Args:
         grid: all ranks of the layout.
         kv_heads: key/value heads of the model; with fewer than tp ranks, replicas share a `kv_replicas` axis.
