@@ -168,8 +168,8 @@ class Engine:
         num_labels = labels.wait() / (self.topology.sizes.tp * self.topology.sizes.pp)
         program = self.train_programs.next()
         # [1 + D], the first gradient of the backward. It has the divisors in it, so no pass over main grads divides them.
-        scale = self.loss_scale.scale / loss_divisors(num_labels, self.config.model.seq_length)
-        losses = self.executor.run(program, microbatches, self._loss, loss_scale=scale, observers=observers)
+        first_grad = self.loss_scale.scale / loss_divisors(num_labels, self.config.model.seq_length)
+        losses = self.executor.run(program, microbatches, self._loss, first_grad=first_grad, observers=observers)
         self.buffers.finish()
         return BatchLosses(self._sums(losses, len(num_labels)), num_labels)
 
@@ -222,9 +222,9 @@ class Engine:
         loss_sum, square_sum, num_tokens = agreed["loss_sum"], agreed["square_sum"], losses.labels[0]
         # Of a global batch without a single counted label the loss is reported as zero.
         divisors = losses.labels.clamp(min=1.0)
-        loss, scale = loss_sum / divisors[0], 1.0 / used
+        loss, unscale = loss_sum / divisors[0], 1.0 / used
         # Main grads still have the loss scale: here the norm is divided by it, below the pass of the update divides the gradients.
-        grad_norm = square_sum.sqrt() * scale
+        grad_norm = square_sum.sqrt() * unscale
         has_overflowed = square_sum.isfinite().logical_not()
         is_bad = loss_sum.isfinite().logical_not() | (loss > limits.divergence) | (agreed["dropped"] > 0)
         # Where the scale may still fall, later steps at a lower one can succeed: that is an overflow, and no divergence.
@@ -236,7 +236,7 @@ class Engine:
         skip = code > 0
         self.loss_scale.update(code == SKIPS.index("overflowed"), skip)
         clipped = clip_factor(grad_norm, self.config.optimizer.clip_grad)
-        self.optimizer.step(lr, scale if clipped is None else scale * clipped, skip=skip)
+        self.optimizer.step(lr, unscale if clipped is None else unscale * clipped, skip=skip)
         ahead = losses_ahead(agreed["ahead"], divisors[1:], self.config.model.mtp)
         numbers = agreed | {
             "loss": loss,

@@ -1,6 +1,6 @@
 """The verbs of communication: every collective and every send, labelled and written down.
 
-An `Axis` is one group of ranks as one member sees it. Its verbs return a `Pending` (`triaxis.engine.comm.ledger`), whose `wait()`
+An `Axis` is one group of ranks as one member sees it. Its verbs return a `Pending` (`triaxis.engine.comm.backends`), whose `wait()`
 gives the result; what lies between posting and waiting is overlapped. A one-rank axis is the identity and issues no op: this file
 is the only place that knows it. Each call is labelled with its purpose and written to the `Ledger`; what backends do differently is
 in `triaxis.engine.comm.backends`.
