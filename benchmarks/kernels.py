@@ -27,6 +27,8 @@ from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.config.attention_kinds import Rotary
 from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig
+from triaxis.engine.head.chunked_head import chunked_head_losses
+from triaxis.engine.head.cross_entropy import vocab_parallel_cross_entropy
 from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.kernels.dropout import keyed_dropout
 from triaxis.engine.kernels.fusion import Fusion
@@ -35,15 +37,13 @@ from triaxis.engine.kernels.rotary import apply_rope, rope_tables, rotary_freque
 from triaxis.engine.kernels.weight_grad import add_matmul
 from triaxis.engine.layout.param_layout import layout_parameters
 from triaxis.engine.layout.shard_spec import Init, ParamSpec, localize
+from triaxis.engine.linear.layers import ColumnParallelLinear
+from triaxis.engine.linear.weight_grads import WeightGradQueue
 from triaxis.engine.numerics.precision import DTYPES, accumulation_dtype, main_grad_dtype
 from triaxis.engine.optimizer.distributed import DistributedOptimizer
 from triaxis.engine.optimizer.grad_buffer import GradBuffers
-from triaxis.engine.tensor_parallel.chunked_head import chunked_head_losses
-from triaxis.engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 
 Call = Callable[[], Any]
 

@@ -40,6 +40,8 @@ from triaxis.engine.errors import DivergenceError
 from triaxis.engine.expert_parallel.balance import ExpertLoad
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.layout.partition import StageLayers
+from triaxis.engine.linear.fp8_shares import Fp8Counts
+from triaxis.engine.linear.weight_grads import WeightGradQueue
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, clip_factor
 from triaxis.engine.optimizer.grad_buffer import GradBuffers
@@ -60,9 +62,7 @@ from triaxis.engine.step_result import (
     unpack,
     without_room,
 )
-from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 
 
 class Chunk(Protocol):

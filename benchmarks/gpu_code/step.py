@@ -25,13 +25,13 @@ from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.plan import parallel_sizes, rank_grid
 from triaxis.engine.config.section import with_value
 from triaxis.engine.config.tree import Config
+from triaxis.engine.head import cross_entropy, logits
 from triaxis.engine.kernels.fp8.products import Fp8
 from triaxis.engine.kernels.fp8.recipes import recipe_of
 from triaxis.engine.kernels.fusion import Fusion, Lengths
 from triaxis.engine.kernels.registry import DeviceFacts, Kernels, resolve
 from triaxis.engine.numerics.precision import FP8_E4M3, FP8_E5M2
 from triaxis.engine.optimizer import distributed
-from triaxis.engine.tensor_parallel import cross_entropy, logits
 from triaxis.engine.train import build
 from triaxis.launch.footprint.routing import counts_in_turn, know_rows, known_rows
 from triaxis.launch.footprint.run import assumed_rows, fake_world, microbatches

@@ -20,8 +20,8 @@ from torch import nn
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.kernels.grouped_gemm import Ends, ExpertKernel, add_grouped_products, grouped_product
+from triaxis.engine.linear.weight_grads import DeferredGrad, WeightGradQueue
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-from triaxis.engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
 
 
 @dataclass(frozen=True, slots=True)

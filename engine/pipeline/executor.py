@@ -21,10 +21,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from triaxis.engine.activations.backward import run_backward
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.topology import Topology
+from triaxis.engine.linear.weight_grads import DeferredGrad, WeightGradQueue, add_deferred
 from triaxis.engine.pipeline.actions import Action, Kind
 from triaxis.engine.pipeline.lowering import Direction, Instruction, Post, Program
 from triaxis.engine.pipeline.p2p import StageTensor, Transport
-from triaxis.engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue, add_deferred
 
 InstructionObserver = Callable[[Instruction | None], None]
 

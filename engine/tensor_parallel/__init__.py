@@ -1,1 +1,1 @@
-"""Tensor parallelism: sharded parameters, column- and row-parallel layers, embedding, cross-entropy, dropout."""
+"""Tensor parallelism: sharded parameters and their first values, the conjugate pairs, norms, dropout."""

@@ -8,7 +8,7 @@ tensors (`bind`):
 
 Autograd never stores a gradient. The function that computes one adds it to the main grad and tells the bucket (`add_grad`). The
 first gradient of a step overwrites the last step's (`has_grad`), so main grads are never zeroed. A weight-gradient GEMM may be
-deferred (`weight_grads.py`), which zero-bubble schedules need; the bucket is told when it runs.
+deferred (`engine/linear/weight_grads.py`), which zero-bubble schedules need; the bucket is told when it runs.
 """
 
 from typing import Protocol

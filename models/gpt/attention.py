@@ -14,8 +14,8 @@ from triaxis.engine.config.attention_kinds import LayerKind
 from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.kernels.qkv import SplitQkv
 from triaxis.engine.layout.shard_spec import cut
+from triaxis.engine.linear.layers import ColumnParallelLinear, RowParallelLinear
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
-from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from triaxis.models.gpt.context import BuildContext, Positions
 from triaxis.models.gpt.qk_norm import NormalisedAndRotated
 

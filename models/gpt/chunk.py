@@ -31,16 +31,16 @@ from triaxis.engine.expert_parallel.region import ExpertRegion
 from triaxis.engine.kernels.fusion import EAGER
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.kernels.rotary import tables_by_rotary
+from triaxis.engine.linear.fp8_gemms import Fp8Form
+from triaxis.engine.linear.fp8_shares import Fp8Counts
+from triaxis.engine.linear.layers import ColumnParallelLinear
+from triaxis.engine.linear.products import IN_RUN_DTYPE
+from triaxis.engine.linear.te_gemms import TeForm
+from triaxis.engine.linear.weight_grads import WeightGradQueue
 from triaxis.engine.numerics.precision import DTYPES
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
-from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Form
-from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
-from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
-from triaxis.engine.tensor_parallel.linear import IN_RUN_DTYPE
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-from triaxis.engine.tensor_parallel.te_gemms import TeForm
-from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 from triaxis.models.gpt.block import Block, FirstNorm
 from triaxis.models.gpt.context import BuildContext, LayerInputs, Positions
 from triaxis.models.gpt.embedding import Embedding

@@ -18,13 +18,13 @@ from triaxis.engine.expert_parallel.region import ExpertRegion
 from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.layout.shard_spec import cut
+from triaxis.engine.linear.fp8_shares import Fp8Counts
+from triaxis.engine.linear.products import IN_RUN_DTYPE, LinearForm
+from triaxis.engine.linear.weight_grads import WeightGradQueue
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
-from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
-from triaxis.engine.tensor_parallel.linear import IN_RUN_DTYPE, LinearForm
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 from triaxis.models.gpt.hidden_dropout import HiddenDropout
 
 

@@ -6,9 +6,9 @@ tokens [b, s] -> [s(/t), b, h]; with sequence parallelism each tp rank continues
 import torch
 from torch import nn
 
+from triaxis.engine.linear.layers import VocabParallelEmbedding
 from triaxis.engine.numerics.precision import accumulate
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
-from triaxis.engine.tensor_parallel.layers import VocabParallelEmbedding
 from triaxis.models.gpt.context import BuildContext
 
 

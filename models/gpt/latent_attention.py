@@ -25,9 +25,9 @@ from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.rotary import apply_rope
 from triaxis.engine.layout.shard_spec import cut
+from triaxis.engine.linear.layers import ColumnParallelLinear
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.entered import entered, outside_of
-from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.models.gpt.attention import projection_back
 from triaxis.models.gpt.context import BuildContext, Positions

@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from triaxis.engine.config.model import ModelConfig
-from triaxis.engine.tensor_parallel.chunked_head import chunked_head_losses
-from triaxis.engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
-from triaxis.engine.tensor_parallel.logits import LogitOptions
+from triaxis.engine.head.chunked_head import chunked_head_losses
+from triaxis.engine.head.cross_entropy import vocab_parallel_cross_entropy
+from triaxis.engine.head.logits import LogitOptions
+from triaxis.engine.linear.layers import ColumnParallelLinear
 from triaxis.models.gpt.context import BuildContext
 
 

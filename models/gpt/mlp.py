@@ -4,8 +4,8 @@ import torch
 from torch import nn
 
 from triaxis.engine.kernels.activations import ActivationKernel
-from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from triaxis.engine.tensor_parallel.linear import GeluGemms
+from triaxis.engine.linear.layers import ColumnParallelLinear, RowParallelLinear
+from triaxis.engine.linear.products import GeluGemms
 from triaxis.models.gpt.context import BuildContext
 
 

@@ -14,9 +14,9 @@ from typing import Protocol, cast
 import torch
 from torch import nn
 
+from triaxis.engine.linear.layers import ColumnParallelLinear
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.entered import outside_of
-from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
 from triaxis.models.gpt.block import Block
 from triaxis.models.gpt.context import BuildContext, LayerInputs, Positions
 from triaxis.models.gpt.embedding import Embedding

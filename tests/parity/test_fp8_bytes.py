@@ -9,8 +9,8 @@ import torch
 
 from tests.harness import run_ranks
 from tests.parity.cases import Case, Piece, RankResult, run_case, weights_of
-from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Gemms
-from triaxis.engine.tensor_parallel.linear import Operand
+from triaxis.engine.linear.fp8_gemms import Fp8Gemms
+from triaxis.engine.linear.products import Operand
 
 SMALL: dict[str, Any] = {"num_layers": 2, "global_batch_size": 2, "fp8": "tensorwise"}
 

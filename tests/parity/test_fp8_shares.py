@@ -16,11 +16,11 @@ from tests.parity.test_fp8 import one_process
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.kernels.fp8.recipes import E4M3, E5M2, RECIPES, is_bytes, quantise
 from triaxis.engine.kernels.fp8.shares import ROLES
+from triaxis.engine.linear.fp8_gemms import Fp8Gemms
+from triaxis.engine.linear.fp8_shares import count_lost
+from triaxis.engine.linear.products import Operand
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.meters.fp8_shares import PURPOSE, Fp8Shares
-from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Gemms
-from triaxis.engine.tensor_parallel.fp8_shares import count_lost
-from triaxis.engine.tensor_parallel.linear import Operand
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 SMALL: dict[str, Any] = {"num_layers": 2, "global_batch_size": 4, "fp8_shares": True}

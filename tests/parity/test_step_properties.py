@@ -19,7 +19,7 @@ from tests.parity.cases import Case, assemble, build_rank, owned_pieces, run_cas
 from tests.parity.test_parity import CHEAP_WITH_ROPE, FULL_BY_TWO, SELECTIVE
 from triaxis.engine.comm.ledger import ATTENTION, KEYS_AND_VALUES, Event
 from triaxis.engine.config.context_parallel import exposed_share
-from triaxis.engine.tensor_parallel.linear import AddProduct, FusedWeights
+from triaxis.engine.linear.products import AddProduct, FusedWeights
 from triaxis.launch.footprint.traffic import choices_of_group
 from triaxis.models.gpt.block import Block
 from triaxis.models.predict.traffic import Flow, Volume, expected_traffic, measured_traffic

@@ -15,13 +15,13 @@ from triaxis.engine.config.groups import UpdateRule
 from triaxis.engine.config.training import OptimizerConfig
 from triaxis.engine.context_parallel.mixer import Mixer
 from triaxis.engine.data.sampler import step_sample_ids
+from triaxis.engine.head.cross_entropy import LocalTargets
 from triaxis.engine.layout.shard_spec import ParamRecord
+from triaxis.engine.linear.layers import RowParallelLinear
 from triaxis.engine.optimizer.distributed import DistributedOptimizer, OwnedBucket, add_squares
 from triaxis.engine.optimizer.grad_buffer import Bucket, GradBuffers
 from triaxis.engine.pipeline.executor import Executor, _Run
-from triaxis.engine.tensor_parallel.cross_entropy import LocalTargets
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
-from triaxis.engine.tensor_parallel.layers import RowParallelLinear
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.models.gpt.chunk import GPTChunk

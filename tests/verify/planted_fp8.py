@@ -8,8 +8,8 @@ from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention
 from triaxis.engine.kernels.fp8.products import Fp8
 from triaxis.engine.kernels.fp8.recipes import E4M3, Quantised
-from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Gemms
-from triaxis.engine.tensor_parallel.linear import FusedWeights
+from triaxis.engine.linear.fp8_gemms import Fp8Gemms
+from triaxis.engine.linear.products import FusedWeights
 
 FP8 = Case("llama", tp=2, dp=2, sequence_parallel=True, fp8="tensorwise", num_layers=2, global_batch_size=4)
 

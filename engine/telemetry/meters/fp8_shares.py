@@ -5,7 +5,7 @@
     step's end  one all-reduce of integers [linear layers of the model, 3 operands, 3] over the world
     read        with the numbers of the step, on the host
 
-`engine/tensor_parallel/fp8_shares.py` counts.
+`engine/linear/fp8_shares.py` counts.
 """
 
 from itertools import islice, product
@@ -13,12 +13,12 @@ from itertools import islice, product
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.device.host_copy import HostCopy
 from triaxis.engine.kernels.fp8.shares import ROLES
+from triaxis.engine.linear.fp8_shares import Fp8Counts
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.step import Engine
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.meters.step_meter import StepMeter
 from triaxis.engine.telemetry.record.metrics import Measured
-from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
 
 PURPOSE = "fp8 shares"
 

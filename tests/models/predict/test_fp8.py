@@ -9,9 +9,9 @@ from tests.parity.cases import Case, build_rank
 from triaxis.engine.config.fp8 import fp8_line
 from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.errors import ConfigError
+from triaxis.engine.linear.fp8_gemms import Fp8Gemms
+from triaxis.engine.linear.layers import ColumnParallelLinear, RowParallelLinear
 from triaxis.engine.step import Engine
-from triaxis.engine.tensor_parallel.fp8_gemms import Fp8Gemms
-from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from triaxis.models.predict.rank_memory import predicted_memory
 from triaxis.models.predict.step_time.cluster import cluster_at
 from triaxis.models.predict.step_time.estimate import Estimator

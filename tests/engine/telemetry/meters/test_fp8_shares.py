@@ -13,6 +13,7 @@ from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
 from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.fp8.recipes import E4M3, quantise
+from triaxis.engine.linear.fp8_shares import Fp8Counts
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.meters.fp8_shares import Fp8Shares
@@ -22,7 +23,6 @@ from triaxis.engine.telemetry.outlets.hub import Telemetry
 from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
 from triaxis.engine.telemetry.outlets.sections import sections
 from triaxis.engine.telemetry.record.metrics import StepMetrics
-from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
 
 RESULT = StepResult(3.0, 0.5, 100)
 

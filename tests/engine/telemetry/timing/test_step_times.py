@@ -23,6 +23,7 @@ from triaxis.engine.comm.ledger import Event
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.telemetry import TelemetryConfig
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
+from triaxis.engine.linear.weight_grads import DeferredGrad, WeightGradQueue
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule
 from triaxis.engine.pipeline.executor import Executor
@@ -38,7 +39,6 @@ from triaxis.engine.telemetry.timing.slow_ranks import SlowRanks
 from triaxis.engine.telemetry.timing.step_times import PURPOSE, StepTimes
 from triaxis.engine.telemetry.timing.time_split import TimeSplit
 from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
-from triaxis.engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
 
 pytestmark = pytest.mark.distributed
 

@@ -13,14 +13,14 @@ from tests.harness import compiler
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.head.chunked_head import chunked_head_losses
+from triaxis.engine.head.cross_entropy import vocab_parallel_cross_entropy
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.layout.shard_spec import Init, ParamSpec, localize
-from triaxis.engine.tensor_parallel.chunked_head import chunked_head_losses
-from triaxis.engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
+from triaxis.engine.linear.layers import ColumnParallelLinear
+from triaxis.engine.linear.weight_grads import WeightGradQueue
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-from triaxis.engine.tensor_parallel.weight_grads import WeightGradQueue
 
 S, B, H, VOCAB, COLUMNS = 5, 3, 2, 19, 24
 TOKENS = S * B

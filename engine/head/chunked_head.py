@@ -11,7 +11,7 @@ The collectives are those of the whole form: rank i sums exp(z - m_i) to S_i, wi
 when the largest of all, m, is known, sum_i exp(m_i - m) S_i is the sum over the vocabulary.
 
 Backward, in this order, so that communication runs under a GEMM where one is left:
-    1. all-gather X (sequence parallelism keeps only the shard of X, as in `layers.py`), wait for it
+    1. all-gather X (sequence parallelism keeps only the shard of X, as in `linear/layers.py`), wait for it
     2. for each n tokens: logits again, their gradient dY in place, dX = dY W; dW += dY^T X
     3. before the last dW: post the backward of f on dX; wait for it after
 """
@@ -23,11 +23,11 @@ import torch.nn.functional as F
 
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.ledger import CROSS_ENTROPY
+from triaxis.engine.head.cross_entropy import LocalTargets
+from triaxis.engine.head.logits import PLAIN, LogitOptions
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.kernels.weight_grad import add_matmul
-from triaxis.engine.tensor_parallel.cross_entropy import LocalTargets
-from triaxis.engine.tensor_parallel.layers import ColumnParallelLinear
-from triaxis.engine.tensor_parallel.logits import PLAIN, LogitOptions
+from triaxis.engine.linear.layers import ColumnParallelLinear
 
 
 def chunked_head_losses(

@@ -7,7 +7,7 @@ logit. Columns past the vocabulary (padding) are left out of the softmax and get
 
 Exponentials are wider than logits and as many, so all of them never exist at once: eager code makes them for some tokens at a time,
 compiled code keeps them in registers. The backward recomputes the softmax from the logits and the logarithm of the sum, [s, b], and
-writes the gradient over the logits. `triaxis.engine.tensor_parallel.chunked_head` keeps no logits either.
+writes the gradient over the logits. `triaxis.engine.head.chunked_head` keeps no logits either.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ import torch
 
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import CROSS_ENTROPY
+from triaxis.engine.head.logits import PLAIN, LogitOptions, chunks, slope
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
-from triaxis.engine.tensor_parallel.logits import PLAIN, LogitOptions, chunks, slope
 
 
 def vocab_parallel_cross_entropy(

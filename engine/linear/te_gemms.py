@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from triaxis.engine.kernels.te import TransformerEngine
-from triaxis.engine.tensor_parallel.linear import GeluGemms, LinearForm, LinearGemms, LinearParts, Operand
+from triaxis.engine.linear.products import GeluGemms, LinearForm, LinearGemms, LinearParts, Operand
 
 
 @dataclass(frozen=True, slots=True)

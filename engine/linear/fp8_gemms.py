@@ -1,4 +1,4 @@
-"""The GEMMs of a linear layer with FP8 operands (`linear.py` says which they are).
+"""The GEMMs of a linear layer with FP8 operands (`products.py` says which they are).
 
 Where one FP8 scale serves a whole tensor, its largest absolute value is a maximum over all ranks with a part of it: over cp, whose
 ranks have other tokens, and over tp where it is cut. Data-parallel ranks have other microbatches, with scales of their own. So the
@@ -28,8 +28,8 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.kernels.fp8.products import Fp8
 from triaxis.engine.kernels.fp8.recipes import E4M3, Quantised, from_bytes, is_bytes
 from triaxis.engine.kernels.fp8.shares import Role
-from triaxis.engine.tensor_parallel.fp8_shares import Fp8Counts
-from triaxis.engine.tensor_parallel.linear import LinearForm, LinearGemms, LinearParts, Operand
+from triaxis.engine.linear.fp8_shares import Fp8Counts
+from triaxis.engine.linear.products import LinearForm, LinearGemms, LinearParts, Operand
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 Scale = torch.Tensor | None

@@ -15,7 +15,7 @@ Order of the column-parallel backward, in which communication runs under the GEM
 Where weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer gathers dY again for its own.
 The gradient of the biases is a sum of dY. What reads the layer's output makes dY, and can sum it there (`takes_bias_total`).
 
-Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`linear.py`). On [s, b, in]
+Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`products.py`). On [s, b, in]
 torch looks at all strides, also of dimensions of size 1: for one sample with transposed tokens it makes s small GEMMs, each
 reading the weight.
 """
@@ -30,8 +30,7 @@ from torch import nn
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.kernels.bias_total import AddTotal
 from triaxis.engine.kernels.weight_grad import add
-from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
-from triaxis.engine.tensor_parallel.linear import (
+from triaxis.engine.linear.products import (
     IN_RUN_DTYPE,
     FusedWeights,
     GeluGemms,
@@ -40,9 +39,10 @@ from triaxis.engine.tensor_parallel.linear import (
     LinearParts,
     Operand,
 )
+from triaxis.engine.linear.weight_grads import DeferredGrad, WeightGradQueue
+from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-from triaxis.engine.tensor_parallel.weight_grads import DeferredGrad, WeightGradQueue
 
 
 class ColumnParallelLinear(nn.Module):

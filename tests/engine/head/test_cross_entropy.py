@@ -10,13 +10,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import triaxis.engine.tensor_parallel.logits as subject
+import triaxis.engine.head.logits as subject
 from tests.harness import compiler, run_ranks
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import Ledger
+from triaxis.engine.head.cross_entropy import vocab_parallel_cross_entropy
+from triaxis.engine.head.logits import LogitOptions
 from triaxis.engine.kernels.fusion import EAGER, Fusion
-from triaxis.engine.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from triaxis.engine.tensor_parallel.logits import LogitOptions
 
 S, B, VOCAB, COLUMNS = 5, 3, 19, 8
 """On three ranks the third holds 3 columns of the vocabulary and 5 of padding, on four the last holds padding alone."""
