@@ -30,7 +30,7 @@ EXPERTS = "experts"
 LABELS = "labels"
 """Purpose of the sum of counted labels over the world, which a step's backward divides by."""
 
-ATTENTION = "attention"
+ATTENTION_MARK = "attention"
 """Mark of an attention call over gathered keys and values."""
 
 HOST_READ = "host_read"

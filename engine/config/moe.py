@@ -28,7 +28,7 @@ MOST_EXPERTS = 2**16
 WIDEST_EXPERT = 2**24
 """Elements of an expert's inner width."""
 
-Dispatch = Literal["all_gather", "all_to_all"]
+DispatchName = Literal["all_gather", "all_to_all"]
 
 
 class BalanceConfig(Section):
@@ -108,7 +108,7 @@ class MoEConfig(Section):
         return self.shared_experts * self.ffn_hidden_size
 
 
-def dispatch_of(config: "Config") -> Dispatch:
+def dispatch_of(config: "Config") -> DispatchName:
     """Return how tokens reach the ranks of their experts; `auto`: the form with fewer bytes.
 
     An all-gather sends each token to ep ranks, an all-to-all to at most k.

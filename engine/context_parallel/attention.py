@@ -23,7 +23,7 @@ import torch
 
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.collectives import Axis
-from triaxis.engine.comm.ledger import ATTENTION, KEYS_AND_VALUES
+from triaxis.engine.comm.ledger import ATTENTION_MARK, KEYS_AND_VALUES
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.context_parallel import heads_of_pieces
 from triaxis.engine.config.layout import ParallelConfig
@@ -34,7 +34,7 @@ from triaxis.engine.kernels.masked_attention import Kernel, Mask, attend, grad_o
 from triaxis.engine.numerics.precision import accumulation_dtype
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class ContextParallelRegion:
         """Return the region of a rank; `auto` of `recompute` is already resolved."""
         return cls(axis, recompute.gathered_kv == "keep", parallel.cp_gradients == "accumulation")
 
-    def gathers(self, packed: Sequence[torch.Tensor], part: SequencePart, purpose: str) -> Iterator[Pair]:
+    def gathers(self, packed: Sequence[torch.Tensor], part: SequencePart, purpose: str) -> Iterator[KeysAndValues]:
         """Yield keys and values [b, n_j, s, d] of each piece in the order of the row, the next one's gather under way."""
         under_way: list[Pending] = []
         for shard in packed:
@@ -74,7 +74,7 @@ class ContextParallelRegion:
         yield self._rows(under_way.pop(), part)
 
     @staticmethod
-    def _rows(gather: Pending, part: SequencePart) -> Pair:
+    def _rows(gather: Pending, part: SequencePart) -> KeysAndValues:
         rows = reordered(gather.wait(), part.to_rows)
         return rows[:, :, 0].permute(1, 2, 0, 3), rows[:, :, 1].permute(1, 2, 0, 3)
 
@@ -89,12 +89,12 @@ class ContextParallelRegion:
         return self.axis.reduce_scatter(reordered(packed, part.to_parts), f"{KEYS_AND_VALUES} gradients")
 
 
-def pack(k: torch.Tensor, v: torch.Tensor, heads: slice) -> torch.Tensor:
+def pack_keys_and_values(k: torch.Tensor, v: torch.Tensor, heads: slice) -> torch.Tensor:
     """Copy some heads of k, v [b, n_kv, s/c, d] to [s/c, b, 2, n_j, d], as they are gathered."""
     return torch.stack((k[:, heads], v[:, heads])).permute(3, 1, 0, 2, 4).contiguous()
 
 
-def local_gradients(summed: Pending, dtype: torch.dtype) -> Pair:
+def local_gradients(summed: Pending, dtype: torch.dtype) -> KeysAndValues:
     """Return the gradients of this rank's keys and values, [b, n_j, s/c, d] each."""
     mine = summed.wait().to(dtype)
     return mine[:, :, 0].permute(1, 2, 0, 3), mine[:, :, 1].permute(1, 2, 0, 3)
@@ -151,13 +151,13 @@ class _ContextAttention(torch.autograd.Function):
         out = q.new_empty(s, b, n, d).permute(1, 2, 0, 3)
         lse = q.new_empty(b, n, s, dtype=accumulation_dtype(q.dtype))
         # Copies: k and v may be views of a larger tensor, which need not be kept.
-        kept = [pack(k, v, piece.keys) for piece in pieces]
+        kept = [pack_keys_and_values(k, v, piece.keys) for piece in pieces]
         gathers = region.gathers(tuple(kept), part, "forward")
         if region.keeps_gathered:
             kept = []
         for piece, whole in zip(pieces, gathers, strict=True):
             heads = piece.queries
-            region.axis.ledger.mark(ATTENTION, "forward")
+            region.axis.ledger.mark(ATTENTION_MARK, "forward")
             out[:, heads], lse[:, heads] = attend(kernel, q[:, heads], *whole, None if sinks is None else sinks[heads])
             kept += whole if region.keeps_gathered else ()
         ctx.kernel, ctx.part, ctx.region, ctx.pieces = kernel, part, region, pieces
@@ -170,17 +170,17 @@ class _ContextAttention(torch.autograd.Function):
         part: SequencePart = ctx.part
         region: ContextParallelRegion = ctx.region
         pieces: list[Piece] = ctx.pieces
-        wholes: Iterable[Pair]
+        wholes: Iterable[KeysAndValues]
         if region.keeps_gathered:
             wholes = zip(kept[::2], kept[1::2], strict=True)
         else:
             wholes = region.gathers(kept, part, "backward")
         grad_q = torch.empty_like(q)
-        local: list[Pair] = []
+        local: list[KeysAndValues] = []
         sums: list[Pending] = []
         for piece, whole in zip(pieces, wholes, strict=True):
             heads = piece.queries
-            region.axis.ledger.mark(ATTENTION, "backward")
+            region.axis.ledger.mark(ATTENTION_MARK, "backward")
             grad_q[:, heads], whole_k, whole_v = ctx.kernel.backward(
                 grad[:, heads], q[:, heads], *whole, out[:, heads], lse[:, heads]
             )

@@ -13,7 +13,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-Run = tuple[int, int]
+TokenRange = tuple[int, int]
 """Positions [start, stop) of a row."""
 
 Rows = Sequence[Sequence[int]]
@@ -21,7 +21,7 @@ Rows = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stretch:
+class RowStretch:
     """A run of one row, or of all rows alike, and the keys of the row from its first document's start to its end.
 
     Queries are aligned with the last of their document's keys.
@@ -36,13 +36,13 @@ class Stretch:
     """
 
     row: int | None
-    queries: Run
-    keys: Run
+    queries: TokenRange
+    keys: TokenRange
     boundaries: tuple[torch.Tensor, torch.Tensor] | None
     longest: tuple[int, int]
 
     @classmethod
-    def of(cls, row: int, run: Run, first: int, documents: Sequence[int]) -> "Stretch":
+    def of(cls, row: int, run: TokenRange, first: int, documents: Sequence[int]) -> "RowStretch":
         """Build the stretch of a run, whose first local token is `first`, in a row with documents of these lengths."""
         start, stop = run
         queries, keys, begin = [0], [0], start
@@ -69,14 +69,14 @@ class SequencePart:
         stretches: the same runs as a varlen kernel takes them, one call each.
     """
 
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[TokenRange, ...], ...]
     positions: torch.Tensor
     to_rows: torch.Tensor
     to_parts: torch.Tensor
-    stretches: tuple[Stretch, ...]
+    stretches: tuple[RowStretch, ...]
 
     @classmethod
-    def of(cls, runs: Sequence[Sequence[Sequence[Run]]], index: int, rows: Rows) -> "SequencePart":
+    def of(cls, runs: Sequence[Sequence[Sequence[TokenRange]]], index: int, rows: Rows) -> "SequencePart":
         """Build the record of rank `index`, on the CPU.
 
         Args:
@@ -116,18 +116,18 @@ class SequencePart:
         )
 
 
-def _stretches(runs: tuple[tuple[Run, ...], ...], rows: Rows) -> Iterator[Stretch]:
+def _stretches(runs: tuple[tuple[TokenRange, ...], ...], rows: Rows) -> Iterator[RowStretch]:
     is_one = all(len(row) == 1 for row in rows) and len(set(runs)) == 1
     for number, (of_row, documents) in enumerate(zip(runs[:1] if is_one else runs, rows, strict=not is_one)):
         first = 0
         for start, stop in of_row:
             length = stop - start
             if is_one:
-                yield Stretch(None, (first, first + length), (0, stop), None, (length, stop))
+                yield RowStretch(None, (first, first + length), (0, stop), None, (length, stop))
             else:
-                yield Stretch.of(number, (start, stop), first, documents)
+                yield RowStretch.of(number, (start, stop), first, documents)
             first += length
 
 
-def _positions(runs: Sequence[Run]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def _positions(runs: Sequence[TokenRange]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
     return np.concatenate([np.arange(start, stop, dtype=np.int64) for start, stop in runs])

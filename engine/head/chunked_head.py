@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from triaxis.engine.comm.backends import Pending
 from triaxis.engine.comm.ledger import CROSS_ENTROPY
 from triaxis.engine.head.cross_entropy import LocalTargets
-from triaxis.engine.head.logits import PLAIN, LogitOptions
+from triaxis.engine.head.logits import PLAIN_LOGITS, LogitOptions
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.kernels.weight_grad import add_matmul
 from triaxis.engine.linear.layers import ColumnParallelLinear
@@ -37,7 +37,7 @@ def chunked_head_losses(
     vocab_size: int,
     tokens_at_a_time: int,
     fusion: Fusion = EAGER,
-    options: LogitOptions = PLAIN,
+    options: LogitOptions = PLAIN_LOGITS,
 ) -> torch.Tensor:
     """Return the cross-entropy per token from the input of the head; its gradient is also the z-loss's.
 

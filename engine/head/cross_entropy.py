@@ -17,7 +17,7 @@ import torch
 
 from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.ledger import CROSS_ENTROPY
-from triaxis.engine.head.logits import PLAIN, LogitOptions, chunks, slope
+from triaxis.engine.head.logits import PLAIN_LOGITS, LogitOptions, chunks, slope
 from triaxis.engine.kernels.fusion import EAGER, Fusion
 from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 
@@ -28,7 +28,7 @@ def vocab_parallel_cross_entropy(
     axis: Axis,
     vocab_size: int,
     fusion: Fusion = EAGER,
-    options: LogitOptions = PLAIN,
+    options: LogitOptions = PLAIN_LOGITS,
 ) -> torch.Tensor:
     """Return the cross-entropy per token; its gradient is also the z-loss's, which the value leaves out.
 

@@ -44,7 +44,7 @@ class LogitOptions:
             flat[rows] = _shaped(flat[rows], self.divisor, self.softcap)
 
 
-PLAIN = LogitOptions()
+PLAIN_LOGITS = LogitOptions()
 
 
 def chunks(z: torch.Tensor) -> Iterator[slice]:

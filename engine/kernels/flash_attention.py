@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from triaxis.engine.data.sequence_part import Stretch
+from triaxis.engine.data.sequence_part import RowStretch
 from triaxis.engine.kernels.masked_attention import Mask, Tensors3
 from triaxis.engine.numerics.precision import accumulation_dtype
 
@@ -119,7 +119,7 @@ class VarlenParts:
             whole.add(grad_v, found[2])
         return grad_q, grad_k, grad_v
 
-    def _stretches(self) -> tuple[Stretch, ...]:
+    def _stretches(self) -> tuple[RowStretch, ...]:
         assert self.mask.part is not None, "whole rows have a kernel of their own"
         return self.mask.part.stretches
 
@@ -155,7 +155,7 @@ class _Tokens:
         return x[self.row, :, self.run[0] : self.run[1]]
 
 
-def _of_stretch(stretch: Stretch, run: tuple[int, int]) -> _Tokens:
+def _of_stretch(stretch: RowStretch, run: tuple[int, int]) -> _Tokens:
     return _Tokens(slice(None) if stretch.row is None else stretch.row, run)
 
 

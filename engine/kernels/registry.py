@@ -33,8 +33,7 @@ from triaxis.engine.config.activations import KernelsConfig
 from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS, Auto
 from triaxis.engine.config.attention_kinds import PLAIN, AttentionPattern, attention_pattern
 from triaxis.engine.config.context_parallel import gathers_keys, local_kv_heads
-from triaxis.engine.config.moe import Dispatch as DispatchForm
-from triaxis.engine.config.moe import dispatch_of
+from triaxis.engine.config.moe import DispatchName, dispatch_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.kernels.apex import Apex, apex_failure, apex_refusal, open_apex
@@ -97,7 +96,7 @@ class DeviceFacts:
     main_grad_bytes: int
     is_deterministic: bool
     pattern: AttentionPattern = PLAIN
-    dispatch: DispatchForm | None = None
+    dispatch: DispatchName | None = None
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> "DeviceFacts":
@@ -128,7 +127,7 @@ class Choices:
     optimizer: OptimizerKernel
     linear: LinearKernel = "torch"
     experts: ExpertKernel | None = None
-    dispatch: DispatchForm | None = None
+    dispatch: DispatchName | None = None
 
     def named(self) -> dict[str, str]:
         """Return the names of the kernels that the model has."""

@@ -17,7 +17,7 @@ from tests.engine.comm.test_collectives import CountCalls
 from tests.harness import run_ranks
 from tests.parity.cases import Case, assemble, build_rank, owned_pieces, run_case, weights_of
 from tests.parity.test_parity import CHEAP_WITH_ROPE, FULL_BY_TWO, SELECTIVE
-from triaxis.engine.comm.ledger import ATTENTION, KEYS_AND_VALUES, Event
+from triaxis.engine.comm.ledger import ATTENTION_MARK, KEYS_AND_VALUES, Event
 from triaxis.engine.config.context_parallel import exposed_share
 from triaxis.engine.linear.products import AddProduct, FusedWeights
 from triaxis.launch.footprint.traffic import choices_of_group
@@ -210,7 +210,7 @@ def exposed_shares(events: list[Event]) -> dict[str, Fraction]:
     for place, event in enumerate(events):
         if event.phase == "post" and event.axis == "cp":
             waited = next(at for at, other in enumerate(events) if other.phase == "wait" and other.call == event.call)
-            is_hidden = any(other.op == ATTENTION for other in events[place:waited])
+            is_hidden = any(other.op == ATTENTION_MARK for other in events[place:waited])
             total[event.purpose] += event.numel
             exposed[event.purpose] += 0 if is_hidden else event.numel
     return {purpose: Fraction(exposed[purpose], total[purpose]) for purpose in total}

@@ -10,7 +10,7 @@ import triaxis.models.gpt.chunk
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention, is_sample
 from triaxis.engine.comm.backends import Pending
-from triaxis.engine.context_parallel.attention import ContextParallelRegion, Piece, pack
+from triaxis.engine.context_parallel.attention import ContextParallelRegion, Piece, pack_keys_and_values
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.context_parallel.mixer import Mixer
 from triaxis.engine.context_parallel.ulysses import ExchangedHeads, _AllToAll
@@ -77,7 +77,7 @@ def the_loss_is_averaged_over_cp() -> None:
 def gradients_of_keys_and_values_stay_where_they_are() -> None:
     def own(self: Any, k: torch.Tensor, v: torch.Tensor, part: SequencePart, dtype: torch.dtype) -> Pending:
         index = part.positions[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[3])
-        return Pending(pack(k.gather(2, index), v.gather(2, index), slice(None)))
+        return Pending(pack_keys_and_values(k.gather(2, index), v.gather(2, index), slice(None)))
 
     ContextParallelRegion.sum_of = own  # type: ignore[method-assign]
 
