@@ -3,6 +3,8 @@
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -17,7 +19,7 @@ from tests.engine.comm.test_collectives import CountCalls
 from tests.harness import run_ranks
 from tests.parity.cases import Case, assemble, build_rank, owned_pieces, run_case, weights_of
 from tests.parity.test_parity import CHEAP_WITH_ROPE, FULL_BY_TWO, SELECTIVE
-from triaxis.engine.comm.ledger import ATTENTION_MARK, KEYS_AND_VALUES, Event
+from triaxis.engine.comm.ledger import ATTENTION_MARK, KEYS_AND_VALUES, Event, Ledger
 from triaxis.engine.config.context_parallel import exposed_share
 from triaxis.engine.linear.products import AddProduct, FusedWeights
 from triaxis.launch.footprint.traffic import choices_of_group
@@ -154,10 +156,10 @@ def test_one_process_communicates_nothing() -> None:
 # Overlap by order --------------------------------------------------------------------------------------------------------
 
 
-def events_of_a_step(rank: int, case: Case) -> list[Event]:
-    """The ledger of a step, with a mark behind each weight-gradient GEMM of a linear layer."""
-    engine, batches = build_rank(rank, case)
-    ledger, accumulate = engine.topology.ledger, FusedWeights.accumulate
+@contextmanager
+def weight_grads_marked(ledger: Ledger) -> Iterator[None]:
+    """Put a mark in the ledger behind each weight-gradient GEMM of a linear layer."""
+    accumulate = FusedWeights.accumulate
 
     def marked(self: FusedWeights, grad: torch.Tensor, x: Any, add: AddProduct) -> None:
         name = self.members[0].record.name.removesuffix(".weight").replace("attention.q", "attention.qkv")
@@ -169,6 +171,13 @@ def events_of_a_step(rank: int, case: Case) -> list[Event]:
         accumulate(self, grad, x, add_and_mark)
 
     with patch.object(FusedWeights, "accumulate", marked):
+        yield
+
+
+def events_of_a_step(rank: int, case: Case) -> list[Event]:
+    engine, batches = build_rank(rank, case)
+    ledger = engine.topology.ledger
+    with weight_grads_marked(ledger):
         engine.train_step(batches.next_step(), 1e-3)
     batches.close()
     return ledger.events

@@ -7,7 +7,7 @@ import torch
 
 from tests.harness import run_ranks
 from tests.parity.cases import Case, Piece, assemble, owned_pieces, weights_of
-from tests.parity.test_step_properties import build_rank
+from tests.parity.test_step_properties import build_rank, weight_grads_marked
 from triaxis.engine.pipeline.actions import Action, Kind, Schedule
 from triaxis.engine.pipeline.lowering import Instruction
 from triaxis.engine.pipeline.programs import Programs
@@ -37,11 +37,13 @@ def gradients(rank: int, case: Case, split: bool) -> tuple[list[Piece], list[str
     engine, batches = build_rank(rank, case)
     if split:
         engine.train_programs = Programs(split_backwards(engine.schedule))
-    engine.topology.ledger.reset()
-    engine.forward_backward(batches.next_step())
+    ledger = engine.topology.ledger
+    ledger.reset()
+    with weight_grads_marked(ledger):
+        engine.forward_backward(batches.next_step())
     batches.close()
     assert not any(buffer.main_grads.requires_grad for buffer in engine.buffers.buffers)
-    order = [event.purpose for event in engine.topology.ledger.events if event.phase in ("mark", "post")]
+    order = [event.purpose for event in ledger.events if event.phase in ("mark", "post")]
     return owned_pieces(engine, "grads"), order
 
 
