@@ -41,6 +41,7 @@ from triaxis.launch.rank.join import join
 from triaxis.launch.verify.oracles.megatron_cpu import on_cpu
 from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.gpt.moe import MoE
+from triaxis.models.predict.rank_memory import resolve_recompute
 
 LAYER = "layers.0.mlp."
 LARGEST_DIFFERENCE = 1e-6
@@ -125,6 +126,7 @@ def config_of(options: argparse.Namespace, dtype: str) -> Config:
 
 def ours(config: Config, topology: Topology) -> tuple[Side, Tensors]:
     """Build our layer in flat buffers of its own; return it with its weights by name."""
+    config = resolve_recompute(config, topology.sizes)
     (chunk,), held = build_chunks(config, topology, open_kernels(config, topology), stages_of(config))
     layer = next(module for module in chunk.modules() if isinstance(module, MoE))
     inside = tuple(f"{layer.name}.{part}." for part in ("router", "experts", "shared"))
