@@ -345,9 +345,10 @@ def query_heads_take_keys_in_turn() -> None:
     """repeat in place of repeat_interleave: head 0, 1, 0, 1 instead of 0, 0, 1, 1."""
     core = Mixer.core
 
-    def in_turn(self: Mixer, kernel: str, mask: Any, keys: Any, first: int, *qkv: torch.Tensor) -> torch.Tensor:
-        order = torch.arange(qkv[0].shape[1]).view(-1, qkv[1].shape[1]).t().flatten()
-        return core(self, kernel, mask, keys, first, qkv[0][:, order], *qkv[1:])
+    def in_turn(self: Mixer, tensors: Sequence[torch.Tensor], *others: Any) -> torch.Tensor:
+        q, k, v = tensors
+        order = torch.arange(q.shape[1]).view(-1, k.shape[1]).t().flatten()
+        return core(self, (q[:, order], k, v), *others)
 
     Mixer.core = in_turn  # type: ignore[method-assign]
 

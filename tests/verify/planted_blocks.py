@@ -63,7 +63,8 @@ def the_mlp_is_added_without_its_multiplier() -> None:
     def one_sided(
         self: Block, x: torch.Tensor, branch: torch.Tensor, *rest: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        is_mlp = rest[-1] == "mlp"
+        _, follows, *_ = rest
+        is_mlp = follows is not self.mlp_norm
         return added(self, x, branch / self.context.model.residual_multiplier if is_mlp else branch, *rest)
 
     Block._added = one_sided  # type: ignore[method-assign]

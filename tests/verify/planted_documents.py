@@ -131,10 +131,10 @@ def attention_that_is_computed_again_forgets_documents() -> None:
     core = Mixer.core
     seen: dict[int, masked.Mask] = {}
 
-    def forgetful(self: Mixer, kernel: str, mask: masked.Mask, *args: Any) -> torch.Tensor:
+    def forgetful(self: Mixer, tensors: Any, kernel: str, mask: masked.Mask, *args: Any) -> torch.Tensor:
         is_again = id(mask) in seen
         seen[id(mask)] = mask
-        return core(self, kernel, replace(mask, documents=None) if is_again else mask, *args)
+        return core(self, tensors, kernel, replace(mask, documents=None) if is_again else mask, *args)
 
     Mixer.core = forgetful  # type: ignore[method-assign]
 

@@ -69,7 +69,8 @@ def gradients_of_experts_are_reduced_over_dp() -> None:
         _, _, axes, _ = rest
         for buffer in self.buffers:
             if _of_experts(buffer):
-                buffer.reduce_axis = _OverDp(axes["expert_dp"], axes["dp"])  # type: ignore[assignment]
+                for bucket in buffer.buckets:
+                    bucket.owners = _OverDp(axes["expert_dp"], axes["dp"])  # type: ignore[assignment]
 
     GradBuffers.__init__ = init  # type: ignore[method-assign,assignment]
 
