@@ -158,7 +158,7 @@ class Engine:
         """
         self.topology.ledger.reset()
         self._set_mode(training=True)
-        # Routers' losses join the backward inside of the model, where the executor's first gradient does not scale them.
+        # Routers' losses join the backward inside of the model, where the gradient of the loss does not scale them.
         if self.load is not None:
             self.load.begin()
             self.load.loss_scale.copy_(self.loss_scale.scale)
@@ -167,9 +167,9 @@ class Engine:
         # All tensor- and pipeline-parallel ranks of a replica have the same labels.
         num_labels = labels.wait() / (self.topology.sizes.tp * self.topology.sizes.pp)
         program = self.train_programs.next()
-        # [1 + D], the first gradient of the backward. It has the divisors in it, so no pass over main grads divides them.
-        first_grad = self.loss_scale.scale / loss_divisors(num_labels, self.config.model.seq_length)
-        losses = self.executor.run(program, microbatches, self._loss, first_grad=first_grad, observers=observers)
+        # [1 + D], the gradient of the last stage's output. It has the divisors in it, so no pass over main grads divides them.
+        output_grad = self.loss_scale.scale / loss_divisors(num_labels, self.config.model.seq_length)
+        losses = self.executor.run(program, microbatches, self._loss, output_grad=output_grad, observers=observers)
         self.buffers.finish()
         return BatchLosses(self._sums(losses, len(num_labels)), num_labels)
 

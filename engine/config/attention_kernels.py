@@ -57,10 +57,13 @@ class AttentionKernel:
     has_value_size: bool = False
     auto: Auto | None = None
 
-    def lacks(self, asked: frozenset[str]) -> frozenset[str]:
-        """Return what is asked and it has on no device."""
-        return asked.difference(*self.has.values())
+    def lacks(self, asked: frozenset[str]) -> str:
+        """Return what is asked and it has on no device, as "no documents, sinks"; "": nothing."""
+        lacked = sorted(asked.difference(*self.has.values()))
+        return f"no {', '.join(_WORDS.get(name, name) for name in lacked)}" if lacked else ""
 
+
+_WORDS = {"softcap": "cap of the logits", "parts": "parts of a row"}
 
 _CPU_FLASH = "triaxis.engine.kernels.masked_attention:CpuFlash"
 

@@ -434,18 +434,15 @@ def rope_fields_have_effect(subject: Subject) -> Iterator[Problem]:
             )
 
 
-_WORDS = {"softcap": "cap of the logits", "parts": "parts of a row"}
-
-
 def kernel_has_pattern(subject: Subject) -> Iterator[Problem]:
     config, kernel = subject.config, subject.config.kernels.attention
     asked = attention_pattern(config).asked
-    lacks = frozenset() if kernel == "auto" else ATTENTION_KERNELS[kernel].lacks(asked)
+    lacks = "" if kernel == "auto" else ATTENTION_KERNELS[kernel].lacks(asked)
     if lacks:
         others = [name for name, each in ATTENTION_KERNELS.items() if asked <= each.has["cuda"]]
         yield subject.problem(
             "kernels.attention",
-            f"has no {', '.join(_WORDS.get(name, name) for name in sorted(lacks))}, which the run's attention needs",
+            f"has {lacks}, which the run's attention needs",
             {"kernels.attention": ["auto", *others]},
         )
 

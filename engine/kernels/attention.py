@@ -20,12 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS
+from triaxis.engine.config.attention_kernels import ALL, ATTENTION_KERNELS
 from triaxis.engine.kernels.explicit_attention import Drop, explicit_attention
 from triaxis.engine.kernels.masked_attention import WHOLE, Kernel, Mask, masked_attention
 from triaxis.engine.kernels.te_attention import TeAttention
-
-TE_HAS = "it has windows here, and no documents, sinks, cap of logits or parts of a row"
 
 
 def attention(
@@ -74,7 +72,7 @@ def attention(
     mask = Mask(window, documents, mask.part)
     if kernel == "te" and te is not None:
         if softcap is not None or sinks is not None or mask != Mask(window):
-            raise RuntimeError(TE_HAS)
+            raise RuntimeError(f"it has {record.lacks(ALL)}")
         out = te(q, k, v, window=window, scale=scale)
     elif record.backend is None or mask != WHOLE or sinks is not None or softcap is not None:
         out = masked_attention(masked_kernel(kernel, q.device, mask, scale, softcap), q, k, v, sinks)

@@ -11,7 +11,7 @@ from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS
 from triaxis.engine.config.attention_kinds import PLAIN, AttentionPattern
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
-from triaxis.engine.kernels.attention import TE_HAS, attention, masked_kernel
+from triaxis.engine.kernels.attention import attention, masked_kernel
 from triaxis.engine.kernels.masked_attention import Mask, masked_attention
 from triaxis.engine.kernels.te import how_to_install
 from triaxis.engine.kernels.te_attention import te_attention_failure
@@ -39,8 +39,8 @@ class AttentionShape:
 def attention_failure(kernel: str, shape: AttentionShape) -> str:
     """Try a named kernel, forward and backward, on a short sequence; return torch's reason if it does not run, else ""."""
     if kernel == "te":
-        if ATTENTION_KERNELS[kernel].lacks(shape.pattern.asked):
-            return TE_HAS
+        if lacks := ATTENTION_KERNELS[kernel].lacks(shape.pattern.asked):
+            return f"it has {lacks}"
         sizes, window = (shape.num_heads, shape.num_kv_heads, shape.head_dim), _TRIED_LENGTH // 4
         return te_attention_failure(*sizes, window if shape.pattern.windows else None, shape.dtype, shape.device)
 

@@ -4,7 +4,7 @@ The executor has no code for 1F1B or interleaving: it walks the list of instruct
 simulator timed. For each action:
 
     F   take the input (tokens on the first stage), run the chunk, hand the output over
-    B   take the output's gradient (on the last stage the given first one), run the backward, hand the input's gradient over
+    B   take the output's gradient (given on the last stage), run the backward, hand the input's gradient over
     I   the same, keeping the weight-gradient GEMMs for later     W   run them
 
 What is kept between F and B of a microbatch is the input and an edge into the autograd graph, not the output: once it
@@ -78,7 +78,7 @@ class Executor:
         program: Program,
         microbatches: Sequence[Any],
         function: ChunkFunction,
-        first_grad: torch.Tensor | None = None,
+        output_grad: torch.Tensor | None = None,
         observers: Sequence[InstructionObserver] = (),
     ) -> list[torch.Tensor]:
         """Run the program; gradients go to the main grads.
@@ -86,13 +86,13 @@ class Executor:
         Args:
             program: lowered for this topology's pp, with as many microbatches.
             microbatches: one batch per microbatch; every stage gets it.
-            first_grad: the gradient of each output of the last stage, with as many elements; None: the program has no backward.
+            output_grad: the gradient of each output of the last stage, with as many elements; None: the program has no backward.
             observers: of this run alone, after those of the executor.
 
         Returns:
             The last stage's outputs in microbatch order, detached; empty on ranks that do not hold it.
         """
-        return _Run(self, program, microbatches, function, first_grad, observers).run()
+        return _Run(self, program, microbatches, function, output_grad, observers).run()
 
 
 @dataclass(eq=False)
@@ -103,7 +103,7 @@ class _Run:
     program: Program
     microbatches: Sequence[Any]
     function: ChunkFunction
-    first_grad: torch.Tensor | None
+    output_grad: torch.Tensor | None
     observers: Sequence[InstructionObserver]
 
     def __post_init__(self) -> None:
@@ -170,10 +170,10 @@ class _Run:
         stage = self.placement.stage_of(self.rank, chunk)
         kept = self.kept.pop((chunk, microbatch))
         if stage == self.placement.num_stages - 1:
-            assert self.first_grad is not None, "a backward needs the gradient of the outputs"
+            assert self.output_grad is not None, "a backward needs the gradient of the outputs"
             # The scale is float64 [1 + D]; the backward begins in the dtype and the shape of the output.
             output = self.outputs[microbatch]
-            grad = torch.empty_like(output).copy_(self.first_grad.view_as(output))
+            grad = torch.empty_like(output).copy_(self.output_grad.view_as(output))
         else:
             grad = self.transport.take(StageTensor("backward", stage, microbatch))
         # Layers ask the queue inside of their backward. What they leave waits for the W of this microbatch, last layer first.

@@ -65,8 +65,8 @@ def qk_norm_gradients_are_not_summed() -> None:
 def loss_is_scaled_twice() -> None:
     run = Executor.run
 
-    def scaled(self: Executor, *args: Any, first_grad: torch.Tensor, **named: Any) -> list[torch.Tensor]:
-        return run(self, *args, first_grad=first_grad**2, **named)
+    def scaled(self: Executor, *args: Any, output_grad: torch.Tensor, **named: Any) -> list[torch.Tensor]:
+        return run(self, *args, output_grad=output_grad**2, **named)
 
     Executor.run = scaled  # type: ignore[assignment,method-assign]
 

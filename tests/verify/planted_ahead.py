@@ -47,8 +47,8 @@ def tokens_ahead_are_divided_by_the_number_of_next_tokens() -> None:
     """Plant one divisor for all, which weighs tokens ahead by the share of counted next tokens that have them."""
     run = Executor.run
 
-    def by_next(self: Executor, *args: Any, first_grad: torch.Tensor, **named: Any) -> list[torch.Tensor]:
-        return run(self, *args, first_grad=first_grad[:1].expand(len(first_grad)), **named)
+    def by_next(self: Executor, *args: Any, output_grad: torch.Tensor, **named: Any) -> list[torch.Tensor]:
+        return run(self, *args, output_grad=output_grad[:1].expand(len(output_grad)), **named)
 
     Executor.run = by_next  # type: ignore[assignment,method-assign]
 

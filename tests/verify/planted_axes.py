@@ -167,8 +167,8 @@ def dropout_counts_layers_of_the_stage() -> None:
 def loss_is_divided_by_the_stages() -> None:
     run = Executor.run
 
-    def divided(self: Executor, *args: Any, first_grad: torch.Tensor, **named: Any) -> list[torch.Tensor]:
-        return run(self, *args, first_grad=first_grad / self.topology.axis("pp").size, **named)
+    def divided(self: Executor, *args: Any, output_grad: torch.Tensor, **named: Any) -> list[torch.Tensor]:
+        return run(self, *args, output_grad=output_grad / self.topology.axis("pp").size, **named)
 
     Executor.run = divided  # type: ignore[assignment,method-assign]
 
@@ -265,13 +265,13 @@ def each_dp_rank_divides_by_its_own_tokens() -> None:
         microbatches: Sequence[Any],
         function: Any,
         *,
-        first_grad: torch.Tensor,
+        output_grad: torch.Tensor,
         **named: Any,
     ) -> list[torch.Tensor]:
         dp = self.topology.axis("dp")
         mine = sum(microbatch.num_tokens for microbatch in microbatches)
         total = float(dp.all_reduce(torch.tensor([float(mine)]), "planted").wait())
-        return run(self, program, microbatches, function, first_grad=first_grad * total / (dp.size * mine), **named)
+        return run(self, program, microbatches, function, output_grad=output_grad * total / (dp.size * mine), **named)
 
     Executor.run = divided  # type: ignore[assignment,method-assign]
 

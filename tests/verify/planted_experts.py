@@ -136,11 +136,11 @@ def losses_on_the_load_are_scaled_by_the_mask() -> None:
     run = Executor.run
 
     def masked(
-        self: Executor, program: Any, microbatches: Any, function: Any, *, first_grad: torch.Tensor, **named: Any
+        self: Executor, program: Any, microbatches: Any, function: Any, *, output_grad: torch.Tensor, **named: Any
     ) -> list[torch.Tensor]:
         engine = function.__self__
-        engine.load.loss_scale.copy_(first_grad[0] * engine.plan.tokens_per_step)
-        return run(self, program, microbatches, function, first_grad=first_grad, **named)
+        engine.load.loss_scale.copy_(output_grad[0] * engine.plan.tokens_per_step)
+        return run(self, program, microbatches, function, output_grad=output_grad, **named)
 
     Executor.run = masked  # type: ignore[assignment,method-assign]
 

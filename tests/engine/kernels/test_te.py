@@ -148,7 +148,7 @@ def test_attention_is_tried_against_torch_s(monkeypatch: pytest.MonkeyPatch) -> 
     asked = KernelsConfig(attention="te")
     with pytest.raises(ConfigError, match=r"transformer-engine is not installed.*install it: Beside a torch with CUDA"):
         try_out(asked, replace(BY_TE, attention="te", linear="torch"), device_trials(SHAPE, torch.float32))
-    assert "no documents, sinks" in attention_failure("te", replace(SHAPE, pattern=AttentionPattern(sinks=True)))
+    assert "it has no sinks" in attention_failure("te", replace(SHAPE, pattern=AttentionPattern(sinks=True)))
 
 
 def refusal() -> str:

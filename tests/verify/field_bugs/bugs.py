@@ -88,10 +88,10 @@ def each_rank_averages_over_its_own_tokens() -> None:
     run = Executor.run
 
     def averaged(
-        self: Executor, program: Any, microbatches: Sequence[Any], *args: Any, first_grad: torch.Tensor, **named: Any
+        self: Executor, program: Any, microbatches: Sequence[Any], *args: Any, output_grad: torch.Tensor, **named: Any
     ) -> list[torch.Tensor]:
         own = self.topology.axis("dp").size * sum(one.num_tokens for one in microbatches)
-        return run(self, program, microbatches, *args, first_grad=torch.full_like(first_grad, 1 / own), **named)
+        return run(self, program, microbatches, *args, output_grad=torch.full_like(output_grad, 1 / own), **named)
 
     Executor.run = averaged  # type: ignore[assignment,method-assign]
 

@@ -104,7 +104,7 @@ def sleep_through_steps(rank: int, sleepers: Sleepers) -> list[TimeSplit]:
         seconds = sleepers.forward_seconds[rank] if step not in (1, NUM_STEPS) else 0.0
         times.enter(StepPart.DATA)
         times.enter(StepPart.FORWARD_BACKWARD)
-        executor.run(program, range(sleepers.num_microbatches), chunk, first_grad=torch.ones(()))
+        executor.run(program, range(sleepers.num_microbatches), chunk, output_grad=torch.ones(()))
         times.enter(StepPart.OPTIMIZER)
         topology.axis("world").all_reduce(torch.zeros(3), "step").wait()
         times.end_step()
