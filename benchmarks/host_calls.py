@@ -11,6 +11,7 @@ microbatches waits for the host; the counts are the same on every machine with o
 """
 
 import argparse
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -103,7 +104,10 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def _python_calls() -> Iterator[Counter[str]]:
-    """Count calls in this thread; autograd runs a CPU's backward in it too."""
+    """Count calls in this thread; autograd runs a CPU's backward in it too.
+
+    The garbage collector waits: it would call the weak references of whatever else the process has left behind.
+    """
     counts: Counter[str] = Counter()
 
     def on_event(frame: Any, event: str, argument: Any) -> None:
@@ -113,12 +117,16 @@ def _python_calls() -> Iterator[Counter[str]]:
         elif event == "c_call":
             counts[getattr(argument, "__qualname__", repr(argument))] += 1
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.collect()
+    gc.disable()
     sys.setprofile(on_event)
     try:
         yield counts
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
 
 
 def show(title: str, calls: HostCalls, console: Console, *, by_name: bool) -> None:
