@@ -15,7 +15,7 @@ from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Kind
-from triaxis.engine.pipeline.simulate import Costs, Timeline, simulate
+from triaxis.engine.pipeline.simulate import Costs, SimulatedTimeline, simulate
 from triaxis.launch.pictures.drawing import element
 
 CONFIG = "gpt_tiny"
@@ -51,7 +51,7 @@ def table_of(log: str) -> Iterator[tuple[str, str]]:
         yield ("own" if "this model" in line else ""), line
 
 
-def draw(timeline: Timeline, rows: Sequence[tuple[str, str]], sizes: ParallelSizes) -> str:
+def draw(timeline: SimulatedTimeline, rows: Sequence[tuple[str, str]], sizes: ParallelSizes) -> str:
     """Return the picture: a row for each pipeline rank, and the lines below them."""
     first_of_rank = [f"pp {rank}" for rank in range(sizes.pp)]
     scale = (WIDTH - 2 * MARGIN - LABEL) / timeline.span

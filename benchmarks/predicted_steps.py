@@ -21,7 +21,7 @@ import yaml
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import parallel_sizes
 from triaxis.launch.tuning.calibrate import measure_device
-from triaxis.launch.tuning.layouts import Measured, try_layout, write_config
+from triaxis.launch.tuning.layouts import LayoutResult, try_layout, write_config
 from triaxis.models.predict.step_time.cluster import Cluster
 from triaxis.models.predict.step_time.estimate import Estimator
 
@@ -81,7 +81,7 @@ def main() -> None:
             predicted = Estimator(cluster).simulated(config, sizes)
             written = write_config(CONFIG, words, args.steps, folder, f"layout{len(rows)}", {})
             found = try_layout(written, label, folder / "log")
-            measured = found.step_seconds if isinstance(found, Measured) else float("nan")
+            measured = found.step_seconds if isinstance(found, LayoutResult) else float("nan")
             rows.append((label, predicted.seconds, measured))
             error = predicted.seconds / measured - 1
             print(f"{label:26s} predicted {predicted.seconds:7.4f} s   measured {measured:7.4f} s   {error:+6.1%}")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from triaxis.engine.checkpoint.environment import describe_layout
+from triaxis.engine.checkpoint.environment import describe_environment
 from triaxis.engine.checkpoint.inspect.recorded import END_OF_DOCUMENTS
 from triaxis.engine.checkpoint.resume import TOKENIZER, ResumePoint, resume_or_start
 from triaxis.engine.checkpoint.saving import CheckpointSaver, RunFacts
@@ -54,7 +54,13 @@ from triaxis.engine.telemetry.outlets.notices import CheckpointNotices, TroubleN
 from triaxis.engine.telemetry.outlets.rank_log import RankStreams, rank_log
 from triaxis.engine.telemetry.record.metrics import Meter
 from triaxis.engine.train import TrainingRun, build, train
-from triaxis.launch.rank.banner import corpus_entropies, count_parameters, describe, measured_memory, predicted_memory
+from triaxis.launch.rank.banner import (
+    corpus_entropies,
+    count_parameters,
+    describe,
+    measured_memory,
+    predicted_memory_line,
+)
 from triaxis.launch.rank.batches import open_batches, run_documents
 from triaxis.launch.rank.directory import begin_attempt, open_directory
 from triaxis.launch.rank.first_orders import FirstOrders
@@ -172,7 +178,7 @@ def _train(
         streams=streams,
         num_steps=engine.plan.num_steps,
         show_mfu=meter.peak is not None,
-        layout={**describe_layout(engine), "sizes": str(topology.sizes), "backend": described.device},
+        layout={**describe_environment(engine), "sizes": str(topology.sizes), "backend": described.device},
         device_type=topology.device.type,
     )
     stop = StopRequest(rank.number)
@@ -221,7 +227,7 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
             described.layout,
             described.device,
             described.kernels,
-            predicted_memory(engine, attempt.held_before),
+            predicted_memory_line(engine, attempt.held_before),
             counted,
             {spec.name: spec.numel for spec in model_specs(config.model)},
             recompute=rank.resolved.recompute,

@@ -12,7 +12,7 @@ from triaxis.models.specs import model_specs
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
+class GroupedParameter:
     """A parameter with its group.
 
     Attributes:
@@ -27,18 +27,18 @@ class Grouped:
     is_frozen: bool = False
 
 
-def grouped_parameters(config: Config) -> list[Grouped]:
+def grouped_parameters(config: Config) -> list[GroupedParameter]:
     """List all parameters in forward order."""
     return [_grouped(spec, config.optimizer) for spec in model_specs(config.model)]
 
 
-def _grouped(spec: ParamSpec, optimizer: OptimizerConfig) -> Grouped:
+def _grouped(spec: ParamSpec, optimizer: OptimizerConfig) -> GroupedParameter:
     number = group_of(spec.name, optimizer.groups)
     if is_frozen(spec.name, optimizer):
-        return Grouped(spec, number, None, is_frozen=True)
+        return GroupedParameter(spec, number, None, is_frozen=True)
     if not spec.is_trained:
-        return Grouped(spec, None, None)
-    return Grouped(spec, number, update_rule(spec.name, optimizer, decays=spec.decay))
+        return GroupedParameter(spec, None, None)
+    return GroupedParameter(spec, number, update_rule(spec.name, optimizer, decays=spec.decay))
 
 
 def groups_have_parameters(subject: Subject) -> Iterator[Problem]:

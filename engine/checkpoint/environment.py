@@ -12,7 +12,7 @@ from triaxis.engine.program import version
 from triaxis.engine.step import Engine
 
 
-def describe_layout(engine: Engine) -> dict[str, Any]:
+def describe_environment(engine: Engine) -> dict[str, Any]:
     """Return sizes, batches, schedule, buckets, kernels, threads, device and versions of a live engine, as JSON values.
 
     Recomputation and kernels are those that run: `auto` may come to something else on the device where a run goes on.

@@ -25,7 +25,7 @@ from triaxis.engine.checkpoint.format.manifest import (
     write_manifest,
 )
 from triaxis.engine.checkpoint.format.store import TORCH_DTYPES, Shard, fingerprints, load, write_file
-from triaxis.engine.checkpoint.inspect.weights import WhichWeights, kind_of
+from triaxis.engine.checkpoint.inspect.weights import WhichWeights, kind_to_read
 from triaxis.engine.checkpoint.lock import holding
 from triaxis.engine.errors import CheckpointError
 from triaxis.engine.layout.shard_spec import Box
@@ -142,7 +142,7 @@ def read_weights(candidate: Candidate, name: str, which: WhichWeights) -> torch.
         CheckpointError: it is missing or damaged.
     """
     manifest = candidate.manifest
-    return read_tensor(candidate.folder, manifest, name, kind_of(manifest, name, which))
+    return read_tensor(candidate.folder, manifest, name, kind_to_read(manifest, name, which))
 
 
 def _batches(shards: Iterable[Shard]) -> Iterator[list[Shard]]:

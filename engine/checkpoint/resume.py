@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from triaxis.engine.checkpoint.directory import Candidate, CheckpointDirectory, find
-from triaxis.engine.checkpoint.environment import describe_layout, layout_differences
+from triaxis.engine.checkpoint.environment import describe_environment, layout_differences
 from triaxis.engine.checkpoint.format.fingerprint import to_text
 from triaxis.engine.checkpoint.format.manifest import Ancestor, Manifest, TrainingState, parse_manifest
 from triaxis.engine.checkpoint.format.store import fingerprints
@@ -220,7 +220,7 @@ def _resume_point(
     differences: list[str] = []
     if chosen.what == "all":
         _check_phase(engine, chosen.folder, state)
-        differences += layout_differences(manifest.layout, describe_layout(engine))
+        differences += layout_differences(manifest.layout, describe_environment(engine))
         differences += [str(change) for change in changes(manifest.config, engine.config) if change.verdict == "meant"]
         differences += schedule_change(manifest.config, engine.config, state.consumed_tokens)
         differences += _average_differences(engine, manifest)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from triaxis.engine.checkpoint.directory import CheckpointDirectory
-from triaxis.engine.checkpoint.environment import describe_layout
+from triaxis.engine.checkpoint.environment import describe_environment
 from triaxis.engine.checkpoint.format.fingerprint import to_text
 from triaxis.engine.checkpoint.format.manifest import (
     FORMAT_VERSION,
@@ -72,7 +72,7 @@ class RunFacts:
     history: RunHistory = field(default_factory=RunHistory)
 
 
-class Notices(Protocol):
+class SaveNotices(Protocol):
     """Receiver of the events of saves; called on every rank, with the same arguments."""
 
     def on_save_started(self, step: int, stall_seconds: float, waited_seconds: float) -> None: ...
@@ -106,14 +106,14 @@ class CheckpointSaver:
         notices: receives the events.
     """
 
-    def __init__(self, engine: Engine, directory: CheckpointDirectory, facts: RunFacts, notices: Notices) -> None:
+    def __init__(self, engine: Engine, directory: CheckpointDirectory, facts: RunFacts, notices: SaveNotices) -> None:
         self._engine = engine
         self._config = engine.config.checkpoint
         self._directory = directory
         self._facts = facts
         self._notices = notices
         self._world = engine.topology.axis("world")
-        self._layout = describe_layout(engine)
+        self._layout = describe_environment(engine)
         self._phase = _Phase.IDLE
         self._saving: TrainingState | None = None
         self._started_seconds = 0.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triaxis.engine.config.phases import RunPhase, current_phase, run_phases
-from triaxis.engine.config.stage_work import head_work, layer_work
+from triaxis.engine.config.stage_work import head_forward_flops, layers_forward_flops
 from triaxis.engine.errors import ConfigError, counted
 from triaxis.engine.layout.balance import balance, even_counts, largest_work
 from triaxis.engine.layout.partition import StageLayers, partition
@@ -205,7 +205,7 @@ def work_of_cut(config: "Config", pp: int, vpp: int, counts: Sequence[int], *, i
 
 
 def _work(config: "Config") -> tuple[tuple[int, ...], int]:
-    return layer_work(config.model), head_work(config.model)
+    return layers_forward_flops(config.model), head_forward_flops(config.model)
 
 
 def _ranks(config: "Config") -> list[int]:

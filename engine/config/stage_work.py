@@ -64,12 +64,12 @@ def mlp_width(model: "ModelConfig", kind: "LayerKind") -> int:
     return moe.top_k * moe.ffn_hidden_size + moe.shared_size
 
 
-def layer_work(model: "ModelConfig") -> tuple[int, ...]:
+def layers_forward_flops(model: "ModelConfig") -> tuple[int, ...]:
     """Return the FLOPs of each layer's forward per token; samples count as one document, whose lengths are not known yet."""
     return tuple(_of_layer(model, kind) for kind in model.kinds[: model.num_layers])
 
 
-def head_work(model: "ModelConfig") -> int:
+def head_forward_flops(model: "ModelConfig") -> int:
     """Return the FLOPs of the last stage's forward per token besides its own layers, padded columns included.
 
     That is the output head, and the layers of multi-token prediction, each with the head again.

@@ -38,7 +38,7 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HeadSlices:
     """Some key/value heads of this rank, and the query heads that read them."""
 
     keys: slice
@@ -101,11 +101,11 @@ def local_gradients(summed: Pending, dtype: torch.dtype) -> KeysAndValues:
 
 
 @cache
-def pieces_of(num_heads: int, num_kv_heads: int) -> list[Piece]:
+def pieces_of(num_heads: int, num_kv_heads: int) -> list[HeadSlices]:
     """Return the pieces of a rank's heads."""
     group = num_heads // num_kv_heads
     bounds = pairwise(accumulate(heads_of_pieces(num_kv_heads), initial=0))
-    return [Piece(slice(first, stop), slice(first * group, stop * group)) for first, stop in bounds]
+    return [HeadSlices(slice(first, stop), slice(first * group, stop * group)) for first, stop in bounds]
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ class _ContextAttention(torch.autograd.Function):
         q, out, lse, sinks, *kept = ctx.saved_tensors
         part: SequencePart = ctx.part
         region: ContextParallelRegion = ctx.region
-        pieces: list[Piece] = ctx.pieces
+        pieces: list[HeadSlices] = ctx.pieces
         wholes: Iterable[KeysAndValues]
         if region.keeps_gathered:
             wholes = zip(kept[::2], kept[1::2], strict=True)

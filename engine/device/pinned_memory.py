@@ -69,7 +69,7 @@ class Pageable:
         pass
 
 
-class Driver(Protocol):
+class RuntimeCalls(Protocol):
     """Calls of the CUDA runtime for a page lock; code 0 is success."""
 
     def register(self, address: int, num_bytes: int) -> int: ...
@@ -78,7 +78,7 @@ class Driver(Protocol):
     def synchronize(self) -> None: ...
 
 
-class CudaDriver:
+class CudaRuntime:
     """The CUDA runtime of one device."""
 
     PORTABLE = 1
@@ -105,11 +105,11 @@ class CudaPageLock:
     """The page lock of a GPU.
 
     Args:
-        driver: the runtime of the GPU.
+        runtime: the runtime of the GPU.
     """
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, runtime: RuntimeCalls) -> None:
+        self._runtime = runtime
         self._keepers: dict[int, partial[None]] = {}
 
     def lock(self, memory: torch.Tensor) -> None:
@@ -118,18 +118,18 @@ class CudaPageLock:
         If they were unmapped before, other memory would get their addresses, and the device would copy to the old pages.
         """
         address = memory.data_ptr()
-        code = self._driver.register(address, memory.nbytes)
+        code = self._runtime.register(address, memory.nbytes)
         if code:
-            raise OSError(f"cudaHostRegister: {self._driver.error_text(code)} ({code})")
+            raise OSError(f"cudaHostRegister: {self._runtime.error_text(code)} ({code})")
         self._keepers[address] = partial(_keep, memory)
         atexit.register(self._keepers[address])
 
     def unlock(self, memory: torch.Tensor) -> None:
         """Unlock the pages after all copies of the device: a running one would write to freed memory."""
         address = memory.data_ptr()
-        self._driver.synchronize()
-        code = self._driver.unregister(address)
-        assert not code, f"cudaHostUnregister: {self._driver.error_text(code)} ({code})"
+        self._runtime.synchronize()
+        code = self._runtime.unregister(address)
+        assert not code, f"cudaHostUnregister: {self._runtime.error_text(code)} ({code})"
         atexit.unregister(self._keepers.pop(address))
 
 
@@ -139,7 +139,7 @@ def _keep(memory: torch.Tensor) -> None:
 
 def page_lock_of(device: torch.device) -> PageLock:
     """Return the page lock for copies between the host and `device`."""
-    return CudaPageLock(CudaDriver(device)) if device.type == "cuda" else Pageable()
+    return CudaPageLock(CudaRuntime(device)) if device.type == "cuda" else Pageable()
 
 
 def aligned_buffer(num_bytes: int) -> torch.Tensor:

@@ -25,7 +25,7 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertWork:
+class ExpertContext:
     """The queue of weight gradients and the kernels of a chunk's projections."""
 
     queue: WeightGradQueue
@@ -36,7 +36,7 @@ class ExpertWork:
 class ExpertLinear(nn.Module):
     """One projection of all local experts; its weight is [experts, .., in], the output dims in between."""
 
-    def __init__(self, weight: ShardedParameter, work: ExpertWork, name: str) -> None:
+    def __init__(self, weight: ShardedParameter, work: ExpertContext, name: str) -> None:
         super().__init__()
         self.weight = weight
         self.work = work

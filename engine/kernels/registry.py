@@ -294,7 +294,7 @@ def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Ch
     return Choices(**taken), notes
 
 
-def agree(
+def agree_on_choices(
     choices: Choices,
     notes: Sequence[str],
     try_from: Callable[[Choices], tuple[Choices, list[str]]],
@@ -390,7 +390,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
     trials = device_trials(attention_shape(config, topology), main_grad, decoding_shape(config, topology))
     choices, notes = try_out(asked, resolve(asked, DeviceFacts.of(config, device)), trials)
     if "auto" in asked.model_dump().values() and device.type == "cuda" and not is_alone:
-        choices, notes = agree(
+        choices, notes = agree_on_choices(
             choices,
             notes,
             lambda slower: try_out(asked, slower, trials),

@@ -39,7 +39,7 @@ Connection = tuple[Hashable, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class MessageEnd:
     """One end of a send or receive.
 
     Attributes:
@@ -63,7 +63,7 @@ class Call:
     """
 
     communicator: Hashable
-    messages: tuple[Message, ...] = ()
+    messages: tuple[MessageEnd, ...] = ()
     collective: Hashable = None
 
 
@@ -123,7 +123,7 @@ class Head:
     """A call that is not met, at the head of its channel."""
 
     place: Place
-    open: tuple[Message, ...]
+    open: tuple[MessageEnd, ...]
     num_behind: int
 
 
@@ -146,9 +146,9 @@ class _Posted:
 
     place: Place
     call: Call
-    open: list[Message] = field(default_factory=list)
+    open: list[MessageEnd] = field(default_factory=list)
 
-    def first_between(self, source: int, destination: int) -> Message | None:
+    def first_between(self, source: int, destination: int) -> MessageEnd | None:
         return next((each for each in self.open if (each.source, each.destination) == (source, destination)), None)
 
 

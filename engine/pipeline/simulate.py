@@ -61,7 +61,7 @@ class Interval(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class SimulatedTimeline:
     """The intervals of all actions of a schedule, a row per pp rank, in order."""
 
     schedule: Schedule
@@ -86,7 +86,7 @@ class Timeline:
         return max(self.bubble_fraction(rank) for rank in range(len(self.intervals)))
 
 
-def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+def simulate(schedule: Schedule, costs: Costs) -> SimulatedTimeline:
     """Time every action of a schedule.
 
     Raises:
@@ -134,7 +134,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             for (stage, is_forward, microbatch), rank in waiting.items()
         }
         raise ScheduleError(_stuck(schedule, rows, stuck))
-    return Timeline(schedule, tuple(tuple(row) for row in rows))
+    return SimulatedTimeline(schedule, tuple(tuple(row) for row in rows))
 
 
 def check_costs(costs: Costs, num_stages: int) -> None:

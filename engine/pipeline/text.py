@@ -18,7 +18,7 @@ from triaxis.engine.config.schedule_file import parse_schedule
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Action, Kind, Schedule
 from triaxis.engine.pipeline.lowering import Instruction, Post, Program
-from triaxis.engine.pipeline.simulate import Interval, Timeline
+from triaxis.engine.pipeline.simulate import Interval, SimulatedTimeline
 
 _FILL = {Kind.F: " ", Kind.B: "=", Kind.I: "-", Kind.W: "~"}
 _COLOURS = {
@@ -96,7 +96,7 @@ def pointed_rows(rows: Sequence[Sequence[str]], marks: Mapping[tuple[int, int], 
     return "\n".join(lines)
 
 
-def render_timeline(timeline: Timeline, width: int | None = None) -> Text:
+def render_timeline(timeline: SimulatedTimeline, width: int | None = None) -> Text:
     """Draw a timeline: a row per rank, time to the right, idle time dotted.
 
     Args:
@@ -140,12 +140,12 @@ def ink(action: Action) -> str:
     return "white" if action.chunk % len(_COLOURS[action.kind]) >= 2 else "black"
 
 
-def _label(timeline: Timeline, interval: Interval) -> str:
+def _label(timeline: SimulatedTimeline, interval: Interval) -> str:
     text = str(interval.action)
     return text if timeline.schedule.placement.vpp > 1 else text.removeprefix("0")
 
 
-def _band(timeline: Timeline, row: Sequence[Interval], columns_per_unit: Fraction) -> Text:
+def _band(timeline: SimulatedTimeline, row: Sequence[Interval], columns_per_unit: Fraction) -> Text:
     """Draw one rank's line, as wide as the span."""
 
     def column(time: float) -> int:
@@ -163,7 +163,7 @@ def _band(timeline: Timeline, row: Sequence[Interval], columns_per_unit: Fractio
     return band
 
 
-def _summary(timeline: Timeline, kinds: set[Kind]) -> str:
+def _summary(timeline: SimulatedTimeline, kinds: set[Kind]) -> str:
     legend = [f"{kind.value}{_FILL[kind].strip()} {kind.words}" for kind in Kind if kind in kinds]
     worst = timeline.largest_bubble_fraction
     return f"{'   '.join([*legend, f'{_IDLE} idle'])}\nspan {timeline.span:g}, idle at most {worst:.1%} of it on a rank"

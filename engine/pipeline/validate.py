@@ -17,7 +17,17 @@ from typing import NoReturn
 from triaxis.engine.errors import ScheduleError
 from triaxis.engine.pipeline.actions import Action, Kind, Schedule
 from triaxis.engine.pipeline.lowering import Direction, Post, Program, Receives, Transfer, feeding_transfer
-from triaxis.engine.pipeline.rendezvous import Call, Conflict, Connection, Message, Place, Rules, Step, Stuck, execute
+from triaxis.engine.pipeline.rendezvous import (
+    Call,
+    Conflict,
+    Connection,
+    MessageEnd,
+    Place,
+    Rules,
+    Step,
+    Stuck,
+    execute,
+)
 from triaxis.engine.pipeline.text import instruction_tokens, pointed_rows, post_token
 
 
@@ -334,7 +344,7 @@ class _Checker:
         row: list[Call | Step] = []
         for position, each in enumerate(self.rows[rank]):
             if isinstance(each, Post):
-                row.append(Call(each.direction, tuple(Message(t.source, t.destination, t) for t in each.transfers)))
+                row.append(Call(each.direction, tuple(MessageEnd(t.source, t.destination, t) for t in each.transfers)))
                 received_by.update((t, position) for t in each.transfers if t.destination == rank)
                 continue
             stage = self.placement.stage_of(rank, each.chunk)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from triaxis.engine.checkpoint.history import RunHistory
 from triaxis.engine.errors import DivergenceError, ReplicaError
-from triaxis.engine.resilience.nonfinite import Finding, locate
+from triaxis.engine.resilience.nonfinite import FirstNonFinite, locate
 from triaxis.engine.resilience.replicas import ReplicaCheck
 from triaxis.engine.step import Engine
 from triaxis.engine.step_limits import StepLimits
@@ -28,7 +28,7 @@ from triaxis.engine.steps_in_flight import RollbackRequested
 from triaxis.engine.telemetry.record.events import EventKind
 
 
-class Notices(Protocol):
+class GuardNotices(Protocol):
     """Receiver of events; called on every rank, with the same arguments."""
 
     def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None: ...
@@ -52,7 +52,7 @@ class Guard:
     """
 
     def __init__(
-        self, engine: Engine, history: RunHistory, open_batches: Callable[[int], OneStep], notices: Notices
+        self, engine: Engine, history: RunHistory, open_batches: Callable[[int], OneStep], notices: GuardNotices
     ) -> None:
         self._engine = engine
         self._config = engine.config.resilience
@@ -149,7 +149,7 @@ class Guard:
         plan = self._engine.plan
         return self._history.skipped.span(plan.phase.samples_before(step), plan.samples_per_step)
 
-    def _locate(self, step: int) -> Finding:
+    def _locate(self, step: int) -> FirstNonFinite:
         with closing(self._open_batches(self._engine.plan.phase.samples_before(step))) as source:
             return locate(self._engine, source.next_step())
 
@@ -172,7 +172,7 @@ class Guard:
         )
 
 
-def _details(result: StepResult, samples: tuple[int, int], finding: Finding | None) -> dict[str, Any]:
+def _details(result: StepResult, samples: tuple[int, int], finding: FirstNonFinite | None) -> dict[str, Any]:
     details: dict[str, Any] = {"loss": result.loss, "grad_norm": result.grad_norm, "samples": list(samples)}
     if finding is not None:
         details |= {"first_rank": finding.rank, "first": finding.what, "first_samples": list(finding.sample_ids)}

@@ -41,7 +41,7 @@ class _Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class FirstNonFinite:
     """The first value that is not finite.
 
     Attributes:
@@ -61,7 +61,7 @@ class Finding:
         return f"First on rank {self.rank}: {self.what}{samples}"
 
 
-def locate(engine: Engine, microbatches: Sequence[Any]) -> Finding:
+def locate(engine: Engine, microbatches: Sequence[Any]) -> FirstNonFinite:
     """Make a step's forward and backward again and name the first value that is not finite; every rank calls it.
 
     Main grads are overwritten, nothing is updated.
@@ -83,10 +83,10 @@ def locate(engine: Engine, microbatches: Sequence[Any]) -> Finding:
     for rank, text in enumerate(gather_text(world, mine, engine.topology.device, "non-finite")):
         if text:
             order, what, sample_ids = json.loads(text)
-            found.append((tuple(order), rank, Finding(rank, what, tuple(sample_ids))))
+            found.append((tuple(order), rank, FirstNonFinite(rank, what, tuple(sample_ids))))
     if found:
         return min(found, key=lambda entry: entry[:2])[2]
-    return Finding(
+    return FirstNonFinite(
         None,
         "Made again, every output and gradient on every rank is finite: the sum over ranks overflows, or what went wrong does not "
         "happen twice (a fault of the hardware, or kernels that are not deterministic)",

@@ -15,7 +15,7 @@ from triaxis.engine.checkpoint.history import RunHistory
 from triaxis.engine.checkpoint.resume import go_back
 from triaxis.engine.comm.texts import announce
 from triaxis.engine.errors import CheckpointError, DivergenceError
-from triaxis.engine.resilience.guard import Notices
+from triaxis.engine.resilience.guard import GuardNotices
 from triaxis.engine.step import Engine
 from triaxis.engine.steps_in_flight import RollbackRequested
 
@@ -37,7 +37,7 @@ class Rollback:
         directory: CheckpointDirectory,
         data: dict[str, str],
         history: RunHistory,
-        notices: Notices,
+        notices: GuardNotices,
     ) -> None:
         self._engine = engine
         self._directory = directory

@@ -39,7 +39,7 @@ from triaxis.launch.tuning.layouts import (
     LEAST_STEPS,
     STOPPED,
     Failed,
-    Measured,
+    LayoutResult,
     refused,
     show_plan,
     try_layout,
@@ -164,7 +164,7 @@ def _layouts(args: argparse.Namespace) -> int:
     changes = [[] if text == OWN else layout_overrides(text, dp_is_open=True) for text in layouts]
     if not layouts:
         refuse(["--layouts names none. Write for example --layouts 'tp=1;tp=2'."])
-    outcomes: list[Measured | Failed] = []
+    outcomes: list[LayoutResult | Failed] = []
     with tempfile.TemporaryDirectory(prefix="triaxis-bench-") as name, _ranks(args.world_size):
         for number, (label, change) in enumerate(zip(layouts, changes, strict=True), start=1):
             if not args.dry_run:
@@ -181,7 +181,7 @@ def _layouts(args: argparse.Namespace) -> int:
             _print_outcome(outcome)
     if args.dry_run:
         return NOTHING_TRAINED if outcomes else 0
-    measured = [one for one in outcomes if isinstance(one, Measured)]
+    measured = [one for one in outcomes if isinstance(one, LayoutResult)]
     tried = Tried(
         words=_words(args, args.layouts),
         name=args.config.stem,
@@ -196,7 +196,7 @@ def _layouts(args: argparse.Namespace) -> int:
 
 def _try(
     args: argparse.Namespace, label: str, change: Sequence[str], folder: Path, name: str
-) -> Measured | Failed | None:
+) -> LayoutResult | Failed | None:
     """Try one layout; None for one that was only shown."""
     try:
         path = write_config(args.config, (*args.overrides, *change), args.steps, folder, name, os.environ)
@@ -217,9 +217,9 @@ def _try(
     return None
 
 
-def _print_outcome(outcome: Measured | Failed) -> None:
+def _print_outcome(outcome: LayoutResult | Failed) -> None:
     """Print on stderr how a layout went, and the end of the output of a run that broke."""
-    if isinstance(outcome, Measured):
+    if isinstance(outcome, LayoutResult):
         print(f"  {outcome.layout}: {outcome.tokens_per_second:,.0f} tokens/s on {outcome.num_ranks}", file=sys.stderr)
         return
     print(f"  not trained: {outcome.reason}", file=sys.stderr)

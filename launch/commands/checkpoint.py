@@ -29,8 +29,8 @@ from triaxis.launch.start.command_line import CommandParser, add_checkpoint, pri
 if TYPE_CHECKING:  # they import torch, which takes a second: not for --help
     from triaxis.engine.checkpoint.directory import Candidate
     from triaxis.engine.checkpoint.format.manifest import Manifest
-    from triaxis.launch.inspect.check import Checked
-    from triaxis.launch.inspect.compare import Difference, Values
+    from triaxis.launch.inspect.check import CheckpointCheck
+    from triaxis.launch.inspect.compare import TensorDifference, ValueDifferences
 
 INSPECT_EXAMPLES = """examples:
   triaxis checkpoint inspect runs/gpt_tiny
@@ -112,8 +112,8 @@ def diff(args: argparse.Namespace) -> int:
     from triaxis.launch.inspect.compare import compare_values, differences
 
     a, b = find(args.one), find(args.other)
-    certain: list[Difference] = []
-    values: dict[tuple[str, str], Values] = {}
+    certain: list[TensorDifference] = []
+    values: dict[tuple[str, str], ValueDifferences] = {}
     recast = 0
     for difference in differences(a.manifest, b.manifest):
         key = difference.name, difference.kind
@@ -154,7 +154,7 @@ def check(args: argparse.Namespace) -> int:
 def fingerprint(args: argparse.Namespace) -> int:
     """Print the fingerprint of each kind; with --recompute compute it from the bytes, and return 1 where it differs."""
     from triaxis.engine.checkpoint.directory import find
-    from triaxis.launch.inspect.check import recompute
+    from triaxis.launch.inspect.check import fingerprint_bytes
 
     candidate = find(args.path)
     stored = candidate.manifest.fingerprint
@@ -165,7 +165,7 @@ def fingerprint(args: argparse.Namespace) -> int:
         print_json(args, stored)
         return 0
     with _progress(console, "fingerprint", _data_bytes(candidate.folder)) as progress:
-        computed = recompute(candidate.folder, candidate.manifest, progress)
+        computed = fingerprint_bytes(candidate.folder, candidate.manifest, progress)
     print_json(args, {"stored": stored, "recomputed": computed})
     if computed == stored:
         console.print("recomputed from the bytes: the same")
@@ -277,8 +277,8 @@ def _show_diff(
     console: Console,
     a: "Candidate",
     b: "Candidate",
-    found: "list[Difference]",
-    values: "dict[tuple[str, str], Values]",
+    found: "list[TensorDifference]",
+    values: "dict[tuple[str, str], ValueDifferences]",
     recast: int,
 ) -> None:
     from triaxis.launch.inspect.compare import compared_kinds, other_fields, tensors_of
@@ -312,7 +312,7 @@ def _show_diff(
             console.print(f"{name}: and {len(fields) - FIELDS_PER_SECTION:,} more fields; --json has all", markup=False)
 
 
-def _difference_lines(difference: "Difference", values: "Values | None") -> Iterator[str]:
+def _difference_lines(difference: "TensorDifference", values: "ValueDifferences | None") -> Iterator[str]:
     one, other = difference.one, difference.other
     if one is None or other is None:
         yield difference.verdict
@@ -335,8 +335,8 @@ def _difference_lines(difference: "Difference", values: "Values | None") -> Iter
 def _diff_as_json(
     a: "Candidate",
     b: "Candidate",
-    found: "list[Difference]",
-    values: "dict[tuple[str, str], Values]",
+    found: "list[TensorDifference]",
+    values: "dict[tuple[str, str], ValueDifferences]",
     recast: int,
 ) -> dict[str, Any]:
     from triaxis.launch.inspect.compare import compared_kinds, other_fields
@@ -370,7 +370,7 @@ def _diff_as_json(
     }
 
 
-def _show_checked(console: Console, checked: "Checked") -> None:
+def _show_checked(console: Console, checked: "CheckpointCheck") -> None:
     folder, manifest = checked.folder, checked.manifest
     if manifest is not None and not checked.problems:
         console.print(

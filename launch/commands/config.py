@@ -30,7 +30,7 @@ from triaxis.engine.telemetry.outlets.banner import cp_imbalance_line
 from triaxis.engine.telemetry.record.parameters import num_active
 from triaxis.launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, print_json, refuse
 from triaxis.models.mup import mup_fields
-from triaxis.models.parameter_groups import Grouped, grouped_parameters, groups_have_parameters
+from triaxis.models.parameter_groups import GroupedParameter, grouped_parameters, groups_have_parameters
 from triaxis.models.predict.fit import Devices, memory_line, memory_rule, uses_gpu, uses_nccl
 from triaxis.models.predict.rank_memory import GB, can_keep, predict, resolve_recompute
 from triaxis.models.run_rules import RULES_OF_A_RUN
@@ -154,9 +154,9 @@ def _parameters(config: Config) -> list[tuple[str, ...]]:
     return rows
 
 
-def _by_layers(found: Sequence[Grouped]) -> Iterator[tuple[str, str, Grouped]]:
+def _by_layers(found: Sequence[GroupedParameter]) -> Iterator[tuple[str, str, GroupedParameter]]:
     """Yield (numbers of layers such as 0-31, name with N in their place, the parameter of the first), in forward order."""
-    alike: list[tuple[list[str], list[tuple[str, Grouped]]]] = []
+    alike: list[tuple[list[str], list[tuple[str, GroupedParameter]]]] = []
     for layer, parameters in groupby(found, key=_layer_of):
         named = [(one.spec.name.replace(f"layers.{layer}.", "layers.N.", 1), one) for one in parameters]
         if alike and layer and _facts(named) == _facts(alike[-1][1]):
@@ -169,11 +169,11 @@ def _by_layers(found: Sequence[Grouped]) -> Iterator[tuple[str, str, Grouped]]:
             yield text, name, one
 
 
-def _layer_of(one: Grouped) -> str:
+def _layer_of(one: GroupedParameter) -> str:
     return one.spec.name.split(".")[1] if one.spec.name.startswith("layers.") else ""
 
 
-def _facts(named: Sequence[tuple[str, Grouped]]) -> list[tuple[object, ...]]:
+def _facts(named: Sequence[tuple[str, GroupedParameter]]) -> list[tuple[object, ...]]:
     return [(name, one.spec.shape, one.number, one.rule, one.is_frozen) for name, one in named]
 
 

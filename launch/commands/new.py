@@ -37,7 +37,7 @@ from triaxis.launch.start.command_line import CommandParser, add_ignore, add_jso
 from triaxis.launch.tuning.machine import this_machine, written_machine
 from triaxis.launch.tuning.model_of_size import model_of_size
 from triaxis.launch.tuning.planned_run import PlannedRun, plan_run, to_commented_yaml
-from triaxis.models.interop.huggingface.config import from_hugging_face, passed_over_notes, read_config
+from triaxis.models.interop.huggingface.config import from_hugging_face, passed_over_notes, read_config_json
 from triaxis.models.interop.huggingface.families import FAMILIES
 from triaxis.models.interop.megatron.command_line.convert import from_command_line
 from triaxis.models.predict.fit import memory_line
@@ -267,7 +267,7 @@ def _of_hugging_face(args: argparse.Namespace) -> _Model:
         return _Model(f"{path}: {found.family}", found.sections, found.notes, path, found)
     is_file = path.suffix == ".json" or path.exists()
     file = path if is_file and not path.is_dir() else path / "config.json"
-    keys = read_config(file)
+    keys = read_config_json(file)
     sections = from_hugging_face(keys, args.seq_length, str(file), args.ignore)
     if args.seq_length is None and sections["model"]["seq_length"] > DEFAULT_SEQ_LENGTH:
         sections = from_hugging_face(keys, DEFAULT_SEQ_LENGTH, str(file), args.ignore)

@@ -19,7 +19,7 @@ from triaxis.engine.pipeline.actions import Schedule
 from triaxis.engine.pipeline.forwards import forward_only
 from triaxis.engine.pipeline.lowering import lower
 from triaxis.engine.pipeline.programs import Programs, schedule_file_runs
-from triaxis.engine.pipeline.simulate import Costs, Timeline, simulate
+from triaxis.engine.pipeline.simulate import Costs, SimulatedTimeline, simulate
 from triaxis.engine.pipeline.text import program_to_text, render_timeline, to_text
 from triaxis.engine.telemetry.outlets.format import significant
 from triaxis.launch.pictures.schedule_picture import draw_schedule
@@ -215,7 +215,7 @@ def usual_dp(config: "Config") -> int:
     return next((dp for dp in sizes if num_microbatches % dp == 0 and num_microbatches // dp % pp == 0), 1)
 
 
-def _timeline(schedule: Schedule) -> Timeline:
+def _timeline(schedule: Schedule) -> SimulatedTimeline:
     half = BACKWARD_COST / 2
     return simulate(schedule, Costs.uniform(schedule.placement.num_stages, 1, half, half))
 

@@ -26,7 +26,7 @@ MOST_NAMED = 6
 def judge(seen: Examination) -> list[Finding]:
     """Return all findings, in the order of the checks; a check that finds nothing wrong gives one OK."""
     checks: tuple[Callable[[Examination], Iterable[Finding]], ...] = (
-        judge_places,
+        judge_nodes,
         judge_versions,
         judge_gpus,
         judge_limits,
@@ -48,7 +48,7 @@ def worst(findings: Iterable[Finding]) -> Level:
     return next((level for level in (Level.FAIL, Level.WARN) if level in levels), Level.OK)
 
 
-def judge_places(seen: Examination) -> Iterator[Finding]:
+def judge_nodes(seen: Examination) -> Iterator[Finding]:
     """Check that each node of the layout is one machine, and no machine is two nodes."""
     hosts: dict[int, dict[str, None]] = {}
     for one in seen.facts:

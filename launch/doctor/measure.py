@@ -27,7 +27,7 @@ from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.comm.texts import announce, gather_text
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
-from triaxis.launch.doctor.records import Clock, GroupRate, RootFacts, Size
+from triaxis.launch.doctor.records import GroupRate, NodeClock, RootFacts, Size
 
 ROUNDS = 5
 ROUND_SECONDS = 0.02
@@ -186,7 +186,7 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_clock(topology: Topology, clock: Callable[[], float] = time.time) -> Clock | None:
+def measure_clock(topology: Topology, clock: Callable[[], float] = time.time) -> NodeClock | None:
     """Compare the clock of this rank's node with rank 0's; None where this rank is not its node's first.
 
     Rank 0 notes the times of its request and of the answer, and takes the answer's time for the middle of both. The quickest
@@ -194,7 +194,7 @@ def measure_clock(topology: Topology, clock: Callable[[], float] = time.time) ->
     """
     grid, world, device = topology.grid, topology.axis("world"), topology.device
     firsts = range(0, grid.world_size, grid.ranks_per_node)
-    found = Clock(0.0, 0.0) if topology.rank == 0 else None
+    found = NodeClock(0.0, 0.0) if topology.rank == 0 else None
     for peer in firsts[1:]:
         if topology.rank == 0:
             tries = []
@@ -211,7 +211,7 @@ def measure_clock(topology: Topology, clock: Callable[[], float] = time.time) ->
             for _ in range(PINGS):
                 _number(world, 0, device)
                 _number(world, 0, device, clock())
-            found = Clock(_number(world, 0, device), _number(world, 0, device))
+            found = NodeClock(_number(world, 0, device), _number(world, 0, device))
     return found
 
 

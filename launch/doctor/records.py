@@ -54,7 +54,7 @@ class RootFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class NodeClock:
     """A node's clock minus rank 0's, in seconds; the truth is within `precision_seconds` of it."""
 
     offset_seconds: float
@@ -170,7 +170,7 @@ class RankFacts:
     gpu: str | None = None
     peers: tuple[str, ...] = ()
     links: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    clock: Clock | None = None
+    clock: NodeClock | None = None
     limits: LimitFacts | None = None
     packages: tuple[PackageFacts, ...] = ()
     compiler: CompilerFacts | None = None
@@ -186,7 +186,7 @@ class RankFacts:
                 ),
                 "roots": tuple(RootFacts(**root) for root in tree["roots"]),
                 "peers": tuple(tree["peers"]),
-                "clock": None if clock is None else Clock(**clock),
+                "clock": None if clock is None else NodeClock(**clock),
                 "limits": None if limits is None else LimitFacts(**limits),
                 "packages": tuple(PackageFacts(**package) for package in tree["packages"]),
                 "compiler": None if compiler is None else CompilerFacts(**compiler),

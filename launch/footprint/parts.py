@@ -35,7 +35,7 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Part:
+class InstructionCost:
     """Calls, operators and memory of one instruction.
 
     Attributes:
@@ -79,7 +79,7 @@ class Recorder:
         self.row = program.instructions[rank]
         self.start = Counter(watch.live)
         self.update_start = Counter(watch.live)
-        self.parts: list[Part] = []
+        self.parts: list[InstructionCost] = []
         self._begin = Counter(watch.live)
         self._num_events = 0
         self._where: dict[int, tuple[int, int]] = {}
@@ -104,7 +104,7 @@ class Recorder:
         if peak is not None:
             peak = Peak(_difference(peak.by_kind, begin), peak.site)
         self.parts.append(
-            Part(
+            InstructionCost(
                 calls=self._calls(),
                 ops=extremes.ops,
                 change=_difference(self.watch.live, begin),
@@ -182,10 +182,10 @@ class PartBook:
 
     live_at_start: Counter[MemoryKind]
     live_at_update: Counter[MemoryKind]
-    start: Part
-    finish: Part
-    update: Part
-    by_likeness: dict[Likeness, Part]
+    start: InstructionCost
+    finish: InstructionCost
+    update: InstructionCost
+    by_likeness: dict[Likeness, InstructionCost]
 
     @classmethod
     def of(cls, recorder: Recorder) -> "PartBook":
@@ -196,7 +196,7 @@ class PartBook:
         """
         program = recorder.program
         start, *parts, finish, update = recorder.parts
-        by_likeness: dict[Likeness, Part] = {}
+        by_likeness: dict[Likeness, InstructionCost] = {}
         for likeness, part, each in zip(likenesses(program, recorder.rank), parts, recorder.row, strict=True):
             if by_likeness.setdefault(likeness, part) != part:
                 raise ScheduleError(
@@ -247,7 +247,7 @@ class _Sum:
                 ops[name] += count * times
         return self.sum
 
-    def _add(self, part: Part, instruction: Instruction | None) -> None:
+    def _add(self, part: InstructionCost, instruction: Instruction | None) -> None:
         first = len(self.posted)
         self.first_call.append(first)
         for call in part.calls:

@@ -15,7 +15,7 @@ from triaxis.engine.comm.ledger import Event
 from triaxis.engine.errors import ScheduleError
 from triaxis.engine.layout.axis_groups import axis_groups
 from triaxis.engine.layout.rank_grid import RankGrid
-from triaxis.engine.pipeline.rendezvous import Call, Conflict, Message, Place, Row, Step, Stuck, execute
+from triaxis.engine.pipeline.rendezvous import Call, Conflict, MessageEnd, Place, Row, Step, Stuck, execute
 
 Communicator = tuple[tuple[int, ...], str]
 """Ranks, and the channel that parts the two directions of a pipeline."""
@@ -125,7 +125,7 @@ class _Replay:
         for event in events:
             peer = communicator[0][event.peer]
             source, destination = (rank, peer) if event.op == "send" else (peer, rank)
-            messages.append(Message(source, destination, _Content("", event.dtype, event.numel, event)))
+            messages.append(MessageEnd(source, destination, _Content("", event.dtype, event.numel, event)))
         return Call(communicator, tuple(messages))
 
     def _conflict(self, conflict: Conflict) -> str:

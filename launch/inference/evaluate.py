@@ -20,7 +20,7 @@ from triaxis.engine.storage.state_files import read_text
 from triaxis.launch.inference.rank import run
 from triaxis.launch.rank.batches import open_batches
 from triaxis.launch.rank.join import Rank
-from triaxis.models.inference.evaluate import CorpusTokens, ListedTokens, Text, Windows, loss_of
+from triaxis.models.inference.evaluate import CorpusTokens, ListedTokens, TokenSource, Windows, loss_of
 from triaxis.models.inference.load import LoadedModel
 
 BLOCK_TOKENS = 2**20
@@ -69,11 +69,11 @@ def _evaluate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
             show_losses(Console(highlight=False, soft_wrap=True), result)
 
 
-def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -> tuple[Text, int]:
+def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -> tuple[TokenSource, int]:
     """Open the tokens; return them with the bytes of their text (0 where they are not to be counted)."""
     limit = job["max_tokens"]
     if job["bin"] is not None:
-        text: Text = CorpusTokens(IndexedTokens(job["bin"]), limit)
+        text: TokenSource = CorpusTokens(IndexedTokens(job["bin"]), limit)
         return text, bytes_of(text, tokenizer) if count_bytes else 0
     content = read_text(Path(job["text"]))
     tokens = tokenizer.encode(content)
@@ -83,7 +83,7 @@ def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -
     return text, bytes_of(text, tokenizer) if count_bytes else 0
 
 
-def bytes_of(text: Text, tokenizer: Tokenizer) -> int:
+def bytes_of(text: TokenSource, tokenizer: Tokenizer) -> int:
     """Count the UTF-8 bytes of the decoded tokens; the end of a document has none."""
     total = 0
     kept: list[int] = []

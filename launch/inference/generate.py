@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 @dataclass
-class Clock:
+class TokenTimes:
     """Arrival times of the tokens: the first after the prompt was read, the others one by one."""
 
     started: float
@@ -53,7 +53,7 @@ def _generate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
     tokenizer = load_tokenizer(rank.config.data.tokenizer_name)
     tokenizer.eod_id = job["eod_id"]
     for number, prompt in enumerate(job["prompts"]):
-        clock = Clock(time.monotonic())
+        clock = TokenTimes(time.monotonic())
         tokens = _timed(
             stream(
                 model,
@@ -74,7 +74,7 @@ def _generate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
             _print_speed(prompt, clock)
 
 
-def _timed(tokens: Iterator[int], clock: Clock) -> Iterator[int]:
+def _timed(tokens: Iterator[int], clock: TokenTimes) -> Iterator[int]:
     for token in tokens:
         clock.tick()
         yield token
@@ -107,7 +107,7 @@ def _write(prompt: dict[str, Any], tokens: Iterator[int], tokenizer: Tokenizer, 
     show(f"{text.finish()}\n")
 
 
-def _print_speed(prompt: dict[str, Any], clock: Clock) -> None:
+def _print_speed(prompt: dict[str, Any], clock: TokenTimes) -> None:
     """Print the speed on stderr, so that stdout holds text only."""
     ended = "the model ended the document" if clock.num_tokens < prompt["num_tokens"] else "as many as were asked for"
     words = [
@@ -120,7 +120,7 @@ def _print_speed(prompt: dict[str, Any], clock: Clock) -> None:
 
 
 def _record(
-    prompt: dict[str, Any], tokens: list[int], tokenizer: Tokenizer, clock: Clock, sampling: dict[str, Any]
+    prompt: dict[str, Any], tokens: list[int], tokenizer: Tokenizer, clock: TokenTimes, sampling: dict[str, Any]
 ) -> dict[str, Any]:
     text = TextStream(tokenizer, prompt["tokens"])
     return {

@@ -27,7 +27,7 @@ _MOST_HEADER_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CheckpointCheck:
     """The result for one checkpoint.
 
     Attributes:
@@ -41,7 +41,7 @@ class Checked:
     problems: tuple[str, ...]
 
 
-def check_files(folder: Path, progress: Callable[[int], None]) -> Checked:
+def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointCheck:
     """Read all of a checkpoint and return everything that is wrong with it.
 
     Args:
@@ -51,7 +51,7 @@ def check_files(folder: Path, progress: Callable[[int], None]) -> Checked:
     try:
         manifest = parse_manifest(folder)
     except CheckpointError as error:
-        return Checked(folder, None, (str(error),))
+        return CheckpointCheck(folder, None, (str(error),))
     problems = manifest_problems(folder, manifest)
     if problems:
         # A misplaced piece would be read as something else; files of the right size are still worth reading.
@@ -81,10 +81,10 @@ def check_files(folder: Path, progress: Callable[[int], None]) -> Checked:
         computed = {kind: to_text(combine(parts)) for kind, parts in sums.items()}
         if computed != manifest.fingerprint:
             problems.append(f"manifest.json: its fingerprint is {manifest.fingerprint}, that of its tensors {computed}")
-    return Checked(folder, manifest, tuple(problems))
+    return CheckpointCheck(folder, manifest, tuple(problems))
 
 
-def recompute(folder: Path, manifest: Manifest, progress: Callable[[int], None]) -> dict[Kind, str]:
+def fingerprint_bytes(folder: Path, manifest: Manifest, progress: Callable[[int], None]) -> dict[Kind, str]:
     """Return the fingerprint of each kind from the bytes on the disk.
 
     Raises:

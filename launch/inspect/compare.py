@@ -36,7 +36,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TensorDifference:
     """A tensor that may differ between A and B; with `other dtype` only its bytes decide."""
 
     name: str
@@ -47,7 +47,7 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class ValueDifferences:
     """The place and size of one tensor's differences.
 
     Attributes:
@@ -87,7 +87,7 @@ def compared_kinds(one: Manifest, other: Manifest) -> tuple[Kind, ...]:
     return tuple(kind for kind in one.kinds if kind in other.kinds)
 
 
-def differences(one: Manifest, other: Manifest) -> list[Difference]:
+def differences(one: Manifest, other: Manifest) -> list[TensorDifference]:
     """Return tensors that differ or may differ, by the manifests alone: weights first, in the order of A's model."""
     ours, theirs = tensors_of(one), tensors_of(other)
     found = []
@@ -97,11 +97,11 @@ def differences(one: Manifest, other: Manifest) -> list[Difference]:
             a, b = ours.get((name, kind)), theirs.get((name, kind))
             verdict = _verdict(a, b)
             if verdict is not None:
-                found.append(Difference(name, kind, verdict, a, b))
+                found.append(TensorDifference(name, kind, verdict, a, b))
     return found
 
 
-def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> Values:
+def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> ValueDifferences:
     """Read one tensor, of the same shape in both, and return its differences.
 
     Raises:
@@ -137,7 +137,7 @@ def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> V
         if len(gap):
             absolute = max(absolute, float(gap.max()))
             relative = max(relative, float((gap / size.clamp_min(torch.finfo(torch.float64).tiny)).max()))
-    return Values(numel, num_different, first, absolute, relative)
+    return ValueDifferences(numel, num_different, first, absolute, relative)
 
 
 def other_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:

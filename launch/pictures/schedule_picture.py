@@ -7,7 +7,7 @@ from pathlib import Path
 
 from triaxis.engine.errors import ScheduleError
 from triaxis.engine.pipeline.actions import Action, Kind
-from triaxis.engine.pipeline.simulate import Timeline
+from triaxis.engine.pipeline.simulate import SimulatedTimeline
 from triaxis.engine.pipeline.text import ink, shade
 from triaxis.launch.pictures.charts import WIDTH, scrolling, tick, ticks
 from triaxis.launch.pictures.drawing import element, text, write_picture
@@ -23,7 +23,7 @@ KEY = 200
 """Width of an entry of the legend, in pixels."""
 
 
-def draw_schedule(timeline: Timeline, path: Path) -> None:
+def draw_schedule(timeline: SimulatedTimeline, path: Path) -> None:
     """Write the schedule to a file, with a title, an axis of time and a legend.
 
     Raises:
@@ -57,7 +57,7 @@ def draw_schedule(timeline: Timeline, path: Path) -> None:
     write_picture(path, LEFT + width + RIGHT, axis + 64 + math.ceil(len(keys) / columns) * 22, title, parts)
 
 
-def schedule_chart(timeline: Timeline, show: Callable[[float], str] | None = None) -> str:
+def schedule_chart(timeline: SimulatedTimeline, show: Callable[[float], str] | None = None) -> str:
     """Return the schedule for a page, as wide as the page, in HTML.
 
     Args:
@@ -89,7 +89,7 @@ def _time_axis(span: float, width: float, y: float) -> list[str]:
 
 
 def _rows(
-    timeline: Timeline,
+    timeline: SimulatedTimeline,
     *,
     left: float,
     top: float,
@@ -124,13 +124,13 @@ def _rows(
     return parts
 
 
-def _name(timeline: Timeline, action: Action, of: str = "") -> str:
+def _name(timeline: SimulatedTimeline, action: Action, of: str = "") -> str:
     """Name an action's kind, what it is `of`, and its chunk where a rank has several."""
     chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
     return f"{action.kind.words}{of}{chunk}"
 
 
-def colour_names(timeline: Timeline) -> dict[str, str]:
+def colour_names(timeline: SimulatedTimeline) -> dict[str, str]:
     """Return what each colour stands for; of many chunks some have the same."""
     used = {Action(each.action.kind, each.action.chunk, 0) for row in timeline.intervals for each in row}
     actions: dict[str, list[Action]] = {}

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from triaxis.engine.errors import ScheduleError
 from triaxis.engine.pipeline.actions import Action, Kind, Output
 from triaxis.engine.pipeline.lowering import Direction, Post, Program, Transfer, feeding_transfer
-from triaxis.engine.pipeline.simulate import Costs, Interval, Timeline, check_costs
+from triaxis.engine.pipeline.simulate import Costs, Interval, SimulatedTimeline, check_costs
 
 
 class Waits(NamedTuple):
@@ -36,7 +36,7 @@ class Waits(NamedTuple):
     messages: float
 
 
-class Segment(NamedTuple):
+class PathSegment(NamedTuple):
     """A piece of the critical path; the next one begins where it ends.
 
     Attributes:
@@ -70,7 +70,7 @@ class TransferTime:
 
 
 @dataclass(frozen=True)
-class ProgramTimeline(Timeline):
+class ProgramTimeline(SimulatedTimeline):
     """The intervals of all actions, and the times of all transfers.
 
     Attributes:
@@ -81,7 +81,7 @@ class ProgramTimeline(Timeline):
 
     transfers: tuple[TransferTime, ...]
     waits: tuple[Waits, ...]
-    critical_path: tuple[Segment, ...]
+    critical_path: tuple[PathSegment, ...]
 
 
 def simulate_program(program: Program, costs: Costs) -> ProgramTimeline:
@@ -305,12 +305,12 @@ class _Run:
         )
 
 
-def _path(last: _Cause, span: float) -> tuple[Segment, ...]:
+def _path(last: _Cause, span: float) -> tuple[PathSegment, ...]:
     """List what had to end before `last` could, up to the time at which it let its follower go; nothing without length."""
-    segments: list[Segment] = []
+    segments: list[PathSegment] = []
     until = span
     while last is not None:
         if until > last.start:
-            segments.append(Segment(last.what, last.rank, last.start, until))
+            segments.append(PathSegment(last.what, last.rank, last.start, until))
         until, last = last.start, last.cause
     return tuple(reversed(segments))

@@ -22,7 +22,7 @@ ENDS_KEPT = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class CorpusCheck:
     """The content of a corpus, of which every byte was read.
 
     Attributes:
@@ -75,7 +75,7 @@ class Checked:
         return found
 
 
-def check(corpus: IndexedTokens) -> tuple[Checked, bool]:
+def check(corpus: IndexedTokens) -> tuple[CorpusCheck, bool]:
     """Read every byte of a corpus; return what is in it, and whether an earlier check of this node has read these files."""
     version = [_version(path) for path in (bin_path(corpus.prefix), idx_path(corpus.prefix))]
     kept = Path(f"{corpus.prefix}.checked.json")
@@ -88,7 +88,7 @@ def check(corpus: IndexedTokens) -> tuple[Checked, bool]:
         digest.update(block.data.cast("B"))
         smallest.append(int(block.min()))
         largest.append(int(block.max()))
-    checked = Checked(
+    checked = CorpusCheck(
         version, digest.hexdigest(), sha256_of_file(idx_path(corpus.prefix)), min(smallest), max(largest), _ends(corpus)
     )
     nodes[socket.gethostname()] = checked
@@ -110,9 +110,9 @@ def _version(path: Path) -> list[int]:
     return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def _kept(path: Path) -> dict[str, Checked]:
+def _kept(path: Path) -> dict[str, CorpusCheck]:
     """Return the checks of all nodes; none where the file is missing or of another form."""
     try:
-        return {node: Checked(**each) for node, each in (read_object(path) or {}).items()}
+        return {node: CorpusCheck(**each) for node, each in (read_object(path) or {}).items()}
     except (OSError, ValueError, TypeError):
         return {}

@@ -12,7 +12,7 @@ MOST_DOCUMENTS = 2**22
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class CorpusCounts:
     """Counts of a corpus.
 
     Attributes:
@@ -39,14 +39,14 @@ class Description:
         return self.tokens / self.documents
 
 
-def describe(corpus: IndexedTokens, eod_id: int | None) -> Description:
+def describe(corpus: IndexedTokens, eod_id: int | None) -> CorpusCounts:
     """Count what is in a corpus."""
     looked_at = min(corpus.num_documents, MOST_DOCUMENTS)
     chosen = np.arange(looked_at) * corpus.num_documents // looked_at
     lengths = corpus.document_lengths(range(corpus.num_documents))[chosen]
     at = np.quantile(lengths, QUANTILES, method="inverted_cdf")
     last = corpus.last_tokens(chosen)
-    return Description(
+    return CorpusCounts(
         documents=corpus.num_documents,
         sequences=corpus.num_sequences,
         tokens=corpus.num_tokens,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from triaxis.engine.data.corpus.findings import Findings, Kind, OnBad, Place, Reading, Vocabulary
+from triaxis.engine.data.corpus.findings import BadInput, Findings, InputPlace, OnBad, Reading, Vocabulary
 from triaxis.engine.data.corpus.indexed import LONGEST_SEQUENCE, Tokens
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, Unit
 from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
@@ -31,7 +31,7 @@ _loaded = lru_cache(maxsize=1)(load_tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EncodeSettings:
     """The settings that all units of a preparation share."""
 
     tokenizer: str
@@ -62,7 +62,7 @@ def start_worker() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def make_part(unit: Unit, number: int, digest: str, job: Job) -> Part:
+def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part:
     """Encode a unit into its part, or find the part whole.
 
     Raises:
@@ -117,15 +117,15 @@ def is_as_planned(file: InputFile, findings: Findings) -> bool:
     if now != file:
         detail = f"changed while the corpus was made: it had {file.size:,} bytes and has {now.size:,}, or its time is another"
         advice = "Its pieces would be of different texts. Start again when it is complete."
-        findings.add(Kind.CHANGED_FILE, Place(str(file.path), detail=detail), advice)
+        findings.add(BadInput.CHANGED_FILE, InputPlace(str(file.path), detail=detail), advice)
     return now == file
 
 
 def _unusable(path: Path, error: OSError, findings: Findings) -> None:
-    kind = Kind.VANISHED_FILE if isinstance(error, FileNotFoundError) else Kind.UNREADABLE_FILE
-    detail = "vanished" if kind is Kind.VANISHED_FILE else "may not be read by this user"
+    kind = BadInput.VANISHED_FILE if isinstance(error, FileNotFoundError) else BadInput.UNREADABLE_FILE
+    detail = "vanished" if kind is BadInput.VANISHED_FILE else "may not be read by this user"
     advice = "Its documents would be missing. Bring it back, or leave it out."
-    findings.add(kind, Place(str(path), detail=detail), advice)
+    findings.add(kind, InputPlace(str(path), detail=detail), advice)
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -141,7 +141,9 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
         yield batch
 
 
-def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, findings: Findings, part: PartWriter) -> None:
+def _encode(
+    batch: list[Document], tokenizer: Tokenizer, job: EncodeSettings, findings: Findings, part: PartWriter
+) -> None:
     tokens: list[Tokens] = []
     end = np.array([tokenizer.eod_id] if job.append_eod else [], np.int64)
     for document, ids in zip(batch, _ids(batch, tokenizer, findings), strict=True):
@@ -152,10 +154,10 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, job: Job, findings: Fin
         row = np.concatenate([ids, end[: 1 - has_end]])
         if len(ids) == 0:
             place = replace(document.place, detail="the tokenizer leaves nothing of its text")
-            findings.add(Kind.EMPTIED_DOCUMENT, place)
+            findings.add(BadInput.EMPTIED_DOCUMENT, place)
         elif len(row) > LONGEST_SEQUENCE:
             detail = f"the document has {len(row):,} tokens, more than the format counts ({LONGEST_SEQUENCE:,})"
-            findings.add(Kind.TOO_LONG, replace(document.place, detail=detail), "Split the document.")
+            findings.add(BadInput.TOO_LONG, replace(document.place, detail=detail), "Split the document.")
         else:
             tokens.append(row)
     if tokens:
@@ -180,7 +182,7 @@ def _ids(batch: list[Document], tokenizer: Tokenizer, findings: Findings) -> Ite
             found = f"id {int(document.content[wrong]):,} at its place {wrong + 1:,}"
             detail = f"it has {found}, and the tokenizer those from 0 to {tokenizer.vocab_size - 1:,}"
             advice = "They would mean other words. Name with --tokenizer the one that made them."
-            findings.add(Kind.OTHER_IDS, replace(document.place, detail=detail), advice)
+            findings.add(BadInput.OTHER_IDS, replace(document.place, detail=detail), advice)
             yield None
         else:
             yield document.content
@@ -196,6 +198,6 @@ def _alone(document: Document, tokenizer: Tokenizer, findings: Findings) -> list
             raise
         detail = f"the tokenizer's library fails on its {len(document.content):,} characters ({shown(str(error))})"
         findings.add(
-            Kind.NOT_ENCODED, replace(document.place, detail=detail), "Shorten or remove what is special about it."
+            BadInput.NOT_ENCODED, replace(document.place, detail=detail), "Shorten or remove what is special about it."
         )
         return None

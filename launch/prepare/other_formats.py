@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
+from triaxis.engine.data.corpus.findings import BadInput, Findings, InputPlace, Reading
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, field_of
 from triaxis.engine.storage.elsewhere import pointer_of
 from triaxis.engine.storage.json_text import parse_json
@@ -67,7 +67,9 @@ class Refused:
             unpack = f"{UNPACKERS.get(file.path.suffix.lower(), 'cat')} < {name}"
             command = self.command.format(file=name, unpack=unpack, result=shlex.quote(result))
             advice = f"{CONVERT.format(command=command, result=result)} {advice}".strip()
-        findings.add(Kind.OTHER_FORMAT, Place(str(file.path), detail=f"is {self.title}, which is not read"), advice)
+        findings.add(
+            BadInput.OTHER_FORMAT, InputPlace(str(file.path), detail=f"is {self.title}, which is not read"), advice
+        )
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
         """Add the file to the findings; it has no pieces."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
+from triaxis.engine.data.corpus.findings import BadInput, Findings, InputPlace, Reading
 from triaxis.engine.data.corpus.optional import need
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, share, too_long
 
@@ -39,22 +39,24 @@ class Parquet:
             if isinstance(error, FileNotFoundError | PermissionError):
                 raise
             detail = f"is no whole parquet file ({error})"
-            findings.add(Kind.DAMAGED_FILE, Place(path, detail=detail), "Copy or download it again.")
+            findings.add(BadInput.DAMAGED_FILE, InputPlace(path, detail=detail), "Copy or download it again.")
             return
         try:
             column = _column(arrow, schema, key)
         except KeyError:
             detail = f"has no column {key!r}, but {', '.join(map(repr, schema.names))}"
-            findings.add(Kind.NO_FIELD, Place(path, detail=detail), RULE)
+            findings.add(BadInput.NO_FIELD, InputPlace(path, detail=detail), RULE)
             return
         if schema.names.count(key) > 1:
             detail = f"has {schema.names.count(key)} columns {key!r}"
             findings.add(
-                Kind.NO_FIELD, Place(path, detail=detail), f"Which of them holds the documents? Rename one. {RULE}"
+                BadInput.NO_FIELD,
+                InputPlace(path, detail=detail),
+                f"Which of them holds the documents? Rename one. {RULE}",
             )
         elif not _is_text(arrow, column) and not _is_ids(arrow, column):
             detail = f"has the column {key!r}, but of {column}, not of text or of lists of ids"
-            findings.add(Kind.NOT_TEXT, Place(path, detail=detail), RULE)
+            findings.add(BadInput.NOT_TEXT, InputPlace(path, detail=detail), RULE)
         else:
             for number in range(count):
                 yield Piece(file, number, number + 1, share(file.size, number, count))
@@ -72,10 +74,10 @@ class Parquet:
                 for batch in parquet.iter_batches(BATCH_ROWS, [piece.start], [key], use_threads=False):
                     for value in _values(arrow, batch, key):
                         row += 1
-                        yield from _document(value, Place(path, f"row {row:,}"), piece.file, reading)
+                        yield from _document(value, InputPlace(path, f"row {row:,}"), piece.file, reading)
             except (arrow.ArrowException, OSError) as error:
-                place = Place(path, f"rows {row + 1:,} to {last:,}", detail=f"they are damaged ({error})")
-                reading.add(Kind.DAMAGED_FILE, place, "Copy or download the file again.")
+                place = InputPlace(path, f"rows {row + 1:,} to {last:,}", detail=f"they are damaged ({error})")
+                reading.add(BadInput.DAMAGED_FILE, place, "Copy or download the file again.")
 
     def _open(self, file: InputFile) -> Any:
         reader = need("pyarrow.parquet", f"{file.path}, a .parquet,")
@@ -83,14 +85,14 @@ class Parquet:
 
 
 def _document(
-    value: bytes | list[int | None] | None, place: Place, file: InputFile, reading: Reading
+    value: bytes | list[int | None] | None, place: InputPlace, file: InputFile, reading: Reading
 ) -> Iterator[Document]:
     """Yield the document of a row, or add the row to the findings."""
     if value is None or (isinstance(value, list) and None in value):
         what = "it is null" if value is None else f"item {value.index(None) + 1:,} of its list is null"
-        reading.add(Kind.NOT_TEXT, replace(place, detail=what), RULE)
+        reading.add(BadInput.NOT_TEXT, replace(place, detail=what), RULE)
     elif not value:
-        reading.add(Kind.EMPTY_DOCUMENT, replace(place, detail="it is empty"))
+        reading.add(BadInput.EMPTY_DOCUMENT, replace(place, detail="it is empty"))
     elif isinstance(value, list):
         yield Document(place, np.array(value))
     elif len(value) > file.options.max_document_bytes:
@@ -99,7 +101,9 @@ def _document(
         try:
             text = value.decode()
         except UnicodeDecodeError as error:
-            reading.add(Kind.NOT_UTF8, replace(place, detail=str(error)), "Guessing would train on wrong characters.")
+            reading.add(
+                BadInput.NOT_UTF8, replace(place, detail=str(error)), "Guessing would train on wrong characters."
+            )
         else:
             yield Document(place, text)
 

@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from triaxis.engine.data.corpus.findings import LeftOut, OnBad, Place, Tally, is_allowed
+from triaxis.engine.data.corpus.findings import InputPlace, LeftOut, OnBad, Tally, is_allowed
 from triaxis.engine.data.corpus.indexed import Tokens
 from triaxis.engine.data.corpus.pieces import Unit
 from triaxis.engine.storage.files import HASH_BLOCK_BYTES, write_atomically
@@ -80,7 +80,7 @@ def find_part(path: Path, on_bad: OnBad) -> Part | None:
     try:
         content = parse_json(path.with_suffix(".json").read_bytes())
         left_out = {
-            kind: LeftOut(found["count"], tuple(Place(**place) for place in found["places"]))
+            kind: LeftOut(found["count"], tuple(InputPlace(**place) for place in found["places"]))
             for kind, found in content["left_out"].items()
         }
         part = Part(

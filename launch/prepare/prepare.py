@@ -18,18 +18,18 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from triaxis.engine.data.corpus.findings import Findings, Kind, OnBad, Place, Tally, add_up, is_allowed
+from triaxis.engine.data.corpus.findings import BadInput, Findings, InputPlace, OnBad, Tally, add_up, is_allowed
 from triaxis.engine.data.corpus.indexed import IndexedWriter, bin_path, idx_path, smallest_dtype
 from triaxis.engine.data.corpus.pieces import AS_NAMED, InputFile, Piece, ReadOptions, Unit
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record, record_path, request_digest
 from triaxis.engine.data.corpus.tokenizers import Tokenizer, load_tokenizer
 from triaxis.engine.errors import DataError, shown
 from triaxis.engine.storage.files import locked, sha256_of_file, write_atomically
-from triaxis.launch.prepare.encode import Job, make_part, start_worker
+from triaxis.launch.prepare.encode import EncodeSettings, make_part, start_worker
 from triaxis.launch.prepare.other_formats import refused_file
 from triaxis.launch.prepare.parts import PROGRESS, SUFFIXES, Done, Part, ProgressTable, digest_of
 from triaxis.launch.prepare.readers import reader_of
-from triaxis.launch.prepare.train_bpe import size_to_train, train
+from triaxis.launch.prepare.train_bpe import size_to_train, train_bpe
 
 UNIT_BYTES = 2**20
 """Least input bytes per unit of work: large against the cost of passing it on."""
@@ -104,13 +104,15 @@ def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
         try:
             file = InputFile.of(path, replace(request.options, text_key=key))
         except FileNotFoundError:
-            place = Place(str(path), detail="vanished")
-            findings.add(Kind.VANISHED_FILE, place, "Its documents would be missing. Bring it back, or leave it out.")
+            place = InputPlace(str(path), detail="vanished")
+            findings.add(
+                BadInput.VANISHED_FILE, place, "Its documents would be missing. Bring it back, or leave it out."
+            )
             continue
         if file.size:
             found.append(file)
         else:
-            findings.add(Kind.EMPTY_FILE, Place(str(path), detail="is empty"), "Repair it, or leave it out.")
+            findings.add(BadInput.EMPTY_FILE, InputPlace(str(path), detail="is empty"), "Repair it, or leave it out.")
     return found
 
 
@@ -139,9 +141,9 @@ def _pieces(file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
         reader = refused_file(file) or reader_of(file.path, file.options)
         yield from reader.pieces(file, step, findings)
     except PermissionError:
-        place = Place(str(file.path), detail="may not be read by this user")
+        place = InputPlace(str(file.path), detail="may not be read by this user")
         findings.add(
-            Kind.UNREADABLE_FILE, place, "Its documents would be missing. Change its permissions, or leave it out."
+            BadInput.UNREADABLE_FILE, place, "Its documents would be missing. Change its permissions, or leave it out."
         )
 
 
@@ -257,7 +259,7 @@ def _open_tokenizer(request: PrepareRequest, units: Sequence[Unit], may_replace:
     pieces = tuple(piece for unit in units for piece in unit)
     kept = request.parts / f"{digest_of(pieces, request.tokenizer, request.eod_token)}.json"
     if not kept.is_file():
-        write_atomically(kept, [train(units, vocab_size, request.eod_token, request.on_bad)])
+        write_atomically(kept, [train_bpe(units, vocab_size, request.eod_token, request.on_bad)])
     content, path = kept.read_bytes(), request.trained_tokenizer
     if path.exists() and path.read_bytes() != content and not may_replace:
         raise DataError(
@@ -280,7 +282,7 @@ def _write(
     tokenizer, dtype = opened.tokenizer, smallest_dtype(opened.tokenizer.vocab_size)
     options = (dtype.str, request.append_eod)
     names = [digest_of(unit, tokenizer.identity, *options) for unit in units]
-    job = Job(opened.name, request.eod_token, *options, request.on_bad, request.parts, len(units))
+    job = EncodeSettings(opened.name, request.eod_token, *options, request.on_bad, request.parts, len(units))
     num_documents = num_tokens = num_unknown = 0
     with (
         IndexedWriter(request.output, dtype) as writer,
@@ -331,11 +333,13 @@ def _write(
 
 
 def _num_empty(left_out: Tally) -> int:
-    return sum(left_out[kind].count for kind in (Kind.EMPTY_DOCUMENT, Kind.EMPTIED_DOCUMENT) if kind in left_out)
+    return sum(
+        left_out[kind].count for kind in (BadInput.EMPTY_DOCUMENT, BadInput.EMPTIED_DOCUMENT) if kind in left_out
+    )
 
 
 def _parts_in_order(
-    units: Sequence[Unit], names: Sequence[str], job: Job, num_workers: int, progress: Progress
+    units: Sequence[Unit], names: Sequence[str], job: EncodeSettings, num_workers: int, progress: Progress
 ) -> Generator[Part, None, None]:
     """Yield the parts in the order of the plan, while workers make the next ones."""
     if not units:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
+from triaxis.engine.data.corpus.findings import BadInput, Findings, InputPlace, Reading
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, ReadOptions, field_of, too_long
 from triaxis.engine.errors import shown
 from triaxis.engine.storage.json_text import parse_json
@@ -94,14 +94,20 @@ class Text:
                         if (other := refused_content(head) or refused_text(head, file)) is not None:
                             other.refuse(file, reading)
                             return
-                    place = Place(path)
+                    place = InputPlace(path)
                     if separator is not None:
-                        place = Place(path, byte=at) if opener is open_plain else Place(path, f"document {number:,}")
+                        place = (
+                            InputPlace(path, byte=at)
+                            if opener is open_plain
+                            else InputPlace(path, f"document {number:,}")
+                        )
                     yield from self._document(content, place, file, reading)
         except DamagedStreamError as error:
-            reading.add(Kind.DAMAGED_FILE, Place(path, detail=f"is damaged or truncated ({error})"), DAMAGED)
+            reading.add(BadInput.DAMAGED_FILE, InputPlace(path, detail=f"is damaged or truncated ({error})"), DAMAGED)
 
-    def _document(self, content: bytes | None, place: Place, file: InputFile, reading: Reading) -> Iterator[Document]:
+    def _document(
+        self, content: bytes | None, place: InputPlace, file: InputFile, reading: Reading
+    ) -> Iterator[Document]:
         if content is None:
             too_long(file, place, reading)
             return
@@ -109,11 +115,11 @@ class Text:
             text = content.decode().removeprefix(BOM)
         except UnicodeDecodeError as error:
             detail = f"is no UTF-8 text: byte {error.start:,} is 0x{content[error.start]:02x}"
-            reading.add(Kind.NOT_UTF8, replace(place, detail=detail), BINARY if b"\0" in content else NOT_UTF8)
+            reading.add(BadInput.NOT_UTF8, replace(place, detail=detail), BINARY if b"\0" in content else NOT_UTF8)
             return
         if text.count("\0") * 4 > len(text):  # in UTF-16 without a mark each second byte is zero, which UTF-8 allows
             detail = f"is no UTF-8 text: {text.count(chr(0)):,} of its {len(text):,} characters are zero"
-            reading.add(Kind.NOT_UTF8, replace(place, detail=detail), BINARY)
+            reading.add(BadInput.NOT_UTF8, replace(place, detail=detail), BINARY)
             return
         if file.options.separator is not None:
             # The line break on either side belongs to the separator, as in files with one on a line of its own.
@@ -121,7 +127,7 @@ class Text:
         if text:
             yield Document(place, text)
         elif file.options.separator is None:
-            reading.add(Kind.EMPTY_DOCUMENT, replace(place, detail="has no text"))
+            reading.add(BadInput.EMPTY_DOCUMENT, replace(place, detail="has no text"))
 
 
 class JsonLines:
@@ -143,7 +149,7 @@ class JsonLines:
             reading.done_bytes = lambda: min(stream.raw.tell() - piece.start, piece.num_bytes)
             try:
                 for number, (at, line) in enumerate(split_at(b"\n", stream, piece), start=1):
-                    place = Place(path, byte=at) if piece.start else Place(path, f"line {number:,}")
+                    place = InputPlace(path, byte=at) if piece.start else InputPlace(path, f"line {number:,}")
                     if line is None:
                         too_long(file, place, reading)
                         continue
@@ -152,7 +158,7 @@ class JsonLines:
                         yield from _document(line, file.options.text_key, place, reading)
             except DamagedStreamError as error:
                 detail = f"the file is damaged or truncated here ({error})"
-                reading.add(Kind.DAMAGED_FILE, Place(path, f"line {number + 1:,}", detail=detail), DAMAGED)
+                reading.add(BadInput.DAMAGED_FILE, InputPlace(path, f"line {number + 1:,}", detail=detail), DAMAGED)
 
 
 def _cut(file: InputFile, step: int) -> Iterator[Piece]:
@@ -184,13 +190,13 @@ def _head(path: Path) -> bytes | None:
         return None
 
 
-def _document(line: bytes, text_key: str, place: Place, reading: Reading) -> Iterator[Document]:
+def _document(line: bytes, text_key: str, place: InputPlace, reading: Reading) -> Iterator[Document]:
     """Yield the document of a line, or add the line to the findings."""
     content: str | list[int] = ""
     try:
         kind, detail, content = _parse(line, text_key)
     except ValueError as error:
-        kind = Kind.NOT_UTF8 if isinstance(error, UnicodeDecodeError) else Kind.NOT_JSON
+        kind = BadInput.NOT_UTF8 if isinstance(error, UnicodeDecodeError) else BadInput.NOT_JSON
         detail = str(error)
     if kind is None:
         yield Document(place, content if isinstance(content, str) else np.array(content))
@@ -200,7 +206,7 @@ def _document(line: bytes, text_key: str, place: Place, reading: Reading) -> Ite
         reading.add(kind, replace(place, detail=detail), advice)
 
 
-def _parse(line: bytes, text_key: str) -> tuple[Kind | None, str, Any]:
+def _parse(line: bytes, text_key: str) -> tuple[BadInput | None, str, Any]:
     """Return the kind of fault and its detail, or None and the text or ids; ValueError where a line is no JSON."""
     # Of a key that stands twice in an object, one text would be lost.
     value = parse_json(line.decode(), is_unique=line.count(f'"{text_key}"'.encode()) > 1)
@@ -208,19 +214,19 @@ def _parse(line: bytes, text_key: str) -> tuple[Kind | None, str, Any]:
         content = field_of(value, text_key)
     except KeyError:
         names = ", ".join(map(repr, value)) if isinstance(value, dict) else _named(value)
-        return Kind.NO_FIELD, f"it has no field {text_key!r}, but {names or 'no field'}", ""
+        return BadInput.NO_FIELD, f"it has no field {text_key!r}, but {names or 'no field'}", ""
     if isinstance(content, list) and content:
         wrong = next((at for at, token in enumerate(content) if type(token) is not int or not 0 <= token < 2**31), None)
         if wrong is None:
             return None, "", content
         detail = f"item {wrong + 1:,} of the list {text_key!r} is {shown(content[wrong])}, and ids are integers from 0 to 2^31 - 1"
-        return Kind.NOT_TEXT, detail, ""
+        return BadInput.NOT_TEXT, detail, ""
     if content in ("", []):
-        return Kind.EMPTY_DOCUMENT, f"the field {text_key!r} is empty", ""
+        return BadInput.EMPTY_DOCUMENT, f"the field {text_key!r} is empty", ""
     if not isinstance(content, str):
-        return Kind.NOT_TEXT, f"the field {text_key!r} is {_named(content)}, not text", ""
+        return BadInput.NOT_TEXT, f"the field {text_key!r} is {_named(content)}, not text", ""
     if not _is_unicode(content):
-        return Kind.NOT_UNICODE, f"the field {text_key!r} has half a surrogate pair, which is no character", ""
+        return BadInput.NOT_UNICODE, f"the field {text_key!r} has half a surrogate pair, which is no character", ""
     return None, "", content
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from triaxis.engine.data.corpus.findings import Findings, Kind, Place, Reading
+from triaxis.engine.data.corpus.findings import BadInput, Findings, InputPlace, Reading
 from triaxis.engine.data.corpus.indexed import Tokens, idx_path
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece
 
@@ -38,25 +38,25 @@ class TokenFile:
             advice = (
                 "It is prepared: give its path without the ending to data.train. `triaxis data merge` joins corpora."
             )
-            findings.add(Kind.OTHER_FORMAT, Place(str(file.path), detail=detail), advice)
+            findings.add(BadInput.OTHER_FORMAT, InputPlace(str(file.path), detail=detail), advice)
         else:
             yield Piece(file, 0, file.size, file.size)
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
         """Yield the documents: rows, or what ends with the token that ends documents."""
-        place = Place(str(piece.file.path))
+        place = InputPlace(str(piece.file.path))
         vocabulary = reading.vocabulary
         try:
             tokens = _open(piece.file.path, vocabulary.size)
         except (ValueError, EOFError) as error:
             detail = f"holds no tokens ({error})"
-            reading.add(Kind.DAMAGED_FILE, Place(place.path, detail=detail), RULE)
+            reading.add(BadInput.DAMAGED_FILE, InputPlace(place.path, detail=detail), RULE)
             return
         done = 0
         reading.done_bytes = lambda: piece.num_bytes * done // max(tokens.size, 1)
         rows = tokens if tokens.ndim == 2 else _cut_after(tokens, vocabulary.eod_id)
         for number, row in enumerate(rows, start=1):
-            yield Document(Place(place.path, f"document {number:,}"), row)
+            yield Document(InputPlace(place.path, f"document {number:,}"), row)
             done += len(row)
 
 

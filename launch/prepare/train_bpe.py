@@ -41,7 +41,7 @@ def size_to_train(name: str) -> int | None:
     return size
 
 
-def train(units: Sequence[Unit], vocab_size: int, eod_token: str | None, on_bad: OnBad) -> bytes:
+def train_bpe(units: Sequence[Unit], vocab_size: int, eod_token: str | None, on_bad: OnBad) -> bytes:
     """Train a tokenizer and return its tokenizer.json; it may have fewer tokens where the text has too few pairs.
 
     Raises:

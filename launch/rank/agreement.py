@@ -61,10 +61,10 @@ def agree(config: Config, environment: RankEnvironment, *, trains: bool) -> None
         return {"host": socket.gethostname(), "facts": {**own, **_node_facts(config, trains=trains)}}
 
     per_node = environment.local_world_size
-    compare_details(store, environment.rank, environment.world_size, digest, details, judge, per_node)
+    compare_details(store, environment.rank, environment.world_size, digest, details, first_difference, per_node)
 
 
-def judge(ours: Facts, theirs: Facts, rank: int) -> str:
+def first_difference(ours: Facts, theirs: Facts, rank: int) -> str:
     """Return the message on the first difference between rank 0 and another rank."""
     here, there = dict(_facts(ours)), dict(_facts(theirs))
     different = [key for key in {**here, **there} if here.get(key) != there.get(key)]

@@ -33,7 +33,7 @@ def count_parameters(engine: Engine) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Description:
+class RunDescription:
     """The run in words, for the banner."""
 
     layout: str
@@ -44,7 +44,7 @@ class Description:
     layers_per_chunk: tuple[int, ...]
 
 
-def describe(engine: Engine) -> Description:
+def describe(engine: Engine) -> RunDescription:
     """Describe layout, schedule and device of a built engine."""
     topology, config = engine.topology, engine.config
     grid, schedule = topology.grid, schedules.title(config)
@@ -62,7 +62,7 @@ def describe(engine: Engine) -> Description:
         registry.describe(engine.kernels, registry.attention_shape(config, topology)),
         engine.kernels.fp8,
     )
-    return Description(
+    return RunDescription(
         layout=f"{topology.sizes}, {schedule}{sequence}{chosen}",
         schedule=schedule,
         device=f"{ranks}, {device}",
@@ -72,7 +72,7 @@ def describe(engine: Engine) -> Description:
     )
 
 
-def predicted_memory(engine: Engine, held_before: int) -> str:
+def predicted_memory_line(engine: Engine, held_before: int) -> str:
     """Format the predicted memory of the fullest rank: beside the memory of its GPU, or what a process holds without it.
 
     Args:
@@ -88,7 +88,7 @@ def predicted_memory(engine: Engine, held_before: int) -> str:
 
 
 def measured_memory(engine: Engine, held_before: int) -> str:
-    """Format the most memory that this rank has used, beside the prediction of the same; arguments as of `predicted_memory`.
+    """Format the most memory that this rank has used, beside the prediction of the same; arguments as of `predicted_memory_line`.
 
     A GPU's allocator counts tensors, as the prediction does. The system counts all that is resident of a process, so there the
     prediction is of tensors on top of what the process held before its model was built.

@@ -18,7 +18,7 @@ from enum import StrEnum
 import torch
 
 
-class Place(StrEnum):
+class MemoryPlace(StrEnum):
     """Kinds of memory, in the words of a message."""
 
     GPU = "GPU memory"
@@ -26,30 +26,33 @@ class Place(StrEnum):
     HOST = "host memory"
 
 
-_WORDS: tuple[tuple[str, Place], ...] = (
-    (r"CUDA out of memory", Place.GPU),
-    (r"CUDA error: out of memory", Place.PINNED),
-    (r"CUDA driver error: out of memory", Place.GPU),
-    (r"Triton Error \[CUDA\]: out of memory", Place.GPU),
-    (r"CU(?:BLAS|SOLVER|DNN)_STATUS_ALLOC_FAILED", Place.GPU),
-    (r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", Place.GPU),
-    (r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", Place.HOST),
-    (r"Failed to CUDA host alloc", Place.PINNED),
-    (r"Failed to CUDA (?:calloc|malloc)", Place.GPU),
-    (r"Cuda failure (?:\d+ )?'out of memory'", Place.GPU),
-    (r"Failed to malloc \d+ bytes", Place.HOST),
-    (r"(?:shared memory segment|[Ff]ailed to extend) /dev/shm/nccl\S* .*(?:No space left|Cannot allocate)", Place.HOST),
-    (r"DefaultCPUAllocator", Place.HOST),
+_WORDS: tuple[tuple[str, MemoryPlace], ...] = (
+    (r"CUDA out of memory", MemoryPlace.GPU),
+    (r"CUDA error: out of memory", MemoryPlace.PINNED),
+    (r"CUDA driver error: out of memory", MemoryPlace.GPU),
+    (r"Triton Error \[CUDA\]: out of memory", MemoryPlace.GPU),
+    (r"CU(?:BLAS|SOLVER|DNN)_STATUS_ALLOC_FAILED", MemoryPlace.GPU),
+    (r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED", MemoryPlace.GPU),
+    (r"CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED", MemoryPlace.HOST),
+    (r"Failed to CUDA host alloc", MemoryPlace.PINNED),
+    (r"Failed to CUDA (?:calloc|malloc)", MemoryPlace.GPU),
+    (r"Cuda failure (?:\d+ )?'out of memory'", MemoryPlace.GPU),
+    (r"Failed to malloc \d+ bytes", MemoryPlace.HOST),
+    (
+        r"(?:shared memory segment|[Ff]ailed to extend) /dev/shm/nccl\S* .*(?:No space left|Cannot allocate)",
+        MemoryPlace.HOST,
+    ),
+    (r"DefaultCPUAllocator", MemoryPlace.HOST),
 )
 """Words of a RuntimeError's message, and the memory that was asked for. NCCL's shared memory segments are host memory."""
 
 
-def exhausted(error: BaseException) -> Place | None:
+def exhausted(error: BaseException) -> MemoryPlace | None:
     """Return the memory that has run out, None where the error is of another kind."""
     if isinstance(error, torch.OutOfMemoryError):
-        return Place.GPU
+        return MemoryPlace.GPU
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return Place.HOST
+        return MemoryPlace.HOST
     if not isinstance(error, RuntimeError):
         return None
     text = str(error)

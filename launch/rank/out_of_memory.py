@@ -23,7 +23,7 @@ from triaxis.engine.pipeline.lowering import Instruction
 from triaxis.engine.step import Engine
 from triaxis.engine.telemetry.observer import peak_memory_bytes
 from triaxis.engine.telemetry.outlets.format import in_bytes
-from triaxis.launch.rank.memory_errors import Place, exhausted
+from triaxis.launch.rank.memory_errors import MemoryPlace, exhausted
 from triaxis.launch.rank.memory_snapshot import MemorySnapshot
 from triaxis.models.predict.rank_memory import Memory, predict, savings
 
@@ -51,7 +51,7 @@ def explaining_memory(
 
 def explained(
     error: BaseException,
-    place: Place,
+    place: MemoryPlace,
     config: Config,
     topology: Topology,
     engine: Engine | None,
@@ -103,7 +103,7 @@ def _where(running: Instruction | None) -> str:
     return "while messages were posted"
 
 
-def _wanted(error: BaseException, place: Place) -> str:
+def _wanted(error: BaseException, place: MemoryPlace) -> str:
     """Say how much was asked for, where the allocator does, and of which memory."""
     text = str(error)
     size = ""
@@ -124,9 +124,9 @@ def _held(engine: Engine) -> dict[str, int]:
     }
 
 
-def _room(device: torch.device, place: Place) -> str:
+def _room(device: torch.device, place: MemoryPlace) -> str:
     """Say how large the memory is that has run out."""
-    if place is Place.GPU and device.type == "cuda":
+    if place is MemoryPlace.GPU and device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return f"The GPU has {in_bytes(total)}, of which {in_bytes(free)} are free"
     host = psutil.virtual_memory()

@@ -23,7 +23,7 @@ from triaxis.engine.telemetry.outlets.memory_check import MemoryCheck
 from triaxis.engine.telemetry.timing.marks import TimeMarks
 from triaxis.engine.telemetry.timing.slow_ranks import SlowRanks
 from triaxis.engine.telemetry.timing.step_times import StepTimes
-from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
+from triaxis.engine.telemetry.timing.timeline import RowIdentity, Timeline, merge
 from triaxis.models.predict.rank_memory import predict
 
 HOST_BYTES = 64
@@ -35,7 +35,7 @@ def open_step_times(config: Config, topology: Topology, marks: TimeMarks, direct
     schedule, timeline = schedules.of_step(config, topology.sizes), None
     steps = config.telemetry.timeline
     if steps is not None:
-        row = Row(
+        row = RowIdentity(
             topology.rank,
             topology.grid.world_size,
             f"{topology.coordinates}  {socket.gethostname()}",

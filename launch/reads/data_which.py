@@ -14,7 +14,7 @@ from triaxis.engine.data.datasets import open_run_datasets
 from triaxis.engine.data.samples import DocumentPart
 from triaxis.engine.errors import DataError, attempt_name
 from triaxis.launch.reads.ledger import SampleRead, reads_of_step
-from triaxis.launch.reads.spans import span_of
+from triaxis.launch.reads.spans import span_of_step
 from triaxis.launch.report.record import RunRecord, read_run
 from triaxis.launch.start.command_line import CommandParser, print_json, refuse
 
@@ -46,7 +46,7 @@ def which_documents(args: argparse.Namespace) -> int:
     num_steps = planned_steps(config) or 0
     if not 1 <= args.step <= num_steps:
         refuse([f"--step {args.step}: the run has the steps 1 to {num_steps:,}."])
-    span = span_of(run, config, args.step)
+    span = span_of_step(run, config, args.step)
     config, skipped = span.config, span.skipped
     phase = next(phase for phase in run_phases(config) if args.step <= phase.end_step)
     config = at_phase(config, phase.name) if config.phases else config

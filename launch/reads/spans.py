@@ -33,7 +33,7 @@ def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
             yield ReadSpan(group[0] - 1, group[-1], attempt, made, skipped)
 
 
-def span_of(run: RunRecord, config: Config, step: int) -> ReadSpan:
+def span_of_step(run: RunRecord, config: Config, step: int) -> ReadSpan:
     """Return the span of one step, which counts from 1; a step that is not made yet would be of the last attempt."""
     spans = list(spans_of(run, config))
     found = next((span for span in spans if span.first_step < step <= span.end_step), None)

@@ -26,7 +26,7 @@ LEVELS = 10
 _LEFT, _TOP, _BOTTOM = 62, 6, 36
 
 
-def load(run: RunRecord) -> str:
+def expert_load(run: RunRecord) -> str:
     """Render the load of the experts; "" for a run whose steps have none."""
     known = [(number(each, "step"), each["experts"]) for each in run.steps if isinstance(each.get("experts"), Mapping)]
     steps = [(step, dict(zip(layers, ratios, strict=False))) for step, layers, ratios in _ratios(known)]

@@ -46,7 +46,7 @@ def render(run: RunRecord, now: float, cluster: Cluster | None = None) -> str:
         "throughput": ("Throughput", parts.throughput(run)),
         "time": ("Where the time goes", parts.times(run)),
         "predicted": ("Predicted beside measured", predicted_beside_measured(run, cluster)),
-        "experts": ("Load of experts", experts.load(run)),
+        "experts": ("Load of experts", experts.expert_load(run)),
         "memory": ("Memory per rank", parts.memory(run)),
         "schedule": ("Pipeline schedule and bubble", parts.schedule(run)),
         "checkpoints": ("Checkpoints", _checkpoints(run)),

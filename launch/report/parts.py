@@ -11,7 +11,7 @@ from triaxis.engine.errors import TriaxisError, attempt_name, counted
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Schedule
-from triaxis.engine.pipeline.simulate import Costs, Timeline, simulate
+from triaxis.engine.pipeline.simulate import Costs, SimulatedTimeline, simulate
 from triaxis.engine.telemetry.outlets.format import in_bytes
 from triaxis.engine.telemetry.timing.time_split import PARTS
 from triaxis.launch.pictures.charts import MOST_POINTS, Line, bar_chart, line_chart, share_bar, stacked_chart, thinned
@@ -420,7 +420,7 @@ def schedule(run: RunRecord) -> str:
     )
 
 
-def _timeline(of: Schedule) -> Timeline:
+def _timeline(of: Schedule) -> SimulatedTimeline:
     half = BACKWARD_COST / 2
     return simulate(of, Costs.uniform(of.placement.num_stages, 1, half, half))
 

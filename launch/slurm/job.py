@@ -101,7 +101,7 @@ def _node_address(node: str) -> str | None:
     return match[1] if match and match[1] not in LOOPBACK else None
 
 
-class Step:
+class SrunStep:
     """The ranks under srun, and the signals for them.
 
     Attributes:
@@ -369,9 +369,9 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
     )
 
 
-def _listening(job: Job) -> Step:
+def _listening(job: Job) -> SrunStep:
     """Return a step that gets the signals of this process."""
-    step = Step(job)
+    step = SrunStep(job)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, step.on_signal)
     return step

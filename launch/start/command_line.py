@@ -66,7 +66,7 @@ LAYOUT_WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class PathArgument:
     """A thing that a command is about, given as a word.
 
     Attributes:
@@ -82,8 +82,8 @@ class Subject:
     example: str
 
 
-CONFIG = Subject("config", os.path.isfile, (".yaml", ".yml"), "configs/gpt_tiny.yaml")
-CHECKPOINT = Subject("checkpoint", os.path.exists, (), "runs/gpt_tiny")
+CONFIG = PathArgument("config", os.path.isfile, (".yaml", ".yml"), "configs/gpt_tiny.yaml")
+CHECKPOINT = PathArgument("checkpoint", os.path.exists, (), "runs/gpt_tiny")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -96,7 +96,7 @@ class CommandParser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         # A shortened option would stop working on the day that another one begins with the same letters.
         super().__init__(formatter_class=_Help, allow_abbrev=False, **settings)
-        self._subject: Subject | None = None
+        self._subject: PathArgument | None = None
         self._needs_subject = False
         self._read_without: Path | None = None
         self._verbs: Any = None
@@ -121,7 +121,9 @@ class CommandParser(argparse.ArgumentParser):
         add_json(verb)
         return verb
 
-    def takes(self, subject: Subject, meaning: str, *, required: bool = True, read_without: Path | None = None) -> None:
+    def takes(
+        self, subject: PathArgument, meaning: str, *, required: bool = True, read_without: Path | None = None
+    ) -> None:
         """Take a path of `subject` and overrides as words.
 
         Args:
@@ -195,7 +197,7 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"{verb!r} is none of {', '.join(self.verbs)}{_nearest(verb, self.verbs)}")
         return self.parse_args(arguments)  # --help, or argparse's message that there is no verb
 
-    def _sort_words(self, parsed: argparse.Namespace, subject: Subject) -> None:
+    def _sort_words(self, parsed: argparse.Namespace, subject: PathArgument) -> None:
         paths, overrides, problems = [], [], []
         named = getattr(parsed, subject.name, None)
         for word in parsed.words:
@@ -419,7 +421,7 @@ def _nearest(word: str, names: Iterable[str]) -> str:
     return "" if name is None else f". Did you mean {name}?"
 
 
-def _stray(word: str, subject: Subject, options: Iterable[str]) -> str:
+def _stray(word: str, subject: PathArgument, options: Iterable[str]) -> str:
     names = nearest_names(word) if subject is CONFIG else []
     option = near(word, options)
     hint = " or ".join(names) or ("--output" if word.endswith(".json") and "--output" in options else option)

@@ -52,7 +52,7 @@ from triaxis.launch.start.process.failure import (
     describe,
     describe_hang,
     first_cause,
-    rank_log,
+    last_log,
     where,
 )
 from triaxis.launch.start.process.forward_signals import ForwardedSignals, NoRanksError
@@ -113,7 +113,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LaunchPlan:
     """A checked run; all output and the command line follow from it."""
 
     config: Config
@@ -183,7 +183,7 @@ def default_config(overrides: Sequence[str], variables: Mapping[str, str]) -> Pa
     return DEFAULT_CONFIG if on_cpu else GPU_CONFIG
 
 
-def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
+def make_plan(request: Request, variables: Mapping[str, str]) -> LaunchPlan:
     """Resolve the config, choose the world, check both together."""
     overrides = request.overrides
     path = request.config_path or default_config(overrides, variables)
@@ -196,7 +196,7 @@ def make_plan(request: Request, variables: Mapping[str, str]) -> Plan:
     require_legal(config, str(path), world.size, ranks_per_node, rules)
     sizes = parallel_sizes(config, world.size)
     refuse_without_gpu(config, has_gpu=config.runtime.device != "cpu" and gpus.count > 0, note=gpus.note)
-    return Plan(
+    return LaunchPlan(
         config,
         path,
         overrides,
@@ -214,7 +214,7 @@ def _memory_line(config: Config, sizes: ParallelSizes, world: World, devices: De
     return memory_line(predict(config, sizes, nccl=world.backend == NCCL), most)
 
 
-def torchrun_arguments(plan: Plan, worker: str, variables: Mapping[str, str]) -> list[str]:
+def torchrun_arguments(plan: LaunchPlan, worker: str, variables: Mapping[str, str]) -> list[str]:
     """Return the words after `python -m torch.distributed.run`.
 
     Raises:
@@ -253,7 +253,7 @@ def device_variables(world: World) -> dict[str, str]:
 
 
 def show(
-    console: Console, request: Request, plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]
+    console: Console, request: Request, plan: LaunchPlan, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> None:
     """Print the choices with their reasons. Rank 0 of a training run describes layout, batch and memory itself."""
     world = plan.world
@@ -323,7 +323,7 @@ def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, st
     return 0
 
 
-def _run_phases(plan: Plan, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+def _run_phases(plan: LaunchPlan, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run the ranks, and again for each further phase of the run; return the exit code."""
     os.environ.update(environment)
     from triaxis.launch.start.rendezvous import MeetingPlace
@@ -335,7 +335,7 @@ def _run_phases(plan: Plan, arguments: Sequence[str], environment: Mapping[str, 
     return code
 
 
-def _run_torchrun(plan: Plan, arguments: Sequence[str], place: "MeetingPlace") -> int:
+def _run_torchrun(plan: LaunchPlan, arguments: Sequence[str], place: "MeetingPlace") -> int:
     """Run torchrun inside this process, so that we get its signals and its failures; return the exit code."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -376,7 +376,7 @@ def _run_torchrun(plan: Plan, arguments: Sequence[str], place: "MeetingPlace") -
             print(describe_hang(failures, logs, started_seconds), file=sys.stderr)
             return ExitCode.HUNG
         cause = first_cause(failures, logs, started_seconds)
-        has_begun = rank_log(logs, cause.rank, started_seconds) is not None
+        has_begun = last_log(logs, cause.rank, started_seconds) is not None
         if signals.first is not None and (not has_begun or cause.exit_code in (-signals.first, -signal.SIGKILL)):
             return _stopped_by(signals.first)
         _show_cursor()

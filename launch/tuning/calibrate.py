@@ -76,7 +76,7 @@ MICROBATCHES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """The link between two ranks of this machine.
 
     Attributes:
@@ -337,15 +337,15 @@ def _memory_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().total)
 
 
-def measure_link(device: torch.device) -> Link:
+def measure_link(device: torch.device) -> MeasuredLink:
     """Measure collectives between two ranks of this machine; on one GPU there is no other rank, and the link is free."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
-        return Link(math.inf, 0.0)
+        return MeasuredLink(math.inf, 0.0)
     with TemporaryDirectory(prefix="triaxis-") as folder:
         torch.multiprocessing.spawn(_time_gathers, (folder, device.type, torch.get_num_threads()), nprocs=2)
         small, large = json.loads((Path(folder) / "seconds.json").read_text())
     # A rank sends half of the whole in a gather and in a scatter, and all of it in an all-reduce.
-    return Link(2 * LARGE / max(large - small, 1e-9) / 1e9, small / 3 * 1e6)
+    return MeasuredLink(2 * LARGE / max(large - small, 1e-9) / 1e9, small / 3 * 1e6)
 
 
 def _time_gathers(rank: int, folder: str, device_type: str, num_threads: int) -> None:

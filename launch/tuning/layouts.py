@@ -30,7 +30,7 @@ from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.telemetry.record.events import read_events
 from triaxis.engine.telemetry.record.jsonl import read_records
 from triaxis.engine.telemetry.timing.time_split import PARTS
-from triaxis.launch.start.launcher import Plan, Request, launch, make_plan
+from triaxis.launch.start.launcher import LaunchPlan, Request, launch, make_plan
 from triaxis.launch.start.process.failure import AFTER
 from triaxis.launch.start.world import TooFewGpusError
 from triaxis.launch.verify.run import without_layout_variables
@@ -50,7 +50,7 @@ _LAST_LINES = 15
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class FullestRank:
     """The rank that held most.
 
     Attributes:
@@ -64,7 +64,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class LayoutResult:
     """Results of a layout that was trained.
 
     Attributes:
@@ -91,7 +91,7 @@ class Measured:
     tokens_per_second: float
     model_tflops: float
     mfu: float | None
-    memory: Memory
+    memory: FullestRank
     time: Mapping[str, float]
     loss: float
 
@@ -117,9 +117,9 @@ class Failed:
     output: str = ""
 
 
-def rank_outcomes(outcomes: Sequence[Measured | Failed]) -> tuple[list[Measured], list[Failed]]:
+def rank_outcomes(outcomes: Sequence[LayoutResult | Failed]) -> tuple[list[LayoutResult], list[Failed]]:
     """Return trained layouts by tokens per second and rank, the fastest first; failed ones keep their order."""
-    measured = [one for one in outcomes if isinstance(one, Measured)]
+    measured = [one for one in outcomes if isinstance(one, LayoutResult)]
     measured.sort(key=lambda one: -one.tokens_per_second_per_rank)
     return measured, [one for one in outcomes if isinstance(one, Failed)]
 
@@ -150,7 +150,7 @@ def write_config(
     return written
 
 
-def try_layout(config_path: Path, label: str, log: Path) -> Measured | Failed:
+def try_layout(config_path: Path, label: str, log: Path) -> LayoutResult | Failed:
     """Train what `write_config` wrote, on the ranks that training would have.
 
     Args:
@@ -192,7 +192,7 @@ def show_plan(config_path: Path) -> None:
         launch(Request(config_path, (), dry_run=True), os.environ)
 
 
-def read_measured(plan: Plan) -> Measured:
+def read_measured(plan: LaunchPlan) -> LayoutResult:
     """Read the records of a run that has ended well."""
     config, name = plan.config, plan.config.runtime.name
     assert name is not None, "write_config gives it one"
@@ -208,7 +208,7 @@ def read_measured(plan: Plan) -> Measured:
     }
     last, split = steps[-1], steps[-1]["time_split"]
     mfus = [step["mfu"] for step in steady if step["mfu"] is not None]
-    return Measured(
+    return LayoutResult(
         config=config,
         layout=str(plan.sizes),
         num_ranks=plan.sizes.world_size,
@@ -226,12 +226,12 @@ def read_measured(plan: Plan) -> Measured:
     )
 
 
-def _memory(config: Config, sizes: ParallelSizes, peaks: Sequence[int]) -> Memory:
+def _memory(config: Config, sizes: ParallelSizes, peaks: Sequence[int]) -> FullestRank:
     rank = max(range(len(peaks)), key=lambda one: peaks[one])
     grid = RankGrid(sizes, allow_tp_across_nodes=True)
     predicted = predicted_memory(config, sizes, grid.coordinates(rank).pp)
     # What was measured is what torch has allocated, without NCCL's buffers.
-    return Memory(rank, peaks[rank], predicted.tensors)
+    return FullestRank(rank, peaks[rank], predicted.tensors)
 
 
 def reason_of(output: str, exit_code: int) -> str:

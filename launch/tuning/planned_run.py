@@ -22,7 +22,7 @@ from triaxis.engine.errors import DataError
 from triaxis.engine.telemetry.outlets.format import gigabytes
 from triaxis.launch.tuning.choose_layout import MARGIN, ChosenLayout, choose_layout
 from triaxis.launch.tuning.machine import Machine
-from triaxis.launch.tuning.recipe import LAST_SHARE, LEAST_STEPS, WARM_UP_SHARE, Recipe, recipe, warm_up_steps
+from triaxis.launch.tuning.recipe import LAST_SHARE, LEAST_STEPS, WARM_UP_SHARE, TrainingRecipe, recipe, warm_up_steps
 from triaxis.models.predict.fit import Devices, memory_line, memory_rule
 from triaxis.models.specs import num_parameters
 
@@ -51,7 +51,7 @@ class PlannedRun:
     config: Config
     own_fields: Mapping[str, Mapping[str, object]]
     chosen: ChosenLayout
-    recipe: Recipe
+    recipe: TrainingRecipe
     machine: Machine
     num_tokens: int
     corpus_tokens: int | None

@@ -22,7 +22,7 @@ LAST_SHARE = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Gpt3Row:
     """A model of GPT-3's table.
 
     Attributes:
@@ -39,20 +39,20 @@ class Row:
 
 
 GPT3 = (
-    Row("125M", 125 * 10**6, 2**19, 6.0e-4),
-    Row("350M", 350 * 10**6, 2**19, 3.0e-4),
-    Row("760M", 760 * 10**6, 2**19, 2.5e-4),
-    Row("1.3B", 1300 * 10**6, 2**20, 2.0e-4),
-    Row("2.7B", 2700 * 10**6, 2**20, 1.6e-4),
-    Row("6.7B", 6700 * 10**6, 2**21, 1.2e-4),
-    Row("13B", 13 * 10**9, 2**21, 1.0e-4),
-    Row("175B", 175 * 10**9, 3 * 2**20, 0.6e-4),
+    Gpt3Row("125M", 125 * 10**6, 2**19, 6.0e-4),
+    Gpt3Row("350M", 350 * 10**6, 2**19, 3.0e-4),
+    Gpt3Row("760M", 760 * 10**6, 2**19, 2.5e-4),
+    Gpt3Row("1.3B", 1300 * 10**6, 2**20, 2.0e-4),
+    Gpt3Row("2.7B", 2700 * 10**6, 2**20, 1.6e-4),
+    Gpt3Row("6.7B", 6700 * 10**6, 2**21, 1.2e-4),
+    Gpt3Row("13B", 13 * 10**9, 2**21, 1.0e-4),
+    Gpt3Row("175B", 175 * 10**9, 3 * 2**20, 0.6e-4),
 )
 """Table 2.1 of 2005.14165, from small to large."""
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class TrainingRecipe:
     """Batch and learning rate of a run.
 
     Attributes:
@@ -62,14 +62,14 @@ class Recipe:
         lr, min_lr: peak, and learning rate at the last step.
     """
 
-    row: Row
+    row: Gpt3Row
     is_as_large: bool
     samples_per_step: int
     lr: float
     min_lr: float
 
 
-def recipe(num_parameters: int, num_tokens: int, seq_length: int) -> Recipe:
+def recipe(num_parameters: int, num_tokens: int, seq_length: int) -> TrainingRecipe:
     """Return the recipe for a model and a number of training tokens.
 
     Args:
@@ -81,7 +81,9 @@ def recipe(num_parameters: int, num_tokens: int, seq_length: int) -> Recipe:
     tokens_per_step = min(row.tokens_per_step, num_tokens // LEAST_STEPS)
     # Rounded, since 6e-4 / 10 has a long tail in binary.
     min_lr = float(f"{row.lr / LAST_SHARE:.3g}")
-    return Recipe(row, row.num_parameters >= num_parameters, max(1, tokens_per_step // seq_length), row.lr, min_lr)
+    return TrainingRecipe(
+        row, row.num_parameters >= num_parameters, max(1, tokens_per_step // seq_length), row.lr, min_lr
+    )
 
 
 def warm_up_steps(num_steps: int) -> int:

@@ -16,8 +16,8 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import counted
 from triaxis.engine.program import ROOT
 from triaxis.engine.telemetry.outlets.format import in_bytes, significant
-from triaxis.engine.telemetry.record.flops import CONVENTION, Peak, convention, known_peak
-from triaxis.launch.tuning.layouts import Failed, Measured, rank_outcomes
+from triaxis.engine.telemetry.record.flops import CONVENTION, PeakRate, convention, known_peak
+from triaxis.launch.tuning.layouts import Failed, LayoutResult, rank_outcomes
 from triaxis.models.specs import num_parameters
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -28,7 +28,7 @@ LEAST_SHARE = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class MachineRecord:
     """The place where layouts were tried.
 
     Attributes:
@@ -53,18 +53,18 @@ class Machine:
         return "GPU" if self.is_gpu else "rank"
 
 
-def look_at_machine(*, is_gpu: bool) -> Machine:
+def look_at_machine(*, is_gpu: bool) -> MachineRecord:
     """Collect names and versions; on a GPU this process then holds some of its memory."""
     import torch
 
     versions = {"torch": str(torch.__version__), "Python": platform.python_version()}
     if not is_gpu:
-        return Machine(cpu_name(), len(os.sched_getaffinity(0)), is_gpu, "none", versions, git_commit())
+        return MachineRecord(cpu_name(), len(os.sched_getaffinity(0)), is_gpu, "none", versions, git_commit())
     from triaxis.launch.doctor.facts import driver
 
     versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, torch.cuda.nccl.version()))}
     name, count = torch.cuda.get_device_name(0), torch.cuda.device_count()
-    return Machine(name, count, is_gpu, driver(), versions, git_commit())
+    return MachineRecord(name, count, is_gpu, driver(), versions, git_commit())
 
 
 def cpu_name(path: Path = CPU_INFO) -> str:
@@ -102,13 +102,13 @@ class Tried:
     words: Sequence[str]
     name: str
     num_steps: int
-    machine: Machine
-    outcomes: Sequence[Measured | Failed]
+    machine: MachineRecord
+    outcomes: Sequence[LayoutResult | Failed]
 
-    def peak(self, config: Config) -> Peak | None:
+    def peak(self, config: Config) -> PeakRate | None:
         """Return the peak that MFU is a share of, or None where it is not known."""
         if config.telemetry.peak_tflops is not None:
-            return Peak(config.telemetry.peak_tflops, "telemetry.peak_tflops")
+            return PeakRate(config.telemetry.peak_tflops, "telemetry.peak_tflops")
         if not self.machine.is_gpu:
             return None
         precision = config.precision
@@ -138,7 +138,7 @@ def _named(rows: Iterator[tuple[str, str]]) -> Iterator[str]:
         yield from (" " * NAME_WIDTH + line for line in rest)
 
 
-def _asked(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, str]]:
+def _asked(tried: Tried, measured: Sequence[LayoutResult]) -> Iterator[tuple[str, str]]:
     """Yield what was tried, and where."""
     machine = tried.machine
     count = f"{machine.count} x " if machine.is_gpu else ""
@@ -158,7 +158,7 @@ def _asked(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, st
     )
 
 
-def _meanings(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str, str]]:
+def _meanings(tried: Tried, measured: Sequence[LayoutResult]) -> Iterator[tuple[str, str]]:
     """Yield what the numbers of the table are."""
     machine, one = tried.machine, measured[0]
     peak = tried.peak(one.config)
@@ -177,7 +177,7 @@ def _meanings(tried: Tried, measured: Sequence[Measured]) -> Iterator[tuple[str,
     yield "memory", f"of the rank that held most: {held}, and predicted (weights, gradients, optimizer, activations)"
 
 
-def _table(tried: Tried, measured: Sequence[Measured]) -> Iterator[str]:
+def _table(tried: Tried, measured: Sequence[LayoutResult]) -> Iterator[str]:
     rank = tried.machine.rank
     rows = [("", "layout", "ranks", f"tokens/s/{rank}", "tokens/s", "s/step", "MFU", "memory", "predicted")]
     for place, one in enumerate(measured, start=1):
@@ -203,7 +203,7 @@ def _table(tried: Tried, measured: Sequence[Measured]) -> Iterator[str]:
         yield "  ".join(words).rstrip()
 
 
-def _times(measured: Sequence[Measured]) -> Iterator[str]:
+def _times(measured: Sequence[LayoutResult]) -> Iterator[str]:
     """Return the time of a step to 100 %, a line per layout."""
     yield "time of a step, to 100 %:"
     for place, one in enumerate(measured, start=1):

@@ -35,11 +35,11 @@ NOISE_STD = 0.1
 class Notebook(Protocol):
     """A receiver of every tensor of every step, part by part."""
 
-    def tensor(self, step: int, kind: TensorKind, part: "Part") -> None: ...
+    def tensor(self, step: int, kind: TensorKind, part: "HeldElements") -> None: ...
     def step_done(self, step: int) -> None: ...
 
 
-class Part:
+class HeldElements:
     """Elements [start, stop) of the row-major box of one parameter, as this rank holds them."""
 
     __slots__ = ("record", "start", "values")
@@ -149,13 +149,13 @@ def _write_owned(engine: Engine, step: int, kind: StateKind, notebook: Notebook)
         for segment in owned.segments:
             at = segment.offset - owned.bucket.owned[0]
             part = values[at : at + segment.stop - segment.start]
-            notebook.tensor(step, kind, Part(segment.record, segment.start, part))
+            notebook.tensor(step, kind, HeldElements(segment.record, segment.start, part))
 
 
 def _write_parameters(engine: Engine, step: int, kind: TensorKind, notebook: Notebook) -> None:
     for parameter in engine.parameters.values():
         flat = parameter.value.detach().view(-1)[: parameter.record.box_numel]
-        notebook.tensor(step, kind, Part(parameter.record, 0, flat))
+        notebook.tensor(step, kind, HeldElements(parameter.record, 0, flat))
 
 
 def reference_file(folder: Path, step: int) -> Path:
@@ -169,7 +169,7 @@ class Writing:
         self._folder = folder
         self._tensors: dict[str, torch.Tensor] = {}
 
-    def tensor(self, step: int, kind: TensorKind, part: Part) -> None:
+    def tensor(self, step: int, kind: TensorKind, part: HeldElements) -> None:
         shape = part.record.spec.shape
         assert part.record.box == tuple((0, size) for size in shape), "the reference holds every parameter whole"
         key = f"{kind}:{part.record.name}"
@@ -189,7 +189,7 @@ class Comparing:
         self._folder = folder
         self._found: dict[tuple[int, TensorKind, str], list[Deviation]] = {}
 
-    def tensor(self, step: int, kind: TensorKind, part: Part) -> None:
+    def tensor(self, step: int, kind: TensorKind, part: HeldElements) -> None:
         with safe_open(reference_file(self._folder, step), framework="pt") as reference:
             whole = reference.get_slice(f"{kind}:{part.record.name}")
             box = whole[tuple(slice(*bounds) for bounds in part.record.box)]

@@ -30,7 +30,7 @@ from triaxis.launch.verify.measure import (
     start_from_rounded,
 )
 from triaxis.launch.verify.routing import Routings
-from triaxis.launch.verify.samples import samples_of
+from triaxis.launch.verify.samples import masked_samples
 from triaxis.launch.verify.verdict.deviation import Deviation
 from triaxis.launch.verify.verdict.records import (
     NOISE_REPORT,
@@ -157,7 +157,7 @@ def _samples_of(step: Sequence[MicroBatch], topology: Topology) -> tuple[Sample,
 
 def batches_of_steps(config: Config, topology: Topology) -> list[list[MicroBatch]]:
     """Return all steps of a dp rank, with labels masked so that microbatches have unequal counts."""
-    with closing(open_batches(config, topology, samples_of(config))) as batches:
+    with closing(open_batches(config, topology, masked_samples(config))) as batches:
         return [batches.next_step() for _ in range(config.train.steps or 1)]
 
 

@@ -61,7 +61,7 @@ def stage_relations(
     )
 
 
-def recomputed_layers(config: Config) -> str:
+def full_recompute_method(config: Config) -> str:
     """Return the method by which whole layers are recomputed; "": none are."""
     return config.recompute.method if config.recompute.granularity == "full" else ""
 
@@ -121,7 +121,7 @@ def _layers_of_stages(config: Config) -> list[tuple[object, ...]]:
     return [
         stage_relations(
             count,
-            recomputed=recomputed_layers(config),
+            recomputed=full_recompute_method(config),
             layers_per_group=config.recompute.num_layers,
             num_offloaded=config.offload.num_layers,
         )

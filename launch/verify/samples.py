@@ -9,7 +9,7 @@ MASKED_FRACTION = 0.3
 """Of labels that are not counted, so that microbatches have unequal counts."""
 
 
-def samples_of(config: Config) -> SampleSource:
+def masked_samples(config: Config) -> SampleSource:
     """Return the samples of a run, some labels masked.
 
     Raises:

@@ -19,11 +19,11 @@ from triaxis.engine.config.tree import Config
 from triaxis.launch.verify.relations import (
     MOST_ROUNDS,
     blocks_of_part,
+    full_recompute_method,
     head_pieces,
     is_root_of_width,
     layer_counts,
     num_microbatches,
-    recomputed_layers,
     rows_of_ranks,
     stage_relations,
 )
@@ -201,7 +201,7 @@ def _layers(config: Config) -> tuple[list[list[int]], int, int]:
 
     They are the fewest that keep all relations.
     """
-    recomputed, counts = recomputed_layers(config), layer_counts(config)
+    recomputed, counts = full_recompute_method(config), layer_counts(config)
     per_group, num_offloaded = config.recompute.num_layers, config.offload.num_layers
     sizes = sorted({count for count in counts if count})
     needed = needed_places(config)

@@ -17,7 +17,7 @@ from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.launch.verify.trial import ONE_PROCESS, checked
 from triaxis.launch.verify.verdict.causes import cause_of
-from triaxis.launch.verify.verdict.evidence import Evidence, Outcome
+from triaxis.launch.verify.verdict.evidence import Evidence, SublayoutVerdict
 from triaxis.launch.verify.verdict.judge import Verdict
 
 EXPERT_AXES = ("ep", "etp")
@@ -46,10 +46,12 @@ def attributed(config: Config, evidence: Evidence, verdict: Verdict, is_equal: R
         return verdict
     steps = verdict.differences[0].step + 1
     collapsed = list(_collapsed(config, steps))
-    outcomes = _narrowest(config, [Outcome(one.change, one.axis, is_equal(one.config)) for one in collapsed], collapsed)
+    outcomes = _narrowest(
+        config, [SublayoutVerdict(one.change, one.axis, is_equal(one.config)) for one in collapsed], collapsed
+    )
     vanished = {one.axis for one in outcomes if one.equal}
     outcomes += [
-        Outcome(change, None, is_equal(smaller))
+        SublayoutVerdict(change, None, is_equal(smaller))
         for change, smaller in _features(config, steps, vanished, len(outcomes))
     ]
     return replace(verdict, cause=cause_of(evidence, verdict.differences, outcomes))
@@ -85,7 +87,9 @@ def _experts_of(sizes: ParallelSizes, axis: str) -> dict[str, int]:
     return {"ep": math.gcd(sizes.ep, left // etp), "etp": etp}
 
 
-def _narrowest(config: Config, outcomes: list[Outcome], collapsed: Sequence[_Collapsed]) -> list[Outcome]:
+def _narrowest(
+    config: Config, outcomes: list[SublayoutVerdict], collapsed: Sequence[_Collapsed]
+) -> list[SublayoutVerdict]:
     """Leave out the axis of an outcome that an axis of experts explains: it could not be collapsed without that one."""
     sizes = parallel_sizes(config)
     explained = {one.axis for one in outcomes if one.equal and one.axis in EXPERT_AXES}

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from triaxis.engine.expert_parallel.dispatch import Dispatched
-from triaxis.engine.expert_parallel.experts import Ends, ExpertDown, ExpertUp, ExpertWork
+from triaxis.engine.expert_parallel.experts import Ends, ExpertContext, ExpertDown, ExpertUp
 from triaxis.engine.expert_parallel.routing import Choice
 from triaxis.engine.kernels.activations import ActivationKernel
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
@@ -40,7 +40,7 @@ class MoE(nn.Module):
         assert kernel is not None
         # The number of rows may be another in each call.
         self.activation = ActivationKernel(context.model.activation, context.kernels.fusion, lengths="rows")
-        work = ExpertWork(context.queue, context.kernels.fusion, kernel)
+        work = ExpertContext(context.queue, context.kernels.fusion, kernel)
         up = up_name(context.model)
         self.up = ExpertUp(context.parameter(f"{name}.experts.{up}.weight"), work, f"{name}.experts.{up}")
         self.down = ExpertDown(context.parameter(f"{name}.experts.down.weight"), work, f"{name}.experts.down")

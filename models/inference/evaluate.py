@@ -29,7 +29,7 @@ from triaxis.engine.step_result import without_room
 from triaxis.models.inference.load import LoadedModel
 
 
-class Text(Protocol):
+class TokenSource(Protocol):
     """A source of tokens by position."""
 
     num_tokens: int
@@ -82,7 +82,7 @@ class Windows:
         vocab_size: tokens must be below it.
     """
 
-    def __init__(self, text: Text, before: int, *, seq_length: int, stride: int, vocab_size: int) -> None:
+    def __init__(self, text: TokenSource, before: int, *, seq_length: int, stride: int, vocab_size: int) -> None:
         self.text, self.before, self.vocab_size = text, before, vocab_size
         self.seq_length, self.stride = seq_length, stride
         self.num_windows = 1 + -(-max(0, text.num_tokens - seq_length) // stride)

@@ -13,7 +13,7 @@ import torch
 from triaxis.engine.checkpoint.directory import Candidate
 from triaxis.engine.checkpoint.format.manifest import Manifest
 from triaxis.engine.checkpoint.format.store import Shard, load
-from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weights, kind_of
+from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weights, kind_to_read
 from triaxis.engine.comm.texts import gather_text
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.activations import OffloadConfig, RecomputeConfig
@@ -119,6 +119,6 @@ def _allocate(
         else:
             part = torch.zeros(record.numel, dtype=accumulation_dtype(dtype), device=device)
         parameter.bind(part.view(record.local_shape))
-        kind = kind_of(manifest, record.name, which)
+        kind = kind_to_read(manifest, record.name, which)
         targets.append(Shard(record.name, kind, record.spec.shape, record.box, 0, part[: record.box_numel]))
     return targets

@@ -3,26 +3,14 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from triaxis.engine.config.attention_kinds import LayerKind
 from triaxis.engine.config.fp8 import fp8_layers
 from triaxis.engine.config.plan import placement_of, stages_of
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.partition import StageLayers
+from triaxis.models.predict.layer_terms import LayerSort
 
 Memo = dict[object, Any]
 """What predictions of one model share, whatever the layout."""
-
-
-class LayerSort(NamedTuple):
-    """A layer as far as bytes and seconds depend on it.
-
-    Attributes:
-        kind: of the layer.
-        is_in_fp8: its linear layers have FP8 operands.
-    """
-
-    kind: LayerKind
-    is_in_fp8: bool
 
 
 def layer_sorts(config: Config) -> list[LayerSort]:
@@ -50,7 +38,7 @@ class Contents(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class StageCut:
     """The stages of a layout.
 
     Attributes:
@@ -63,7 +51,7 @@ class Cut:
     ranks: tuple[tuple[tuple[int, ...], tuple[Contents, ...]], ...]
 
     @classmethod
-    def of(cls, config: Config, memo: Memo) -> "Cut":
+    def of(cls, config: Config, memo: Memo) -> "StageCut":
         """Return the cut of a layout, from those of other layouts of the run where it is there."""
         placement, given = placement_of(config), config.parallel.layers_per_stage
         key = "cut", placement, tuple(given) if isinstance(given, list) else given
@@ -82,5 +70,5 @@ class Cut:
             mine = [placement.stages_on(rank) for rank in range(placement.pp)]
             ranks = tuple((each, tuple(contents[stage] for stage in each)) for each in mine)
             memo[key] = cls(stages, contents, ranks)
-        cut: Cut = memo[key]
+        cut: StageCut = memo[key]
         return cut

@@ -19,7 +19,7 @@ from triaxis.engine.config.tree import RULES, Config, broken_keys, is_whole
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.telemetry.outlets.format import gigabyte_decimals, gigabytes
-from triaxis.models.predict.rank_memory import GB, Changes, Prediction, predict, single_changes, spelled
+from triaxis.models.predict.rank_memory import GB, Changes, Prediction, override_words, predict, single_changes
 
 MOST_OF_A_KIND = 2
 """Proposals of the same layout, and of other layouts, that a message names."""
@@ -137,7 +137,7 @@ class Fitting:
     total: int
 
     def __str__(self) -> str:
-        return f"{spelled(self.changes)} ({gigabytes(self.total)})"
+        return f"{override_words(self.changes)} ({gigabytes(self.total)})"
 
 
 def _advice(subject: Subject, most: int) -> str:

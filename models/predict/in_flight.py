@@ -12,7 +12,7 @@ from typing import NamedTuple
 from triaxis.engine.pipeline.actions import Action, Kind
 
 
-class Peak(NamedTuple):
+class PeakMoment(NamedTuple):
     """A moment of a rank at which it may hold the most: the action, and how many microbatches are held beside it.
 
     Attributes:
@@ -27,7 +27,7 @@ class Peak(NamedTuple):
     deferred: tuple[int, ...]
 
 
-def peaks_of(row: Sequence[Action], chunks: Sequence[int]) -> tuple[Peak, ...]:
+def peaks_of(row: Sequence[Action], chunks: Sequence[int]) -> tuple[PeakMoment, ...]:
     """Return the moments of a rank's actions beside which no other of the same kind and stage holds as much of everything.
 
     Args:
@@ -35,18 +35,18 @@ def peaks_of(row: Sequence[Action], chunks: Sequence[int]) -> tuple[Peak, ...]:
         chunks: number of each chunk's contents.
     """
     kept, deferred = [0] * (max(chunks) + 1), [0] * (max(chunks) + 1)
-    seen: dict[tuple[Kind, int], dict[Peak, None]] = {}
+    seen: dict[tuple[Kind, int], dict[PeakMoment, None]] = {}
     for kind, chunk, _ in row:
         stage = chunks[chunk]
         if kind is Kind.W:
             deferred[stage] -= 1
             continue
         kept[stage] -= kind is not Kind.F
-        peak = Peak(kind, stage, tuple(kept), tuple(deferred))
+        peak = PeakMoment(kind, stage, tuple(kept), tuple(deferred))
         seen.setdefault((kind, stage), {})[peak] = None
         kept[stage] += kind is Kind.F
         deferred[stage] += kind is Kind.I
-    largest: list[Peak] = []
+    largest: list[PeakMoment] = []
     for peaks in seen.values():
         found: list[tuple[int, ...]] = []
         for peak in sorted(peaks, key=lambda peak: -sum(peak.kept) - sum(peak.deferred)):

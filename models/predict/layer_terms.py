@@ -28,7 +28,12 @@ def block_terms(config: Config, sizes: ParallelSizes, layer: int = 0, load: Frac
 
 
 class LayerSort(NamedTuple):
-    """The facts that decide the bytes of a layer: its kind, and whether it has FP8 operands."""
+    """A layer as far as bytes and seconds depend on it.
+
+    Attributes:
+        kind: its attention and MLP.
+        is_in_fp8: its linear layers have FP8 operands.
+    """
 
     kind: LayerKind
     is_in_fp8: bool

@@ -38,9 +38,9 @@ from triaxis.models.predict.activation_memory import (
 )
 from triaxis.models.predict.at_work import most_at_work
 from triaxis.models.predict.communicators import communicator_bytes
-from triaxis.models.predict.cut import Contents, Cut, Memo
+from triaxis.models.predict.cut import Contents, Memo, StageCut
 from triaxis.models.predict.experts.memory import BALANCED
-from triaxis.models.predict.in_flight import Peak, peaks_of
+from triaxis.models.predict.in_flight import PeakMoment, peaks_of
 from triaxis.models.predict.recompute_choice import ATTENTION, MLP, candidates, choice_for_layers, worthwhile_parts
 from triaxis.models.predict.state_memory import StateBytes, state_bytes
 from triaxis.models.predict.terms import BYTES_PER_ELEMENT
@@ -209,13 +209,13 @@ class _Pipeline:
     """The part of a prediction that does not depend on what is recomputed: the stages and state of each pipeline rank."""
 
     sizes: ParallelSizes
-    cut: Cut
+    cut: StageCut
     states: tuple[StateBytes, ...]
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, memo: Memo | None = None) -> "_Pipeline":
         memo = {} if memo is None else memo
-        cut = Cut.of(config, memo)
+        cut = StageCut.of(config, memo)
         layout = ("state", sizes.tp, sizes.dp_cp, sizes.ep, sizes.etp, config.parallel.sequence_parallel)
         for stages, contents in cut.ranks:
             if (*layout, contents) not in memo:
@@ -262,7 +262,7 @@ class _Pipeline:
             )
         return tuple(found)
 
-    def _peaks(self, config: Config, memo: Memo) -> list[tuple[Peak, ...]]:
+    def _peaks(self, config: Config, memo: Memo) -> list[tuple[PeakMoment, ...]]:
         """Return the peaks of each pipeline rank; its chunks are numbered by their contents."""
         sizes, num_microbatches = self.sizes, _as_full(config, self.sizes)
         numbers = []
@@ -343,7 +343,7 @@ class _Held:
         return cls(kept, moved, forward, backward, deferred, whole, at_work)
 
 
-def _most_activations(held: Sequence[_Held], peaks: Sequence[Peak]) -> tuple[int, int, int]:
+def _most_activations(held: Sequence[_Held], peaks: Sequence[PeakMoment]) -> tuple[int, int, int]:
     """Find the most that microbatches keep at one time on a rank, on the device and in the host's memory; `held` by number of
     contents.
 
@@ -389,10 +389,10 @@ class Saving:
 
     def __str__(self) -> str:
         """Format the changes as overrides on a command line."""
-        return spelled(self.changes)
+        return override_words(self.changes)
 
 
-def spelled(changes: Changes) -> str:
+def override_words(changes: Changes) -> str:
     """Format changes as overrides on a command line."""
     return " ".join(_override(key, value) for key, value in changes)
 

@@ -10,7 +10,7 @@ import triaxis.models.gpt.chunk
 from tests.parity.cases import Case
 from tests.verify.bug import Bug, anything, is_attention, is_sample
 from triaxis.engine.comm.backends import Pending
-from triaxis.engine.context_parallel.attention import ContextParallelRegion, Piece, pack_keys_and_values
+from triaxis.engine.context_parallel.attention import ContextParallelRegion, HeadSlices, pack_keys_and_values
 from triaxis.engine.context_parallel.cut import ContextCut
 from triaxis.engine.context_parallel.mixer import Mixer
 from triaxis.engine.context_parallel.ulysses import ExchangedHeads, _AllToAll
@@ -143,7 +143,7 @@ def each_rank_has_the_parts_of_the_microbatch_before() -> None:
 def query_heads_of_a_piece_read_the_keys_of_another() -> None:
     made = triaxis.engine.context_parallel.attention.pieces_of
 
-    def turned(num_heads: int, num_kv_heads: int) -> list[Piece]:
+    def turned(num_heads: int, num_kv_heads: int) -> list[HeadSlices]:
         pieces = made(num_heads, num_kv_heads)
         return [replace(one, keys=other.keys) for one, other in zip(pieces, pieces[1:] + pieces[:1], strict=True)]
 

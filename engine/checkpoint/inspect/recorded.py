@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from triaxis.engine.checkpoint.directory import Candidate
-from triaxis.engine.data.corpus.matching import find_recorded, is_recorded, spelled
+from triaxis.engine.data.corpus.matching import find_recorded, is_recorded, right_spelling
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record
 from triaxis.engine.data.corpus.tokenizers import BYTES, BytesTokenizer, Tokenizer, load_tokenizer, split_name
 from triaxis.engine.errors import DataError
@@ -68,7 +68,7 @@ def trained_tokenizer(candidate: Candidate, name: str, option: str) -> str:
             is_recorded(tokenizer, record) for record in records.values()
         )
 
-    found = spelled(name, is_right)
+    found = right_spelling(name, is_right)
     if found is not None:
         return found
     right, source = candidate.manifest.config["data"].get("tokenizer"), str(candidate.folder)

@@ -30,7 +30,7 @@ def check_weights(candidate: Candidate, which: WhichWeights) -> None:
     )
 
 
-def kind_of(manifest: Manifest, name: str, which: WhichWeights) -> Kind:
+def kind_to_read(manifest: Manifest, name: str, which: WhichWeights) -> Kind:
     """Return the kind to read of a parameter; one without gradients has no average, and its present value is read."""
     kind, tensor = KINDS[which], manifest.tensors.get(name)
     return kind if tensor is not None and kind in manifest.kinds_of(tensor) else MASTER

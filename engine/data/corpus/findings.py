@@ -20,7 +20,7 @@ PLACES_KEPT = 5
 """Places that are kept of each kind."""
 
 
-class Kind(StrEnum):
+class BadInput(StrEnum):
     """Kinds of input that cannot become tokens."""
 
     EMPTY_DOCUMENT = "document without text"
@@ -42,7 +42,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class InputPlace:
     """A place in an input, and what is wrong there."""
 
     path: str
@@ -55,7 +55,7 @@ class Place:
     def __str__(self) -> str:
         return f"{self.path}, {self.where}: {self.detail}" if self.where else f"{self.path} {self.detail}"
 
-    def with_line(self) -> "Place":
+    def with_line(self) -> "InputPlace":
         """Return the place with the number of its line, from 1; this reads the file up to there."""
         if self.byte is None:
             return self
@@ -72,7 +72,7 @@ class LeftOut:
     """The input of one kind that is not in a corpus."""
 
     count: int
-    places: tuple[Place, ...]
+    places: tuple[InputPlace, ...]
     """The first places, at most PLACES_KEPT."""
 
     def __add__(self, other: "LeftOut") -> "LeftOut":
@@ -91,7 +91,7 @@ def add_up(total: Tally, more: Mapping[str, LeftOut]) -> None:
 
 def is_allowed(tally: Mapping[str, LeftOut], on_bad: OnBad) -> bool:
     """Return true if a corpus with this tally could have been made under `on_bad`."""
-    return on_bad == "skip" or not set(tally) - {Kind.EMPTY_DOCUMENT, Kind.EMPTIED_DOCUMENT}
+    return on_bad == "skip" or not set(tally) - {BadInput.EMPTY_DOCUMENT, BadInput.EMPTIED_DOCUMENT}
 
 
 class Findings:
@@ -105,7 +105,7 @@ class Findings:
         self._on_bad = on_bad
         self.tally: Tally = {}
 
-    def add(self, kind: Kind, place: Place, advice: str = "") -> None:
+    def add(self, kind: BadInput, place: InputPlace, advice: str = "") -> None:
         """Count a case.
 
         Args:

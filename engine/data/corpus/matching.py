@@ -94,7 +94,7 @@ def recorded_as(prefix: str, record: CorpusRecord, name: str) -> str:
     Raises:
         DataError: it cannot be opened, or is another tokenizer.
     """
-    found = spelled(name, lambda tokenizer: is_recorded(tokenizer, record))
+    found = right_spelling(name, lambda tokenizer: is_recorded(tokenizer, record))
     if found is None:
         raise _other(prefix, record, load_tokenizer(name), f"data.tokenizer = {name}", [name])
     return found
@@ -129,7 +129,7 @@ def find_recorded(prefix: str, record: CorpusRecord) -> str:
     )
 
 
-def spelled(name: str, is_right: Callable[[Tokenizer], bool]) -> str | None:
+def right_spelling(name: str, is_right: Callable[[Tokenizer], bool]) -> str | None:
     """Return the name of the right tokenizer among a given one, its file and the folder around it; None where none is.
 
     Raises:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from triaxis.engine.data.corpus.findings import Findings, Kind, Place
+from triaxis.engine.data.corpus.findings import BadInput, Findings, InputPlace
 from triaxis.engine.data.corpus.indexed import Tokens
 
 
@@ -68,15 +68,15 @@ class Document:
         content: its text, or its token ids, int [n].
     """
 
-    place: Place
+    place: InputPlace
     content: str | Tokens
 
 
-def too_long(file: InputFile, place: Place, findings: Findings) -> None:
+def too_long(file: InputFile, place: InputPlace, findings: Findings) -> None:
     """Add a document above the options' limit to the findings."""
     detail = f"holds a document of more than {file.options.max_document_bytes:,} bytes"
     advice = "A worker has a document and its ids in memory. Divide the text (--separator), or allow it (--max-document-bytes)."
-    findings.add(Kind.TOO_LONG, replace(place, detail=detail), advice)
+    findings.add(BadInput.TOO_LONG, replace(place, detail=detail), advice)
 
 
 def field_of(value: Any, key: str) -> Any:

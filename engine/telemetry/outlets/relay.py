@@ -60,7 +60,7 @@ _CHUNK_BYTES = 4096
 """Bytes of one write: a blocked pipe of that room takes them in one piece."""
 
 
-class Outlet:
+class RelayQueue:
     """A bounded queue in front of a file or terminal, emptied by a thread.
 
     Args:
@@ -236,14 +236,14 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
             in_log.write(f"[the terminal cannot be written any more ({cause}); the run goes on]\n".encode())
         change("terminal", what, cause, num_lost)
 
-    in_log = Outlet(
+    in_log = RelayQueue(
         log,
         is_terminal=False,
         on_change=lambda *it: change("log", *it),
         most_bytes=LOG_BYTES,
         log=LogPath(path, (log,)),
     )
-    on_terminal = Outlet(terminal, is_terminal=True, on_change=terminal_changed, most_bytes=MOST_BYTES)
+    on_terminal = RelayQueue(terminal, is_terminal=True, on_change=terminal_changed, most_bytes=MOST_BYTES)
     outlets = {both: (in_log, on_terminal), for_terminal: (on_terminal,), for_log: (in_log,)}
     # What goes to a live terminal alone is a progress bar, which has no lines.
     lines = {pipe: Lines() for pipe in outlets if pipe != for_terminal or not os.isatty(terminal)}

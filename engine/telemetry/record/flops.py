@@ -178,7 +178,7 @@ def core_flops_forward(
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class PeakRate:
     """A device's dense peak in TFLOP/s, and its source."""
 
     tflops: float
@@ -187,28 +187,28 @@ class Peak:
 
 # Dense bf16 = dense fp16 on tensor cores with fp32 accumulation. Data sheets often print the number with 2:4 sparsity: half
 # of that stands here. The first entry counts whose words are all in the device's name, so longer names come first.
-_PEAKS: tuple[tuple[str, Peak], ...] = (
-    ("GB300", Peak(2500.0, "NVIDIA GB300 NVL72 page: 5 PFLOPS sparse per GPU")),
-    ("B300", Peak(2250.0, "NVIDIA HGX B300 page: 36 PFLOPS sparse per 8 GPUs")),
-    ("GB200", Peak(2500.0, "NVIDIA GB200 NVL72 data sheet: 5 PFLOPS sparse per GPU")),
-    ("B200", Peak(2250.0, "NVIDIA HGX B200 data sheet: 36 PFLOPS sparse per 8 GPUs")),
-    ("GH200", Peak(989.4, "NVIDIA GH200 data sheet: 1,979 sparse")),
-    ("H200 NVL", Peak(835.5, "NVIDIA H200 data sheet: 1,671 sparse")),
-    ("H200", Peak(989.4, "NVIDIA H200 data sheet: 1,979 sparse")),
-    ("H100 NVL", Peak(835.5, "NVIDIA H100 data sheet: 1,671 sparse")),
-    ("H100 PCIe", Peak(756.5, "NVIDIA H100 data sheet: 1,513 sparse")),
-    ("H100", Peak(989.4, "NVIDIA H100 architecture white paper, SXM5")),
-    ("H800 PCIe", Peak(756.5, "NVIDIA H800 data sheet: 1,513 sparse")),
-    ("H800", Peak(989.4, "NVIDIA H800 data sheet: 1,979 sparse")),
-    ("A100", Peak(312.0, "NVIDIA A100 data sheet")),
-    ("A800", Peak(312.0, "NVIDIA A800 data sheet")),
-    ("A30", Peak(165.0, "NVIDIA A30 data sheet")),
-    ("A40", Peak(149.7, "NVIDIA A40 data sheet")),
-    ("L40S", Peak(362.05, "NVIDIA L40S data sheet")),
-    ("L40", Peak(181.05, "NVIDIA L40 data sheet")),
-    ("L4", Peak(121.0, "NVIDIA L4 data sheet: 242 sparse")),
-    ("RTX 4090", Peak(165.2, "NVIDIA Ada architecture white paper, fp32 accumulation")),
-    ("RTX 3090", Peak(71.0, "NVIDIA GA102 architecture white paper, fp32 accumulation")),
+_PEAKS: tuple[tuple[str, PeakRate], ...] = (
+    ("GB300", PeakRate(2500.0, "NVIDIA GB300 NVL72 page: 5 PFLOPS sparse per GPU")),
+    ("B300", PeakRate(2250.0, "NVIDIA HGX B300 page: 36 PFLOPS sparse per 8 GPUs")),
+    ("GB200", PeakRate(2500.0, "NVIDIA GB200 NVL72 data sheet: 5 PFLOPS sparse per GPU")),
+    ("B200", PeakRate(2250.0, "NVIDIA HGX B200 data sheet: 36 PFLOPS sparse per 8 GPUs")),
+    ("GH200", PeakRate(989.4, "NVIDIA GH200 data sheet: 1,979 sparse")),
+    ("H200 NVL", PeakRate(835.5, "NVIDIA H200 data sheet: 1,671 sparse")),
+    ("H200", PeakRate(989.4, "NVIDIA H200 data sheet: 1,979 sparse")),
+    ("H100 NVL", PeakRate(835.5, "NVIDIA H100 data sheet: 1,671 sparse")),
+    ("H100 PCIe", PeakRate(756.5, "NVIDIA H100 data sheet: 1,513 sparse")),
+    ("H100", PeakRate(989.4, "NVIDIA H100 architecture white paper, SXM5")),
+    ("H800 PCIe", PeakRate(756.5, "NVIDIA H800 data sheet: 1,513 sparse")),
+    ("H800", PeakRate(989.4, "NVIDIA H800 data sheet: 1,979 sparse")),
+    ("A100", PeakRate(312.0, "NVIDIA A100 data sheet")),
+    ("A800", PeakRate(312.0, "NVIDIA A800 data sheet")),
+    ("A30", PeakRate(165.0, "NVIDIA A30 data sheet")),
+    ("A40", PeakRate(149.7, "NVIDIA A40 data sheet")),
+    ("L40S", PeakRate(362.05, "NVIDIA L40S data sheet")),
+    ("L40", PeakRate(181.05, "NVIDIA L40 data sheet")),
+    ("L4", PeakRate(121.0, "NVIDIA L4 data sheet: 242 sparse")),
+    ("RTX 4090", PeakRate(165.2, "NVIDIA Ada architecture white paper, fp32 accumulation")),
+    ("RTX 3090", PeakRate(71.0, "NVIDIA GA102 architecture white paper, fp32 accumulation")),
 )
 
 
@@ -216,7 +216,7 @@ _WITHOUT_FP8 = ("A100", "A800", "A30", "A40", "RTX 3090")
 """Devices of the table before Ada and Hopper; all later ones multiply FP8 at twice the rate of bf16, by the same sources."""
 
 
-def known_peak(device_name: str, dtype: str, *, in_fp8: bool = False) -> Peak | None:
+def known_peak(device_name: str, dtype: str, *, in_fp8: bool = False) -> PeakRate | None:
     """Return the peak of a device with its source; None where the table lacks it.
 
     Args:
@@ -233,4 +233,4 @@ def known_peak(device_name: str, dtype: str, *, in_fp8: bool = False) -> Peak | 
     if found is None or (in_fp8 and found[0] in _WITHOUT_FP8):
         return None
     peak = found[1]
-    return Peak(2 * peak.tflops, f"FP8, twice the bf16 of {peak.source}") if in_fp8 else peak
+    return PeakRate(2 * peak.tflops, f"FP8, twice the bf16 of {peak.source}") if in_fp8 else peak

@@ -14,7 +14,7 @@ from triaxis.engine.config.plan import BatchPlan
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.run.step_parts import StepPart
-from triaxis.engine.telemetry.record.flops import Peak, hardware_flops_per_token, known_peak, model_flops_per_token
+from triaxis.engine.telemetry.record.flops import PeakRate, hardware_flops_per_token, known_peak, model_flops_per_token
 from triaxis.engine.telemetry.timing.time_split import TimeSplit
 
 OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "measured")
@@ -123,7 +123,7 @@ class Meter:
         self.hardware_flops_per_token = hardware_flops_per_token(config.model, recompute, layers_per_chunk, documents)
         self.peak = known_peak(device_name, config.precision.dtype, in_fp8=config.precision.fp8 is not None)
         if config.telemetry.peak_tflops is not None:
-            self.peak = Peak(config.telemetry.peak_tflops, "telemetry.peak_tflops")
+            self.peak = PeakRate(config.telemetry.peak_tflops, "telemetry.peak_tflops")
         self._plan = plan
         self._world_size = world_size
         self._attempt = attempt

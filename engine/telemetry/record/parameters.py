@@ -29,7 +29,7 @@ _IN_FORMULA = re.compile(
 """The end of a parameter's name that the formula counts."""
 
 
-def num_parameters(model: ModelConfig) -> dict[str, int]:
+def parameters_by_module(model: ModelConfig) -> dict[str, int]:
     """Count parameters by module (`MODULES`), from the formula; logical vocabulary V.
 
     h hidden, a heads, g kv heads, d head size, f MLP width, L layers, S sequence:
@@ -95,7 +95,7 @@ def _experts(model: ModelConfig, moe: MoEConfig | None) -> int:
 def num_active(model: ModelConfig) -> int:
     """Count the parameters that a token uses: all but the experts that are not its own."""
     moe = model.moe
-    total = sum(num_parameters(model).values())
+    total = sum(parameters_by_module(model).values())
     if moe is None:
         return total
     of_expert = (model.activation_kind.num_inputs + 1) * moe.ffn_hidden_size * model.hidden_size
@@ -143,7 +143,7 @@ def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: Mod
         counted: on the ranks, by module.
         listed: elements of each parameter that the model has, by name.
     """
-    of_list, formula = dict.fromkeys(MODULES, 0), num_parameters(model)
+    of_list, formula = dict.fromkeys(MODULES, 0), parameters_by_module(model)
     for name, numel in listed.items():
         of_list[module_of(name)] += numel
     modules = ", ".join(f"{module} {counted[module]:,}" for module in MODULES if counted[module])

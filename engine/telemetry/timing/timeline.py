@@ -33,7 +33,7 @@ _MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RowIdentity:
     """The identity of a row.
 
     Attributes:
@@ -54,7 +54,7 @@ class Row:
 class Timeline:
     """The row of one rank: steps counted from 1, and the file that it is written to, whose folder is made."""
 
-    def __init__(self, steps: range, row: Row, path: Path) -> None:
+    def __init__(self, steps: range, row: RowIdentity, path: Path) -> None:
         self.steps = steps
         self._row = row
         self._path = path
@@ -125,14 +125,14 @@ class Timeline:
         self._events.append(event | ({"args": dict(args)} if args else {}))
 
 
-def _titled(instruction: Instruction, row: Row) -> tuple[str, str]:
+def _titled(instruction: Instruction, row: RowIdentity) -> tuple[str, str]:
     """Name and category of an instruction."""
     if isinstance(instruction, Action):
         return str(instruction), "action"
     return ", ".join(_transfer_name(transfer, row) for transfer in instruction.transfers), "transfer"
 
 
-def _transfer_name(transfer: Transfer, row: Row) -> str:
+def _transfer_name(transfer: Transfer, row: RowIdentity) -> str:
     """Return `send 0F3 to pp 1` (this rank's action made it) or `receive 1B3 from pp 1` (this rank's action needs it)."""
     letter, before = ("F", -1) if transfer.direction == "forward" else ("B", 1)
     if transfer.source == row.pp_rank:

@@ -95,7 +95,7 @@ def is_over(operator: Operator, clock: VectorClock) -> bool:
     return operator.tick <= clock.get(operator.stream.number, 0)
 
 
-class Conflict(NamedTuple):
+class UnorderedUse(NamedTuple):
     """Two operators without an order that use the same bytes [start, stop) of a region, at least one of them writing."""
 
     first: Operator
@@ -125,7 +125,7 @@ class Region:
         self._starts = [0]
         self._cells = [_Cell()]
 
-    def use(self, operator: Operator, start: int, stop: int, *, writes: bool) -> list[Conflict]:
+    def use(self, operator: Operator, start: int, stop: int, *, writes: bool) -> list[UnorderedUse]:
         """Note that an operator uses the bytes [start, stop), and return the earlier uses that have no order with it."""
         first, last = self._cut(start), self._cut(stop)
         clock = operator.stream.clock
@@ -138,7 +138,7 @@ class Region:
             for other in earlier:
                 if not is_over(other, clock):
                     end = self._starts[index + 1] if index + 1 < len(self._starts) else self.num_bytes
-                    conflicts.append(Conflict(other, other is cell.write, self._starts[index], end))
+                    conflicts.append(UnorderedUse(other, other is cell.write, self._starts[index], end))
             if not writes:
                 cell.reads[operator.stream.number] = operator
         if writes:

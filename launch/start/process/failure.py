@@ -95,7 +95,7 @@ def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: fl
     return "" if is_shown else str(report["text"])
 
 
-def rank_log(logs: Path, rank: int, since_seconds: float) -> Path | None:
+def last_log(logs: Path, rank: int, since_seconds: float) -> Path | None:
     """Return the log of a rank's last attempt under `runs/<name>/logs`; None: it has written nothing since the start."""
     found = (path for path in logs.glob(f"attempt_*/rank_{rank:05d}.log") if path.is_file())
     written = [path for path in found if path.stat().st_mtime >= since_seconds]
@@ -112,7 +112,7 @@ def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: floa
     """
 
     def order(failure: RankFailure) -> tuple[bool, int, float, int]:
-        log = rank_log(logs, failure.rank, since_seconds)
+        log = last_log(logs, failure.rank, since_seconds)
         last_words_seconds = log.stat().st_mtime if log else 0.0  # no log: it died before the others had begun
         was_ended_by_torchrun = failure.exit_code == -signal.SIGTERM
         return was_ended_by_torchrun, failure.seen_seconds, last_words_seconds, failure.rank
@@ -124,7 +124,7 @@ def describe(failure: RankFailure, logs: Path, since_seconds: float) -> str:
     """Describe the end of a rank: exit code, last lines of its log (rank 0 has printed them), and causes that they name."""
     where = f" ({failure.where})" if failure.where else ""
     head = f"rank {failure.rank} ended with {failure.how}{where}, so the job was stopped."
-    log = rank_log(logs, failure.rank, since_seconds)
+    log = last_log(logs, failure.rank, since_seconds)
     if log is None:
         return f"{head} It had not opened its log in {logs} yet; its output is above."
     with log.open("rb") as file:

@@ -38,7 +38,7 @@ LONGEST_DOCUMENT = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class OracleBatch:
     """One microbatch of b samples of s labels, cut by the oracle.
 
     Attributes:
@@ -91,7 +91,7 @@ def write_corpus(config: Config, folder: Path) -> None:
     Tokenizer(words).save(str(folder / TOKENIZER))
 
 
-def rows_of_steps(config: Config, masked_fraction: float) -> Iterator[list[Rows]]:
+def rows_of_steps(config: Config, masked_fraction: float) -> Iterator[list[OracleBatch]]:
     """Yield the microbatches of each step of one process: row k of microbatch j is sample consumed + j x micro + k.
 
     Args:
@@ -108,13 +108,13 @@ def rows_of_steps(config: Config, masked_fraction: float) -> Iterator[list[Rows]
         ]
 
 
-def _rows(samples: "_Samples", ids: list[int], seed: int, masked_fraction: float) -> Rows:
+def _rows(samples: "_Samples", ids: list[int], seed: int, masked_fraction: float) -> OracleBatch:
     tokens, labels, is_counted, documents, positions = (
         np.stack(part) for part in zip(*(samples.row(number) for number in ids), strict=True)
     )
     draws = np.stack([_random_bits(tokens.shape[1], "synthetic mask", seed, number) for number in ids])
     is_counted &= (draws >> np.uint64(11)) * 2.0**-53 >= masked_fraction
-    return Rows(tokens, labels, is_counted, documents, positions, ids)
+    return OracleBatch(tokens, labels, is_counted, documents, positions, ids)
 
 
 class _Samples:
@@ -134,7 +134,7 @@ class _Samples:
         self._per_epoch = (sum(map(len, self._documents)) - 1) // seq_length
 
     def row(self, sample_id: int) -> tuple[NDArray[Any], ...]:
-        """Return one row [s] of each field of `Rows`.
+        """Return one row [s] of each field of `OracleBatch`.
 
         They are tokens k s .. k s + s - 1 of the epoch's stream, and as labels the s tokens that begin one later.
         """

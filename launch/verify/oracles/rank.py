@@ -27,8 +27,8 @@ from triaxis.engine.numerics.precision import DTYPES
 from triaxis.launch.inference.request import read_job
 from triaxis.launch.start.process.ending import run_rank
 from triaxis.launch.start.process.parent_death import end_with_parent
-from triaxis.launch.verify.measure import Part, Writing, starting_values
-from triaxis.launch.verify.oracles.corpus import Rows, rows_of_steps
+from triaxis.launch.verify.measure import HeldElements, Writing, starting_values
+from triaxis.launch.verify.oracles.corpus import OracleBatch, rows_of_steps
 from triaxis.launch.verify.oracles.model import Oracle
 from triaxis.launch.verify.rank import REFERENCE_SITES, checksums
 from triaxis.launch.verify.samples import MASKED_FRACTION
@@ -53,10 +53,10 @@ def run(name: str, config: Config, folder: Path) -> None:
         for spec in model_specs(config.model)
     }
     with ExitStack() as stack:
-        observe(build(name, config, stack), config, start, folder)
+        observe(build_oracle(name, config, stack), config, start, folder)
 
 
-def build(name: str, config: Config, stack: ExitStack) -> Oracle:
+def build_oracle(name: str, config: Config, stack: ExitStack) -> Oracle:
     """Build the oracle of that name in the run's dtype; enter the contexts that it needs on `stack`."""
     if config.precision.dtype == "float64":
         from triaxis.launch.verify.oracles.in_float64 import InFloat64
@@ -115,7 +115,7 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
     save_file(sites, folder / REFERENCE_SITES)
 
 
-def microbatch_of(rows: Rows, *, within: bool) -> MicroBatch:
+def microbatch_of(rows: OracleBatch, *, within: bool) -> MicroBatch:
     """Return the oracle's own rows as the tensors that a model reads; it has documents where attention is `within` them."""
     numbers = torch.from_numpy(rows.documents)
     return MicroBatch(
@@ -157,7 +157,7 @@ class _Book:
                 continue
             theirs = [read(name).view_as(self._oracle.parameter(name)) for name in pair.theirs]
             for spec, values in zip(pair.ours, pair.to_ours(theirs), strict=True):
-                self._notebook.tensor(step, kind, Part(_whole(spec), 0, values.reshape(-1)))
+                self._notebook.tensor(step, kind, HeldElements(_whole(spec), 0, values.reshape(-1)))
 
     def step_done(self, step: int) -> None:
         self._notebook.step_done(step)

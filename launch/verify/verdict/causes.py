@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from triaxis.engine.config.optimizer_kinds import EMA, STATE_KINDS
 from triaxis.launch.verify.verdict.deviation import Deviation
-from triaxis.launch.verify.verdict.evidence import Cause, Difference, Evidence, Outcome
+from triaxis.launch.verify.verdict.evidence import Cause, Difference, Evidence, SublayoutVerdict
 from triaxis.launch.verify.verdict.records import RankReport, together
 
 AXES = ("tp", "pp", "cp", "dp", "ep", "etp")
@@ -25,7 +25,7 @@ LOOSEST_SUM = 0.05
 """Projections that add up to 1 within this speak for partial sums, where the bound is not tighter."""
 
 
-def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[Outcome] = ()) -> Cause:
+def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[SublayoutVerdict] = ()) -> Cause:
     """Return the axis that measurements name, and what was measured.
 
     Args:
@@ -75,7 +75,9 @@ def _deviation_on(rank: RankReport, differing: Sequence[Difference]) -> Deviatio
     return together(found) if found else None
 
 
-def _from_outcomes(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[Outcome]) -> str | None:
+def _from_outcomes(
+    evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[SublayoutVerdict]
+) -> str | None:
     """Return the axis without which the difference vanishes; of several, the one that the ranks' values speak for."""
     vanished = {one.axis for one in outcomes if one.axis is not None and one.equal}
     is_gradient = differing[0].what == "gradient"
@@ -87,7 +89,7 @@ def _from_outcomes(evidence: Evidence, differing: Sequence[Difference], outcomes
     return None
 
 
-def _said_by(outcomes: Sequence[Outcome]) -> list[str]:
+def _said_by(outcomes: Sequence[SublayoutVerdict]) -> list[str]:
     said = []
     for equal, verb in ((True, "vanishes"), (False, "stays"), (None, "is unknown (the run failed)")):
         changes = [one.change for one in outcomes if one.equal is equal]

@@ -52,7 +52,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SublayoutVerdict:
     """The verdict about a sub-layout: the same run with one thing taken out.
 
     Attributes:

@@ -160,7 +160,7 @@ def fp8_block(quantization: object) -> tuple[int, int] | None:
     return block[0], block[1]
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config_json(path: Path) -> dict[str, Any]:
     """Read a config.json as a mapping.
 
     Raises:

@@ -38,7 +38,7 @@ from triaxis.models.interop.huggingface.config import (
     fp8_block,
     from_hugging_face,
     passed_over_notes,
-    read_config,
+    read_config_json,
     text_keys,
 )
 from triaxis.models.interop.huggingface.families import FAMILIES
@@ -257,7 +257,7 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
         raise CheckpointError(f"{folder} has its weights as GGUF: give the path of one file, such as {ggufs[0]}.")
     gguf = GgufFile(folder) if folder.suffix == ".gguf" else None
     source = str(folder if gguf is not None else folder / "config.json")
-    whole_keys = read_config(Path(source)) if gguf is None else gguf.keys
+    whole_keys = read_config_json(Path(source)) if gguf is None else gguf.keys
     keys = text_keys(whole_keys)
     sections = from_hugging_face(keys, seq_length, source, ignore)
     family = str(keys["model_type"])

@@ -32,7 +32,7 @@ from triaxis.engine.errors import CheckpointError, shown
 from triaxis.engine.layout.shard_spec import Box
 from triaxis.models.interop.finite import check_finite
 from triaxis.models.interop.megatron.files import TorchDist
-from triaxis.models.interop.megatron.writer import Written
+from triaxis.models.interop.megatron.writer import OutgoingChunk
 from triaxis.models.specs import model_specs
 
 Prefixes = Mapping[Kind, tuple[str, ...]]
@@ -270,7 +270,7 @@ def import_shards(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> 
 
 def export_chunks(
     read: Callable[[str, Kind], torch.Tensor], model: ModelConfig, *, dtype: torch.dtype | None, has_moments: bool
-) -> Iterator[Written]:
+) -> Iterator[OutgoingChunk]:
     """Yield Megatron's tensors, one chunk per parameter and layer.
 
     Args:
@@ -370,10 +370,10 @@ def _read(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> t
     return whole_again.reshape(shape)[:rows]
 
 
-def _written(parameter: Parameter, below: str, values: torch.Tensor) -> Written:
+def _written(parameter: Parameter, below: str, values: torch.Tensor) -> OutgoingChunk:
     place = _candidates(parameter, below)[0]
     (key,) = place.keys
     if parameter.layer is None:
-        return Written(key, parameter.shape, (0,) * values.ndim, values)
+        return OutgoingChunk(key, parameter.shape, (0,) * values.ndim, values)
     layer, num_layers = parameter.layer
-    return Written(key, (num_layers, *parameter.shape), (layer, *(0,) * values.ndim), values.unsqueeze(0))
+    return OutgoingChunk(key, (num_layers, *parameter.shape), (layer, *(0,) * values.ndim), values.unsqueeze(0))

@@ -24,7 +24,7 @@ FILE_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class OutgoingChunk:
     """A chunk to be written: a box of the tensor `key`, which has the shape `shape`."""
 
     key: str
@@ -36,7 +36,7 @@ class Written:
 def write_checkpoint(
     directory: Path,
     iteration: int | None,
-    chunks: Iterable[Written],
+    chunks: Iterable[OutgoingChunk],
     empty_objects: Iterable[str],
     common: Mapping[str, Any],
     args: Mapping[str, Any],
@@ -83,7 +83,7 @@ def write_checkpoint(
     return folder
 
 
-def _write_chunks(folder: Path, chunks: Iterable[Written], empty_objects: Iterable[str]) -> Any:
+def _write_chunks(folder: Path, chunks: Iterable[OutgoingChunk], empty_objects: Iterable[str]) -> Any:
     """Write the files of chunks; return torch's record of them."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (

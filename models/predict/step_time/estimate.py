@@ -22,7 +22,7 @@ from triaxis.engine.layout.partition import StageLayers
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.simulate import Costs, simulate
-from triaxis.models.predict.cut import Cut, Memo
+from triaxis.models.predict.cut import Memo, StageCut
 from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.predict.step_time.cluster import Cluster
 from triaxis.models.predict.step_time.facts import Parameters, activation_bytes, element_bytes
@@ -154,7 +154,7 @@ class _Step:
             )
         timer: StageTimer = memo[key]
         self.timer = timer.layer_timer
-        self.cut = Cut.of(self.config, memo)
+        self.cut = StageCut.of(self.config, memo)
         self.num_microbatches = batch_plan(self.config, sizes.dp).num_microbatches
         self.schedule = schedules.resolve(self.config.schedule.name, sizes.vpp)
         self.ranks = [timer.rank(contents) for _, contents in self.cut.ranks]

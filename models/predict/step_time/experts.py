@@ -23,7 +23,7 @@ from triaxis.models.predict.traffic import wire_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
+class GroupedGemm:
     """`count` products [m, k] x [k, n] of the forward in one call."""
 
     m: float
@@ -49,9 +49,9 @@ class ExpertWork:
         cut: on the wires over tp in each pass, where tokens are cut without sequence parallelism.
     """
 
-    router: Grouped
-    up: Grouped
-    down: Grouped
+    router: GroupedGemm
+    up: GroupedGemm
+    down: GroupedGemm
     moved_bytes: float
     activated_bytes: float
     forward: Wire
@@ -86,9 +86,9 @@ def expert_work(config: Config, sizes: ParallelSizes, load: float) -> ExpertWork
             wires[place] += Wire(num_bytes * load, count) if sizes.expert_ranks > 1 else Wire()
     cut = _wire([call for call in calls if call.axis == "tp"], sizes.tp)
     return ExpertWork(
-        router=Grouped(tokens, moe.num_experts, h, 1),
-        up=Grouped(rows / num_local, inputs * f, h, num_local),
-        down=Grouped(rows / num_local, h, f, num_local),
+        router=GroupedGemm(tokens, moe.num_experts, h, 1),
+        up=GroupedGemm(rows / num_local, inputs * f, h, num_local),
+        down=GroupedGemm(rows / num_local, h, f, num_local),
         moved_bytes=moved,
         activated_bytes=activated,
         forward=wires[0],

@@ -3,7 +3,7 @@
 import torch
 
 from tests.parity.cases import Case
-from triaxis.engine.checkpoint.environment import describe_layout, layout_differences
+from triaxis.engine.checkpoint.environment import describe_environment, layout_differences
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.section import with_value
@@ -24,15 +24,15 @@ def built(recompute: RecomputeConfig, attention: str = "auto") -> Engine:
 
 
 def test_what_auto_came_to_is_recorded() -> None:
-    layout = describe_layout(built(RecomputeConfig(granularity="auto", memory_gb=1)))
+    layout = describe_environment(built(RecomputeConfig(granularity="auto", memory_gb=1)))
     assert layout["recompute"]["granularity"] == "none" and layout["kernels"]["attention"] == "sdpa"
     assert "auto" not in layout["recompute"].values() and "auto" not in layout["kernels"].values()
 
 
 def test_a_run_that_goes_on_with_the_same_kernels_by_name_differs_in_nothing() -> None:
-    there = describe_layout(built(RecomputeConfig()))
-    assert layout_differences(there, describe_layout(built(RecomputeConfig(), attention="sdpa"))) == []
-    here = describe_layout(built(RecomputeConfig(granularity="full"), attention="flash"))
+    there = describe_environment(built(RecomputeConfig()))
+    assert layout_differences(there, describe_environment(built(RecomputeConfig(), attention="sdpa"))) == []
+    here = describe_environment(built(RecomputeConfig(granularity="full"), attention="flash"))
     assert layout_differences(there, here) == ["recompute.granularity none -> full", "kernels.attention sdpa -> flash"]
     del there["kernels"]["attention"]
     assert "kernels.attention unknown -> flash" in layout_differences(there, here)

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from tests.engine.config.bad_configs import config_with
 from triaxis.engine.config.plan import balance_line, batch_plan, local_seq_length, parallel_sizes, stages_of
-from triaxis.engine.config.stage_work import layer_work
+from triaxis.engine.config.stage_work import layers_forward_flops
 from triaxis.engine.config.tree import broken_rules
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -32,7 +32,7 @@ def test_auto_stages_count_the_head_and_windows() -> None:
     kinds = ("model.layers=[near, near, near, far]", "model.layer_kinds={near: {window: 16}, far: {}}")
     windows = ("model.seq_length=65536", "model.vocab_size=16", "model.vocab_multiple=16", *kinds)
     with_windows = config_with("parallel={pp: 2, layers_per_stage: auto}", *windows)
-    layers = layer_work(with_windows.model)
+    layers = layers_forward_flops(with_windows.model)
     assert layers[3] > 2 * layers[0] and layers[3] == layers[7] and len(set(layers)) == 2
     assert [len(stage.layers) for stage in stages_of(with_windows)] == [4, 4]
     assert "busiest rank" in balance_line(with_windows)

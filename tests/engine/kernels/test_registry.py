@@ -16,7 +16,7 @@ import torch
 from tests.harness import compiler
 from tests.parity.cases import Case
 from tests.parity.test_step_properties import build_rank
-from triaxis.engine.checkpoint.environment import describe_layout
+from triaxis.engine.checkpoint.environment import describe_environment
 from triaxis.engine.config.activations import KernelsConfig
 from triaxis.engine.config.attention_kernels import ATTENTION_KERNELS, AttentionKernelName
 from triaxis.engine.config.attention_kinds import AttentionPattern
@@ -32,7 +32,7 @@ from triaxis.engine.kernels.registry import (
     DeviceFacts,
     Kernels,
     Trials,
-    agree,
+    agree_on_choices,
     describe,
     device_trials,
     resolve,
@@ -241,7 +241,7 @@ def agreed(by_rank: list[tuple[Choices, Trials]]) -> list[tuple[Choices, list[st
             return found
 
         choices, notes = try_out(KernelsConfig(), first, here)
-        return agree(choices, notes, lambda slower: try_out(KernelsConfig(), slower, here), tell)
+        return agree_on_choices(choices, notes, lambda slower: try_out(KernelsConfig(), slower, here), tell)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(run, range(size)))
@@ -275,7 +275,7 @@ def test_a_fall_is_printed_and_what_was_resolved_is_recorded(
     engine, batches = build_rank(0, Case("gpt", num_layers=1, dtype="bf16", attention="auto"))
     batches.close()
     assert engine.config.kernels.attention == "auto", "the configuration stays as it was asked"
-    layout = describe_layout(engine)
+    layout = describe_environment(engine)
     assert layout["kernels"] == {
         "attention": "flash",
         "elementwise": "eager",

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from triaxis.engine.pipeline.rendezvous import Call, Conflict, Message, Row, Rules, Step, Stuck, execute
+from triaxis.engine.pipeline.rendezvous import Call, Conflict, MessageEnd, Row, Rules, Step, Stuck, execute
 
-A_TO_B, B_TO_A = Message(0, 1, "x"), Message(1, 0, "y")
+A_TO_B, B_TO_A = MessageEnd(0, 1, "x"), MessageEnd(1, 0, "y")
 RING = frozenset({("p", 0, 1), ("p", 1, 0)})
 
 
-def call(*messages: Message, on: str = "p") -> Call:
+def call(*messages: MessageEnd, on: str = "p") -> Call:
     return Call(on, messages)
 
 
@@ -21,8 +21,8 @@ def after(*positions: int) -> Step:
 def one_f_one_b() -> Mapping[int, Row]:
     """1F1B on two ranks with one microbatch; the first instruction of rank 0 is an early receive of the gradient."""
     return {
-        0: [call(Message(1, 0, "g"), on="backward"), Step(), call(Message(0, 1, "x"), on="forward"), after(0)],
-        1: [call(Message(0, 1, "x"), on="forward"), after(0), after(), call(Message(1, 0, "g"), on="backward")],
+        0: [call(MessageEnd(1, 0, "g"), on="backward"), Step(), call(MessageEnd(0, 1, "x"), on="forward"), after(0)],
+        1: [call(MessageEnd(0, 1, "x"), on="forward"), after(0), after(), call(MessageEnd(1, 0, "g"), on="backward")],
     }
 
 
@@ -68,8 +68,8 @@ def test_a_step_that_waits_for_the_device_waits_for_early_receives() -> None:
 def test_one_queue_launches_nothing_behind_a_call_that_has_not_started() -> None:
     """Rank 0 has two receives on one channel; the send that would bring the first stands behind the second in its queue."""
     rows = {
-        0: [call(Message(1, 0, "a")), call(Message(1, 0, "b")), call(Message(0, 1, "x"), on="q"), after(0, 1)],
-        1: [call(Message(0, 1, "x"), on="q"), after(0), call(Message(1, 0, "a")), call(Message(1, 0, "b"))],
+        0: [call(MessageEnd(1, 0, "a")), call(MessageEnd(1, 0, "b")), call(MessageEnd(0, 1, "x"), on="q"), after(0, 1)],
+        1: [call(MessageEnd(0, 1, "x"), on="q"), after(0), call(MessageEnd(1, 0, "a")), call(MessageEnd(1, 0, "b"))],
     }
     assert execute(rows, {}) is None
     stuck = execute(rows, {}, Rules(one_queue=True))
@@ -77,7 +77,7 @@ def test_one_queue_launches_nothing_behind_a_call_that_has_not_started() -> None
 
 
 def test_another_message_than_the_peer_means() -> None:
-    conflict = execute({0: [call(A_TO_B)], 1: [call(Message(0, 1, "z"))]}, {})
+    conflict = execute({0: [call(A_TO_B)], 1: [call(MessageEnd(0, 1, "z"))]}, {})
     assert conflict == Conflict("content", (1, 0), (0, 0), "z", "x")
 
 

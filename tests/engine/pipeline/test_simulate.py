@@ -13,7 +13,7 @@ from tests.engine.pipeline.published_bubbles import Published, published_bubbles
 from triaxis.engine.errors import ScheduleError
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Schedule
-from triaxis.engine.pipeline.simulate import Costs, Timeline, simulate
+from triaxis.engine.pipeline.simulate import Costs, SimulatedTimeline, simulate
 from triaxis.engine.pipeline.text import from_text, render_timeline
 
 LARGEST_INTERLEAVED_DIFFERENCE = 0.0035
@@ -61,7 +61,7 @@ def test_a_partial_group_costs_no_more_than_a_whole_one(p: int, v: int, m: int) 
     assert span(m) <= span(whole)
 
 
-def rows_of(timeline: Timeline) -> list[list[tuple[str, float, float]]]:
+def rows_of(timeline: SimulatedTimeline) -> list[list[tuple[str, float, float]]]:
     return [[(str(each.action), each.start, each.end) for each in row] for row in timeline.intervals]
 
 

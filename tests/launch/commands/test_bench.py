@@ -20,8 +20,16 @@ from triaxis.launch.start import launcher
 from triaxis.launch.start.launcher import Request
 from triaxis.launch.start.world import Gpus
 from triaxis.launch.tuning import layouts as try_layouts
-from triaxis.launch.tuning.layouts import Failed, Measured, Memory, rank_outcomes, reason_of, try_layout, write_config
-from triaxis.launch.tuning.report import Machine, Tried, cpu_name, git_commit, to_json, to_text
+from triaxis.launch.tuning.layouts import (
+    Failed,
+    FullestRank,
+    LayoutResult,
+    rank_outcomes,
+    reason_of,
+    try_layout,
+    write_config,
+)
+from triaxis.launch.tuning.report import MachineRecord, Tried, cpu_name, git_commit, to_json, to_text
 from triaxis.models.predict.rank_memory import predicted_memory
 
 TINY = ROOT / "configs" / "gpt_tiny.yaml"
@@ -33,7 +41,9 @@ SMALL = (
     "train.global_batch_size=4",
     "train.micro_batch_size=1",
 )
-MACHINE = Machine("NVIDIA H100 80GB HBM3", 8, True, "550.54.15", {"torch": "2.13.0", "NCCL": "2.27.3"}, "0123456789ab")
+MACHINE = MachineRecord(
+    "NVIDIA H100 80GB HBM3", 8, True, "550.54.15", {"torch": "2.13.0", "NCCL": "2.27.3"}, "0123456789ab"
+)
 
 
 @pytest.mark.slow
@@ -66,8 +76,8 @@ def test_two_layouts_are_trained_and_ranked(tmp_path: Path) -> None:
     assert f"FLOPs per token = {CONVENTION}\npeak      0.001 TFLOP/s per rank (telemetry.peak_tflops)\n" in said
 
 
-def measured(tokens_per_second: float, num_ranks: int, dtype: str = "bf16") -> Measured:
-    return Measured(
+def measured(tokens_per_second: float, num_ranks: int, dtype: str = "bf16") -> LayoutResult:
+    return LayoutResult(
         config=load_config(TINY, [f"precision.dtype={dtype}"], {}),
         layout=f"tp={num_ranks} pp=1 vpp=1 dp=1",
         num_ranks=num_ranks,
@@ -79,7 +89,7 @@ def measured(tokens_per_second: float, num_ranks: int, dtype: str = "bf16") -> M
         tokens_per_second=tokens_per_second,
         model_tflops=400.0,
         mfu=400.0 / 989.4,
-        memory=Memory(rank=1, measured=3 * 2**30, predicted=2 * 2**30),
+        memory=FullestRank(rank=1, measured=3 * 2**30, predicted=2 * 2**30),
         time={"compute": 0.75, "exposed_tp": 0.2, "bubble": 0.0, "other": 0.05},
         loss=5.5,
     )
@@ -88,7 +98,7 @@ def measured(tokens_per_second: float, num_ranks: int, dtype: str = "bf16") -> M
 FAILED = Failed("tp=16", "parallel.tp = 16: too many.\nparallel.dp = 3: too odd.", 2)
 
 
-def tried(*outcomes: Measured | Failed) -> Tried:
+def tried(*outcomes: LayoutResult | Failed) -> Tried:
     return Tried(["triaxis", "bench", "x.yaml", "--layouts", "tp=2;tp=4"], "x", 20, MACHINE, outcomes)
 
 
@@ -286,7 +296,7 @@ def test_the_prediction_is_of_the_rank_that_held_most() -> None:
         TINY, ["parallel.vpp=1", "parallel.dp=1", "parallel.tp=1", "parallel.sequence_parallel=false"], {}
     )
     sizes = parallel_sizes(config)
-    assert try_layouts._memory(config, sizes, [5, 9]) == Memory(1, 9, predicted_memory(config, sizes, 1).tensors)
+    assert try_layouts._memory(config, sizes, [5, 9]) == FullestRank(1, 9, predicted_memory(config, sizes, 1).tensors)
     assert predicted_memory(config, sizes, 0).tensors != predicted_memory(config, sizes, 1).tensors
 
 

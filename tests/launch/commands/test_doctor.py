@@ -23,7 +23,7 @@ from triaxis.launch.cli import command_module, command_parser
 from triaxis.launch.commands import doctor
 from triaxis.launch.doctor.judge import judge
 from triaxis.launch.doctor.plan import AXES, data_files, folders, message_sizes, needs
-from triaxis.launch.doctor.records import Clock, Examination, GroupRate, Needs, NetworkFacts, RankFacts, RootFacts
+from triaxis.launch.doctor.records import Examination, GroupRate, Needs, NetworkFacts, NodeClock, RankFacts, RootFacts
 from triaxis.launch.doctor.report import as_json, show
 from triaxis.models.predict.traffic import expected_traffic, wire_bytes
 from triaxis.models.specs import model_specs
@@ -163,7 +163,7 @@ def test_tasks_of_srun_are_its_ranks(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "rank 0 of this SLURM step: RANK=0 WORLD_SIZE=8" in capsys.readouterr().out
 
 
-def example(clock: Clock) -> tuple[RankGrid, Examination]:
+def example(clock: NodeClock) -> tuple[RankGrid, Examination]:
     facts = tuple(
         RankFacts(
             rank=rank,
@@ -173,7 +173,7 @@ def example(clock: Clock) -> tuple[RankGrid, Examination]:
             alike={},
             network=NetworkFacts("ib0", f"10.0.0.{rank}", 200_000, ("ib0", 200_000), ()),
             roots=(RootFacts("runtime.runs_dir", "runs", True, True, "", 5 * 10**12),),
-            clock=Clock(0.0, 0.0) if rank == 0 else clock,
+            clock=NodeClock(0.0, 0.0) if rank == 0 else clock,
         )
         for rank in range(2)
     )
@@ -183,7 +183,7 @@ def example(clock: Clock) -> tuple[RankGrid, Examination]:
 
 
 def test_the_report_names_nodes_rates_and_what_to_do(tmp_path: Path) -> None:
-    grid, seen = example(Clock(-77.0, 0.001))
+    grid, seen = example(NodeClock(-77.0, 0.001))
     console = Console(width=120, record=True, file=(tmp_path / "out").open("w"))
     show(console, grid, seen, judge(seen))
     text = console.export_text()

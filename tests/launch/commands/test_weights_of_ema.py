@@ -14,7 +14,7 @@ from tests.oracle import oracle_weights
 from triaxis.engine.checkpoint.directory import find
 from triaxis.engine.checkpoint.format.manifest import TrainingState
 from triaxis.engine.checkpoint.import_weights import whole, write_checkpoint
-from triaxis.engine.checkpoint.inspect.weights import kind_of
+from triaxis.engine.checkpoint.inspect.weights import kind_to_read
 from triaxis.engine.config.tree import Config
 from triaxis.models.specs import model_specs
 
@@ -146,10 +146,10 @@ def test_a_checkpoint_without_an_average_is_refused(
 def test_a_parameter_without_gradients_has_no_average(two: Two) -> None:
     manifest = find(two.averaged).manifest
     name = "final_norm.weight"
-    assert kind_of(manifest, name, "ema") == "ema" and kind_of(manifest, name, "trained") == "master"
+    assert kind_to_read(manifest, name, "ema") == "ema" and kind_to_read(manifest, name, "trained") == "master"
     untrained = manifest.tensors[name].model_copy(update={"is_trained": False})
     changed = manifest.model_copy(update={"tensors": {**manifest.tensors, name: untrained}})
-    assert kind_of(changed, name, "ema") == "master"
+    assert kind_to_read(changed, name, "ema") == "master"
 
 
 def test_tools_show_the_average(

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from triaxis.launch.doctor.judge import judge, worst
 from triaxis.launch.doctor.phases import node_paths
 from triaxis.launch.doctor.records import (
-    Clock,
     Examination,
     Finding,
     GroupRate,
@@ -20,6 +19,7 @@ from triaxis.launch.doctor.records import (
     LimitFacts,
     Needs,
     NetworkFacts,
+    NodeClock,
     RankFacts,
     RootFacts,
 )
@@ -44,7 +44,7 @@ def rank_of(rank: int) -> RankFacts:
             f"uuid{other}" for other in range(rank // PER_NODE * PER_NODE, rank // PER_NODE * PER_NODE + PER_NODE)
         ),
         links=links_of(node) if rank % PER_NODE == 0 else {},
-        clock=Clock(0.001, 0.002) if rank % PER_NODE == 0 else None,
+        clock=NodeClock(0.001, 0.002) if rank % PER_NODE == 0 else None,
         limits=LimitFacts(None, 16 * 2**30, has_infiniband=True),
     )
 
@@ -238,7 +238,7 @@ def test_clocks() -> None:
         (0.6, 0.2, Level.OK),
         (100.0, 1.0, Level.FAIL),
     ):
-        seen = with_node(cluster(3), 1, clock=Clock(offset, precision))
+        seen = with_node(cluster(3), 1, clock=NodeClock(offset, precision))
         assert worst(judge(seen)) is level
         if level is not Level.OK:
             assert named(seen, "clocks", level) == {"host1"}

@@ -23,7 +23,7 @@ from triaxis.launch.doctor.measure import (
     path_rates,
 )
 from triaxis.launch.doctor.phases import node_paths
-from triaxis.launch.doctor.records import Clock, GroupRate, RankFacts, RootFacts, Size
+from triaxis.launch.doctor.records import GroupRate, NodeClock, RankFacts, RootFacts, Size
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ SIZES = [
 @dataclass(frozen=True, slots=True)
 class Found:
     texts: list[str]
-    clock: Clock | None
+    clock: NodeClock | None
     roots: tuple[RootFacts, ...]
     groups: list[GroupRate]
     paths: list[GroupRate]

@@ -17,7 +17,7 @@ import pyarrow.parquet as parquet
 import pytest
 import zstandard
 
-from triaxis.engine.data.corpus.findings import Findings, Kind, Reading, Vocabulary
+from triaxis.engine.data.corpus.findings import BadInput, Findings, Reading, Vocabulary
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.pieces import InputFile, ReadOptions
 from triaxis.engine.data.corpus.record import CorpusRecord
@@ -196,7 +196,7 @@ def test_a_document_that_is_too_long_is_named_and_the_next_one_is_read(tmp_path:
             reading = Reading("skip")
             pieces = list(reader_of(file.path, file.options).pieces(file, step, reading))
             found = [document.content for piece in pieces for document in documents(piece, reading)]
-            assert found == expected and reading.tally[Kind.TOO_LONG].count == 1, name
+            assert found == expected and reading.tally[BadInput.TOO_LONG].count == 1, name
 
 
 def test_names_with_dots_enter_what_is_nested(tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_what_a_tokenizer_does_to_documents_is_counted(
     assert found == [[97, 98, 256], [0, 121, 122, 256], [97, 256], [98, 256]]
     assert record.num_unknown_tokens == 1
     assert {kind: left["places"][0].rpartition(": ")[0][-6:] for kind, left in record.left_out.items()} == {
-        Kind.EMPTIED_DOCUMENT: "line 2",
-        Kind.NOT_ENCODED: "line 3",
-        Kind.OTHER_IDS: "line 7",
+        BadInput.EMPTIED_DOCUMENT: "line 2",
+        BadInput.NOT_ENCODED: "line 3",
+        BadInput.OTHER_IDS: "line 7",
     }

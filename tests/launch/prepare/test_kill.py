@@ -17,7 +17,7 @@ from triaxis.engine.data.corpus.indexed import IndexedTokens, IndexedWriter, bin
 from triaxis.engine.data.corpus.record import read_record, record_path
 from triaxis.launch.prepare import parts as parts_module
 from triaxis.launch.prepare import prepare as prepare_module
-from triaxis.launch.prepare.encode import Job
+from triaxis.launch.prepare.encode import EncodeSettings
 from triaxis.launch.prepare.parts import Done, PartWriter
 from triaxis.launch.prepare.prepare import PrepareRequest, prepare
 
@@ -173,7 +173,7 @@ def test_a_part_is_found_by_equal_bytes_alone(request_of: Callable[[str, str], P
     kept = tmp_path / "kept"
     make_part = prepare_module.make_part
 
-    def keep(unit: Any, number: int, digest: str, job: Job) -> Any:
+    def keep(unit: Any, number: int, digest: str, job: EncodeSettings) -> Any:
         part = make_part(unit, number, digest, job)
         kept.mkdir(exist_ok=True)
         for suffix in parts_module.SUFFIXES:

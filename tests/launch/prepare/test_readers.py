@@ -19,7 +19,7 @@ import pyarrow.parquet as parquet
 import pytest
 import zstandard
 
-from triaxis.engine.data.corpus.findings import Findings, Kind, Reading, Vocabulary
+from triaxis.engine.data.corpus.findings import BadInput, Findings, Reading, Vocabulary
 from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.pieces import InputFile, ReadOptions
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
@@ -164,29 +164,33 @@ def invalid_parquet(path: Path) -> None:
 
 
 GOOD = lines([f"good line {number}" for number in range(200)])
-DAMAGES: dict[str, tuple[Kind, str, str]] = {
-    "latin1.txt": (Kind.NOT_UTF8, r"latin1\.txt is no UTF-8 text: byte 3 is 0xe9", ""),
-    "latin1.jsonl": (Kind.NOT_UTF8, r"latin1\.jsonl, line 2: .*can't decode byte 0xe9", "a"),
-    "broken.jsonl": (Kind.NOT_JSON, r"broken\.jsonl, line 3: .*Each line of a \.jsonl is one document", "a"),
-    "nokey.jsonl": (Kind.NO_FIELD, r"nokey\.jsonl, line 2: it has no field 'text', but 'content'", "a"),
-    "list.jsonl": (Kind.NO_FIELD, r"list\.jsonl, line 2: it has no field 'text', but a list", "a"),
-    "number.jsonl": (Kind.NOT_TEXT, r"number\.jsonl, line 2: the field 'text' is a int, not text", "a"),
-    "digits.jsonl": (Kind.NOT_JSON, r"digits\.jsonl, line 2: a whole number has more than 4,300 digits", "a"),
-    "half.jsonl": (Kind.NOT_UNICODE, r"half\.jsonl, line 2: .*half a surrogate pair", "a"),
-    "cut.jsonl.gz": (Kind.DAMAGED_FILE, r"cut\.jsonl\.gz, line \d+: the file is damaged or truncated here", "lines"),
-    "cut.jsonl.zst": (Kind.DAMAGED_FILE, r"cut\.jsonl\.zst, line \d+: .*in the middle of a frame", "lines"),
-    "other.txt.gz": (Kind.DAMAGED_FILE, r"other\.txt\.gz is damaged or truncated \(Not a gzipped file", ""),
-    "plain.txt.gz": (Kind.OTHER_FORMAT, r"plain\.txt\.gz is not compressed", ""),
-    "cut.parquet": (Kind.DAMAGED_FILE, r"cut\.parquet is no whole parquet file", ""),
-    "page.parquet": (Kind.DAMAGED_FILE, r"page\.parquet, rows 11 to 20: they are damaged", "rows"),
-    "column.parquet": (Kind.NO_FIELD, r"column\.parquet has no column 'text', but 'content', 'id'", ""),
-    "twice.parquet": (Kind.NO_FIELD, r"twice\.parquet has 2 columns 'text'.*Rename one", ""),
-    "number.parquet": (Kind.NOT_TEXT, r"number\.parquet has the column 'text', but of int64, not of text", ""),
-    "invalid.parquet": (Kind.NOT_UTF8, r"invalid\.parquet, row 2: .*can't decode byte 0xe9", "u"),
-    "array.json": (Kind.OTHER_FORMAT, r"array\.json is a JSON array and not lines", ""),
-    "scan.txt": (Kind.NOT_UTF8, r"scan\.txt is no UTF-8 text: byte 0 is 0x89.*UTF-16.*or no text at all", ""),
-    "empty.txt": (Kind.EMPTY_FILE, r"empty\.txt is empty", ""),
-    "gone.txt": (Kind.VANISHED_FILE, r"gone\.txt vanished", ""),
+DAMAGES: dict[str, tuple[BadInput, str, str]] = {
+    "latin1.txt": (BadInput.NOT_UTF8, r"latin1\.txt is no UTF-8 text: byte 3 is 0xe9", ""),
+    "latin1.jsonl": (BadInput.NOT_UTF8, r"latin1\.jsonl, line 2: .*can't decode byte 0xe9", "a"),
+    "broken.jsonl": (BadInput.NOT_JSON, r"broken\.jsonl, line 3: .*Each line of a \.jsonl is one document", "a"),
+    "nokey.jsonl": (BadInput.NO_FIELD, r"nokey\.jsonl, line 2: it has no field 'text', but 'content'", "a"),
+    "list.jsonl": (BadInput.NO_FIELD, r"list\.jsonl, line 2: it has no field 'text', but a list", "a"),
+    "number.jsonl": (BadInput.NOT_TEXT, r"number\.jsonl, line 2: the field 'text' is a int, not text", "a"),
+    "digits.jsonl": (BadInput.NOT_JSON, r"digits\.jsonl, line 2: a whole number has more than 4,300 digits", "a"),
+    "half.jsonl": (BadInput.NOT_UNICODE, r"half\.jsonl, line 2: .*half a surrogate pair", "a"),
+    "cut.jsonl.gz": (
+        BadInput.DAMAGED_FILE,
+        r"cut\.jsonl\.gz, line \d+: the file is damaged or truncated here",
+        "lines",
+    ),
+    "cut.jsonl.zst": (BadInput.DAMAGED_FILE, r"cut\.jsonl\.zst, line \d+: .*in the middle of a frame", "lines"),
+    "other.txt.gz": (BadInput.DAMAGED_FILE, r"other\.txt\.gz is damaged or truncated \(Not a gzipped file", ""),
+    "plain.txt.gz": (BadInput.OTHER_FORMAT, r"plain\.txt\.gz is not compressed", ""),
+    "cut.parquet": (BadInput.DAMAGED_FILE, r"cut\.parquet is no whole parquet file", ""),
+    "page.parquet": (BadInput.DAMAGED_FILE, r"page\.parquet, rows 11 to 20: they are damaged", "rows"),
+    "column.parquet": (BadInput.NO_FIELD, r"column\.parquet has no column 'text', but 'content', 'id'", ""),
+    "twice.parquet": (BadInput.NO_FIELD, r"twice\.parquet has 2 columns 'text'.*Rename one", ""),
+    "number.parquet": (BadInput.NOT_TEXT, r"number\.parquet has the column 'text', but of int64, not of text", ""),
+    "invalid.parquet": (BadInput.NOT_UTF8, r"invalid\.parquet, row 2: .*can't decode byte 0xe9", "u"),
+    "array.json": (BadInput.OTHER_FORMAT, r"array\.json is a JSON array and not lines", ""),
+    "scan.txt": (BadInput.NOT_UTF8, r"scan\.txt is no UTF-8 text: byte 0 is 0x89.*UTF-16.*or no text at all", ""),
+    "empty.txt": (BadInput.EMPTY_FILE, r"empty\.txt is empty", ""),
+    "gone.txt": (BadInput.VANISHED_FILE, r"gone\.txt vanished", ""),
 }
 """File -> its fault, the message, and which documents of it are good."""
 
@@ -255,7 +259,7 @@ def test_every_damage_is_counted_and_nothing_else_is_lost(damaged: Path, tmp_pat
     assert in_frames == [f"good line {number}" for number in (*range(from_gzip), *range(200))] and from_gzip > 50
     assert len(texts) == record.num_documents == 14 + 3 + 10 + len(in_frames)
     expected: dict[str, int] = {}
-    for kind, _, _ in [*DAMAGES.values(), (Kind.NOT_TEXT, "the null of invalid.parquet", "")]:
+    for kind, _, _ in [*DAMAGES.values(), (BadInput.NOT_TEXT, "the null of invalid.parquet", "")]:
         expected[kind] = expected.get(kind, 0) + 1
     assert {kind: found["count"] for kind, found in record.left_out.items()} == expected
     places = "\n".join(place for found in record.left_out.values() for place in found["places"])
@@ -384,7 +388,7 @@ def test_a_file_that_may_not_be_read_is_named(
         make(files, tmp_path / "corpus", "stop")
     record = make(files, tmp_path / "corpus", "skip").record
     assert record.left_out == {
-        Kind.UNREADABLE_FILE: {"count": 1, "places": [f"{files[0]} may not be read by this user"]}
+        BadInput.UNREADABLE_FILE: {"count": 1, "places": [f"{files[0]} may not be read by this user"]}
     }
     assert record.num_documents == 1
 
@@ -397,7 +401,7 @@ def test_a_document_that_the_format_cannot_count_is_named(
     path.write_bytes(lines(["1234", "12345"]))
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: the document has 6 tokens, more than the format counts"):
         make((path,), tmp_path / "corpus", "stop")
-    assert make((path,), tmp_path / "corpus", "skip").record.left_out[Kind.TOO_LONG]["count"] == 1
+    assert make((path,), tmp_path / "corpus", "skip").record.left_out[BadInput.TOO_LONG]["count"] == 1
 
 
 def test_an_empty_text_leaves_no_parts(tmp_path: Path, in_process: None) -> None:

@@ -77,10 +77,10 @@ def test_the_sources_of_a_node_are_a_fact() -> None:
     assert "the source engine/train.py" in facts and len(facts) > 500
     ours, theirs = ({"host": host, "facts": {**facts}} for host in ("a", "b"))
     theirs["facts"]["the source models/gpt/block.py"] = "0" * 64
-    text = agreement.judge(ours, theirs, 8)
+    text = agreement.first_difference(ours, theirs, 8)
     assert "differ in the source models/gpt/block.py:\n  rank 0 (a): " in text and f"  rank 8 (b): {'0' * 64}" in text
 
 
 def test_files_that_change_meanwhile_are_said() -> None:
     facts = {"host": "a", "facts": {"optimizer.lr": 1}}
-    assert "files changed meanwhile" in agreement.judge(facts, facts, 3)
+    assert "files changed meanwhile" in agreement.first_difference(facts, facts, 3)

@@ -12,7 +12,7 @@ from tests.launch.report.test_report import HOSTILE, STEP, make_run, page_of
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.meters.expert_load import LoadMeter
 from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
-from triaxis.launch.report.experts import MOST_COLUMNS, MOST_EXPERTS, heat_map, load
+from triaxis.launch.report.experts import MOST_COLUMNS, MOST_EXPERTS, expert_load, heat_map
 from triaxis.launch.report.record import read_run
 
 EVEN, UNEVEN = (10, 10, 10, 10), (4, 16, 10, 10)
@@ -55,7 +55,7 @@ def test_a_large_model_and_a_long_run_stay_small(tmp_path: Path) -> None:
     experts = 3 * MOST_EXPERTS
     counts = tuple(tuple(100 + (expert == 700) * 900 for expert in range(experts)) for _ in range(40))
     run = read_run(with_experts(tmp_path / "large", [counts] * (2 * MOST_COLUMNS + 1), tuple(range(40))))
-    drawn = load(run)
+    drawn = expert_load(run)
     assert len(drawn) < 400_000 and "Each column is the fullest of 3 neighbours." in drawn
     assert "Each column is the mean of 3 steps." in drawn
     (shade,) = re.findall(r'<path class="c1" fill-opacity="1" d="([^"]*)"', drawn.split("<h3>Fullest")[0])

@@ -13,7 +13,7 @@ from triaxis.launch.slurm.allocation import Job, check_lead
 from triaxis.launch.slurm.history import History, Outcome
 from triaxis.launch.slurm.job import (
     NextAttempt,
-    Step,
+    SrunStep,
     is_out_of_time,
     judge,
     main,
@@ -293,7 +293,7 @@ def test_srun_that_does_not_end_after_a_dead_rank_is_killed(slurm: Path, capfd, 
         '#!/bin/sh\necho "srun: error: node1: task 1: Exited with exit code 1" >&2\nexec sleep 60 2>/dev/null\n'
     )
     srun.chmod(0o755)
-    step = Step(JOB)
+    step = SrunStep(JOB)
     assert step.run([str(srun)], dict(os.environ)) == -signal.SIGKILL
     assert step.report.suspects() == ["node2"], "no word was heard of its tasks"
     assert "it is killed" in capfd.readouterr().out
@@ -312,7 +312,7 @@ def test_tasks_that_outlive_a_bad_end_are_killed(slurm: Path, capfd, monkeypatch
     scancel.write_text(f'#!/bin/sh\necho "$*" >> "{slurm}/killed"\n')
     for program in (srun, scancel):
         program.chmod(0o755)
-    step = Step(JOB)
+    step = SrunStep(JOB)
     assert step.run([str(srun)], dict(os.environ)) == 137
     assert (slurm / "killed").read_text() == "--signal=KILL 31.4\n"
     assert "tasks that have not ended" in capfd.readouterr().out
@@ -387,7 +387,7 @@ def test_the_signal_before_the_time_limit_is_handed_to_srun(slurm: Path) -> None
         f"touch {slurm}/ready\nfor _ in $(seq 600); do sleep 0.05; done\n"
     )
     srun.chmod(0o755)
-    step = Step(JOB)
+    step = SrunStep(JOB)
 
     def hand_over(number: int, frame: object) -> None:
         step.on_signal(signal.SIGUSR1, None)

@@ -24,7 +24,7 @@ from triaxis.engine.errors import DataError
 from triaxis.launch.inference.evaluate import bytes_of
 from triaxis.launch.inference.text_stream import TextStream
 from triaxis.launch.prepare.prepare import PrepareRequest, look_at, plan, prepare
-from triaxis.launch.prepare.train_bpe import SMALLEST_VOCABULARY, size_to_train, train
+from triaxis.launch.prepare.train_bpe import SMALLEST_VOCABULARY, size_to_train, train_bpe
 from triaxis.models.inference.evaluate import ListedTokens
 
 VOCABULARY = 3000
@@ -340,7 +340,7 @@ def test_a_trained_tokenizer_lies_beside_its_corpus(text_file: Path, tmp_path: P
 def test_training_is_deterministic(text_file: Path) -> None:
     findings = Findings("stop")
     units = plan(look_at(PrepareRequest((text_file,), "bytes", "out"), findings), findings)
-    first, *others = [train(units, 2000, "<|end|>", "stop") for _ in range(3)]
+    first, *others = [train_bpe(units, 2000, "<|end|>", "stop") for _ in range(3)]
     assert others == [first, first]
     tokenizer = tokenizers.Tokenizer.from_str(first.decode())
     assert (tokenizer.get_vocab_size(), tokenizer.token_to_id("<|end|>")) == (2000, 0)
@@ -352,9 +352,9 @@ def test_training_reads_an_evenly_spread_sample(text_file: Path, monkeypatch: py
     monkeypatch.setattr("triaxis.launch.prepare.prepare.UNIT_BYTES", 2000)
     findings = Findings("stop")
     units = plan(look_at(PrepareRequest((text_file,), "bytes", "out"), findings), findings)
-    whole, spread = (train(chosen, 1000, None, "stop") for chosen in (units, units[::4]))
+    whole, spread = (train_bpe(chosen, 1000, None, "stop") for chosen in (units, units[::4]))
     monkeypatch.setattr("triaxis.launch.prepare.train_bpe.TRAINING_BYTES", -(-text_file.stat().st_size // 4))
-    part = train(units, 1000, None, "stop")
+    part = train_bpe(units, 1000, None, "stop")
     assert len(units) > 12 and whole != part == spread
 
 

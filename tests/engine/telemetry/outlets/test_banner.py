@@ -20,7 +20,7 @@ from triaxis.engine.telemetry.outlets.banner import End, Start, show_end, show_s
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.record.flops import cost_of_cp_imbalance
 from triaxis.engine.telemetry.record.metrics import Meter
-from triaxis.engine.telemetry.record.parameters import num_parameters
+from triaxis.engine.telemetry.record.parameters import parameters_by_module
 from triaxis.models.specs import model_specs
 
 
@@ -56,7 +56,7 @@ def show(config: Config, run: RunDirectory, start: Start | None = None, device_n
         "cpu, gloo",
         "attention: flash",
         "0.0164 GB predicted",
-        num_parameters(config.model),
+        parameters_by_module(config.model),
         listed(config),
         recompute=config.recompute,
     )
@@ -73,7 +73,7 @@ def test_the_banner_says_what_runs_and_where_it_is_written(
     assert said["device"] == "cpu, gloo, bf16"
     assert said["batch"] == str(batch_plan(config, 2))
     assert said["memory"] == "0.0164 GB predicted"
-    total = f"{sum(num_parameters(config.model).values()):,}"
+    total = f"{sum(parameters_by_module(config.model).values()):,}"
     assert said["parameters"].startswith(f"{total} counted = {total} by the formula: ")
     assert "causal" in said["FLOPs"] and "recompute: selective" in said["FLOPs"]
     assert "peak" not in said["FLOPs"], "a CPU has none"
@@ -91,7 +91,7 @@ def test_the_banner_of_a_later_attempt_says_what_has_changed(
     title, *said = show(config, later[0]).getvalue().strip().splitlines()
     assert title.endswith(", attempt 2, as before but for")
     assert all("attempt_01" in line or "results" in line for line in said), "its logs are in another folder"
-    parameters = num_parameters(config.model)
+    parameters = parameters_by_module(config.model)
     other = Start(
         config,
         batch_plan(config, 2),
@@ -124,7 +124,15 @@ def test_the_banner_describes_documents(make_config: Callable[..., Config], run:
     s = config.model.seq_length
     unequal = DocumentStatistics(s, (((s,), (s // 2, s // 2)),))
     plain = Start(
-        config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), listed(config), config.recompute
+        config,
+        batch_plan(config, 2),
+        "",
+        "cpu",
+        "",
+        "",
+        parameters_by_module(config.model),
+        listed(config),
+        config.recompute,
     )
     said = start_rows(config, run, replace(plain, documents=unequal))
     assert said["documents"] == "within, 1.5 per sample, attention FLOPs 75% of across (the first 2 samples)"
@@ -143,7 +151,15 @@ def test_the_banner_describes_imbalance_over_cp(make_config: Callable[..., Confi
     config = make_config(data=data, parallel={"cp": 2})
     s = config.model.seq_length
     start = Start(
-        config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), listed(config), config.recompute
+        config,
+        batch_plan(config, 2),
+        "",
+        "cpu",
+        "",
+        "",
+        parameters_by_module(config.model),
+        listed(config),
+        config.recompute,
     )
     documents = DocumentStatistics(s, (((s - 4, 4), (s,)),))
     work = [work_of_ranks([row], 2, windows_of(config.model)) for row in ((s - 4, 4), (s,))]
@@ -164,7 +180,9 @@ def test_the_banner_says_that_gathered_inputs_are_kept(make_config: Callable[...
     cut = {"parallel": {"tp": 2, "sequence_parallel": True}}
     kept = RecomputeConfig(gathered_inputs="keep")
     asked = make_config(**cut, recompute={"memory_gb": 70})
-    start = Start(asked, batch_plan(asked, 2), "", "cpu", "", "", num_parameters(asked.model), listed(asked), kept)
+    start = Start(
+        asked, batch_plan(asked, 2), "", "cpu", "", "", parameters_by_module(asked.model), listed(asked), kept
+    )
     assert start_rows(asked, run, start)["gathered"].endswith("kept for the backward (they fit 70 GB)")
     named = make_config(**cut, recompute={"gathered_inputs": "keep"})
     assert start_rows(named, run)["gathered"].endswith("kept for the backward")
@@ -175,7 +193,7 @@ def test_a_known_peak_comes_with_its_source_and_the_convention(
     make_config: Callable[..., Config], run: RunDirectory
 ) -> None:
     config = make_config()
-    counted, listed_here = num_parameters(config.model), listed(config)
+    counted, listed_here = parameters_by_module(config.model), listed(config)
     start = Start(config, batch_plan(config, 2), "", "", "", "", counted, listed_here, config.recompute, "cuda")
     said = start_rows(config, run, replace(start, memory="47.1 GB"), device_name="NVIDIA H200")
     assert "989.4 TFLOP/s per device" in said["FLOPs"] and "data sheet" in said["FLOPs"]
@@ -187,7 +205,15 @@ def test_a_known_peak_comes_with_its_source_and_the_convention(
 def test_a_model_that_lost_a_layer_is_not_hidden(make_config: Callable[..., Config], run: RunDirectory) -> None:
     config = make_config()
     start = Start(
-        config, batch_plan(config, 2), "", "cpu", "", "", num_parameters(config.model), listed(config), config.recompute
+        config,
+        batch_plan(config, 2),
+        "",
+        "cpu",
+        "",
+        "",
+        parameters_by_module(config.model),
+        listed(config),
+        config.recompute,
     )
     lost = replace(start, counted={**start.counted, "mlp": start.counted["mlp"] // 2})
     said = start_rows(config, run, lost)["parameters"]

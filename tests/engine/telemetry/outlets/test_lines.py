@@ -16,7 +16,7 @@ from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.timing.clocks import HostClock, StreamClock
 from triaxis.engine.telemetry.timing.marks import TimeMarks
 from triaxis.engine.telemetry.timing.step_times import StepTimes
-from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
+from triaxis.engine.telemetry.timing.timeline import RowIdentity, Timeline, merge
 from triaxis.engine.telemetry.timing.timers import has_line
 
 CPU = torch.device("cpu")
@@ -119,7 +119,7 @@ def test_a_timeline_has_its_steps_and_no_other(
     tmp_path: Path, steps_made: int, traced: list[int], on_stream: bool
 ) -> None:
     path = tmp_path / "timeline" / "attempt_00" / "rank_00000.json"
-    timeline = Timeline(range(4, 6), Row(0, 1, "alone", 0, SCHEDULE.placement), path)
+    timeline = Timeline(range(4, 6), RowIdentity(0, 1, "alone", 0, SCHEDULE.placement), path)
     run = Run(steps_made, clock=Device().clock() if on_stream else None, timeline=timeline, time_split=False)
     assert run.train() == {}
     run.times.finish()
@@ -132,7 +132,7 @@ def test_a_timeline_has_its_steps_and_no_other(
 
 def test_a_run_that_breaks_leaves_the_steps_that_were_read(tmp_path: Path) -> None:
     path = tmp_path / "timeline" / "attempt_00" / "rank_00000.json"
-    run = Run(timeline=Timeline(range(2, 11), Row(0, 1, "alone", 0, SCHEDULE.placement), path))
+    run = Run(timeline=Timeline(range(2, 11), RowIdentity(0, 1, "alone", 0, SCHEDULE.placement), path))
     run.train(until=4)
     run.times.close()
     assert [step for step in range(1, 12) if f'"step {step}"' in path.read_text()] == [2, 3, 4]
@@ -141,7 +141,7 @@ def test_a_run_that_breaks_leaves_the_steps_that_were_read(tmp_path: Path) -> No
 def test_a_row_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     in_the_way = tmp_path / "timeline"
     in_the_way.write_text("a file where a folder should be")
-    row = Row(0, 1, "alone", 0, SCHEDULE.placement)
+    row = RowIdentity(0, 1, "alone", 0, SCHEDULE.placement)
     run = Run(timeline=Timeline(range(4, 6), row, in_the_way / "attempt_00" / "rank_00000.json"))
     assert run.train() == {5: (2, 4), 10: (5, 9), 12: (10, 11)}
     run.times.finish()

@@ -28,7 +28,7 @@ from triaxis.engine.telemetry.outlets.relay import (
     STOPPED,
     WHOLE_LINE_SECONDS,
     Lines,
-    Outlet,
+    RelayQueue,
     relay,
 )
 
@@ -322,7 +322,7 @@ def test_an_outlet_that_stays_full_loses_lines_beyond_its_bound(tmp_path: Path) 
     changes: list[tuple[str, str, int]] = []
     path = tmp_path / "log"
     with path.open("wb", buffering=0) as file:
-        outlet = Outlet(file.fileno(), is_terminal=False, on_change=lambda *it: changes.append(it), most_bytes=12)
+        outlet = RelayQueue(file.fileno(), is_terminal=False, on_change=lambda *it: changes.append(it), most_bytes=12)
         with room_for(0):
             outlet.write(b"stopped\n")
             wait_until(lambda: changes)
@@ -341,7 +341,7 @@ def test_a_log_that_is_too_slow_says_so_and_does_not_name_the_terminal(tmp_path:
     room = fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)
     os.write(writing, bytes(room))
     log = LogPath(str(tmp_path / "log"), (writing,))
-    outlet = Outlet(writing, is_terminal=False, on_change=lambda *_: None, most_bytes=50, log=log)
+    outlet = RelayQueue(writing, is_terminal=False, on_change=lambda *_: None, most_bytes=50, log=log)
     for number in range(9):
         outlet.write(f"line {number}\n".encode())
     os.read(reading, room)
@@ -379,7 +379,7 @@ def test_a_terminal_that_fails_is_dropped_once() -> None:
     changes: list[Sequence[object]] = []
     reading, writing = os.pipe()
     os.close(reading)
-    outlet = Outlet(writing, is_terminal=True, on_change=lambda *it: changes.append(it), most_bytes=MOST_BYTES)
+    outlet = RelayQueue(writing, is_terminal=True, on_change=lambda *it: changes.append(it), most_bytes=MOST_BYTES)
     outlet.write(b"lost\n")
     wait_until(lambda: changes)
     outlet.write(b"lost\n")

@@ -17,7 +17,7 @@ from triaxis.engine.telemetry.record.parameters import (
     local_counts,
     module_of,
     num_active,
-    num_parameters,
+    parameters_by_module,
     round_counts,
 )
 from triaxis.models.specs import model_specs, stage_specs
@@ -57,7 +57,7 @@ def test_the_formula_equals_the_list_of_parameters_for_every_combination_of_opti
     }
     for values in product(*options.values()):
         config = model(**dict(zip(options, values, strict=True)))
-        assert num_parameters(config) == counted_by_specs(config), config
+        assert parameters_by_module(config) == counted_by_specs(config), config
 
 
 LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 14}
@@ -67,14 +67,14 @@ LATENTS = {"kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v
 @pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
 def test_latents_count_as_the_list_of_parameters(q_lora_rank: int | None, norm: str) -> None:
     config = model(bias="none", norm=norm, mla={"q_lora_rank": q_lora_rank, **LATENTS})
-    assert num_parameters(config) == counted_by_specs(config)
+    assert parameters_by_module(config) == counted_by_specs(config)
 
 
 def test_sinks_count_in_the_layers_that_have_them() -> None:
     kinds = {"layers": ["a*2", "b"], "layer_kinds": {"a": {"sinks": True}, "b": {}}}
     config, plain = model(**kinds), model()
-    assert num_parameters(config) == counted_by_specs(config)
-    assert num_parameters(config)["attention"] == num_parameters(plain)["attention"] + 3 * 4
+    assert parameters_by_module(config) == counted_by_specs(config)
+    assert parameters_by_module(config)["attention"] == parameters_by_module(plain)["attention"] + 3 * 4
 
 
 DEEPSEEK: dict[str, Any] = {
@@ -88,17 +88,17 @@ DEEPSEEK: dict[str, Any] = {
 def test_experts_count_in_the_layers_that_have_them() -> None:
     for changed in ({}, {"activation": "gelu"}, {"moe": DEEPSEEK["moe"] | {"choice_bias": False, "shared_experts": 0}}):
         config = model(**DEEPSEEK | changed)
-        assert num_parameters(config) == counted_by_specs(config)
+        assert parameters_by_module(config) == counted_by_specs(config)
 
 
 def test_tokens_ahead_have_a_layer_each_and_what_joins_it() -> None:
     for changed in ({}, {"norm": "layernorm"}, {"tie_embeddings": False}, {"activation": "gelu"}):
         config = model(**DEEPSEEK | changed | {"mtp": {"num_layers": 2}})
-        assert num_parameters(config) == counted_by_specs(config)
+        assert parameters_by_module(config) == counted_by_specs(config)
     v3 = load_config(ROOT / "configs" / "deepseek_v3.yaml").model
     alone = v3.model_copy(update={"mtp": None})
-    total, projection = sum(num_parameters(alone).values()), 2 * v3.hidden_size**2
-    unique, active = sum(num_parameters(v3).values()) - total, num_active(v3) - num_active(alone)
+    total, projection = sum(parameters_by_module(alone).values()), 2 * v3.hidden_size**2
+    unique, active = sum(parameters_by_module(v3).values()) - total, num_active(v3) - num_active(alone)
     # DeepSeek-V3's README_WEIGHTS: 671B, and 11.5B "unique" and 1.5B "activation" parameters, the projection in neither of them.
     assert (round(total / 1e9), f"{(unique - projection) / 1e9:.1f}") == (671, "11.5")
     # The head is among the latter: it is used again, and no parameter more.
@@ -119,7 +119,7 @@ def test_published_totals_of_experts_and_what_a_token_uses_of_them() -> None:
         vocab_size=32000,
         moe={"num_experts": 8, "top_k": 2, "ffn_hidden_size": 14336},
     )
-    assert sum(num_parameters(mixtral).values()) == 46_702_792_704
+    assert sum(parameters_by_module(mixtral).values()) == 46_702_792_704
     assert f"{num_active(mixtral) / 1e9:.1f}" == "12.9"
     qwen = model(
         **MOE,
@@ -132,7 +132,7 @@ def test_published_totals_of_experts_and_what_a_token_uses_of_them() -> None:
         vocab_size=151936,
         moe={"num_experts": 128, "top_k": 8, "ffn_hidden_size": 768},
     )
-    assert f"{sum(num_parameters(qwen).values()) / 1e9:.1f}" == "30.5"
+    assert f"{sum(parameters_by_module(qwen).values()) / 1e9:.1f}" == "30.5"
     assert f"{num_active(qwen) / 1e9:.2f}" == "3.35"
 
 
@@ -140,7 +140,7 @@ def test_published_totals() -> None:
     gpt = model(
         num_layers=24, hidden_size=2048, num_attention_heads=16, ffn_hidden_size=8192, seq_length=2048, vocab_size=50304
     )
-    assert f"{sum(num_parameters(gpt).values()) / 1e9:.3f}" == "1.312"
+    assert f"{sum(parameters_by_module(gpt).values()) / 1e9:.3f}" == "1.312"
     llama = model(
         num_layers=32,
         hidden_size=4096,
@@ -154,7 +154,7 @@ def test_published_totals() -> None:
         bias="none",
         tie_embeddings=False,
     )
-    assert sum(num_parameters(llama).values()) == 8_030_261_248
+    assert sum(parameters_by_module(llama).values()) == 8_030_261_248
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_shares_of_all_ranks_add_up_to_the_formula_in_every_layout(
         ]
         for module, share in local_counts(records, owners, replicas).items():
             sums[module] += share
-    assert round_counts(sums) == num_parameters(config)
+    assert round_counts(sums) == parameters_by_module(config)
 
 
 def listed_by_specs(config: ModelConfig) -> dict[str, int]:
@@ -198,7 +198,7 @@ def listed_by_specs(config: ModelConfig) -> dict[str, int]:
 
 def test_a_difference_is_named_by_module() -> None:
     config = model()
-    counted, listed = num_parameters(config), listed_by_specs(config)
+    counted, listed = parameters_by_module(config), listed_by_specs(config)
     same = comparison(counted, listed, config)
     assert same[0].partition(":")[0] == f"{sum(counted.values()):,} counted = {sum(counted.values()):,} by the formula"
 

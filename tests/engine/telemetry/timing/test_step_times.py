@@ -29,7 +29,7 @@ from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule
 from triaxis.engine.pipeline.executor import Executor
 from triaxis.engine.pipeline.lowering import lower
 from triaxis.engine.pipeline.simulate import Costs, simulate
-from triaxis.engine.pipeline.simulate import Timeline as Timing
+from triaxis.engine.pipeline.simulate import SimulatedTimeline as Timing
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import PendingResult
 from triaxis.engine.telemetry.timing.clock_offsets import NUM_ROUNDS, measure_offset
@@ -38,7 +38,7 @@ from triaxis.engine.telemetry.timing.marks import TimeMarks
 from triaxis.engine.telemetry.timing.slow_ranks import SlowRanks
 from triaxis.engine.telemetry.timing.step_times import PURPOSE, StepTimes
 from triaxis.engine.telemetry.timing.time_split import TimeSplit
-from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
+from triaxis.engine.telemetry.timing.timeline import RowIdentity, Timeline, merge
 
 pytestmark = pytest.mark.distributed
 
@@ -215,7 +215,7 @@ def train_a_gpt(rank: int, run: str) -> Measured:
     offset = measure_offset(world, CPU, clock=lambda: time.perf_counter() + skew)
     (first, *_) = world.all_gather(torch.tensor([offset.origin_seconds - skew], dtype=torch.float64), "test").wait()
     schedule = engine.schedule
-    row = Row(rank, GPT.world_size, str(topology.coordinates), topology.coordinates.pp, schedule.placement)
+    row = RowIdentity(rank, GPT.world_size, str(topology.coordinates), topology.coordinates.pp, schedule.placement)
     timeline = Timeline(TRACED, row, Path(run) / "timeline" / "attempt_00" / f"rank_{rank:05d}.json")
     times = StepTimes(EVERY_STEP, topology, schedule, marks, num_steps=NUM_STEPS, timeline=timeline)
     times.begin(0)

@@ -12,7 +12,7 @@ from triaxis.engine.pipeline.actions import Action, Kind, Placement
 from triaxis.engine.pipeline.lowering import Post, Transfer
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.timing.marks import Activity
-from triaxis.engine.telemetry.timing.timeline import Row, Timeline, merge
+from triaxis.engine.telemetry.timing.timeline import RowIdentity, Timeline, merge
 from triaxis.launch import cli
 
 
@@ -31,7 +31,7 @@ BACK = Post("backward", (Transfer("backward", 1, 0, 2, 1), Transfer("backward", 
 
 
 def write_row(run: Path, rank: int, world_size: int = 2, attempt: int = 0) -> None:
-    row = Row(rank, world_size, f"pp {rank}  host{rank}", rank, Placement(2, 3))
+    row = RowIdentity(rank, world_size, f"pp {rank}  host{rank}", rank, Placement(2, 3))
     path = run / "timeline" / f"attempt_{attempt:02d}" / f"rank_{rank:05d}.json"
     timeline = Timeline(range(7, 8), row, path)
     timeline.set_clock(1000.0, 25e-6 * rank)

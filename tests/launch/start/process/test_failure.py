@@ -9,7 +9,7 @@ import pytest
 
 from triaxis.engine.errors import ExitCode
 from triaxis.engine.resilience.hang.watch import REPORT
-from triaxis.launch.start.process.failure import LAST_LINES, RankFailure, describe, describe_hang, first_cause, rank_log
+from triaxis.launch.start.process.failure import LAST_LINES, RankFailure, describe, describe_hang, first_cause, last_log
 
 START_SECONDS = 1_000_000.0
 
@@ -51,10 +51,10 @@ def test_a_rank_without_a_log_died_before_the_others_began(tmp_path):
 
 def test_the_log_is_of_this_start(tmp_path):
     write_log(tmp_path, 3, -100.0, attempt=0)
-    assert rank_log(tmp_path, 3, START_SECONDS) is None
+    assert last_log(tmp_path, 3, START_SECONDS) is None
     assert "had not opened its log" in describe(failure(3, -9), tmp_path, START_SECONDS)
     log = write_log(tmp_path, 3, 5.0, attempt=1)
-    assert rank_log(tmp_path, 3, START_SECONDS) == log
+    assert last_log(tmp_path, 3, START_SECONDS) == log
 
 
 def test_the_end_of_the_log_is_shown(tmp_path):
@@ -87,5 +87,5 @@ def test_a_log_that_is_no_file_is_not_read(tmp_path):
     path = tmp_path / "attempt_00" / "rank_00003.log"
     path.parent.mkdir()
     os.mkfifo(path)
-    assert rank_log(tmp_path, 3, 0.0) is None
+    assert last_log(tmp_path, 3, 0.0) is None
     assert "had not opened its log" in describe(failure(3, -signal.SIGSEGV), tmp_path, 0.0)

@@ -36,7 +36,7 @@ def saved(value: Any) -> bytes:
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    chunk = megatron_writer.Written("a.weight", (2, 3), (0, 0), torch.arange(6.0).view(2, 3))
+    chunk = megatron_writer.OutgoingChunk("a.weight", (2, 3), (0, 0), torch.arange(6.0).view(2, 3))
     return megatron_writer.write_checkpoint(
         tmp_path, 7, [chunk], ["a._extra_state/shard_0_1"], {"iteration": 7}, {"x": 1}
     )

@@ -305,7 +305,7 @@ def renamed(source: Path, out: Path, change: Any) -> Path:
     chunks = []
     for old in opened.tensors:
         key, tensor = change(old, opened.read(old))
-        chunks.append(megatron_writer.Written(key, tuple(tensor.shape), (0,) * tensor.ndim, tensor))
+        chunks.append(megatron_writer.OutgoingChunk(key, tuple(tensor.shape), (0,) * tensor.ndim, tensor))
     common = {key: value for key, value in opened.common.items() if key != "args"}
     return megatron_writer.write_checkpoint(
         out, 3, chunks, [], common, {"seq_length": 12, "consumed_train_samples": 24}
