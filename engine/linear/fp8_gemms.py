@@ -1,16 +1,15 @@
-"""The GEMMs of a linear layer with FP8 operands (`products.py` says which they are).
+"""The GEMMs of a linear layer with FP8 operands (`products.py` defines the three products).
 
-Where one FP8 scale serves a whole tensor, its largest absolute value is a maximum over all ranks with a part of it: over cp, whose
-ranks have other tokens, and over tp where it is cut. Data-parallel ranks have other microbatches, with scales of their own. So the
-scales of a microbatch are the same in each layout. That maximum is a small all-reduce before the GEMM: of X once (a replayed layer
-remembers it), of dY once, of the weight once a step. Scales of blocks need none: no block is cut.
+One FP8 scale for a whole tensor follows from its largest absolute value, a maximum over all ranks that hold a part: over cp, whose
+ranks hold other tokens, and over tp if the tensor is cut. Data-parallel ranks hold other microbatches, with scales of their own. So
+the scales of a microbatch are the same in every layout. The maximum is a small all-reduce before the GEMM: once for X (a replayed
+layer remembers it), once for dY, and once a step for the weight. Scales of blocks need no all-reduce: no block is cut.
 
-With one scale the numbers that the forward reads serve the gradient of the weight as well. Where nothing else keeps X, a layer
-keeps it in FP8, 1 byte per number, as bytes. Blocks are of other numbers in X and in X^T, and X is kept in the run's dtype.
+With one scale, the forward and the weight gradient read the same FP8 numbers of X. If nothing else saves X, the layer saves these
+numbers as bytes, 1 byte each. With blocks, X and X^T are rounded differently, and X is saved in the run's dtype.
 
-Rounding is the same before and after a gather, once the scale is known. So with `precision.fp8.gather: fp8` what sequence
-parallelism gathers, X of column-parallel and dY of row-parallel layers, is rounded first and travels as bytes. The price is that
-its largest number is a maximum over tp as well.
+Once the scale is known, rounding commutes with a gather. So with `precision.fp8.gather: fp8`, sequence parallelism rounds first and
+gathers bytes: X of column-parallel layers, dY of row-parallel ones. The price: their maximum is over tp as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +32,7 @@ from triaxis.engine.linear.products import LinearForm, LinearGemms, LinearParts,
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 Scale = torch.Tensor | None
-"""The largest absolute value of a tensor that has one FP8 scale; None: it has many."""
+"""The largest absolute value of a tensor with one FP8 scale; None: its blocks have scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,11 @@ class Fp8Form(LinearForm):
         fp8: recipe and backend.
         tp: the tp axis.
         cp: the cp axis.
-        once: returns what a function returned in the forward where a layer is replayed (`SavedTensors.once`).
-        sends: what sequence parallelism gathers travels in FP8 (`precision.fp8.gather`).
-        makes_again: returns whether a part of the layer that runs is recomputed (`SavedTensors.makes_again`).
-        counts: of numbers that FP8 loses; None: nothing asks for them.
-        alone_without: the input of the layer is kept by nothing else, unless one of these parts is recomputed; None: it is.
+        once: memo of a function's result, from the forward to the layer's replay (`SavedTensors.once`).
+        makes_again: test whether the current layer recomputes a part (`SavedTensors.makes_again`).
+        sends: whether sequence parallelism gathers in FP8 (`precision.fp8.gather`).
+        counts: counts of the numbers that FP8 loses; None: they are not counted.
+        alone_without: parts whose recomputation saves the layer's input too; else this layer alone saves it. None: others save it.
     """
 
     fp8: Fp8
@@ -62,7 +61,7 @@ class Fp8Form(LinearForm):
 
     @classmethod
     def of(cls, fp8: Fp8, config: Config, topology: Topology, saved: SavedTensors) -> "Fp8Form":
-        """Make that of a run; `saved` is the policy of the rank's chunks."""
+        """Build the form for a run; `saved` is the policy of the rank's chunks."""
         counts = None
         if config.telemetry.fp8_interval is not None:
             is_first = topology.coordinates.dp == topology.coordinates.cp == 0
@@ -85,7 +84,7 @@ _NONE_YET = object()
 class Fp8Gemms(LinearGemms):
     """The GEMMs of one layer with FP8 operands.
 
-    The FP8 copies of the weights, [out, in] and [in, out] as the two GEMMs read them, are made once after each change of the
+    The FP8 copies of the weights, W [out, in] for the forward and W^T [in, out] for dX, are made once after each change of the
     weights.
     """
 
@@ -99,6 +98,7 @@ class Fp8Gemms(LinearGemms):
 
     def enter(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Operand, torch.Tensor]:
         if self._sends(region):
+            # Every rank rounds its shard before the gather, so the maximum must cover the shards of all tp ranks.
             largest = self._input_amax(x, is_cut=True)
             sent = self._as_bytes(x, largest, is_cut=True)
             whole = region.enter(sent, purpose).wait()
@@ -109,13 +109,14 @@ class Fp8Gemms(LinearGemms):
             return inputs, inputs.tensor
         largest = self._input_amax(whole, is_cut=self.parts.cuts_inputs)
         if region.keeps_gathered and self.form.fp8.recipe.is_tensorwise:
-            # What was gathered is another tensor, whoever keeps x.
+            # The gathered copy is this layer's own, whoever saves x, so the layer can keep it as bytes.
             whole = self._as_bytes(whole, largest, is_cut=self.parts.cuts_inputs)
         return Operand(whole, largest), region.kept(x, whole)
 
     def enter_again(self, kept: Operand, region: TensorParallelRegion, purpose: str) -> Pending:
         tensor = kept.tensor
         if self._sends(region) and not is_bytes(tensor):
+            # X was saved in the run's dtype: with the forward's scale it becomes the same bytes again.
             tensor = _bytes_of(self.form.fp8.activation(tensor.flatten(0, -2), kept.scale), tensor.shape)
         return region.enter_again(tensor, purpose)
 
@@ -130,7 +131,7 @@ class Fp8Gemms(LinearGemms):
         return region.leave_backward(sent, purpose), Operand(sent, largest)
 
     def whole_input(self, x: torch.Tensor) -> Operand:
-        """Return X; in FP8 as bytes, where that is all that is kept of it."""
+        """Return X, as FP8 bytes if the layer saves nothing else of it."""
         largest = self._input_amax(x, is_cut=self.parts.cuts_inputs)
         return Operand(self._as_bytes(x, largest, is_cut=self.parts.cuts_inputs) if self._is_stored() else x, largest)
 
@@ -179,7 +180,7 @@ class Fp8Gemms(LinearGemms):
         return None
 
     def copies(self) -> list[tuple[Quantised, Quantised]]:
-        """Return W and W^T in FP8, matrix by matrix; made anew where the weights have changed."""
+        """Return W and W^T in FP8, matrix by matrix; quantise them again if the weights have changed."""
         matrices, version = self.weights.complete().views, self.weights.version()
         if version != self._version:
             fp8 = self.form.fp8
@@ -194,11 +195,11 @@ class Fp8Gemms(LinearGemms):
         return self.weights.members[0].value.dtype
 
     def _sends(self, region: TensorParallelRegion) -> bool:
-        """Return whether what enters the region is sent in FP8."""
+        """Return whether the region gathers in FP8."""
         return self.form.sends and region.gathers
 
     def _is_stored(self) -> bool:
-        """Return whether the layer keeps X in FP8: one scale serves it, and nothing else keeps it."""
+        """Return whether the layer saves X in FP8: X has one scale, and nothing else saves it."""
         parts = self.form.alone_without
         is_alone = parts is not None and not any(map(self.form.makes_again, parts))
         return is_alone and self.form.fp8.recipe.is_tensorwise
@@ -207,27 +208,27 @@ class Fp8Gemms(LinearGemms):
         return self.form.once(lambda: self._largest([x], "input", over_tp=is_cut, over_cp=True))
 
     def _gradient(self, matrix: torch.Tensor, largest: Scale) -> Quantised:
-        """Return a part of dY, in the run's dtype or in FP8 as bytes, as a GEMM reads it."""
+        """Return a part of dY, given in the run's dtype or as FP8 bytes, quantised for a GEMM."""
         fp8 = self.form.fp8
         if is_bytes(matrix):
             return from_bytes(matrix, fp8.recipe.gradient, largest, fp8.fusion)
         return fp8.gradient(matrix, largest)
 
     def _as_bytes(self, x: torch.Tensor, largest: Scale, *, is_cut: bool) -> torch.Tensor:
-        """Return X [.., in] in FP8 as bytes, and count what that loses."""
+        """Convert X [.., in] to FP8 bytes, and count the numbers that are lost."""
         matrix = x.flatten(0, -2)
         rounded = self.form.fp8.activation(matrix, largest)
         self._count_inputs(matrix, rounded, is_cut=is_cut)
         return _bytes_of(rounded, x.shape)
 
     def _count_inputs(self, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count the numbers that X [n, in] loses, where a step is counted."""
+        """Count the numbers that X [n, in] loses, if the step is counted and the layer is not replayed."""
         counts = self.form.counts
         if counts is not None and counts.is_open and not counts.is_replay():
             self._count("input", matrix, rounded, is_cut=is_cut)
 
     def _count_weights(self) -> None:
-        """Count the numbers that the weights lose, once in a step that is counted."""
+        """Count the numbers that the weights lose, once in each counted step."""
         counts = self.form.counts
         if counts is None or not (counts.is_open and counts.has_weights) or self._counted_step == counts.step:
             return
@@ -237,13 +238,13 @@ class Fp8Gemms(LinearGemms):
             self._count("weight", weight, copy, is_cut=is_cut)
 
     def _count(self, role: Role, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count the numbers that an operand loses; one that is not cut is counted by the first tp rank."""
+        """Count the numbers that an operand loses; an operand that every tp rank holds whole counts on the first."""
         counts = self.form.counts
         if counts is not None and counts.is_open and (is_cut or self.form.tp.index == 0):
             counts.add(self.parts.name, role, matrix, rounded)
 
     def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
-        """Return the largest absolute value of a tensor, of which this rank has some parts; None where blocks have scales."""
+        """Compute the largest absolute value of `parts`, over tp and cp as asked; None if blocks have scales."""
         if not self.form.fp8.recipe.is_tensorwise:
             return None
         each = [self.form.fp8.amax(part) for part in parts]
@@ -255,5 +256,5 @@ class Fp8Gemms(LinearGemms):
 
 
 def _bytes_of(rounded: Quantised, shape: torch.Size) -> torch.Tensor:
-    """Return the numbers of a matrix [n, columns] as bytes [.., columns]."""
+    """Return the values of a quantised matrix [n, columns] as bytes [.., columns]."""
     return rounded.values.view(torch.uint8).view(shape)

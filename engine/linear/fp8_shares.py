@@ -1,11 +1,11 @@
 """Numbers that FP8 loses, counted per linear layer and operand on every K-th step (`telemetry.fp8_interval`).
 
-    forward     of X as the GEMM reads it, once per microbatch (not where a layer is replayed), and of W once
-    backward    of dY as the gradient of the input reads it
-    then        summed over the world and read by `triaxis.engine.telemetry.meters.fp8_shares`
+    forward     X as the GEMM reads it, once per microbatch (not in a replay), and W once
+    backward    dY as the GEMM of the input's gradient reads it
+    then        `triaxis.engine.telemetry.meters.fp8_shares` sums the counts over the world and reads them
 
-The counts are of numbers other than zero, of those among them that became zero, and of those that were clamped. Each number counts
-once over the world: what several tp ranks hold counts on the first, and weights on the first data- and context-parallel rank.
+An operand has three counts: nonzero numbers, nonzero numbers that became zero, and numbers that were clamped. Each number counts
+once over the world: a tensor that several tp ranks hold counts on the first, weights on the first data- and context-parallel rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,13 @@ _FORMATS = {each.dtype: each for each in (E4M3, E5M2)}
 
 
 def count_lost(matrix: torch.Tensor, rounded: Quantised) -> torch.Tensor:
-    """Return int64 [3]: numbers of a matrix [rows, columns] that are not zero, that became zero, and that were clamped."""
+    """Count the numbers of a matrix [rows, columns] that are not zero, became zero, and were clamped: int64 [3]."""
     (rows, columns), (down, across) = matrix.shape, rounded.inverse.shape
     size = accumulate(matrix).abs()
     is_number = size != 0
-    # Both zeros of a format have no bit but the sign.
+    # The mask drops the sign bit, the only bit that +0 and -0 may have.
     became_zero = is_number & (rounded.values.view(torch.uint8).bitwise_and(0x7F) == 0)
+    # Numbers up to `beyond` round to the largest number of the format; only larger ones are clamped.
     most = rounded.inverse * _FORMATS[rounded.values.dtype].beyond
     was_clamped = size.reshape(down, rows // down, across, columns // across) > most[:, None, :, None]
     return torch.stack([is_number.sum(), became_zero.sum(), was_clamped.sum()])
@@ -36,12 +37,12 @@ class Fp8Counts:
 
     Args:
         linears: names of the FP8 layers of the whole model, alike on every rank.
-        has_weights: this rank's weights count; other data- or context-parallel ranks have the same.
-        is_replay: returns whether a layer is computed again in the backward.
+        has_weights: whether this rank counts its weights; other data- or context-parallel ranks hold the same.
+        is_replay: test whether a layer is being recomputed in the backward.
 
     Attributes:
-        step: numbers the counted steps; weights count once in each.
-        is_open: a step is counted.
+        step: number of the counted step, from 1; weights count once in each.
+        is_open: whether the current step is counted.
     """
 
     def __init__(
@@ -56,16 +57,16 @@ class Fp8Counts:
         self._counts = torch.zeros(len(self.linears), len(ROLES), 3, dtype=torch.int64, device=device)
 
     def begin(self) -> None:
-        """Begin a step that is counted."""
+        """Begin a counted step."""
         self._counts = torch.zeros_like(self._counts)
         self.is_open = True
         self.step += 1
 
     def end(self) -> torch.Tensor:
-        """Return this rank's counts int64 [layers, operands, 3] since `begin`; nothing more is counted."""
+        """End the counted step; return this rank's counts int64 [layers, operands, 3] since `begin`."""
         self.is_open = False
         return self._counts
 
     def add(self, linear: str, role: Role, matrix: torch.Tensor, rounded: Quantised) -> None:
-        """Count a matrix and what it was rounded to."""
+        """Count the numbers that one operand of a layer lost when `matrix` became `rounded`."""
         self._counts[self._rows[linear], ROLES.index(role)] += count_lost(matrix, rounded)

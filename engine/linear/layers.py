@@ -12,12 +12,11 @@ Order of the column-parallel backward, in which communication runs under the GEM
     1. post the all-gather of X (sequence parallelism keeps only the shard of X, unless `recompute.gathered_inputs` is keep)
     2. dX = dY W                       3. post f's backward on dX
     4. dW += dY^T X                    5. wait for dX
-Where weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer gathers dY again for its own.
-The gradient of the biases is a sum of dY. What reads the layer's output makes dY, and can sum it there (`takes_bias_total`).
+If weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer gathers dY once more for its own.
+The gradient of a bias is dY summed over tokens. The consumer of Y computes dY and can sum it in that pass (`takes_bias_total`).
 
-Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`products.py`). On [s, b, in]
-torch looks at all strides, also of dimensions of size 1: for one sample with transposed tokens it makes s small GEMMs, each
-reading the weight.
+Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`products.py`). Given [s, b, in], torch
+looks at all strides, also of dims of size 1: for one sample with transposed tokens it runs s small GEMMs, each reading the weight.
 """
 
 import math
@@ -55,8 +54,8 @@ class ColumnParallelLinear(nn.Module):
     Args:
         weights: parameters [.., in], in the order of the output's columns.
         biases: one per weight, or none.
-        name: for the ledger.
-        consumer_sums_biases: what reads the output calls `takes_bias_total` in its backward, once for each of the layer's own.
+        name: label in the ledger.
+        consumer_sums_biases: whether the consumer of Y calls `takes_bias_total`, once before each backward of the layer.
     """
 
     def __init__(
@@ -96,12 +95,12 @@ class ColumnParallelLinear(nn.Module):
         return _ColumnParallel.apply(x, self)
 
     def with_gelu(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the same and its GELU, which `RowParallelLinear` reads: there its gradient is computed (`GeluGemms`)."""
+        """Return Y and its GELU; the `RowParallelLinear` that reads both computes Y's gradient (`GeluGemms`)."""
         return _ColumnParallel.apply(x, self, True)
 
     @property
     def takes_bias_total(self) -> AddTotal:
-        """Return what takes the sum of dY over its tokens, [rows], where the consumer has to make it, else None."""
+        """Return the function to call with dY's sum over tokens, [rows]; None: the consumer of Y has nothing to sum."""
         return self.gemms.add_bias_total if self.gemms.biases_are_summed_by_consumer else None
 
 
@@ -115,7 +114,7 @@ class _ColumnParallel(torch.autograd.Function):
             return layer.gemms.forward(inputs)
         assert isinstance(layer.gemms, GeluGemms)
         inner, activated = layer.gemms.forward_gelu(inputs)
-        # The gradient of both comes by `inner`: the second layer's product makes it (`RowParallelLinear.forward`).
+        # Only `inner` gets a gradient: the product of the layer that reads both computes it (`RowParallelLinear.forward`).
         ctx.mark_non_differentiable(activated)
         return inner, activated
 
@@ -127,11 +126,11 @@ class _ColumnParallel(torch.autograd.Function):
         def gather(kept: torch.Tensor) -> Pending:
             return gemms.enter_again(Operand(kept, scale), layer.region, f"{layer.name} regather")
 
-        # X is gathered before dX is reduced, both by tp's communicator, which runs calls as posted: so 4 never waits for 3.
-        # Nothing is gathered for a deferred product: the whole X would be held until its W.
+        # tp's communicator runs calls in the order in which they are posted. X goes first, so that 4 never waits for 3.
+        # A deferred product gathers when it runs: until then the rank holds its shard of X, not the whole.
         gathered = None if deferring else gather(kept)  # step 1: posted, so that it runs under the product of 2
         of_output = gemms.whole_grad(Operand(grad.contiguous()))
-        # [s, b, in], of this rank's rows: one of t partial sums, of which 3 leaves [s(/t), b, in].
+        # [s, b, in] from this rank's rows of W: one of t partial sums, which 3 reduces to [s(/t), b, in].
         grad_input = gemms.input_grad(of_output)  # 2
         reduced = layer.region.enter_backward(grad_input, f"{layer.name} backward")  # 3: runs under the product of 4
         if gathered is not None:
@@ -154,7 +153,7 @@ class RowParallelLinear(nn.Module):
     Args:
         weight: parameter whose first dim is the output.
         bias: parameter [out], held by every tp rank, or None.
-        name: for the ledger.
+        name: label in the ledger.
     """
 
     def __init__(
@@ -169,7 +168,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.weights = FusedWeights([weight], in_features=math.prod(weight.record.local_shape[1:]))
-        # The other ranks' parts of Y are added to the first one's, and so to its bias.
+        # Y is the sum of the ranks' parts: the bias must be in one of them alone.
         added = None if bias is None or region.axis.index else FusedWeights([bias], in_features=None)
         self.gemms: LinearGemms = form.gemms(
             LinearParts(name, self.weights, added, queue.kernel, cuts_inputs=True, cuts_outputs=False)
@@ -180,7 +179,7 @@ class RowParallelLinear(nn.Module):
         self.name = name
 
     def forward(self, x: torch.Tensor, gelu_of: torch.Tensor | None = None) -> torch.Tensor:
-        """Map [s, b, in on this rank] to [s(/t), b, out]; the gradient is that of `gelu_of`, where x is its GELU."""
+        """Map x [s, b, in on this rank] to [s(/t), b, out]; with x = GELU(`gelu_of`), `gelu_of` gets the gradient in place of x."""
         return _RowParallel.apply(x, self, gelu_of)
 
 
@@ -199,11 +198,11 @@ class _RowParallel(torch.autograd.Function):
         grad = grad.contiguous()
         gathered, kept = gemms.leave_backward(grad, layer.region, f"{layer.name} backward")
         if layer.bias is not None:
-            # The bias acts on this rank's part of the sequence, so this runs under the gather of dY. Under sequence parallelism the
-            # sum over tp follows later.
+            # The bias acts on this rank's part of the sequence, so this sum runs under the gather of dY. With sequence parallelism
+            # it is partial: `GradBuffers.finish` sums it over tp.
             layer.bias.add_grad(grad.sum((0, 1), dtype=accumulation_dtype(grad.dtype)))
         of_output = gemms.whole_grad(Operand(gathered.wait(), kept.scale))
-        # dX [s, b, in/t] is not reduced: from the whole dY each rank makes its own columns whole.
+        # dX [s, b, in/t] needs no reduction: each rank computes its own columns from the whole dY.
         grad_input, grad_inner = None, None
         if gelu_of is None:
             grad_input = gemms.input_grad(of_output)
@@ -211,7 +210,7 @@ class _RowParallel(torch.autograd.Function):
             assert isinstance(gemms, GeluGemms)
             grad_inner = gemms.input_grad_of_gelu(of_output, gelu_of)
         if layer.queue.deferring:
-            # Of sequence-parallel gradients the shard is kept, and gathered once more.
+            # With sequence parallelism the queue holds this rank's shard of dY, and gathers it again when the GEMM runs.
             layer.queue.defer(
                 DeferredGrad(
                     kept.tensor,
@@ -228,7 +227,7 @@ class _RowParallel(torch.autograd.Function):
 class VocabParallelEmbedding(nn.Module):
     """Word embedding, its rows cut over tp.
 
-    A rank looks up the tokens that it holds and leaves zero for the others; g adds the parts.
+    A rank looks up the tokens whose rows it holds, and puts zeros for the others; g sums the parts.
     """
 
     def __init__(self, weight: ShardedParameter, region: TensorParallelRegion) -> None:
@@ -260,14 +259,14 @@ class _VocabParallelLookup(torch.autograd.Function):
         layer: VocabParallelEmbedding = ctx.layer
         local, held = ctx.saved_tensors
         whole = layer.region.leave_backward(grad, "embedding backward").wait()
-        # Each rank has dY whole and adds its own tokens; those of others point to row 0, with zeros.
+        # Each rank has dY whole and adds it for its own tokens; for other tokens it adds zeros to row 0.
         contribution = accumulate(whole) * held.unsqueeze(-1)
         main_grad, is_first = layer.weight.bound_main_grad(), not layer.weight.has_grad
-        # Frequent tokens occur thousands of times, so their sum is wide even where main grads are narrow.
+        # Frequent tokens occur thousands of times, so they are summed in the accumulation dtype even if main grads are narrower.
         total = main_grad
         if main_grad.dtype != contribution.dtype:
             total = torch.zeros_like(main_grad, dtype=contribution.dtype)
-        # Rows without a token in this microbatch must lose the last step's gradient too.
+        # The first gradient replaces the last step's, also in rows without a token in this microbatch.
         elif is_first:
             main_grad.zero_()
         total.index_add_(0, local.flatten(), contribution.flatten(0, 1))

@@ -4,9 +4,9 @@
     gradient of the input   dX = dY W
     gradient of the weight  dW += dY^T X
 
-X [n, in] and dY [n, out] are whole over what the layer has gathered, and are cut over tp otherwise. A `LinearForm`, chosen when the
-model is built, says by what the products are computed: here by torch in the run's dtype, in `fp8_gemms.py` with FP8 operands, in
-`te_gemms.py` by Transformer Engine.
+X [n, in] and dY [n, out] are whole if the layer has gathered them; else their columns are cut over tp. A `LinearForm`, chosen when
+the model is built, selects who computes the products: torch in the run's dtype (here), FP8 GEMMs (`fp8_gemms.py`), or Transformer
+Engine (`te_gemms.py`).
 """
 
 from abc import abstractmethod
@@ -31,8 +31,8 @@ class Operand(NamedTuple):
     """X or dY, as the products of a layer read it.
 
     Attributes:
-        tensor: [.., columns], in the run's dtype or, as bytes, in FP8.
-        scale: its largest absolute value, of which one FP8 scale is made; None: it has no scale, or one for each block.
+        tensor: [.., columns] in the run's dtype, or FP8 numbers as bytes.
+        scale: largest absolute value, from which one FP8 scale is computed; None: no scale, or one for each block.
     """
 
     tensor: torch.Tensor
@@ -40,20 +40,20 @@ class Operand(NamedTuple):
 
 
 class FusedWeights:
-    """Weights of one input, stacked by rows; one matrix where they are adjacent in the flat tensor.
+    """Weights that read one input, stacked by rows; members that are adjacent in the flat tensor are one matrix.
 
-    W = [W_1; W_2; ..] with W_i [rows_i, in]. Query and key/value weights are adjacent unless the key/value heads are replicated,
-    whose gradients are in another buffer. Members are used together: each gets its gradients when the others do.
+    W = [W_1; W_2; ..] with W_i [rows_i, in]. Query and key/value weights are adjacent unless the key/value heads are replicated:
+    then they are in another buffer. Members are used together: each gets its gradients when the others do.
 
     They are joined by their place in memory, so one GEMM serves all and none is copied. One stacked parameter would be the obvious
-    way, but members may differ: replicated key/value heads are cut, summed and saved otherwise than the query. As parameters of
-    their own they keep their names and cuts, and a layout that separates them costs one GEMM more.
+    way, but members may differ: replicated key/value heads are cut, summed and saved in another way than the query. As separate
+    parameters they keep their names and cuts, and a layout that separates them costs one GEMM more.
 
-    Views of weights and main grads are made once for the tensors that members are bound to, not once for each use.
+    Views of weights and main grads are made once after each binding of the members, not at each use.
 
     Attributes:
         values: the matrices of W, as of the last `complete`.
-        all_rows: the rows of W.
+        all_rows: slice of all rows of W.
     """
 
     def __init__(self, members: Sequence[ShardedParameter], in_features: int | None) -> None:
@@ -64,13 +64,13 @@ class FusedWeights:
         self.all_rows = slice(0, sum(member.record.numel for member in self.members) // (in_features or 1))
 
     def version(self) -> int | None:
-        """Return a number that changes with the weights, as copies of them must; None where they are not bound."""
+        """Return a number that changes whenever the weights do, so that copies can follow; None: the members have no bucket."""
         if self.members[0].bucket is None:
             return None
         return sum(member.bucket.version for member in self.members if member.bucket is not None)
 
     def complete(self) -> "Matrices":
-        """Return the weights as few matrices [rows, in] (or vectors [rows]) as adjacency allows; wait for gathers under way."""
+        """Wait for all-gathers in flight; return the weights as matrices [rows, in] (biases: vectors [rows]), neighbours joined."""
         for member in self.members:
             bucket = member.bucket
             if bucket is not None and bucket.gathering is not None:
@@ -80,7 +80,7 @@ class FusedWeights:
     def accumulate(self, grad: torch.Tensor, x: Any, add: AddProduct) -> None:
         """Add a gradient to the main grads, once for each run of adjacent members, and tell their buckets.
 
-        grad is dY [n, out] and x is X [n, in], or what `add` reads; of biases, grad [out] is the gradient itself.
+        `grad` is dY [n, out] and `x` is X [n, in], in a form that `add` reads. For biases, `grad` [out] is the gradient itself.
         """
         main_grads, overwrite = self._main_grads.now(), not self.members[0].has_grad
         for matrix, rows in zip(main_grads.views, main_grads.rows, strict=True):
@@ -92,16 +92,16 @@ class FusedWeights:
 
 
 class Matrices:
-    """Views of parameters' tensors as matrices of one width (None: vectors), memory neighbours joined; kept for the same tensors.
+    """Views of parameters' tensors as matrices of one width, memory neighbours joined; cached until a parameter is bound again.
 
     Args:
         members: the parameters.
-        name: of the tensor, an attribute of each.
-        width: of the matrices.
+        name: attribute of a parameter that holds the tensor (`value` or `main_grad`).
+        width: number of columns; None: vectors.
 
     Attributes:
-        views, transposes: the matrices [rows, in] and [in, rows], after `now`.
-        rows: theirs, of W.
+        views, transposes: the matrices [rows, in] and [in, rows], valid after `now`.
+        rows: slice of W's rows in each view.
     """
 
     def __init__(self, members: Sequence[ShardedParameter], name: str, width: int | None) -> None:
@@ -114,7 +114,7 @@ class Matrices:
         self.rows: list[slice] = []
 
     def now(self) -> "Matrices":
-        """Return this object with views of the tensors that members have now."""
+        """Update the views if a member was bound again; return this object."""
         bindings = self._bindings
         for place, member in enumerate(self._members):
             if not bindings or member.num_bindings != bindings[place]:
@@ -136,7 +136,7 @@ class Matrices:
         merged = views[:1]
         for view in views[1:]:
             last = merged[-1]
-            # Offsets instead of addresses: tensors without memory (footprints) are adjacent in the same way.
+            # Offsets, not addresses: in a footprint tensors have no memory, and must be joined in the same way.
             is_one_storage = last.untyped_storage()._cdata == view.untyped_storage()._cdata
             if is_one_storage and last.storage_offset() + last.numel() == view.storage_offset():
                 merged[-1] = torch.as_strided(last, (last.shape[0] + view.shape[0], *last.shape[1:]), last.stride())
@@ -146,16 +146,16 @@ class Matrices:
 
 
 class LinearParts(NamedTuple):
-    """The parts of which the products of a layer are built.
+    """The properties of a layer from which its products are built.
 
     Attributes:
-        name: of the layer.
-        weights: which read the same input.
-        biases: of the same rows, added to Y; None: none.
-        kernel: of weight gradients.
-        cuts_inputs, cuts_outputs: X, and Y, are cut over tp.
-        sums_biases: the products add the gradient of the biases too.
-        consumer_may_sum: what reads Y calls `LinearGemms.add_bias_total` instead, unless a product makes the sum.
+        name: the layer's name.
+        weights: the weights, which read the same input.
+        biases: the biases of the same rows, added to Y; None: none.
+        kernel: kernel of the weight gradients.
+        cuts_inputs, cuts_outputs: whether X, and Y, are cut over tp.
+        sums_biases: whether the products add the gradient of the biases too.
+        consumer_may_sum: whether the consumer of Y calls `LinearGemms.add_bias_total` instead, if no product sums dY.
     """
 
     name: str
@@ -172,10 +172,10 @@ class LinearGemms:
     """The products of one layer in the run's dtype.
 
     Args:
-        makes_totals: the product of the weight gradient makes the sum of dY as well.
+        makes_totals: whether the product of the weight gradient returns the sum of dY as well.
 
     Attributes:
-        biases_are_summed_by_consumer: the gradient of the biases is left to what reads Y.
+        biases_are_summed_by_consumer: whether the consumer of Y computes the gradient of the biases.
     """
 
     def __init__(self, parts: LinearParts, *, makes_totals: bool = False) -> None:
@@ -188,24 +188,24 @@ class LinearGemms:
         self._add = partial(add_matmul, kernel=parts.kernel)
 
     def enter(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Operand, torch.Tensor]:
-        """Let X [s (/t), b, in] of a column-parallel layer enter the region; return X, and what the backward restores it from."""
+        """Let X [s (/t), b, in] of a column-parallel layer enter the region; return X, and the tensor to save for `enter_again`."""
         whole = region.enter(x, purpose).wait()
         return Operand(whole), region.kept(x, whole)
 
     def enter_again(self, kept: Operand, region: TensorParallelRegion, purpose: str) -> Pending:
-        """Restore the tensor of X [s, b, in], as `forward` has read it, from what was kept."""
+        """Restore X [s, b, in] as `forward` read it, from the saved operand."""
         return region.enter_again(kept.tensor, purpose)
 
     def leave_backward(self, grad: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Pending, Operand]:
         """Post the backward of g or g' for dY [s (/t), b, out] of a row-parallel layer.
 
         Returns:
-            The tensor of dY [s, b, out], under way, and what a deferred gradient of the weight restores it from.
+            The tensor of dY [s, b, out], in flight, and the operand from which a deferred weight gradient restores it.
         """
         return region.leave_backward(grad, purpose), Operand(grad)
 
     def whole_input(self, x: torch.Tensor) -> Operand:
-        """Return X [.., in], which this rank has whole, as `forward` reads it and the backward keeps it."""
+        """Return X [.., in] of a layer that gathers nothing, as `forward` reads it and the backward saves it."""
         return Operand(x)
 
     def whole_grad(self, grad: Operand) -> Operand:
@@ -213,7 +213,7 @@ class LinearGemms:
         return grad
 
     def forward(self, x: Operand) -> torch.Tensor:
-        """Return Y [.., out] of X [.., in]."""
+        """Compute Y [.., out] = X W^T + bias from X [.., in]."""
         tensor = x.tensor
         rows = tensor.view(-1, tensor.shape[-1])
         matrices = self.weights.complete().transposes
@@ -225,7 +225,7 @@ class LinearGemms:
         return whole.view(*tensor.shape[:-1], whole.shape[-1])
 
     def input_grad(self, grad: Operand) -> torch.Tensor:
-        """Return dX [.., in] of dY [.., out], whose columns are cut as the rows of the matrices are stacked."""
+        """Compute dX [.., in] = dY W from dY [.., out]: a sum over the matrices, each times its own columns of dY."""
         matrices, tensor = self.weights.complete().views, grad.tensor
         rows = tensor.view(-1, tensor.shape[-1])
         parts = [rows] if len(matrices) == 1 else rows.split([matrix.shape[0] for matrix in matrices], dim=-1)
@@ -235,7 +235,7 @@ class LinearGemms:
         return total.view(*tensor.shape[:-1], total.shape[-1])
 
     def add_weight_grads(self, grad: Operand, x: Operand) -> None:
-        """Add dY^T X and, unless the consumer does, the sum of dY to the main grads; dY [.., out], X [.., in]."""
+        """Add dY^T X to the main grads, and dY's sum unless the consumer does; dY [.., out], X [.., in]."""
         total = self.add_products(grad, x)
         if self._sums_biases:
             self.add_bias_total(total_of(grad.tensor) if total is None else total)
@@ -252,11 +252,11 @@ class LinearGemms:
         return None
 
     def vectors(self) -> Iterable[torch.Tensor | None]:
-        """Return a vector of biases for each matrix of the complete weights, added in its product; None for each without any."""
+        """Return the bias vector [rows] of each matrix, after `complete`; an endless row of None if there are no biases."""
         if self.biases is None:
             return repeat(None)
         vectors, matrices = self.biases.complete(), self.weights.values
-        # Biases are adjacent where their weights are, unless only some of both are frozen.
+        # Biases are joined as their weights are, unless only some members are frozen.
         if vectors.rows == matrices.rows:
             return vectors.views
         return torch.cat(vectors.views).split([matrix.shape[0] for matrix in matrices.views])
@@ -267,7 +267,7 @@ def _add_total(main_grad: torch.Tensor, total: torch.Tensor, x: None, *, overwri
 
 
 class GeluGemms(LinearGemms):
-    """Products that compute the GELU (its tanh form) between a layer and the one that reads it, in their epilogues.
+    """Products whose epilogues compute the GELU (its tanh form) between a layer and the next one.
 
     first layer     inner = X W^T + bias, activated = GELU(inner)
     second layer    d inner = dY W GELU'(inner)
@@ -275,18 +275,18 @@ class GeluGemms(LinearGemms):
 
     @abstractmethod
     def forward_gelu(self, x: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inner and activated [.., out] of X [.., in], by a layer of one matrix and its bias [out]."""
+        """Compute inner and activated [.., out] from X [.., in]; the layer has one matrix, with or without a bias [out]."""
 
     @abstractmethod
     def input_grad_of_gelu(self, grad: Operand, inner: torch.Tensor) -> torch.Tensor:
-        """Return d inner [.., in] of dY [.., out], by a layer of one matrix whose input was GELU(inner)."""
+        """Compute d inner [.., in] from dY [.., out]; the layer has one matrix, and its input was GELU(inner)."""
 
 
 class LinearForm:
-    """The form of the products of some layers: in the run's dtype."""
+    """The form in which some layers compute their products: here in the run's dtype."""
 
     def alone(self, *parts: str) -> "LinearForm":
-        """Return that of a layer whose input nothing else keeps, unless one of these parts (`recompute.modules`) is made again."""
+        """Return the form for a layer that alone saves its input, unless one of these parts (`recompute.modules`) is recomputed."""
         return self
 
     def gemms(self, parts: LinearParts) -> LinearGemms:

@@ -21,7 +21,7 @@ class TeForm(LinearForm):
 class TeGemms(GeluGemms):
     """The products of one layer by Transformer Engine.
 
-    Its operands are contiguous: where the matrices of a layer are not adjacent, their parts of dY are copied first.
+    TE wants contiguous operands: if the matrices of a layer are not adjacent, each one's columns of dY are copied first.
     """
 
     def __init__(self, parts: LinearParts, te: TransformerEngine) -> None:

@@ -15,10 +15,10 @@ class DeferredGrad:
     """The weight gradient of one layer and microbatch, still to be computed.
 
     Attributes:
-        part: an operand as this rank keeps it; with sequence parallelism its shard [s/t, b, h].
-        gather: posts what makes it whole, [s, b, h].
+        part: one operand as this rank saved it; with sequence parallelism its shard [s/t, b, h].
+        gather: function that posts the gather of `part` to [s, b, h].
         other: the other operand, whole.
-        add: computes the gradient from the whole operand and the other one.
+        add: function of the gathered operand and the other one, which adds their product to the main grads.
     """
 
     part: torch.Tensor
@@ -34,7 +34,7 @@ class WeightGradQueue:
 
     Args:
         kernel: kernel of the GEMMs.
-        on_kept: called with each operand that waits.
+        on_kept: observer of each operand that waits.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class WeightGradQueue:
     def defer(self, work: DeferredGrad) -> None:
         """Keep work for `take`."""
         assert self.deferring
-        # Otherwise the operands would keep the graph of the backward, and with it the stage's input and its gradient.
+        # Detached: with their autograd graph the operands would hold the stage's input and its gradient.
         part, other = work.part.detach(), work.other.detach()
         self._on_kept(part)
         self._on_kept(other)
@@ -64,7 +64,7 @@ class WeightGradQueue:
 
 @torch.no_grad()
 def add_deferred(work: list[DeferredGrad]) -> None:
-    """Compute weight gradients, and empty the list; an operand is gathered under the GEMM before its own."""
+    """Compute the weight gradients and empty the list; each operand is gathered while the GEMM before its own runs."""
     gathers = [each.gather(each.part) for each in work[:1]]
     while work:
         gathers += [each.gather(each.part) for each in work[1:2]]
