@@ -2,18 +2,18 @@
 
     whole     logits = X W^T [s b, V/t] are computed once and kept for the backward        (`ColumnParallelLinear`, then
               `vocab_parallel_cross_entropy`)
-    chunked   logits of n tokens at a time, recomputed in the backward: one GEMM of the head more
+    chunked   logits of n tokens at a time, recomputed in the backward at the price of one more GEMM of the head
 
 With a vocabulary of 128,256 and 8,192 tokens the logits are 2.1 GB in bf16, as much as all 32 layers of Llama-3-8B keep with
 full recomputation; those of 1,024 tokens are 263 MB.
 
-The collectives are those of the whole form: rank i sums exp(z - m_i) to S_i, with m_i the largest logit of its own columns;
-when the largest of all, m, is known, sum_i exp(m_i - m) S_i is the sum over the vocabulary.
+The collectives are those of the whole form. Rank i computes S_i, the sum of exp(z - m_i), with m_i the largest logit of its own
+columns. Once the global maximum m is known, sum_i exp(m_i - m) S_i is the sum over the vocabulary.
 
-Backward, in this order, so that communication runs under a GEMM where one is left:
+Order of the backward, in which the reduction of dX runs under the last GEMM:
     1. all-gather X (sequence parallelism keeps only the shard of X, as in `linear/layers.py`), wait for it
-    2. for each n tokens: logits again, their gradient dY in place, dX = dY W; dW += dY^T X
-    3. before the last dW: post the backward of f on dX; wait for it after
+    2. for each n tokens: recompute the logits, write their gradient dY over them, dX = dY W, dW += dY^T X
+    3. before the last dW: post the backward of f on dX; wait for it after the last dW
 """
 
 from typing import Any
@@ -39,9 +39,9 @@ def chunked_head_losses(
     fusion: Fusion = EAGER,
     options: LogitOptions = PLAIN_LOGITS,
 ) -> torch.Tensor:
-    """Return the cross-entropy per token from the input of the head; its gradient is also the z-loss's.
+    """Compute the cross-entropy per token from the input of the head; the backward adds the z-loss's gradient.
 
-    The weight's gradient is added in the backward itself: to defer it, as some schedules do, all logits' gradients would be kept.
+    The weight's gradient is never deferred, as some schedules ask: that would keep the gradients of all logits.
 
     Args:
         x: [s(/t), b, h], the input of the head.
@@ -50,7 +50,7 @@ def chunked_head_losses(
         vocab_size: V, without padding.
         tokens_at_a_time: n, at most s b.
         fusion: runs the passes over the logits.
-        options: of the logits.
+        options: divisor, softcap and z-loss of the logits.
 
     Returns:
         [s, b] in the accumulation dtype; the same on every tp rank.
@@ -79,6 +79,7 @@ class _ChunkedHead(torch.autograd.Function):
         starts = range(0, len(inputs), tokens_at_a_time)
         pieces = [slice(start, min(start + tokens_at_a_time, len(inputs))) for start in starts]
         of_pieces = []
+        # A piece's exponentials are relative to its own maximum on this rank: the global one is known after the last piece only.
         for rows in pieces:
             logits = F.linear(inputs[rows], matrix)
             options.shape_(logits, fusion)
@@ -87,6 +88,7 @@ class _ChunkedHead(torch.autograd.Function):
         mine = torch.cat([here for here, _ in of_pieces])
         sums = torch.cat([sums for _, sums in of_pieces], dim=1)
         largest = axis.all_reduce(mine.clone(), f"{CROSS_ENTROPY} max", op="max").wait()
+        # Relative to the global maximum from here on: exp(z - mine) exp(mine - largest) = exp(z - largest).
         sums[0] *= (mine - largest).exp_()
         sums = axis.all_reduce(sums, f"{CROSS_ENTROPY} sums").wait()
         log_sum = sums[0].log() + largest
@@ -112,6 +114,7 @@ class _ChunkedHead(torch.autograd.Function):
                 ctx.options.shape_(logits, ctx.fusion)
                 at[rows].write_gradient(logits, log_sum[rows], grad[rows], ctx.fusion, ctx.options)
                 torch.mm(logits, matrix, out=grad_inputs.flatten(0, 1)[rows])
+                # dX is complete, and one GEMM is left to hide its reduction.
                 if rows is ctx.pieces[-1]:
                     reduced.append(head.region.enter_backward(grad_inputs, f"{head.name} backward"))
                 is_first = overwrite and rows is ctx.pieces[0]

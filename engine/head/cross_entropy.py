@@ -2,12 +2,12 @@
 
     loss = log(sum_v exp(z_v)) - z_target          d loss / d z_v = exp(z_v) / sum_u exp(z_u) - [v = target]
 
-Three numbers per token cross the tp axis: the largest logit (max, for stability), then the sum of exponentials with the target's
+Three numbers per token cross the tp axis: the largest logit (max, for stability), then the sum of exponentials and the target's
 logit. Columns past the vocabulary (padding) are left out of the softmax and get gradient zero.
 
-Exponentials are wider than logits and as many, so all of them never exist at once: eager code makes them for some tokens at a time,
-compiled code keeps them in registers. The backward recomputes the softmax from the logits and the logarithm of the sum, [s, b], and
-writes the gradient over the logits. `triaxis.engine.head.chunked_head` keeps no logits either.
+Exponentials are as many as logits, in a wider dtype, so they never all exist at once: eager code computes them for some tokens at a
+time, compiled code keeps them in registers. The backward recomputes the softmax from the logits and the logarithm of the sum,
+[s, b], and writes the gradient over the logits. `triaxis.engine.head.chunked_head` does not even save the logits.
 """
 
 from dataclasses import dataclass
@@ -30,16 +30,16 @@ def vocab_parallel_cross_entropy(
     fusion: Fusion = EAGER,
     options: LogitOptions = PLAIN_LOGITS,
 ) -> torch.Tensor:
-    """Return the cross-entropy per token; its gradient is also the z-loss's, which the value leaves out.
+    """Compute the cross-entropy per token, without the z-loss; the backward adds the z-loss's gradient.
 
     Args:
-        logits: [s, b, V_padded / t], this rank's columns of the head's product, contiguous. They become the logits, and in the
-            backward their gradient.
+        logits: [s, b, V_padded / t], this rank's columns of the head's product, contiguous. The forward writes the logits over
+            them, the backward the gradient.
         targets: int64 [s, b], ids below `vocab_size`.
         axis: the tp axis.
         vocab_size: V, without padding.
         fusion: runs the passes over the logits.
-        options: of the logits.
+        options: divisor, softcap and z-loss of the logits.
 
     Returns:
         [s, b] in the accumulation dtype; the same on every tp rank.
@@ -62,7 +62,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         options.shape_(logits, fusion)
         flat = logits.view(-1, logits.shape[-1])
         at = LocalTargets.of(targets, axis, flat.shape[1], vocab_size)
-        # [tokens], then [2, tokens] for both sums at once. Nothing runs under these calls: each is what the next line needs.
+        # [tokens], then [2, tokens] for both sums at once. Nothing can run under these calls: the next line needs the result.
         largest = axis.all_reduce(at.largest(flat), f"{CROSS_ENTROPY} max", op="max").wait()
         sums = axis.all_reduce(at.sums(flat, largest, fusion), f"{CROSS_ENTROPY} sums").wait()
         log_sum = sums[0].log() + largest
@@ -74,7 +74,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None, None]:
         logits, log_sum, local, held = ctx.saved_tensors
-        # No collective: log_sum is that of the whole vocabulary, and a rank's columns need nothing else of the others.
+        # No collective: log_sum covers the whole vocabulary, and this rank's columns need nothing else from other ranks.
         # The logits are written over, so a second backward of this graph would read gradients.
         flat = logits.view(-1, logits.shape[-1])
         LocalTargets(local, held, ctx.real).write_gradient(flat, log_sum, grad.flatten(), ctx.fusion, ctx.options)
@@ -86,9 +86,9 @@ class LocalTargets:
     """Targets relative to this rank's columns, for some tokens' logits [tokens, columns].
 
     Attributes:
-        local: int64 [tokens], the column of the target; 0 where another rank holds it.
-        held: bool [tokens], whether this rank holds it.
-        real: columns of this rank inside the vocabulary. Padding is at the end, so the last ranks may have none.
+        local: int64 [tokens], column of the target; 0 if another rank holds it.
+        held: bool [tokens], whether this rank holds the target's column.
+        real: number of this rank's columns inside the vocabulary. Padding is at the end, so the last ranks may have none.
     """
 
     local: torch.Tensor
@@ -97,7 +97,7 @@ class LocalTargets:
 
     @classmethod
     def of(cls, targets: torch.Tensor, axis: Axis, columns: int, vocab_size: int) -> "LocalTargets":
-        """Build them from ids of any shape, flattened; `columns` counts each rank's, padding included."""
+        """Build the targets from ids of any shape, flattened; `columns` is the number on each rank, padding included."""
         first = axis.index * columns
         real = min(max(vocab_size - first, 0), columns)
         local = targets.reshape(-1) - first
@@ -109,15 +109,15 @@ class LocalTargets:
         return LocalTargets(self.local[rows], self.held[rows], self.real)
 
     def largest(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the largest logit of each token, [tokens] in the accumulation dtype; its minimum on a rank of padding."""
-        # The largest of narrow numbers is one of them: widening it alone is exact.
+        """Return each token's largest logit, [tokens] in the accumulation dtype; the dtype's minimum if all columns are padding."""
+        # The maximum is one of the narrow numbers, so it is exact to widen the maximum alone.
         if self.real:
             return accumulate(logits[:, : self.real].amax(-1))
         wide = accumulation_dtype(logits.dtype)
         return logits.new_full(self.local.shape, torch.finfo(wide).min, dtype=wide)
 
     def sums(self, logits: torch.Tensor, largest: torch.Tensor, fusion: Fusion) -> torch.Tensor:
-        """Return this rank's part of the sum of exp(z - largest) and of the target's logit, [2, tokens]."""
+        """Compute this rank's part of two sums, [2, tokens]: of exp(z - largest), and of the target's logit."""
         sums = largest.new_zeros((2, len(largest)))
         if self.real:
             z = logits[:, : self.real]
@@ -141,7 +141,7 @@ class LocalTargets:
             shape = options.divisor, options.softcap, options.z_loss
             fusion(_write_gradient)(z, log_sum, self.local, self.held, grad, *shape)
         elif self.real:
-            # Subtracts [v = target]. A token of another rank has column 0 here, and adds nothing to it.
+            # -1 at the target's column. A token whose target another rank holds adds zero to column 0.
             ones = self.held.to(grad.dtype).neg_().unsqueeze(-1)
             for rows in chunks(z):
                 softmax = _exp_of_difference(z[rows], log_sum[rows])
@@ -153,7 +153,7 @@ class LocalTargets:
                 z[rows] = (
                     softmax if options.is_plain else softmax.mul_(slope(z[rows], options.divisor, options.softcap))
                 )
-        # The products that follow read all columns, and padding has no part in the loss.
+        # Padding has no part in the loss, and the GEMMs that follow read all columns.
         logits[:, self.real :].zero_()
 
 
@@ -172,7 +172,7 @@ def _write_gradient(
     softcap: float | None,
     z_loss: float,
 ) -> None:
-    """Write the gradient over z [tokens, v]. In one compiled pass comparing every column costs nothing."""
+    """Write the gradient over z [tokens, v]; in one compiled pass, comparing every column with the target costs nothing."""
     columns = torch.arange(z.shape[1], device=z.device)
     is_target = (columns == local.unsqueeze(-1)) & held.unsqueeze(-1)
     softmax = _exp_of_difference(z, log_sum)

@@ -1,4 +1,4 @@
-"""The way from the head's product y to the logits z = c tanh(y / (d c)), and the weight of their z-loss."""
+"""The logits z = c tanh(y / (d c)) from the head's product y, and the weight of their z-loss."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from triaxis.engine.kernels.fusion import Fusion
 from triaxis.engine.numerics.precision import accumulate
 
 CHUNK_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**18, "cuda": 2**25})
-"""Wide elements at a time, by device: on a CPU those that fit a core's cache, on a GPU enough for few kernels."""
+"""Elements of a chunk, by device: few enough on a CPU for a core's cache (in the wide dtype), on a GPU enough for few kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class LogitOptions:
     """The options of a model's logits.
 
     Attributes:
-        divisor: d, of what the head computes (Granite's `logits_scaling`).
+        divisor: d, the divisor of the head's product (Granite's `logits_scaling`).
         softcap: c of z = c tanh(y / (d c)) (Gemma 2, 2408.00118); None: z = y / d.
-        z_loss: factor of log(sum_v exp(z_v))^2 in what is trained (PaLM, 2204.02311, section 5).
+        z_loss: factor of log(sum_v exp(z_v))^2 in the trained loss (PaLM, 2204.02311, section 5).
     """
 
     divisor: float = 1.0
@@ -29,7 +29,7 @@ class LogitOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether logits are what the head computes."""
+        """Return whether the logits are the head's product itself."""
         return self.divisor == 1 and self.softcap is None
 
     def shape_(self, y: torch.Tensor, fusion: Fusion) -> None:

@@ -20,12 +20,12 @@ from triaxis.engine.numerics.hashing import key64
 
 @dataclass(frozen=True, slots=True)
 class DropoutKeys:
-    """The microbatch's part of the hash.
+    """The inputs of the hash that one microbatch fixes.
 
     Attributes:
-        seed: of the run.
-        sample_ids: the consumed-sample index of each of its b samples.
-        positions: int64 [b, s/cp], the place of each token in its sample; None: 0 .. s - 1.
+        seed: the run's seed.
+        sample_ids: consumed-sample index of each of the b samples.
+        positions: int64 [b, s/cp], the position of each token in its sample; None: 0 .. s - 1.
     """
 
     seed: int
@@ -33,11 +33,11 @@ class DropoutKeys:
     positions: torch.Tensor | None = None
 
     def rows(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the place of each of `length` tokens in its sample: int64 [length, 1], or [length, b] where samples differ."""
+        """Return the position of each of `length` tokens in its sample: int64 [length, 1], or [length, b] if samples differ."""
         return torch.arange(length, device=device).unsqueeze(1) if self.positions is None else self.positions.t()
 
     def site(self, name: str) -> list[int]:
-        """Return one 64-bit key per sample for the dropout site `name` (which carries the global layer number)."""
+        """Compute one 64-bit key per sample for the dropout site `name`, which contains the global layer number."""
         return [key64(f"{self.seed}/{sample}/{name}") for sample in self.sample_ids]
 
 
@@ -61,7 +61,7 @@ def dropout(
         positions: int64, broadcastable to x: index of each element in the whole (unsharded) activation of one sample.
         batch_dim: the dim of x that runs over samples.
         fusion: runs the kernel.
-        residual: of x's shape.
+        residual: tensor of x's shape to add, or None.
     """
     if p == 0.0:
         return x if residual is None else residual + x

@@ -1,9 +1,9 @@
-"""Activations that enter the region of tensor parallelism by themselves, without the product of a layer.
+"""Activations that enter the tensor-parallel region outside of a linear layer.
 
     x [s(/t), b, n] --f--> [s, b, n]        backward: the sum over tp, on this rank's part of the sequence
 
-Column-parallel layers enter within their own function, beside their GEMMs. The latents of latent attention are needed before one:
-context parallelism gathers them further, and what is generated is cached from them. Around them are layers that nothing enters.
+A column-parallel layer lets its input enter in its own function, beside its GEMMs. The latents of latent attention must be whole
+earlier: context parallelism gathers them further, and decoding caches them. The layers around them use `outside_of` the region.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 
 def entered(x: torch.Tensor, region: TensorParallelRegion, name: str) -> torch.Tensor:
-    """Return x [s(/t), b, n] as every tp rank has it whole, [s, b, n]; `name` is for the ledger."""
+    """Let x [s(/t), b, n] enter the region: [s, b, n], whole on every tp rank; `name` is its label in the ledger."""
     return _Entered.apply(x, region, name)
 
 
@@ -28,18 +28,18 @@ class _Entered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # A reduction may be in place, and others may hold this gradient.
+        # An all-reduce is in place, and other nodes may hold this gradient; a reduce-scatter only reads it.
         own = grad.contiguous() if ctx.region.sequence_parallel else grad.clone(memory_format=torch.contiguous_format)
         return ctx.region.enter_backward(own, f"{ctx.name} backward").wait(), None, None
 
 
 def outside_of(region: TensorParallelRegion) -> TensorParallelRegion:
-    """Return the form of a layer that nothing enters: its weight is whole on all tp ranks, or its input has entered before."""
+    """Return the region of a layer whose input does not enter: the weight is whole on all tp ranks, or the input entered before."""
     return _Outside(region.axis, region.sequence_parallel, cuts_entered=region.sequence_parallel)
 
 
 class _Outside(TensorParallelRegion):
-    """Activations stay as they are, in the forward and the backward."""
+    """The region of a layer whose input does not enter: activations stay as they are, in the forward and the backward."""
 
     @property
     def gathers(self) -> bool:

@@ -5,13 +5,13 @@ Without sequence parallelism (1909.08053, figure 3) activations outside the regi
     f   enter: identity          backward: all-reduce
     g   leave: all-reduce        backward: identity
 
-With it (2205.05198, figure 5) they are cut along the sequence, dim 0 of [s, b, h], and each all-reduce becomes its halves:
+With it (2205.05198, figure 5) they are cut along the sequence, dim 0 of [s, b, h], and each all-reduce is split in its two halves:
 
     f'  enter: all-gather        backward: reduce-scatter
     g'  leave: reduce-scatter    backward: all-gather
 
 The weight's gradient needs the gathered input of f' again. Either this rank keeps only its own part and gathers once more in the
-backward (2205.05198, section 4.2.2), or it keeps the whole: (1 - 1/t) w b s h more bytes, one all-gather less.
+backward (2205.05198, section 4.2.2), or it keeps the whole: (1 - 1/t) w b s h more bytes (w per number), one all-gather less.
 
 The layers call these verbs from their own autograd functions, because the backward of `enter` runs under the weight-gradient GEMM:
 post it, run the GEMM, wait for it.
@@ -31,9 +31,9 @@ class TensorParallelRegion:
 
     Attributes:
         axis: the tp axis.
-        sequence_parallel: activations outside the region are cut along the sequence.
-        keeps_gathered: gathered inputs are kept whole for the backward.
-        cuts_entered: what has entered is still cut over tp.
+        sequence_parallel: whether activations outside the region are cut along the sequence.
+        keeps_gathered: whether gathered inputs are saved whole for the backward.
+        cuts_entered: whether activations are still cut over tp after they entered.
     """
 
     axis: Axis
@@ -43,7 +43,7 @@ class TensorParallelRegion:
 
     @property
     def gathers(self) -> bool:
-        """Return whether what enters is gathered from other ranks."""
+        """Return whether `enter` gathers from other ranks."""
         return self.sequence_parallel and self.axis.size > 1
 
     def enter(self, x: torch.Tensor, purpose: str) -> Pending:

@@ -1,7 +1,7 @@
-"""Norms of the residual stream and of heads: a branch may be added first, in one function (`engine/kernels/norms.py`).
+"""Norms of the residual stream, to which one function may add a branch first (`engine/kernels/norms.py`).
 
-The weights' gradients go to their main grads, as those of linear layers do. They are partial sums over the sequence where this rank
-has a part of it; that sum follows with the other reductions.
+The weights' gradients go to their main grads, as in linear layers. With sequence parallelism they are partial sums over this rank's
+part of the sequence; `GradBuffers.finish` sums them over tp.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ class Norm(nn.Module):
     """A norm over the last dim.
 
     Args:
-        kernel: computes it.
-        weights: [h] each, in the order in which the kernel takes them.
-        factor: of the branch.
+        kernel: kernel of the norm.
+        weights: weights [h], in the kernel's order.
+        factor: factor of the branch.
     """
 
     def __init__(self, kernel: NormKernel, weights: Sequence[ShardedParameter], factor: float = 1.0) -> None:
@@ -32,7 +32,7 @@ class Norm(nn.Module):
     def forward(
         self, x: torch.Tensor, branch: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x [.., h], or y = x + factor branch and the norm of y."""
+        """Normalise x [.., h]; with a branch, return y = x + factor branch and the norm of y."""
         if branch is None:
             return self.kernel(x, *[weight.tracked() for weight in self.weights])
         return _AddedAndNormalised.apply(x, branch, self)
@@ -46,7 +46,7 @@ class _AddedAndNormalised(torch.autograd.Function):
         weights = [weight.weight() for weight in norm.weights]
         y, normalised, *statistics = norm.kernel.add_and_norm(x, branch, norm.factor, norm.kernel.eps, *weights)
         ctx.norm, ctx.weights = norm, weights
-        # Saved as an output, y would be a new view here and another one in the backward.
+        # Detached: a saved output would become a new view of y here, and another one in the backward.
         ctx.save_for_backward(y.detach(), *statistics)
         return y, normalised
 
@@ -60,4 +60,5 @@ class _AddedAndNormalised(torch.autograd.Function):
         )
         for weight, of_weight in zip(norm.weights, grads, strict=True):
             weight.add_grad(of_weight)
+        # With factor 1 the gradients of x and of the branch are one tensor.
         return grad_x, grad_x if grad_branch is None else grad_branch, None

@@ -1,10 +1,10 @@
-"""A parameter as a layer uses it: this rank's weight, its main grad, and the bucket that both are in.
+"""A parameter as a layer uses it: this rank's weight, its main grad, and the bucket that holds both.
 
 A `ShardedParameter` starts on the meta device from its record; later a grad buffer binds it to its place in two flat
 tensors (`bind`):
 
     parameters  (run dtype)           [ .. q | kv | proj | up | down .. ]     all-gathered after the optimizer step
-    main grads  (accumulation dtype)  [ .. q | kv | proj | up | down .. ]     reduce-scattered before it
+    main grads  (accumulation dtype)  [ .. q | kv | proj | up | down .. ]     reduce-scattered before the step
 
 Autograd never stores a gradient. The function that computes one adds it to the main grad and tells the bucket (`add_grad`). The
 first gradient of a step overwrites the last step's (`has_grad`), so main grads are never zeroed. A weight-gradient GEMM may be
@@ -25,8 +25,8 @@ class ParameterBucket(Protocol):
     """The bucket of a parameter (`triaxis.engine.optimizer.grad_buffer.Bucket`).
 
     Attributes:
-        gathering: the all-gather of its weights, under way; None: they are complete.
-        version: how often they were gathered, after each update and when they are loaded.
+        gathering: the all-gather of its weights in flight; None: the weights are complete.
+        version: number of gathers, one after each update and one after loading.
     """
 
     gathering: Pending | None
@@ -39,18 +39,19 @@ class ParameterBucket(Protocol):
 class ShardedParameter(nn.Module):
     """One rank's part of one parameter.
 
-    It is a module and no `nn.Parameter`, because `bind` replaces the tensor: layers keep this object, and get the weight from it at
+    It is a module, not an `nn.Parameter`, because `bind` replaces the tensor: layers keep this object and get the weight from it at
     each use. `weight` waits for the all-gather that fills it, so layers know nothing of buffers. A hook of autograd would be given
     each gradient as a tensor of its own; here the GEMM that computes it can add to the main grad itself.
 
     Attributes:
         record: name, shape, box and replicas.
         value: the weight, of `record.local_shape` in the run's dtype; a leaf whose `.grad` is never used.
-        main_grad: accumulated gradient of that shape in the accumulation dtype; None before `bind`, and where layers add none.
-        num_uses: layers that use it. A tied embedding on one stage has two; each microbatch brings a gradient from both.
-        bucket: counts added gradients, and completes the weights; None before `bind`, and where the weight alone is bound.
-        has_grad: the main grad has a gradient of this step; else the next one overwrites it.
-        num_bindings: how often `bind` was called; views of the tensors are made anew afterwards.
+        main_grad: accumulated gradient of that shape, in the accumulation dtype or narrower (`precision.gradients`); None before
+            `bind`, and if layers add none.
+        num_uses: number of layers that use it. A tied embedding on one stage has two; each adds a gradient per microbatch.
+        bucket: counter of added gradients, which also completes the weights; None before `bind`, and if only the weight is bound.
+        has_grad: whether the main grad has a gradient of this step; if not, the next one overwrites it.
+        num_bindings: number of `bind` calls; holders of views make new ones after each.
     """
 
     def __init__(self, record: ParamRecord, dtype: torch.dtype) -> None:
@@ -66,7 +67,7 @@ class ShardedParameter(nn.Module):
     def bind(
         self, value: torch.Tensor, main_grad: torch.Tensor | None = None, bucket: ParameterBucket | None = None
     ) -> None:
-        """Use these views of the flat tensors from now on."""
+        """Use these views of the flat tensors as weight and main grad from now on."""
         self.main_grad = main_grad
         self.bucket = bucket
         self.num_bindings += 1

@@ -2,9 +2,9 @@
 
     y = x g / sqrt(S / n + eps)      S: squares of all n elements of a token's queries (or keys)
 
-S is a sum over tp: one all-reduce of [s, b, 2], queries and keys in one, and in the backward one of its gradients. The rest is
-local to a rank's heads, so it can be recomputed without communication. Where a key head has replicas, each rank counts 1/replicas
-of its squares: the gradients of replicas add up to the head's.
+S is summed over tp by one all-reduce of [s, b, 2] for queries and keys together; the backward has one for its gradient. The rest
+is local to a rank's heads, so it can be recomputed without communication. If a key head has replicas, each counts 1/replicas of its
+squares: then the gradients of the replicas add up to the head's.
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ from triaxis.engine.numerics.precision import accumulate
 
 
 def squares(q: torch.Tensor, k: torch.Tensor, axis: Axis, replicas: int, fusion: Fusion) -> torch.Tensor:
-    """Return the sums of squares of all query heads and of all key heads.
+    """Compute the sums of squares of all query heads and of all key heads.
 
     Args:
-        q: [s, b, heads / t, d], this rank's.
-        k: [s, b, kv_heads / t, d], this rank's, at least one head.
+        q: [s, b, heads / t, d], this rank's queries.
+        k: [s, b, kv_heads / t, d], this rank's keys, at least one head.
         axis: the tp axis.
-        replicas: ranks that hold each key head.
+        replicas: number of ranks that hold each key head.
         fusion: runs the local parts.
 
     Returns:
@@ -44,6 +44,7 @@ class _Squares(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        # dS on a rank comes from its own heads, but its squares are in the S of every rank.
         whole = ctx.axis.all_reduce(grad.clone(), f"{QK_NORM} backward").wait()
         grad_q, grad_k = ctx.fusion(_local_squares_backward)(*ctx.saved_tensors, whole, ctx.replicas)
         return grad_q, grad_k, None, None, None
@@ -65,7 +66,7 @@ def _local_squares_backward(
 def normalised(
     x: torch.Tensor, sums: torch.Tensor, weight: torch.Tensor, count: int, eps: float, offset: int, fusion: Fusion
 ) -> torch.Tensor:
-    """Normalise heads x [s, b, heads, d] by their squares.
+    """Normalise heads x [s, b, heads, d] by the given sums of squares.
 
     Args:
         x: this rank's queries or keys.
@@ -74,7 +75,7 @@ def normalised(
         count: n.
         eps: added to the mean square.
         offset: added to the weight (`layer_kinds.Norm.offset`).
-        fusion: runs the two functions.
+        fusion: runs the forward and the backward.
     """
     return _Normalised.apply(x, sums, weight, count, eps, offset, fusion)
 
