@@ -1,7 +1,7 @@
-"""The update of all owned runs by the kernel of apex's FusedAdam, in one launch for those with one rule.
+"""The update of all owned runs by the kernel of apex's FusedAdam, in one launch for each update rule.
 
-Where gradients are in the parameters' dtype and masters beside them, the kernel writes both; else the parameters follow their
-masters in a pass of their own.
+If gradients have the parameters' dtype, the kernel writes the masters and the parameters. Else it writes the masters, and a second
+pass copies them to the parameters.
 """
 
 from collections import defaultdict
@@ -29,12 +29,13 @@ def update_by_apex(
     num_updates: torch.Tensor,
     skip: torch.Tensor,
 ) -> None:
-    """Update masters, moments, average and parameters with gradients x `grad_scale`; nothing changes where `skip`.
+    """Update masters, moments, average and parameters with gradients x `grad_scale`; nothing changes if `skip`.
 
     Args:
-        trained: this rank's buckets, and `runs_of` each, with their rules.
-        lr: of the step.
-        grad_scale, num_updates: scalars; the updates are those before this one.
+        trained: this rank's trained buckets.
+        runs_of: runs of each bucket, with their rules.
+        lr: learning rate of the step.
+        grad_scale, num_updates: scalars on the device; the updates are those before this one.
         skip: a bool on the device.
     """
     flag, step = skip.to(torch.int32).view(1), (num_updates + 1).to(torch.int32).view(1)

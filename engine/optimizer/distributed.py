@@ -3,11 +3,11 @@
 Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) with its master weights and moments (forms in
 `state.py`, optimizers in `engine/config/optimizer_kinds.py` and `updates.py`).
 
-A step scales the owned gradients (tokens and clipping), updates the masters in the accumulation dtype and their moving average,
-rounds the masters to the parameters, and all-gathers the buckets. Three kernels (`kernels.optimizer`):
+A step scales the owned gradients (loss scale and clipping), and updates the masters in the accumulation dtype and their moving
+average. Then it rounds the masters to the parameters, and all-gathers the buckets. Three kernels (`kernels.optimizer`):
 
     torch      torch's fused operator; scaling and narrow state take passes of their own
-    compiled   `_update`, everything in one pass, one for each bucket and not for each of its rules (`stretches.py`)
+    compiled   `_update`, everything in one pass over a stretch of a bucket, whatever its rules (`stretches.py`)
     apex       FusedAdam's, in one launch for all runs with one `UpdateRule` (`apex_update.py`)
 """
 
@@ -32,8 +32,8 @@ from triaxis.engine.optimizer.stretches import Run, Stretch, stretches
 from triaxis.engine.optimizer.updates import UPDATES, Update
 
 DOT_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**16, "cuda": 2**30})
-"""Most elements of one `torch.dot`, by device. A CPU's BLAS adds each lane one by one: in fp32 four times as many would be 2e-6
-off. cuBLAS takes a 32-bit count, and a bucket, which holds at least one whole parameter, may be longer."""
+"""Largest number of elements of one `torch.dot`, by device. A CPU's BLAS adds each lane one by one: in fp32, four times as many
+would be 2e-6 off. cuBLAS takes a 32-bit count; a bucket may be longer, since it holds at least one whole parameter."""
 
 
 @dataclass
@@ -54,11 +54,12 @@ class OwnedBucket:
         return self.buffer.parameters[slice(*self.bucket.owned)]
 
     def runs(self, config: OptimizerConfig) -> Sequence[Run]:
-        """Return (slice, rule of its updates) of owned parameter elements, in as few runs as possible."""
+        """List the owned parameter elements as (slice, update rule), in as few runs as possible."""
         runs: list[Run] = []
         for segment in self.segments:
             start, spec = segment.offset - self.bucket.owned[0], segment.record.spec
             stop, rule = start + segment.stop - segment.start, update_rule(spec.name, config, decays=spec.decay)
+            # A segment that continues the last run under the same rule extends it.
             if runs and (runs[-1][0].stop, runs[-1][1]) == (start, rule):
                 start = runs.pop()[0].start
             runs.append((slice(start, stop), rule))
@@ -76,12 +77,12 @@ class DistributedOptimizer:
     Args:
         buffers: parameters and main grads. The parameters must hold their initial values: masters start from them.
         config: hyperparameters.
-        precision: the form of the state.
-        is_compiled, apex: the kernel, as above; else torch's.
+        precision: stored form of the state.
+        is_compiled, apex: choice of the kernel, as above; torch's if neither is given.
 
     Attributes:
-        owned, trained: the owned buckets, and those of them whose parameters updates change.
-        state_kinds: the master, this optimizer's moments, and the average where there is one.
+        owned, trained: the owned buckets, and those of them that updates change.
+        state_kinds: the master, this optimizer's moments, and the average if there is one.
         wide: the accumulation dtype of the parameters, in which an update is computed.
     """
 
@@ -99,7 +100,7 @@ class DistributedOptimizer:
         self._arithmetic = UPDATES[config.name]
         self._fusion = Fusion("compiled" if is_compiled else "eager")
         self._apex = apex
-        # Not from a first bucket: a pipeline stage without layers owns none.
+        # From the buffers, not from a first bucket: a pipeline stage without layers owns none.
         self.wide = accumulation_dtype(buffers.dtype)
         self._num_updates = torch.zeros((), dtype=STEP_DTYPE, device=buffers.device)
         self.owned: list[OwnedBucket] = []
@@ -111,7 +112,7 @@ class DistributedOptimizer:
                     OwnedBucket(
                         buffer=buffer,
                         bucket=bucket,
-                        # A master for every parameter, also where nothing is updated: checkpoints are written from masters.
+                        # A master for every parameter, even if nothing is updated: checkpoints are written from masters.
                         state=OptimizerState(
                             buffer.parameters[start:stop],
                             precision,
@@ -124,7 +125,7 @@ class DistributedOptimizer:
         self.trained = [owned for owned in self.owned if owned.buffer.is_updated]
         self._runs = [owned.runs(config) for owned in self.trained]
         self._rules = list(dict.fromkeys(rule for runs in self._runs for _, rule in runs))
-        # Made once: a number that a step brought to the device would make the host wait for the backward.
+        # Copied to the device once: a copy in each step would make the host wait for the backward.
         self._decays = to_device([rule.weight_decay for rule in self._rules], AGREEMENT_DTYPE, buffers.device)
         numbers = {rule: number for number, rule in enumerate(self._rules)}
         self._stretches: list[list[Stretch]] = []
@@ -132,7 +133,7 @@ class DistributedOptimizer:
             self._stretches = [stretches(runs, numbers, buffers.device) for runs in self._runs]
 
     def grad_square_sum(self) -> torch.Tensor:
-        """Return the sum of squares of the owned gradients, each model element counted once over the world (a scalar).
+        """Compute the sum of squares of the owned gradients, each model element counted once over the world (a scalar).
 
         Only the first replica counts; padding has gradient zero.
         """
@@ -145,7 +146,7 @@ class DistributedOptimizer:
 
     @property
     def num_updates(self) -> int:
-        """Return the number of updates in the moments; on a GPU this waits."""
+        """Return the number of updates in the moments; on a GPU the host waits."""
         return int(self._num_updates)
 
     def step(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
@@ -155,7 +156,7 @@ class DistributedOptimizer:
             grad_scale: a scalar on the device.
             skip: a bool on the device; True leaves masters, moments, average and parameters unchanged.
         """
-        # Padding's zero gradient is never rewritten: times a factor that is not finite, it would stay nan.
+        # A factor that is not finite would turn padding's zero gradient into nan, and nothing rewrites padding.
         grad_scale = grad_scale.to(self.wide).masked_fill(skip, 1.0)
         if self._fusion.is_compiled:
             self._update_compiled(lr, grad_scale, skip)
@@ -163,16 +164,16 @@ class DistributedOptimizer:
             update_by_apex(self._apex, self.trained, self._runs, self.config, lr, grad_scale, self._num_updates, skip)
         else:
             self._update_by_torch(lr, grad_scale, skip, skip.to(STEP_DTYPE))
-        # Behind the kernels, which correct the bias for one update more than were made; a skipped step is none.
+        # After the kernels, whose bias correction counts this update already. A skipped step is not an update.
         self._num_updates += skip.logical_not()
-        # Of a skipped step too: only the device knows that it is one, and ranks must post the same calls.
+        # In a skipped step too: only the device knows that it is skipped, and all ranks must post the same calls.
         self.buffers.gather()
 
     def restored(self, num_updates: int) -> None:
-        """Propagate loaded masters and moments: gather the owned parameters, which follow them, on every rank.
+        """Propagate a loaded state: gather the owned parameters, which follow the loaded masters, on every rank.
 
         Args:
-            num_updates: updates in the moments (Adam's bias correction).
+            num_updates: number of updates in the loaded moments (Adam's bias correction).
         """
         self._num_updates.fill_(num_updates)
         self.buffers.gather(untrained=True)
@@ -180,7 +181,7 @@ class DistributedOptimizer:
 
     def _update_by_torch(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor, skipped: torch.Tensor) -> None:
         for owned, runs in zip(self.trained, self._runs, strict=True):
-            # In place where they are wide, so that main grads after a step show what the update used.
+            # Wide gradients are scaled in place, so that main grads after a step are those that the update used.
             grads = owned.grads if owned.grads.dtype == owned.state.wide else owned.grads.to(owned.state.wide)
             grads.mul_(grad_scale)
             # A wide kind is the stored tensor itself, updated in place; a narrow one is a wide copy that `write` stores.
@@ -208,7 +209,7 @@ class DistributedOptimizer:
             torch.stack((*self._arithmetic.factors(self.config, lr * rule.lr_factor, step), decay))
             for rule, decay in zip(self._rules, self._decays, strict=True)
         ]
-        # [rules, factors + 1], of which each block of a stretch takes a row. A stage without layers has no rules, and no stretches.
+        # [rules, factors + 1]; each block of a stretch takes its rule's row. A stage without layers has no rules and no stretches.
         factors = torch.stack(rows).to(self.wide) if rows else grad_scale
         update = self._fusion(_update, lengths="all")
         for owned, of_bucket in zip(self.trained, self._stretches, strict=True):
@@ -239,7 +240,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor | No
 
 def add_squares(total: torch.Tensor, values: torch.Tensor) -> None:
     """Add the sum of squares of a vector [n] of any length to `total`, a scalar of the same dtype on the same device."""
-    # No squares are stored. (On a CPU vector_norm adds all elements one by one: 1e-3 off at 1.5e7 of them.)
+    # A dot product stores no squares. (On a CPU vector_norm adds all elements one by one: 1e-3 off at 1.5e7 of them.)
     for piece in values.split(DOT_NUMEL[values.device.type]):
         total += torch.dot(piece, piece)
 
@@ -256,9 +257,9 @@ def _update(
     arithmetic: type[Update],
     config: OptimizerConfig,
 ) -> None:
-    """Update tensors [blocks, n] in their stored forms, in place; nothing changes where `skip`.
+    """Update tensors [blocks, n] in their stored forms, in place; nothing changes if `skip`.
 
-    `factors` has a row for each block: those of `Update.factors`, and the weight decay.
+    `factors` has a row for each block: the factors of `Update.factors`, then the weight decay.
     """
     wide = factors.dtype
     kept = parameters if kept is None else kept
@@ -266,7 +267,7 @@ def _update(
     master, moments = read_master(parameters, kept), [moment.to(wide) for moment in kept_moments]
     grad = grads.to(wide) * grad_scale
     new, new_moments = arithmetic.elementwise(master, moments, grad, others, config, weight_decay)
-    # `where` and no factor of zero: from gradients that are not finite, new values are nan, and nan x 0 is nan.
+    # `where`, not a factor of zero: gradients that are not finite make new values nan, and nan x 0 is nan.
     for kept_moment, moment, new_moment in zip(kept_moments, moments, new_moments, strict=True):
         kept_moment.copy_(torch.where(skip, moment, new_moment))
     if average is not None and config.ema is not None:

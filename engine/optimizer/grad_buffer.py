@@ -1,18 +1,18 @@
 """Flat parameters and main grads of one rank, reduced and gathered bucket by bucket while compute goes on.
 
-Per buffer (see `param_layout.py`) two flat tensors: parameters in the run's dtype, main grads in its accumulation dtype
-(or narrower, `precision.gradients`). Parameters that a rule of their own changes have no main grads, and the accumulation dtype.
-Gradients of frozen ones are computed and reduced like any other's; nothing reads them. A step:
+A buffer (`param_layout.py`) has two flat tensors: parameters in the run's dtype, main grads in its accumulation dtype (or narrower,
+`precision.gradients`). Parameters that are changed by a rule of their own, such as routers' biases, are in the accumulation dtype
+and have no main grads. Gradients of frozen parameters are computed and reduced like others; nothing reads them. A step:
 
-    start(m)          main grads are old; each parameter expects m microbatches x its uses, and writes the first over them
-    backward ...      each added gradient is counted (`grad_added`); when the last one of a bucket is in, its
-                      reduce-scatter over dp (of experts: expert_dp) is posted, under the rest of the backward
-    finish()          waits for them, then sums the owned parts that are partial sums over a further axis
+    start(m)          main grads are stale; each parameter expects m gradients for each of its uses, and the first overwrites
+    backward ...      each added gradient is counted (`grad_added`); the last one of a bucket posts its reduce-scatter over
+                      dp (of experts: expert_dp), which runs under the rest of the backward
+    finish()          waits for the reduce-scatters, then all-reduces owned parts that are partial sums over a further axis
     (optimizer)       writes the owned part of the parameters
-    gather()          posts the all-gathers; `complete` waits for a bucket where the next forward needs it
+    gather()          posts the all-gathers; `complete` waits for a bucket when the next forward needs it
 
-There is no switch for "the last microbatch": readiness is a count, and a count that is off at the end of the step is
-an error that names the parameter.
+Nothing marks "the last microbatch": a bucket is ready when its count is. A count that is off at the end of the step is an error
+that names the parameter.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -38,12 +38,12 @@ class Bucket:
 
     Attributes:
         owned: (start, stop) in the buffer of the part that this data-parallel rank owns.
-        owners: the ranks that own a part each.
-        parameters, main_grads: of the whole buffer.
-        missing: gradients that each parameter has not got yet in this step; of those that get any.
-        num_missing: their sum.
-        reducing, gathering: the calls under way.
-        version: how often the parameters were gathered.
+        owners: the axis whose ranks own a part each.
+        parameters, main_grads: flat tensors of the whole buffer.
+        missing: number of gradients that each parameter still expects in this step; only parameters that get gradients.
+        num_missing: sum of `missing`.
+        reducing, gathering: the reduce-scatter and the all-gather in flight, or None.
+        version: number of gathers of the parameters.
     """
 
     layout: BucketLayout
@@ -59,26 +59,26 @@ class Bucket:
     version: int = 0
 
     def start(self, num_microbatches: int, on_grad: OnGrad | None) -> None:
-        """Begin a step: main grads are old, and each use of a parameter brings a gradient of each microbatch."""
+        """Begin a step: main grads are stale, and each use of a parameter will add a gradient per microbatch."""
         for parameter in self.missing:
             parameter.has_grad = False
             self.missing[parameter] = parameter.num_uses * num_microbatches
         self.num_missing, self.on_grad = sum(self.missing.values()), on_grad
 
     def grad_added(self, parameter: ShardedParameter) -> None:
-        """Count the gradient of one microbatch that one use of the parameter has added; the last one posts the reduction."""
-        # Before the count: the reduction that the last gradient posts writes over the owned part of the main grads.
+        """Count a gradient that one use of the parameter added in a microbatch; the bucket's last one posts its reduce-scatter."""
+        # Before the count: the last gradient posts a reduce-scatter, which writes over the owned part of the main grads.
         if self.on_grad is not None:
             self.on_grad(parameter)
         missing = self.missing[parameter] - 1
         assert missing >= 0, f"{parameter.record.name}: a gradient more than microbatches x uses was added"
         self.missing[parameter] = missing
-        # Setting an attribute of an `nn.Module` runs Python code of torch: once a step, and not for each gradient.
+        # Setting an attribute of an `nn.Module` runs slow Python code of torch: do it once a step, not for each gradient.
         if not parameter.has_grad:
             parameter.has_grad = True
         self.num_missing -= 1
         if self.num_missing == 0:
-            # [bucket] -> [bucket / owners], into the owned part: no further buffer. The other parts keep this rank's own gradients.
+            # [bucket] -> [bucket / owners], into the owned part, without another buffer. Other parts keep this rank's own sums.
             start, stop = self.owned
             self.reducing = self.owners.reduce_scatter(
                 self.main_grads[self.layout.start : self.layout.stop], "gradients", out=self.main_grads[start:stop]
@@ -93,7 +93,7 @@ class Bucket:
         self.version += 1
 
     def complete(self) -> None:
-        """Wait for the all-gather under way, if there is one."""
+        """Wait for the all-gather in flight, if there is one."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
@@ -101,11 +101,13 @@ class Bucket:
 
 @dataclass
 class FlatBuffer:
-    """The tensors of one buffer: `parameters` and `main_grads`, both [layout.numel]; without training `main_grads` is empty.
+    """The tensors of one buffer: `parameters` and `main_grads`, both [layout.numel]; untrained, `main_grads` is empty.
 
     Attributes:
-        reduce_axis: the ranks that own parts of each bucket.
-        is_updated: the optimizer changes its parameters: they are trained, and not frozen.
+        reduce_axis: the axis whose ranks own a part of each bucket.
+        sum_axis: the axis over which reduced gradients are still partial sums; None: they are whole.
+        replica_index: this rank's number among the holders of the same parameters.
+        is_updated: whether the optimizer changes the parameters: they are trained, and not frozen.
     """
 
     layout: BufferLayout
@@ -132,7 +134,7 @@ class GradBuffers:
         axes: the axes over which gradients of replicas are summed, by name, as far as this rank has them.
 
     Attributes:
-        dtype: of the weights.
+        dtype: the run's dtype, of trained parameters.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class GradBuffers:
         self.buffers: list[FlatBuffer] = []
         for layout in layouts:
             is_trained, owners = layout.key.is_trained, reduce_axes[layout.key.reduce_over]
-            # What a rule of its own moves in small steps has no wide master behind it, so the values themselves are wide.
+            # Untrained values are changed in small steps by a rule of their own. They have no wide master, so they are wide.
             stored = dtype if is_trained else accumulation_dtype(dtype)
             values = torch.zeros(layout.numel, dtype=stored, device=device)
             # Zeros for the padding: no gradient overwrites it, and the norm reads it with the owned parts.
@@ -185,7 +187,7 @@ class GradBuffers:
         return (bucket for buffer in self.buffers for bucket in buffer.buckets)
 
     def start(self, num_microbatches: int, on_grad: OnGrad | None = None) -> None:
-        """Begin a step: main grads are old, and `num_microbatches` gradients are expected per use of each parameter.
+        """Begin a step: main grads are stale, and `num_microbatches` gradients are expected per use of each parameter.
 
         `on_grad` is called in this step with each parameter whose gradient was added, before its bucket is reduced.
         """
@@ -216,7 +218,7 @@ class GradBuffers:
     def gather(self, *, untrained: bool = False) -> None:
         """Post the all-gathers of the updated parameters, in the order in which the forward needs them.
 
-        `untrained`: also of those that are not trained: they are frozen, or every rank changes them alike.
+        `untrained`: gather the others too, which are frozen or which every rank changes alike.
         """
         for buffer in self.buffers:
             if not (buffer.is_updated or untrained):

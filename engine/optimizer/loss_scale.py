@@ -2,7 +2,7 @@
 
     backward     d loss x scale / its divisor            on the last stage and in routers; gradients come out x scale
     overflow     the squared gradient norm is not finite while the loss is, and the scale may still fall
-                 -> no update in this step; after `hysteresis` of them the scale halves, at every one, until it has doubled again
+                 -> this step updates nothing; overflow number `hysteresis` and each later one halve the scale, until it doubles
     update       gradients / scale; after `window` of them in a row the scale doubles
     diverged     nothing changes: a smaller scale would not help
 
@@ -25,9 +25,9 @@ class ScaleState(NamedTuple):
     """The state of a dynamic scale, on the host.
 
     Attributes:
-        scale: of the next step.
-        updates: since the last overflow or doubling.
-        hysteresis: further overflows that leave the scale as it is, plus one; 0: each one halves it.
+        scale: scale of the next step.
+        updates: number of updates since the last overflow or doubling.
+        hysteresis: number of further overflows that leave the scale as it is, plus one; 0: each overflow halves it.
     """
 
     scale: float
@@ -39,11 +39,11 @@ class LossScale:
     """The loss scale of one run, the same on every rank.
 
     Args:
-        config: of the scale; None where the dtype needs none, which is a static scale of 1.
+        config: configuration of the scale; None: the dtype needs none, so the scale is a static 1.
 
     Attributes:
-        scale: of the next backward, a scalar on the device in `AGREEMENT_DTYPE`.
-        is_reported: the dtype needs a scale.
+        scale: scale of the next backward, a scalar on the device in `AGREEMENT_DTYPE`.
+        is_reported: whether the dtype needs a scale.
     """
 
     def __init__(self, config: LossScaleConfig | None, device: torch.device) -> None:
@@ -61,10 +61,11 @@ class LossScale:
         return self.scale > (self._config.minimum if self.is_dynamic else torch.inf)
 
     def update(self, overflowed: torch.Tensor, skipped: torch.Tensor) -> None:
-        """Follow a step that overflowed, or was skipped for any reason; both are bools on the device."""
+        """Update the scale after a step; `overflowed`, and `skipped` for any reason, are bools on the device."""
         if not self.is_dynamic:
             return
         config, overflows = self._config, overflowed.to(AGREEMENT_DTYPE)
+        # An overflow restarts the count of updates; a step skipped for another reason leaves it.
         updates = torch.where(overflowed, 0.0, (self._updates + 1).where(~skipped, self._updates))
         doubles = updates >= config.window
         hysteresis = torch.where(doubles, float(config.hysteresis), (self._hysteresis - overflows).clamp(min=0.0))
@@ -73,13 +74,13 @@ class LossScale:
         self._updates, self._hysteresis = updates.masked_fill(doubles, 0.0), hysteresis
 
     def state(self) -> ScaleState | None:
-        """Return the state, None of a static scale; on a GPU this waits."""
+        """Return the state; None: the scale is static. On a GPU the host waits."""
         if not self.is_dynamic:
             return None
         return ScaleState(float(self.scale), int(self._updates), int(self._hysteresis))
 
     def restore(self, state: ScaleState | None) -> None:
-        """Continue from a state, within the bounds of today's configuration; from None, begin anew."""
+        """Restore a state, within the bounds of this run's configuration; None: start anew."""
         config = self._config
         if not self.is_dynamic:
             return

@@ -24,20 +24,20 @@ SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
         "exponential": lambda x: 2 * 0.5**x - 1,
     }
 )
-"""The share of a fall that is left when a share x of its tokens is consumed.
+"""The share of a fall that is left after a share x of its tokens.
 
 Sources: 1608.03983 (cosine), 2405.18392 (1 - sqrt), Megatron-Core's `OptimizerParamScheduler` (exponential)."""
 
 
 def learning_rate(consumed_tokens: int, step_tokens: int, optimizer: OptimizerConfig, num_tokens: int) -> float:
-    """Return the learning rate with which a step updates the weights.
+    """Compute the learning rate of one step's update.
 
     Args:
-        consumed_tokens: before the step.
-        step_tokens: of the step; what is given in steps is of so many tokens each.
+        consumed_tokens: tokens consumed before the step.
+        step_tokens: tokens of the step; settings in steps count so many tokens for each.
         optimizer: `lr`, `min_lr`, and the fields of warm-up, decay and cooldown.
-        num_tokens: of the whole run. A step that begins there, or later, has the last rate; the last step of the run is just above
-            it: with min_lr = 0 no step is wasted.
+        num_tokens: tokens of the whole run. A step that begins at its end, or later, has the last rate. The last step of the run
+            is just above it: with min_lr = 0 no step is wasted.
     """
     warmup = warmup_tokens(optimizer, step_tokens)
     if consumed_tokens < warmup:
@@ -72,7 +72,7 @@ def fall_of(optimizer: OptimizerConfig, step_tokens: int, num_tokens: int) -> Fa
 
 
 def warmup_tokens(optimizer: OptimizerConfig, step_tokens: int) -> int:
-    """Return the tokens of the warm-up, of which `warmup_steps` have `step_tokens` each."""
+    """Return the number of tokens in the warm-up; `warmup_steps` have `step_tokens` each."""
     return optimizer.warmup_steps * step_tokens if optimizer.warmup_tokens is None else optimizer.warmup_tokens
 
 

@@ -1,21 +1,19 @@
 """The optimizer's state of one owned part of a bucket, in its stored form.
 
     kind         wide (accumulation dtype)                    narrow (bf16 runs, by choice)
-    master       the exact weights; in fp32 and float64 runs  `masters: split`   the upper half of its bits is the parameter, the
-                 the parameters themselves, and so where                         lower half a remainder of 16 bits: exact
-                 they are frozen
-    moments      what the optimizer averages (its record)     `moments: bf16`    rounded after each step
+    master       the exact weights; the parameters themselves `masters: split`   the upper half of its bits is the parameter, the
+                 in fp32 and float64 runs, and if frozen                         lower half a remainder of 16 bits: exact
+    moments      the optimizer's moments (its record)         `moments: bf16`    rounded after each step
     ema          the moving average of the masters            -
 
 Bytes per parameter of a bf16 run with AdamW's two moments, weight and fp32 main grad included:
 wide 2 + 4 + 12 / dp; both narrow 2 + 4 + 6 / dp; 4 / dp more with `optimizer.ema`.
 
-A split master is its rounding to bf16, ties away from zero, and the remainder to add to those bits, -2^15 to 2^15 - 1. (A cast
-rounds ties to even, which a signed 16-bit remainder cannot undo. The two differ for one value in 2^16, by the rounding of a
-weight.)
+A split master is its rounding to bf16, ties away from zero, and a remainder to add to these bits, -2^15 to 2^15 - 1. (A cast
+rounds ties to even, which a signed 16-bit remainder cannot undo. The two differ for one value in 2^17, by one step of bf16.)
 
-A moment rounded to bf16 follows its average as long as a step changes it by more than half of the last of its 8 bits, 2^-9 of its
-value: it stops within 2^-9 / (1 - beta) of its target, 4 % of the second moment for beta2 = 0.95.
+A bf16 moment follows its average while a step changes it by more than half of the last of its 8 bits, 2^-9 of its value. It
+stops within 2^-9 / (1 - beta) of its target: 4 % of the second moment for beta2 = 0.95.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,11 +32,11 @@ _HALF_BITS = 16
 class StoredState:
     """Elements of one kind of state, in their stored form.
 
-    Each element depends only on the tensors at its index, so a part of them can be cut and widened by itself.
+    Each element depends only on the tensors at its index, so a part of them can be cut out and widened by itself.
 
     Attributes:
-        tensors: one tensor [n], or the weights and the remainders of split masters, [n] each.
-        dtype: the accumulation dtype, to which elements are widened.
+        tensors: one tensor [n]; of split masters two, the weights and the remainders [n].
+        dtype: accumulation dtype of the widened elements.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -55,7 +53,7 @@ class StoredState:
         return replace(self, tensors=tuple(tensors))
 
     def widened(self) -> torch.Tensor:
-        """Return the elements [n] in the accumulation dtype; the tensor itself where it has that dtype."""
+        """Return the elements [n] in the accumulation dtype; the tensor itself if it has that dtype."""
         if len(self.tensors) == 1:
             return self.tensors[0].to(self.dtype)
         parameters, remainders = self.tensors
@@ -71,12 +69,12 @@ class OptimizerState:
 
     Args:
         parameters: a view of the flat buffer.
-        precision: the stored form.
+        precision: stored forms of masters and moments.
         kinds: the optimizer's kinds, the master first.
-        is_frozen: the parameters never change, so a master would hold nothing that they do not.
+        is_frozen: whether the parameters never change; they are then their own masters.
 
     Attributes:
-        wide: the accumulation dtype of reads and writes.
+        wide: accumulation dtype of reads and writes.
     """
 
     def __init__(
@@ -120,11 +118,11 @@ class OptimizerState:
         return StoredState((self._parameters, kept) if is_split else (kept,), self.wide)
 
     def read(self, kind: StateKind) -> torch.Tensor:
-        """Return one kind in the accumulation dtype; the stored tensor itself where it has that."""
+        """Return one kind in the accumulation dtype; the stored tensor itself if it has that dtype."""
         return self.stored(kind).widened()
 
     def write(self, values: Mapping[StateKind, torch.Tensor]) -> None:
-        """Store these values of the accumulation dtype; the parameters follow their masters."""
+        """Store values in the accumulation dtype; the parameters follow their masters."""
         for kind, value in values.items():
             kept = self._kept[kind]
             if kind == "master":
@@ -133,7 +131,7 @@ class OptimizerState:
                 kept.copy_(value)
 
     def restart_average(self) -> None:
-        """Set the moving average to the masters, as at the start of a run; do nothing where there is none."""
+        """Set the moving average to the masters, as at the start of a run; do nothing if there is none."""
         if EMA in self._kept:
             self._kept[EMA].copy_(self.read(MASTER))
 
@@ -141,7 +139,7 @@ class OptimizerState:
         """Move the average towards the updated masters [n]: e <- e + (1 - decay) (w - e).
 
         Args:
-            decay: of `optimizer.ema`.
+            decay: decay of `optimizer.ema`.
             skip: a bool on the device; True changes no bit.
         """
         average = self._kept[EMA]
@@ -150,7 +148,7 @@ class OptimizerState:
         torch.where(skip, average, moved, out=average)
 
     def part(self, where: slice) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor], torch.Tensor | None]:
-        """Return stored elements: parameters, masters (None where those are the masters), moments and average (or None)."""
+        """Return stored elements: parameters, masters (None: the parameters are the masters), moments, and average (or None)."""
         master, average = self._kept[MASTER], self._kept.get(EMA)
         beside = None if master is self._parameters else master[where]
         moments = [kept[where] for kind, kept in self._kept.items() if kind not in (MASTER, EMA)]
@@ -158,7 +156,7 @@ class OptimizerState:
 
 
 def read_master(parameters: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Return the exact weights from bf16 weights and remainders; `kept` itself where it is the master."""
+    """Compute the exact weights from bf16 weights and the remainders `kept`; return `kept` itself if it is the master."""
     if kept.dtype != torch.int16:
         return kept
     upper = parameters.view(torch.int16).to(torch.int32)
@@ -166,8 +164,9 @@ def read_master(parameters: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def write_master(parameters: torch.Tensor, kept: torch.Tensor, value: torch.Tensor) -> None:
-    """Store the exact weights `value`; the parameters follow."""
+    """Store the exact weights `value` in `kept` (split: their remainders), and their rounding in the parameters."""
     if kept.dtype == torch.int16:
+        # Half a unit of the upper half is added before the lower half is cut off, so ties go away from zero.
         bits = value.view(torch.int32)
         upper = (bits + (1 << (_HALF_BITS - 1))) >> _HALF_BITS
         parameters.view(torch.int16).copy_(upper)

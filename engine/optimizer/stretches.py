@@ -1,4 +1,4 @@
-"""Runs of elements that are updated in one launch, whatever their rules.
+"""Neighbouring runs of elements, updated in one launch whatever their rules.
 
 Weights decay and biases do not, so the elements of a bucket are a row of short runs, each with one `UpdateRule`:
 
@@ -6,8 +6,8 @@ Weights decay and biases do not, so the elements of a bucket are a row of short 
     launches    |                 first                 |     |  second |        one for each stretch without a gap
     kept        [ 0 0 0 1 0 0 1 .. ]                                             a number for each block of elements
 
-A block is as long as all runs allow: the greatest common divisor of their lengths and 1024, in most models at least 64, so that the
-numbers take a byte for 16 elements at most. Gaps are padding, which no update may touch.
+A block is as long as all runs allow: the greatest common divisor of their lengths and 1024. In most models it is at least 64, so
+the numbers (int32) take at most a byte for 16 elements. Gaps are padding, which no update may touch.
 """
 
 import math
@@ -30,8 +30,8 @@ class Stretch:
     """Neighbouring runs of one owned part.
 
     Attributes:
-        where: its elements.
-        rules: int32 [blocks], the number of the rule of each block of elements.
+        where: slice of its elements.
+        rules: int32 [blocks], number of the rule of each block.
     """
 
     where: slice
@@ -39,11 +39,11 @@ class Stretch:
 
     @classmethod
     def of(cls, runs: Sequence[Run], numbers: Mapping[UpdateRule, int], device: torch.device) -> "Stretch":
-        """Join runs without gaps between them; `numbers` are those of the rules."""
+        """Join runs without gaps between them; `numbers` maps each rule to its number."""
         lengths = [where.stop - where.start for where, _ in runs]
         block = math.gcd(_LONGEST_BLOCK, *lengths)
         if block == sum(lengths) and block % 2 == 0:
-            # The compiler makes a kernel of its own for a single block.
+            # Two blocks instead of one: for a single block the compiler would make another kernel.
             block //= 2
         rules = [
             torch.full((length // block,), numbers[rule], dtype=torch.int32, device=device)
@@ -57,7 +57,7 @@ class Stretch:
 
 
 def stretches(runs: Sequence[Run], numbers: Mapping[UpdateRule, int], device: torch.device) -> list[Stretch]:
-    """Return as few stretches as there are, with gaps between them."""
+    """Join the runs into stretches, as few as the gaps allow."""
     ends = [place for place, (one, other) in enumerate(pairwise(runs), start=1) if one[0].stop != other[0].start]
     cuts = pairwise([0, *ends, len(runs)])
     return [Stretch.of(runs[start:stop], numbers, device) for start, stop in cuts if start < stop]

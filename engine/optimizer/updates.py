@@ -20,7 +20,7 @@ State = Mapping[StateKind, Tensors]
 
 
 class Update(Protocol):
-    """The update rule of one optimizer, element by element, so that any cut of the flat buffers gives the same."""
+    """The update rule of one optimizer, element by element, so that any cut of the flat buffers gives the same bits."""
 
     @staticmethod
     def by_torch(
@@ -32,20 +32,20 @@ class Update(Protocol):
             state: runs of elements [n] by kind, all in the accumulation dtype.
             grads: scaled gradients of the same runs.
             config: hyperparameters.
-            lr, decay: learning rate of the step, and weight decay of these runs.
+            lr, decay: learning rate and weight decay of these runs.
             updates: number of earlier updates; a scalar in `STEP_DTYPE`.
             skipped: a scalar of that dtype; 1 leaves everything unchanged.
         """
 
     @staticmethod
     def factors(config: OptimizerConfig, lr: float, step: Tensor) -> list[Tensor]:
-        """Return the scalars of `elementwise` that vary by step, which counts from 1; all are float64."""
+        """Compute the factors of `elementwise`, which change with the step (from 1): float64 scalars."""
 
     @staticmethod
     def elementwise(
         master: Tensor, moments: Tensors, grad: Tensor, factors: Tensors, config: OptimizerConfig, decay: Tensor
     ) -> tuple[Tensor, Tensors]:
-        """Return the new masters and moments [n]; all tensors are in the accumulation dtype.
+        """Compute the new masters and moments [n]; all tensors are in the accumulation dtype.
 
         Factors and the weight decay are scalars, or one for each element.
         """
