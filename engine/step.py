@@ -1,23 +1,22 @@
 """One optimizer step, and one validation: forward and backward over all microbatches, reduction, clipping, update.
 
-    labels      one small all-reduce over the world, of the counted labels; the training loop posts it a step ahead
+    labels      one small all-reduce over the world: the numbers of counted labels; the training loop posts it a step ahead
     executor    runs the schedule; gradients go to main grads, buckets are reduced as they fill
     finish      the owned parts hold whole gradients
     agree       one small all-reduce over the world: [sum of squares, loss sum, rows without room, flags of a save, flags of a
-                stop, whether the allocator retried]; with experts another one of their load
+                stop, whether the allocator retried, loss sums of tokens ahead]; with experts another one of their load
+    optimizer   gradients / loss scale x clip factor; the optimizer on the owned parts; all-gathers posted
     balance     routers' biases follow the load
-    optimizer   gradients / loss scale x clip factor; AdamW on the owned parts; all-gathers posted
-    read        loss, norm and flags on the host, when they are waited for (by the loop, a step later)
+    read        loss, norm and flags on the host, when the loop waits for them, a step later
 
-Nothing before `read` brings a number to the host: norm, clipping and the decision not to update are made on the device, so
-that it is never idle while the host reads. From a step on whose loss or gradients are not finite, nothing is updated (with
-`resilience.on_nonfinite: skip`, in that step alone). A step whose loss or gradient norm is an outlier updates nothing either
-(`StepLimits`). Of an fp16 run, gradients that only overflow lower the loss scale
-(`engine/optimizer/loss_scale.py`): their step alone updates nothing, and it is no divergence. Nor is a step without a counted
-label, which updates nothing either.
+Nothing before `read` brings a number to the host: norm, clipping and the decision not to update are computed on the device, so
+that it is never idle while the host reads. Once loss or gradients of a step are not finite, no step updates anything any more (with
+`resilience.on_nonfinite: skip`, only that step does not). A step whose loss or gradient norm is an outlier updates nothing either
+(`StepLimits`), nor does a step without a counted label. In fp16, an overflow of the gradients lowers the loss scale and skips that
+one step (`engine/optimizer/loss_scale.py`); it is not a divergence.
 
-The loss is the sum of token losses over the unmasked tokens of the GLOBAL batch. Their number is known before the backward,
-and so is that of each other loss (`BatchLosses`).
+The loss is the sum of token losses over the unmasked tokens of the GLOBAL batch, divided by their number. That number is known
+before the backward, and so is the divisor of each other loss (`BatchLosses`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -93,15 +92,15 @@ class Engine:
     waiting. When to validate, save, stop or go back is decided by the loop, not here. The model is known as `Chunk`s alone.
 
     Attributes:
-        config: of the run, resolved: its recomputation has no `auto`.
-        stages: what each pipeline stage of the model holds, in stage order.
-        parameters: by global name, in forward order.
+        config: the run's configuration, resolved: its recomputation has no `auto`.
+        stages: contents of each pipeline stage of the model, in stage order.
+        parameters: this rank's parameters by global name, in forward order.
         train_programs, forward_programs: the lowered schedules of a training step and of a forward-only step.
-        count_retries: returns how often this rank's allocator has had to free memory and ask again.
-        diverged: a bool on the device: loss or gradients were not finite, or the loss above its limit, so nothing is updated in
-            this step (`resilience.on_nonfinite: skip`) or any more (else).
-        loss_scale: of the next backward.
-        to_host: copies the numbers of a step to the host; None: the device's way.
+        count_retries: function that counts how often this rank's allocator had to free memory and ask again.
+        diverged: bool on the device: loss or gradients were not finite, the loss above its limit, or rows found no room. Then this
+            step updates nothing (`resilience.on_nonfinite: skip`), or no step does any more (else).
+        loss_scale: loss scale of the next backward.
+        to_host: way to copy the numbers of a step to the host; None: the device's default.
     """
 
     config: Config
@@ -129,7 +128,7 @@ class Engine:
 
     @property
     def schedule(self) -> Schedule:
-        """Return the compute actions of a training step, of all pipeline ranks."""
+        """Return the schedule of a training step: the compute actions of all pipeline ranks."""
         return self.train_programs.schedule
 
     @property
@@ -152,13 +151,13 @@ class Engine:
         """Compute and reduce the gradients of one global batch.
 
         Args:
-            observers: of the instructions of this step alone (`triaxis.engine.pipeline.executor.Executor`).
-            on_grad: called with each parameter whose gradient was added (`triaxis.engine.optimizer.grad_buffer.GradBuffers.start`).
-            labels: from `post_labels`, of these microbatches; None: it is posted now.
+            observers: observers of this step's instructions (`triaxis.engine.pipeline.executor.Executor`).
+            on_grad: observer of each parameter whose gradient was added (`triaxis.engine.optimizer.grad_buffer.GradBuffers.start`).
+            labels: result of `post_labels` for these microbatches; None: it is posted now.
         """
         self.topology.ledger.reset()
         self._set_mode(training=True)
-        # Routers' losses join the backward inside of the model, where the gradient of the loss does not scale them.
+        # Routers' losses join the backward inside of the model, where `output_grad` does not scale them.
         if self.load is not None:
             self.load.begin()
             self.load.loss_scale.copy_(self.loss_scale.scale)
@@ -167,14 +166,14 @@ class Engine:
         # All tensor- and pipeline-parallel ranks of a replica have the same labels.
         num_labels = labels.wait() / (self.topology.sizes.tp * self.topology.sizes.pp)
         program = self.train_programs.next()
-        # [1 + D], the gradient of the last stage's output. It has the divisors in it, so no pass over main grads divides them.
+        # [1 + D], the gradient of the last stage's output. It contains the divisors, so no pass over main grads has to divide.
         output_grad = self.loss_scale.scale / loss_divisors(num_labels, self.config.model.seq_length)
         losses = self.executor.run(program, microbatches, self._loss, output_grad=output_grad, observers=observers)
         self.buffers.finish()
         return BatchLosses(self._sums(losses, len(num_labels)), num_labels)
 
     def _set_mode(self, *, training: bool) -> None:
-        # Torch sets it module by module, so that a step of small microbatches would notice.
+        # Torch sets the mode module by module in Python: a step of small microbatches would notice.
         for chunk in self.chunks:
             if chunk.training != training:
                 chunk.train(training)
@@ -194,17 +193,17 @@ class Engine:
 
         A batch without a counted label updates nothing: no decay, no moments, no average, no bias of a router. A loss above
         `limits.divergence` is treated as one that is not finite: nothing is updated. A finite loss or gradient norm above the other
-        limits leaves this update out, and the loss scale as it is.
-        `flags` of a save and of a stop are summed over the ranks in the same small all-reduce
-        (`triaxis.engine.comm.agreement`), and so is whether this rank's allocator has retried.
+        limits skips this update, and leaves the loss scale as it is.
+        The small all-reduce also sums `flags` of a save and of a stop over the ranks (`triaxis.engine.comm.agreement`), and
+        whether this rank's allocator has retried.
         """
         before, self._retries = self._retries, self.count_retries()
         raised = flags._replace(retried=float(self._retries > before)).values()
-        # The scale of the gradients at hand; `loss_scale.update` below puts that of the next step in its place.
+        # The scale of these gradients; `loss_scale.update` below replaces it by the next step's.
         load, used = self.load, self.loss_scale.scale
         # Posted first and waited for last: only the biases of routers need the counts.
         posted = None if load is None else load.post(self._world)
-        # The form of the vector that is sent: all ranks have these names in this order, with zeros for what they do not hold.
+        # The vector to sum: all ranks have these names in this order, with zeros for the sums that they do not hold.
         mine = {
             "square_sum": self.optimizer.grad_square_sum(),
             "loss_sum": losses.sums[0],
@@ -212,24 +211,24 @@ class Engine:
             "flags": losses.sums.new_zeros(len(raised)),
             "ahead": losses.sums[1:],
         }
-        # A raised flag is the argument of a kernel; a vector made on the host would be a copy to the device in every step.
+        # A raised flag is a kernel's argument; a vector of flags from the host would be a copy to the device in every step.
         for flag, one in zip(raised, mine["flags"], strict=True):
             if flag:
                 one.fill_(flag)
-        # All ranks meet here. What follows is made of world sums and limits that they share, so each decides alone, and all alike.
+        # All ranks meet here. The rest depends only on these sums and on shared limits, so each decides alone, and all alike.
         agreed = unpack(self._world.all_reduce(pack(mine), "step").wait(), mine)
 
         loss_sum, square_sum, num_tokens = agreed["loss_sum"], agreed["square_sum"], losses.labels[0]
-        # Of a global batch without a single counted label the loss is reported as zero.
+        # A global batch without a counted label reports a loss of zero.
         divisors = losses.labels.clamp(min=1.0)
         loss, unscale = loss_sum / divisors[0], 1.0 / used
-        # Main grads still have the loss scale: here the norm is divided by it, below the pass of the update divides the gradients.
+        # Main grads still contain the loss scale: the norm is divided by it here, the gradients in the pass of the update below.
         grad_norm = square_sum.sqrt() * unscale
         has_overflowed = square_sum.isfinite().logical_not()
         is_bad = loss_sum.isfinite().logical_not() | (loss > limits.divergence) | (agreed["dropped"] > 0)
-        # Where the scale may still fall, later steps at a lower one can succeed: that is an overflow, and no divergence.
+        # If the scale can still fall, later steps at a lower one may succeed: this is an overflow, not a divergence.
         is_bad |= has_overflowed & self.loss_scale.can_fall().logical_not()
-        # It stays set, but with `skip`: the host posts the next step before it reads this one, and that must update nothing either.
+        # It stays set, except with `skip`: the next step is posted before the host reads this one, and must update nothing either.
         self.diverged = is_bad if self.config.resilience.on_nonfinite == "skip" else self.diverged | is_bad
         is_outlier = (loss > limits.loss) | (grad_norm > limits.grad_norm)
         code = skip_code(is_outlier, num_tokens == 0, has_overflowed, self.diverged)
@@ -253,14 +252,18 @@ class Engine:
         return PendingResult(numbers, limits, self.to_host)
 
     def receive_late(self) -> bool:
-        """Use late receives in the next runs; whether the runs before had early ones. Every rank calls it after the same step."""
+        """Switch to late receives; return whether they were early before. Every rank calls it after the same step."""
         was_early = not self.train_programs.is_late
         self.train_programs.receive_late()
         self.forward_programs.receive_late()
         return was_early
 
     def evaluate(self, steps: Iterable[Sequence[Any]]) -> float:
-        """Return the loss per token over some global batches, without dropout; the same on every rank."""
+        """Compute the loss per token over some global batches, without dropout; the same on every rank.
+
+        Raises:
+            DivergenceError: rows of tokens found no room in the buffers of their experts; on every rank.
+        """
         counts = torch.zeros(2, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         if self.load is not None:
             self.load.begin()
@@ -288,17 +291,17 @@ class Engine:
         return self.chunks[chunk](x, microbatch)
 
     def _dropped(self) -> torch.Tensor:
-        """Return this rank's rows without room, a scalar on the device."""
+        """Return the number of this rank's rows of tokens that found no room, a scalar on the device."""
         return self.diverged.new_zeros(()) if self.load is None else self.load.overflow
 
     def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
-        """Return [loss sum, tokens] on the device, counted where `_sums` has the losses."""
+        """Return [loss sum, tokens] on the device; zeros unless `_sums` has losses on this rank."""
         is_counted = bool(losses) and self.topology.coordinates.tp == 0
         tokens = to_device([is_counted * count_labels(microbatches)[0]], AGREEMENT_DTYPE, self.topology.device)
         return torch.cat((self._sums(losses, 1), tokens))
 
     def _sums(self, losses: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-        """Return the first `number` sums over microbatches, once per replica: on the tp rank 0 of the last stage, else zeros."""
+        """Add up the losses of microbatches; return the first `number` sums on tp rank 0 of the last stage, zeros elsewhere."""
         if not losses or self.topology.coordinates.tp != 0:
             return torch.zeros(number, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         return torch.stack(list(losses)).sum(0).to(AGREEMENT_DTYPE).view(-1)[:number]

@@ -1,4 +1,4 @@
-"""The largest numbers with which a step may update the weights (no torch here)."""
+"""The largest loss and gradient norm with which a step may update the weights (no torch here)."""
 
 import math
 from typing import NamedTuple
@@ -8,9 +8,9 @@ class StepLimits(NamedTuple):
     """The limits of one step, the same on every rank.
 
     Attributes:
-        divergence: loss per token above which the step is treated as one that is not finite (`resilience.on_nonfinite`).
-        loss: loss per token above which this update alone is left out (`resilience.skip_above_deviations`).
-        grad_norm: global gradient norm, before clipping and without the loss scale, of which the same holds.
+        divergence: loss per token above which the loss counts as not finite (`resilience.on_nonfinite`).
+        loss: loss per token above which this update alone is skipped (`resilience.skip_above_deviations`).
+        grad_norm: global gradient norm, before clipping and without the loss scale, above which this update alone is skipped.
     """
 
     divergence: float = math.inf

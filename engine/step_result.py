@@ -1,4 +1,4 @@
-"""The numbers of a step: packed into one vector by name, read on the host, and what they say of a step that updated nothing."""
+"""The numbers of a step: packed by name into one vector, read on the host, and explained if the step updated nothing."""
 
 import math
 from collections.abc import Mapping
@@ -15,30 +15,30 @@ from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.step_limits import NO_LIMITS, StepLimits
 
 Skip = Literal["", "outlier", "no_labels", "overflowed", "diverged"]
-"""Why a step has updated nothing; "": it has updated. Of several reasons the last one here counts.
+"""The reason why a step updated nothing; "": it did update. If several apply, the last one in this list counts.
 
 outlier       its numbers are finite, but above the limits of `StepLimits`
 no_labels     no label of the global batch is counted
 overflowed    its gradients did not fit in fp16 at its loss scale, which may have fallen since
-diverged      loss or gradients of this step, or of one before it, were not finite, or its loss above the limit; or rows of tokens
-              found no room
+diverged      this step, or one before it, had a loss or gradients that were not finite, a loss above the limit, or rows of tokens
+              that found no room
 """
 
 SKIPS: tuple[Skip, ...] = get_args(Skip)
 
 
 def skip_code(*reasons: torch.Tensor) -> torch.Tensor:
-    """Return the place in `SKIPS` of the reason that counts, 0 without one; from a bool for each of `SKIPS[1:]`, on the device."""
+    """Return the index in `SKIPS` of the reason that counts, 0: none; from a bool on the device for each of `SKIPS[1:]`."""
     return torch.stack([reason * place for place, reason in enumerate(reasons, start=1)]).amax()
 
 
 def pack(numbers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return numbers of any shape and dtype as one float64 vector, on their device; `unpack` gives them back by name."""
+    """Pack numbers of any shape and dtype into one float64 vector on their device; `unpack` returns them by name."""
     return torch.cat([each.flatten().to(AGREEMENT_DTYPE) for each in numbers.values()])
 
 
 def unpack(vector: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the parts of a vector (on the device or on the host) by the names and in the shapes of what was packed."""
+    """Split a vector (on the device or on the host) into parts with the names and shapes of the numbers that were packed."""
     parts = vector.split([each.numel() for each in like.values()])
     return {name: part.view(each.shape) for (name, each), part in zip(like.items(), parts, strict=True)}
 
@@ -48,13 +48,13 @@ class BatchLosses(NamedTuple):
 
         loss = L0 / n0  +  loss_weight / D x (L1 / n1 + .. LD / nD)  +  losses of routers / nominal tokens
 
-    Lk is the sum of the losses of the counted labels at distance k (`engine/config/mtp.py`). Their number is nk (s - k) / s: of the
-    s labels of a row s - k can count. Without a mask each nk is the number of nominal tokens (2412.19437, equation 24). A router
-    chooses for every token, counted or not, so its losses are over the nominal tokens (`engine/expert_parallel/routing.py`).
+    Lk is the sum of the losses of the counted labels at distance k (`engine/config/mtp.py`). They are nk (s - k) / s labels, since
+    only s - k of a row's s labels can count. Without a mask each nk is the number of nominal tokens (2412.19437, equation 24). A
+    router chooses for every token, counted or not: its losses are over the nominal tokens (`engine/expert_parallel/routing.py`).
 
     Attributes:
-        sums: [1 + D], L0 of this rank, then the others with their weight; zeros off the last stage.
-        labels: [1 + D], the numbers of counted labels of the global batch.
+        sums: [1 + D], this rank's L0, then its other Lk times their weight; zeros except on tp rank 0 of the last stage.
+        labels: [1 + D], numbers of counted labels in the global batch.
     """
 
     sums: torch.Tensor
@@ -62,7 +62,7 @@ class BatchLosses(NamedTuple):
 
 
 def loss_divisors(num_labels: torch.Tensor, seq_length: int) -> torch.Tensor:
-    """Return n [1 + D] of `BatchLosses` from the numbers of counted labels; 1 where no label is counted."""
+    """Compute n0 .. nD [1 + D] of `BatchLosses` from the numbers of counted labels; at least 1."""
     in_a_row = torch.arange(
         seq_length, seq_length - len(num_labels), -1, dtype=num_labels.dtype, device=num_labels.device
     )
@@ -74,16 +74,16 @@ class StepResult:
     """The numbers of a step, the same on all ranks.
 
     Attributes:
-        loss: per token, in nats.
-        grad_norm: global, before clipping, without the loss scale.
-        num_tokens: counted labels of the global batch. Without any, the step has updated nothing.
-        flags: how many ranks raised each flag.
-        skip: why the step has updated nothing; "": it has.
-        why: its numbers that were the reason, in words; "" of an update, an overflow of fp16 and a batch without labels.
-        load: tokens of the global batch that chose each expert, by layer with experts; (): the model has none.
-        dropped: rows of tokens that found no room in the buffers of their experts; a step with any has diverged.
+        loss: loss per token, in nats.
+        grad_norm: global gradient norm, before clipping, without the loss scale.
+        num_tokens: number of counted labels in the global batch; at 0 the step has updated nothing.
+        flags: number of ranks that raised each flag.
+        skip: reason why the step updated nothing; "": it did update.
+        why: the numbers behind `skip`, in words; "" for an update, an overflow of fp16 or a batch without labels.
+        load: number of tokens in the global batch that chose each expert, by layer with experts; (): the model has none.
+        dropped: number of rows of tokens that found no room in the buffers of their experts; a step with any has diverged.
         ahead: loss per token of multi-token prediction, at each distance beyond the next token.
-        loss_scale: of its backward; None where the dtype needs none.
+        loss_scale: loss scale of its backward; None: the dtype needs none.
     """
 
     loss: float
@@ -99,12 +99,12 @@ class StepResult:
 
 
 class PendingResult:
-    """A step that is posted, its numbers on their way to the host.
+    """A posted step whose numbers are on their way to the host.
 
     Args:
-        numbers: on the device, by name (`triaxis.engine.step.Engine.update` has the list).
-        limits: what the numbers may be at most.
-        to_host: copies the numbers; None: the device's way.
+        numbers: numbers on the device, by name (`triaxis.engine.step.Engine.update` has the list).
+        limits: limits of the step's numbers.
+        to_host: way to copy the numbers to the host; None: the device's default.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class PendingResult:
         self._limits = limits
 
     def read(self) -> StepResult:
-        """Read what all ranks agree on."""
+        """Wait for the numbers; return the step's result, the same on every rank."""
         numbers: dict[str, Any] = {
             name: part.tolist() for name, part in unpack(self._vector.arrived(), self._numbers).items()
         }
@@ -134,7 +134,7 @@ class PendingResult:
         )
 
     def _why(self, skip: Skip, numbers: Mapping[str, Any]) -> str:
-        """Return which numbers of a step have left its update out, and by which rule."""
+        """Explain which numbers of the step made it skip its update, and by which rule."""
         limits, loss, grad_norm = self._limits, numbers["loss"], numbers["grad_norm"]
         if skip == "outlier":
             compared = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))
@@ -161,11 +161,10 @@ class PendingResult:
         return f"{sums} finite, but those of a step before were not"
 
     def wait(self) -> StepResult:
-        """Read the result of a step that must have updated the weights, but for an overflow of fp16 or an outlier.
+        """Read the result of a step that must not have diverged; it may have updated nothing for another reason (`Skip`).
 
         Raises:
-            DivergenceError: the loss or the gradient norm of this step or of one before it was not finite; on every rank. No
-                weight has changed since.
+            DivergenceError: this step or one before it has diverged; on every rank. No weight has changed since.
         """
         result = self.read()
         if result.skip == "diverged":
@@ -174,7 +173,7 @@ class PendingResult:
 
 
 def losses_ahead(sums: torch.Tensor, divisors: torch.Tensor, mtp: MTPConfig | None) -> torch.Tensor:
-    """Return the loss per token [D] of multi-token prediction, from the weighted loss sums [D] and the numbers of labels [D]."""
+    """Compute the loss per token [D] of multi-token prediction from the weighted loss sums [D] and the numbers of labels [D]."""
     return sums if mtp is None else sums * (mtp.num_layers / mtp.loss_weight) / divisors
 
 
@@ -187,7 +186,7 @@ def without_room(rows: int) -> str:
 
 
 def explain(result: StepResult) -> str:
-    """Explain a step that has diverged, and say what can be done."""
+    """Explain a step that has diverged, and say how to go on."""
     if result.dropped:
         return f"{result.why}. Nothing was changed on any rank."
     return (

@@ -13,8 +13,8 @@ class FinishedStep:
 
     Attributes:
         step: its number, from 0.
-        lr: the learning rate of its update.
-        result: the same on every rank.
+        lr: learning rate of its update.
+        result: its result, the same on every rank.
     """
 
     step: int
@@ -23,7 +23,7 @@ class FinishedStep:
 
 
 class StepsInFlight:
-    """Steps that are posted and not read, in order; a step is read when the next one is posted, so a GPU always has work."""
+    """Steps that are posted and not read, in order; a step is read once the next one is posted, so a GPU always has work."""
 
     def __init__(self) -> None:
         self._posted: deque[tuple[int, float, PendingResult]] = deque()
@@ -49,8 +49,8 @@ class RollbackRequested(Exception):  # noqa: N818 - a decision, no error
     """The request to go back to before step number `step` (from 0); on every rank at once.
 
     Attributes:
-        samples: the range [first, stop) of sample ids that are left out from then on.
-        why: the text of the error, for a run that may not go back again.
+        samples: range [first, stop) of sample ids to leave out from then on.
+        why: text of the error for a run that may not go back again.
     """
 
     def __init__(self, step: int, samples: tuple[int, int], why: str) -> None:

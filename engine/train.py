@@ -52,9 +52,9 @@ ModelBuilder = Callable[
 class Observer(ValidationObserver, Protocol):
     """A follower of the loop (`triaxis.engine.telemetry`), called on every rank; steps count from 0.
 
-    `begin` has the number of steps that are made: when the run begins, and again after each rollback. `on_batch` has a step's
-    microbatches, before its forward. `end_step` closes the time of a step. `on_step` has its numbers, later where they were still
-    on the device.
+    `begin` gets the number of steps made so far: when the run begins, and again after each rollback. `on_batch` gets a step's
+    microbatches, before its forward. `end_step` ends the time of a step. `on_step` gets its numbers, later if they were still on
+    the device.
     """
 
     def begin(self, steps_made: int) -> None: ...
@@ -77,14 +77,14 @@ class TrainingRun:
     """One rank's engine, and everything that follows its steps.
 
     Attributes:
-        engine: from `build`.
-        open_batches: opens the training batches at a number of consumed samples, without those that the run leaves out by then.
-        open_validation: opens the validation batches at their beginning; None: no validation.
-        observer: receives every step and validation.
-        checkpoints: saves what and when the configuration says.
-        stop: requests of this rank to stop, and what all ranks agreed on.
-        guard: judges each step; what it raises ends the loop, on every rank after the same step.
-        rollback: loads the newest checkpoint from before a step, and leaves the step's samples out from then on.
+        engine: engine from `build`.
+        open_batches: function that opens the training batches at a number of consumed samples, without those left out by then.
+        open_validation: function that opens the validation batches at their beginning; None: no validation.
+        observer: receiver of every step and validation.
+        checkpoints: saver of checkpoints, as the configuration asks.
+        stop: requests of this rank to stop, and the stop that all ranks agreed on.
+        guard: judge of each step; its exceptions end the loop, on every rank after the same step.
+        rollback: function that loads the newest checkpoint from before a step, and leaves the step's samples out from then on.
     """
 
     engine: Engine
@@ -109,12 +109,12 @@ def build(
     """Assemble the engine of one rank: model chunks with initial weights, buffers, optimizer, schedules.
 
     Args:
-        config: resolved: its recomputation has no `auto` (`triaxis.models.predict.rank_memory.resolve_recompute`).
+        config: resolved configuration, without `auto` in recomputation (`triaxis.models.predict.rank_memory.resolve_recompute`).
         topology: this rank's groups; its observers follow the waits (`Topology.observed`).
-        fill: gives the parameters their first values, from a seed (a footprint has none to give).
-        kernels: of the run; None: what `open_kernels` resolves.
-        observers: follow the instructions of every program that the engine runs.
-        on_saved: called with each tensor that holds device memory for a backward.
+        fill: function that gives parameters their first values, from a seed (in a footprint they have none).
+        kernels: the run's kernels; None: `open_kernels` opens them.
+        observers: observers of the instructions of every program that the engine runs.
+        on_saved: observer of each tensor that holds device memory for a backward.
 
     Raises:
         ConfigError: a kernel that the configuration names does not run here.
@@ -169,8 +169,8 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
     A step that the guard wants undone sends the run back to a checkpoint, as often as `resilience.max_rollbacks` allows.
 
     Args:
-        consumed_samples: of the training data, by the checkpoint or attempt before.
-        validation_is_due: the attempt before has stopped without the validation of its last step, which comes first now.
+        consumed_samples: number of training samples that the checkpoint or the attempt before has consumed.
+        validation_is_due: whether the attempt before stopped without the validation of its last step, which comes first now.
 
     Returns:
         Why the run stopped (None after its last step), and the samples that are consumed.
@@ -192,14 +192,14 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
 
 
 def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: bool = False) -> Stop | None:
-    """Make the steps that follow the batches' `consumed_samples`; returns why the run stopped, None after its last step.
+    """Make the steps that follow the batches' `consumed_samples`; return why the run stopped, None after its last step.
 
-    The samples of a step depend on `consumed_samples` alone. Where the run has phases, these are the steps of the engine's one: at
-    its end the run is saved and stops, because the next phase may have another batch, another sequence length or another layout.
+    The samples of a step depend on `consumed_samples` alone. In a run with phases these are the steps of the engine's phase: at its
+    end the run is saved and stops, because the next phase may have another batch, another sequence length or another layout.
 
-    A step's numbers are read when the next one is posted; before a validation, a fingerprint or a save they are read at once. A
-    stop that was agreed in a step comes after the one that is posted by then: it is saved whatever the interval. A stop also ends
-    a validation (`engine/run/validation.py`): its step is saved, and the next attempt validates first.
+    A step's numbers are read when the next one is posted; before a validation, a fingerprint or a save they are read at once. If a
+    stop was agreed, the run ends after the newest posted step, which is saved whatever the interval. A stop also ends a validation
+    (`engine/run/validation.py`): its step is saved, and the next attempt validates first.
     """
     engine, observer, checkpoints, stop = run.engine, run.observer, run.checkpoints, run.stop
     plan, phase = engine.plan, engine.plan.phase
@@ -209,7 +209,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
 
     if validation_is_due and validation.is_due(first_step - 1):
         is_validated = validation.make(first_step - 1)
-        # What a stop would save here is the checkpoint that this attempt has begun from.
+        # A stop here has nothing to save: this attempt has begun from that very checkpoint.
         stops = stop.agreed is not None and not (is_validated and first_step == end_step)
 
     with GarbageCollection(engine.config.runtime.gc_interval) as garbage:
@@ -218,7 +218,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
             observer.enter(StepPart.DATA)
             microbatches = batches.next_step()
             observer.on_batch(microbatches)
-            # The backward divides by the labels of all ranks. Summed a step ahead, they are there when it begins.
+            # The backward divides by the labels of all ranks: summed a step ahead, they have arrived when it begins.
             labels, ahead = ahead, None if is_last else engine.post_labels(batches.next_labels())
 
             observer.enter(StepPart.FORWARD_BACKWARD)
@@ -254,7 +254,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
 
 
 def _after_update(run: TrainingRun, finished: FinishedStep) -> None:
-    """Judge a step whose numbers were read, and hand them on."""
+    """Judge a step whose numbers were read, and hand them to the observer and the saver."""
     result = finished.result
     run.guard.judge(finished.step, result)
     run.observer.on_step(finished.step, result, finished.lr)

@@ -3,10 +3,10 @@
     device   | layer 0 | layer 1       | layer 2 ...      backward: | layer 2       | layer 1       | layer 0 |
     copies             | 0 -> host     | 1 -> host                  | host -> 1     | host -> 0     |
 
-On a GPU all copies run on one side stream. It waits for what the computation had posted before them, and the computation waits for
+On a GPU all copies run on one side stream. It waits for the work posted before them on the computation's stream, which waits for
 it at `let_go` and `arrived`; the host never waits. A host buffer can be reused at once, because its next copy follows the last one
-on that stream. Device memory is freed only after the computation's stream has waited for the copy. On a CPU a copy is done when it
-is posted.
+on the side stream. Device memory is freed only after the computation's stream has waited for the copy. On a CPU a copy is done when
+it is posted.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Mark = Any
 
 
 class CopyLane(Protocol):
-    """The way copies between host and device run."""
+    """A way to run copies between host and device."""
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
         """Copy each (destination, source) pair after all work that is posted on the computation's stream."""
@@ -40,7 +40,7 @@ class SideStream:
     """A side stream of a GPU.
 
     Args:
-        cuda: makes streams and events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
+        cuda: module with streams and events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
     """
 
     def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
@@ -91,12 +91,12 @@ class HostMemory:
     """Host buffers of activations, page-locked for a GPU, kept by size and reused.
 
     Args:
-        device: holds the activations.
-        lane: runs the copies; None: the default of the device.
-        page_lock: locks the buffers; None: the default of the device.
+        device: device of the activations.
+        lane: way to run the copies; None: the default of the device.
+        page_lock: lock for the buffers' pages; None: the default of the device.
 
     Attributes:
-        making: context entered while a buffer is taken; memory accounting uses it (no step after the first makes a buffer).
+        making: context entered while a buffer is taken, for memory accounting (no step after the first allocates one).
         pool: the buffers.
     """
 
@@ -123,13 +123,13 @@ class HostMemory:
             each.tensor = None
 
     def fetch(self, moved: Sequence[OffloadedStorage]) -> Mark:
-        """Post the copies back. Use the results after `arrived`; the buffers are free at once."""
+        """Post the copies back to the device. Use the tensors after `arrived`; the buffers are free at once."""
         copies = []
         for each in moved:
             assert each.buffer is not None and each.tensor is None
             each.tensor = torch.empty(each.buffer.shape, dtype=each.buffer.dtype, device=self.device)
             copies.append((each.tensor, each.buffer))
-            # Free at once: the next copy into it is posted behind this one, on the same stream.
+            # Free at once: the next copy into it is posted after this one, on the same stream.
             self.pool.give(each.buffer)
             each.buffer = None
         return self.lane.post(copies)

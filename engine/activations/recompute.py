@@ -30,6 +30,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # New leaves: the backward of the replay ends at them, and this node returns their gradients.
         inputs = [
             tensor.detach().requires_grad_(needed)
             for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
@@ -45,7 +46,7 @@ def watch_replay(node: Node, watch: Callable[[Sequence[torch.Tensor], torch.Tens
 
     The output has the autograd graph that the function's forward did not record.
     """
-    # A function may keep a name of its own on its node, in place of the method.
+    # The type's name, not `node.name()`: a function that sets `ctx.name` hides the method.
     if type(node).__name__ != f"{_Recompute.__name__}Backward":
         return
     recomputed: Any = node

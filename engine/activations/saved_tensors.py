@@ -25,8 +25,8 @@ class SavedTensors:
 
     Attributes:
         parts: names of the parts to recompute.
-        host: takes the moved tensors; None: none is moved.
-        is_replay: what runs is computed again in the backward.
+        host: host memory for moved tensors; None: none is moved.
+        is_replay: whether the running function is being recomputed in the backward.
     """
 
     parts: frozenset[str] = frozenset()
@@ -42,34 +42,34 @@ class SavedTensors:
         whole: bool = False,
         shared: Iterable[torch.Tensor] = (),
     ) -> torch.Tensor:
-        """Return `function(x)`, its saved tensors treated by this policy. Call layers in order, then `end_chunk`.
+        """Run `function(x)` with its saved tensors treated by this policy. Call layers in order, then `end_chunk`.
 
         Args:
             function: a layer, or several that are recomputed together.
             x: its input.
-            moves: move its saved tensors to the host.
-            whole: recompute all of it, so that only x is saved.
+            moves: whether to move its saved tensors to the host.
+            whole: whether to recompute all of it, so that only x is saved.
             shared: tensors that other layers save too; they are not moved.
         """
         assert not (moves or whole), "this policy keeps every tensor"
         return function(x)
 
     def end_chunk(self, output: torch.Tensor) -> torch.Tensor:
-        """Return a chunk's output, after its last layer."""
+        """End a chunk after its last layer; return its output."""
         return output
 
     def recomputed(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return a function of tensors with the same results; autograd saves a recipe of each if `part` is recomputed."""
+        """Return a function with the same result; if `part` is recomputed, autograd saves a recipe in place of the result."""
         return function
 
     def recomputed_inside(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return the same function (tensors, *others); its inner saved tensors are recomputed if `part` is recomputed."""
+        """Return a function (tensors, *others) with the same result; if `part` is recomputed, it saves `tensors` only."""
         return function
 
     def makes_again(self, part: str) -> bool:
-        """Return whether the part is recomputed of the layer that runs; where the layer is replayed as a whole, it is not."""
+        """Return whether the running layer recomputes `part`; False while the layer is replayed as a whole."""
         return False
 
     def once(self, function: Callable[[], Result]) -> Result:
-        """Return `function()`; where a whole layer is replayed, what it returned in the forward."""
+        """Return `function()`; in the replay of a whole layer, return the forward's result."""
         return function()

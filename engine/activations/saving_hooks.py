@@ -1,4 +1,4 @@
-"""The choice for each tensor that autograd saves, where some are recomputed or moved to host memory.
+"""The policy that keeps, recomputes or moves to host memory each tensor that autograd saves.
 
     kept         the tensor
     recomputed   a cheap function (a norm, an activation) and its inputs; it runs once in the backward for all users of its result
@@ -10,7 +10,7 @@ is a storage, so several views of it are one thing. The inputs of a recomputed f
 recomputed from their first kept or moved tensor.
 
 Recomputed functions must give the same bits and must not communicate. Whole layers do communicate: they go through `recompute`.
-What must not be decided twice in such a layer, `once` remembers from its forward to the replay.
+Some results of such a layer must not be computed twice, such as the choice of experts: `once` keeps them for the replay.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -36,10 +36,10 @@ class SavingHooks(SavedTensors):
 
     Args:
         parts: names of the parts to recompute.
-        host: takes the moved tensors; None: none is moved.
-        min_bytes: smaller tensors are not moved.
-        weights: returns this rank's weights, which are never moved; called when the first layer moves its tensors.
-        on_saved: called with each tensor that holds device memory for a backward.
+        host: host memory for moved tensors; None: none is moved.
+        min_bytes: smallest size of a tensor that is moved.
+        weights: function that returns this rank's weights, which are never moved; called when the first layer moves its tensors.
+        on_saved: observer of each tensor that holds device memory for a backward.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class SavingHooks(SavedTensors):
         return y
 
     def end_chunk(self, output: torch.Tensor) -> torch.Tensor:
-        # The chunk's backward begins by fetching what the last layer moved.
+        # The chunk's backward begins by fetching the tensors that the last layer moved.
         last, self._below = self._below, None
         if last is not None:
             last.let_go()
@@ -107,8 +107,9 @@ class SavingHooks(SavedTensors):
         output = function(*inputs)
         if self.makes_again(part) and torch.is_grad_enabled():
             storage = output.untyped_storage()
+            # A view of an input needs no recipe: whoever saves it saves the input.
             if all(_identity(each) != storage._cdata for each in inputs):
-                # A module's own hooks belong to its forward alone.
+                # The replay calls `forward`, since a module's hooks must not run twice.
                 maker = function.forward if isinstance(function, nn.Module) else function
                 maker = partial(self._replaying, maker, is_replay=True)
                 self._sources[storage] = _Source(maker, [each.detach() for each in inputs], storage.nbytes())
@@ -128,7 +129,7 @@ class SavingHooks(SavedTensors):
             self._memo = None
 
     def _replaying(self, function: Function, *inputs: torch.Tensor, is_replay: bool) -> torch.Tensor:
-        """Return `function(*inputs)`, while `is_replay` says whether it is computed again."""
+        """Run `function(*inputs)` with the policy's `is_replay` set."""
         before, self.is_replay = self.is_replay, is_replay
         try:
             return function(*inputs)
@@ -148,7 +149,7 @@ class SavingHooks(SavedTensors):
             self._open = None
 
     def _pass_on(self, layer: "_Layer", y: torch.Tensor) -> None:
-        """Send what the layer moves, free what the layer below has sent, and prepare the layer's backward."""
+        """Send the tensors that the layer moves, free those that the layer below has sent, and prepare the layer's backward."""
         layer.send()
         below, self._below = self._below, layer
         if below is not None:
@@ -196,14 +197,15 @@ def _before_backward_of(y: torch.Tensor, function: Callable[[], None]) -> None:
 
 def _begin_backward(layer: "_Layer", below: "_Layer | None") -> None:
     layer.need()
+    # One layer ahead, so that the copies run under this layer's backward.
     if below is not None:
         below.fetch()
 
 
 class _Memo:
-    """The results of a layer's `once`, in order: recorded in its forward, given again in its replay.
+    """The results of a layer's `once`, in order: recorded in its forward, returned in its replay.
 
-    `on_saved` is called with the tensors among them, and in a tuple. `has_begun` says whether the forward has.
+    `on_saved` is called with each result that is a tensor, or in a tuple. `has_begun` tells whether the forward has begun.
     """
 
     def __init__(self, on_saved: Callable[[torch.Tensor], None]) -> None:
@@ -292,8 +294,8 @@ class _Layer:
     """The storages that one layer moves in one microbatch.
 
     Attributes:
-        host: takes them; None where the layer moves nothing.
-        on_saved: called with each tensor that has come back.
+        host: host memory for them; None: the layer moves nothing.
+        on_saved: observer of each tensor that is fetched.
         stays: identities of storages that are not moved.
     """
 
@@ -305,7 +307,7 @@ class _Layer:
     _is_fetched: bool = False
 
     def moved(self, tensor: torch.Tensor) -> _Fetched:
-        """Add the tensor's storage to those that move; it is held until `let_go`, so its identity stays its own."""
+        """Add the tensor's storage to those that move; it is held until `let_go`, so no other storage gets its identity."""
         key = _identity(tensor)
         if key not in self._moved:
             numel = tensor.untyped_storage().nbytes() // tensor.element_size()
@@ -318,7 +320,7 @@ class _Layer:
             self._mark = self.host.send(list(self._moved.values()))
 
     def let_go(self) -> None:
-        """Free the device memory of what was sent."""
+        """Free the device memory of the storages that were sent."""
         if self.host is not None and self._moved:
             self.host.let_go(list(self._moved.values()), self._mark)
 
@@ -332,7 +334,7 @@ class _Layer:
                 self.on_saved(each.tensor)
 
     def need(self) -> None:
-        """Wait for the copies at the start of the layer's backward, and drop them: autograd's users hold what they need."""
+        """Wait for the copies at the start of the layer's backward, and drop them: a `_Fetched` holds each one that is needed."""
         self.fetch()
         if self.host is not None and self._moved:
             self.host.arrived(self._mark)
