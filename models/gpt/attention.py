@@ -3,8 +3,8 @@
     x [s(/t), b, h] --column--> --norms, rotation--> q [s, b, heads/t, d], k and v [s, b, kv_heads/t, d]
       --mixer--> [s, b, heads/t * d] --row--> [s(/t), b, h]
 
-With fewer key/value heads than tp ranks each rank holds one whole head, as a replica. Windows, sinks and rotation are those of the
-layer's kind. The mixer (`engine/context_parallel/mixer.py`) reaches the other tokens of a row.
+With fewer key/value heads than tp ranks, each rank holds one whole head, as a replica. The layer's kind sets windows, sinks and
+rotation. The mixer (`engine/context_parallel/mixer.py`) reaches the other tokens of a row.
 """
 
 import torch
@@ -21,7 +21,7 @@ from triaxis.models.gpt.qk_norm import NormalisedAndRotated
 
 
 class Attention(nn.Module):
-    """Attention whose queries, keys and values are projected from x, with as many or fewer key/value heads."""
+    """Attention whose queries, keys and values are projected from x; key/value heads may be fewer than query heads."""
 
     def __init__(self, context: BuildContext, name: str, kind: LayerKind) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
 
 def projection_back(context: BuildContext, name: str) -> RowParallelLinear:
-    """Build the projection of what the heads of an attention give, [s, b, heads/t * d] -> [s(/t), b, h]."""
+    """Build the output projection of an attention, [s, b, heads/t * d] -> [s(/t), b, h]."""
     return RowParallelLinear(
         context.parameter(f"{name}.proj.weight"),
         context.optional_parameter(f"{name}.proj.bias"),

@@ -19,7 +19,7 @@ class FirstNorm:
     """The first norm of the next layer, which the layer before computes with the addition that the norm reads.
 
     Attributes:
-        norm: of the next layer; None: the next layer, if there is one, normalises its input itself.
+        norm: first norm of the next layer; None: the next layer, if there is one, normalises its input itself.
     """
 
     def __init__(self) -> None:
@@ -27,11 +27,11 @@ class FirstNorm:
         self._normalised: torch.Tensor | None = None
 
     def put(self, normalised: torch.Tensor | None) -> None:
-        """Keep what the norm gives, for the next layer."""
+        """Keep the norm's output for the next layer."""
         self._normalised = normalised
 
     def take(self) -> torch.Tensor | None:
-        """Return what the layer before has kept; afterwards the layer alone holds it."""
+        """Return the output that the layer before has kept, and forget it: then the caller alone holds it."""
         normalised, self._normalised = self._normalised, None
         return normalised
 
@@ -65,7 +65,7 @@ class Block(nn.Module):
         keys: DropoutKeys,
         first: FirstNorm | None = None,
     ) -> torch.Tensor:
-        """Run the layer: [s(/t), b, h] -> the same shape. `first` has this layer's first norm of x, and takes the next one's."""
+        """Run the layer: [s(/t), b, h] -> the same shape. `first` holds this layer's first norm of x, and receives the next's."""
         first = FirstNorm() if first is None else first
         y, inputs = self._with_attention(x, positions, keys, first.take())
         if inputs is None:
@@ -82,9 +82,9 @@ class Block(nn.Module):
         keys: DropoutKeys,
         inputs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add attention's branch to x; return the sum, and the MLP's input where the sum's norm is that.
+        """Add attention's branch to x; return the sum, and its norm if that was computed with it (the MLP's input), else None.
 
-        The branch by itself is gone when the other one begins.
+        The branch's tensor goes out of scope here, so its memory is free when the MLP begins.
         """
         if inputs is None:
             inputs = self.attention_input(x)
@@ -99,7 +99,7 @@ class Block(nn.Module):
         return before, self.context.norm(f"{name}.post_norm") if model.norms_after else None
 
     def _input(self, norm: Norm | None) -> Callable[..., torch.Tensor]:
-        """Return what makes a branch's input of the residual stream."""
+        """Return the function from the residual stream to a branch's input: the norm, or the identity."""
         return nn.Identity() if norm is None else self.context.saved.recomputed("norm", norm)
 
     def _added(
@@ -111,11 +111,11 @@ class Block(nn.Module):
         dropout: HiddenDropout | None,
         keys: DropoutKeys,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add a branch's output, normalised where the model has a norm after it, to the residual stream x.
+        """Add a branch's output, normalised if the model has a norm after it, to the residual stream x.
 
         Returns:
-            The sum, and what the norm that follows makes of it; None where that norm runs by itself. Dropout has a function of its
-            own, and a norm that is made again in the backward has to give the same bits as in the forward.
+            The sum, and the norm `follows` of it; None if that norm runs by itself. It does with dropout, which has a function of
+            its own, and if norms are recomputed: a replay must give the forward's bits, so both are the same function.
         """
         branch = branch if norm is None else norm(branch)
         if dropout is not None and self.training:

@@ -55,8 +55,8 @@ class GPTChunk(nn.Module):
     """The layers of one stage, with the embedding on the first stage and the head on the last.
 
     Args:
-        context: environment of the modules; its parameters are this stage's.
-        stage: its layers, and whether it has the embedding and the head.
+        context: environment of the modules, with this stage's parameters.
+        stage: the stage's layers, and whether it has the embedding and the head.
     """
 
     def __init__(self, context: BuildContext, stage: StageContents) -> None:
@@ -74,7 +74,7 @@ class GPTChunk(nn.Module):
         if stage.has_head:
             name = "embedding.word.weight" if context.model.tie_embeddings else "head.weight"
             weight = context.parameter(name)
-            # Its gradient is as wide as the vocabulary: it is not kept for a deferred weight gradient.
+            # The logits' gradient is as wide as the vocabulary: it is never kept for a deferred weight gradient.
             at_once = WeightGradQueue(context.queue.kernel)
             self.head = ColumnParallelLinear([weight], [], context.region, at_once, "head")
 
@@ -101,7 +101,7 @@ class GPTChunk(nn.Module):
     def forward(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
         """Return hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar).
 
-        While a model with multi-token prediction trains, the sum is the first of [1 + D]; the weighted sums of tokens ahead follow.
+        In training with multi-token prediction, the result is [1 + D]: this sum, then the weighted sums of the tokens ahead.
         """
         inputs = self._layer_inputs(batch)
         hidden = self._hidden(x, batch, inputs)
@@ -146,9 +146,9 @@ class GPTChunk(nn.Module):
         return [cast(Block, block) for block in self.blocks]
 
     def _groups(self) -> list["_Group"]:
-        """Return the blocks in order, grouped: those that are recomputed together, or kept.
+        """Split the blocks into groups, in order: recomputed together, or kept.
 
-        Where some are moved to the host each kept one is a group, since what is moved is freed group by group.
+        With offloading each kept block is a group, since moved tensors are freed group by group.
         """
         blocks, choice = self._layers(), self.context.recompute
         num_again = 0
@@ -174,6 +174,7 @@ class _Group:
 
 def _run(blocks: Sequence[Block], x: torch.Tensor, *, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
     first = FirstNorm()
+    # Each block computes the next one's first norm with its own last addition. The group's last block has no next one.
     for block, follows in zip_longest(blocks, blocks[1:]):
         first.norm = None if follows is None else follows.attention_norm
         x = block(x, positions, keys, first)

@@ -34,17 +34,17 @@ class BuildContext:
 
     Attributes:
         recompute: the recomputed parts; `auto` is already resolved.
-        num_offloaded: layers of each chunk whose saved tensors are moved to the host.
-        region: how activations enter and leave what is cut over tp.
-        mixing: builds the mixer of a layer from the fields that all mixers have: how attention reaches the tokens of a row.
-        experts: how tokens reach their experts; None: the model has none.
+        num_offloaded: number of layers in each chunk whose saved tensors are moved to the host.
+        region: the tensor-parallel region, which activations enter and leave.
+        mixing: builder of a layer's mixer from the fields that all have; it decides how attention reaches the tokens of a row.
+        experts: way of tokens to their experts; None: the model has none.
+        seed: the run's seed, for dropout.
         parameters: this chunk's parameters by global name.
         saved: policy for tensors that are saved for the backward; one for all chunks of the rank.
-        seed: of the run, for dropout.
-        forms: how the linear layers of a layer multiply, by its number, where it is not as in the others.
-        form: how those of the layer multiply whose modules are built.
-        fp8_counts: of numbers that FP8 loses; None: nothing asks for them.
-        taken: names that modules have asked for.
+        forms: forms of linear layers by layer number, for layers that do not use `form`.
+        form: form of the linear layers that are being built.
+        fp8_counts: counts of the numbers that FP8 loses; None: they are not counted.
+        taken: names of the parameters that modules have asked for.
     """
 
     model: ModelConfig
@@ -69,11 +69,11 @@ class BuildContext:
         return replace(self, form=self.forms.get(layer, self.form))
 
     def form_behind_norm(self, *parts: str) -> LinearForm:
-        """Return the form of a layer that alone reads a norm's output; `parts` that are recomputed need its input too."""
+        """Return the form of a layer that alone reads a norm's output; recomputing one of `parts` saves that output too."""
         return self.form.alone("norm", *parts) if self.model.norms_before else self.form
 
     def mixer(self, name: str, kind: LayerKind, made: Made = as_they_are) -> Mixer:
-        """Build the mixer of a layer's attention; `made` makes keys and values of what a token gives to a row."""
+        """Build the mixer of a layer's attention; `made` computes keys and values from what it gathers, such as latents."""
         model, tp = self.model, self.region.axis
         return self.mixing(
             name=name,
@@ -88,7 +88,7 @@ class BuildContext:
         )
 
     def norm(self, name: str) -> Norm:
-        """Build a norm over h, to which `model.residual_multiplier` times a branch may be added first."""
+        """Build a norm over h; `model.residual_multiplier` times a branch may be added to its input first."""
         kind, kernels = self.model.norm_kind, self.kernels
         weights = [self.parameter(f"{name}.{parameter}") for parameter in kind.parameters]
         return Norm(NormKernel(kind.name, self.model.norm_eps, kernels.fusion), weights, self.model.residual_multiplier)
@@ -101,12 +101,12 @@ class BuildContext:
         return HiddenDropout(model.hidden_dropout, site, self.region, self.kernels.fusion, model.residual_multiplier)
 
     def parameter(self, name: str) -> ShardedParameter:
-        """Return the parameter that every model of this kind has."""
+        """Return a parameter of the chunk, and note that a module took it."""
         self.taken.add(name)
         return self.parameters[name]
 
     def optional_parameter(self, name: str) -> ShardedParameter | None:
-        """Return the parameter, or None where the model's specs lack it (a bias that is off)."""
+        """Return the parameter, or None if the model's specs lack it (a bias that is off)."""
         return self.parameter(name) if name in self.parameters else None
 
     def optional_parameters(self, *names: str) -> list[ShardedParameter]:
@@ -132,9 +132,9 @@ class Positions:
     """The positions of a microbatch's tokens, as the layers of a chunk read them.
 
     Attributes:
-        tables: [2, s, b, 1, r] of `rope_tables` for each record of the chunk's layers that rotate.
-        documents: of the rows; None: each row is one.
-        part: of the rows that the microbatch has; None: all of them.
+        tables: table [2, s, b, 1, r] of `rope_tables` for each kind of rotation in the chunk.
+        documents: documents of the rows; None: each row is one document.
+        part: part of the rows that this rank's microbatch has; None: the rows are whole.
     """
 
     tables: Mapping[Rotary, torch.Tensor]

@@ -13,27 +13,27 @@ from triaxis.models.gpt.context import BuildContext
 
 
 class Embedding(nn.Module):
-    """Embedding of tokens; `name` is that of its dropout."""
+    """Embedding of tokens; `name` is the prefix of its dropout site."""
 
     def __init__(self, context: BuildContext, name: str = "embedding") -> None:
         super().__init__()
         self.context, self.dropout = context, context.hidden_dropout(f"{name}.dropout")
         self.word = VocabParallelEmbedding(context.parameter("embedding.word.weight"), context.region)
-        # Gemma's factor is a tensor of the weights' dtype (transformers' `Gemma2TextScaledWordEmbedding`).
+        # Gemma rounds the factor to the weights' dtype (transformers' `Gemma2TextScaledWordEmbedding`).
         self.multiplier = torch.tensor(context.model.embedding_multiplier, dtype=context.dtype).item()
         has_table = context.model.position_kind.has_table
         self.position = context.parameter("embedding.position.weight") if has_table else None
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
         """Embed tokens and position_ids, int64 [b, s] -> [s(/t), b, h]."""
-        # Indexing keeps the memory order of the ids, and elementwise ops keep it from there on: were these only
-        # transposed, the whole residual stream would be.
+        # Indexing keeps the memory order of the ids, and elementwise ops keep it from there on: merely transposed ids would
+        # transpose the whole residual stream in memory.
         x = self.word(tokens.t().contiguous())
         if self.multiplier != 1:
             x = x * self.multiplier
         if self.position is not None:
-            # The sum over the vocabulary is already scattered: each rank adds the positions of its own tokens.
+            # x is this rank's part of the sequence already: each rank adds the positions of its own tokens.
             shard = self.context.region.shard_of_sequence(tokens.shape[1])
-            table = accumulate(self.position.tracked())  # so that its gradient is summed over samples in that dtype
+            table = accumulate(self.position.tracked())  # so its gradient is summed over samples in the wide dtype
             x = x + table[position_ids.t()[shard].contiguous()].to(x.dtype)
         return self.dropout(x, keys) if self.dropout is not None and self.training else x

@@ -9,12 +9,12 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 
 class HiddenDropout(nn.Module):
-    """Dropout of [s(/t), b, h], for a model that trains; positions count through the whole [s, h].
+    """Dropout of [s(/t), b, h] in training; an element's position counts through the whole [s, h] of its sample.
 
     Args:
         p: probability that an element is dropped.
         site: name of this dropout.
-        factor: of what is added to a residual.
+        factor: factor of x if it is added to a residual.
     """
 
     def __init__(self, p: float, site: str, region: TensorParallelRegion, fusion: Fusion, factor: float) -> None:

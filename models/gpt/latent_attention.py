@@ -5,12 +5,13 @@
     c_kv --heads--> k [s, b, heads/t, dr + dn], v [s, b, heads/t, dv] --attention--> [s, b, heads/t * dv] --row--> [s(/t), b, h]
 
 The weights down to latents are whole on every tp rank and act on its part of the sequence; then the latents enter the region.
-With sequence parallelism so w b s (r_q + r_kv + dr) bytes are gathered in place of w b s h, no product is computed twice, and these
-weights' gradients are partial over the sequence, as norms' are. Without it each rank computes all of them, and gradients are whole.
+With sequence parallelism, w b s (r_q + r_kv + dr) bytes are gathered instead of w b s h, and no product is computed twice. These
+weights' gradients are then partial sums over the sequence, like those of norms. Without it each rank computes all latents, and
+gradients are whole.
 
-Where text is generated (`models/inference/kv_cache.py`), the cache holds [c_kv | key] of a token. One query then goes to the
-latents themselves: the keys' half of W_kvb is multiplied into it, the values' half into what it gathers, so the cached tokens are
-never made into keys and values.
+In generation (`models/inference/kv_cache.py`), the cache holds [c_kv | key] of each token, and a query attends to the latents
+themselves. The keys' half of W_kvb is multiplied into the query, the values' half into the result, so cached tokens are never
+expanded into keys and values.
 """
 
 from dataclasses import dataclass
@@ -35,11 +36,11 @@ from triaxis.models.gpt.context import BuildContext, Positions
 
 @dataclass(frozen=True, slots=True)
 class LatentKeys:
-    """Keys and values of `num_heads` heads of this rank, which one latent per token gives.
+    """Keys and values of this rank's `num_heads` heads, computed from one latent per token.
 
     Attributes:
-        weight: W_kvb.
-        up: multiplies by it.
+        weight: parameter W_kvb.
+        up: linear layer that multiplies by W_kvb.
     """
 
     mla: MLAConfig
@@ -48,7 +49,7 @@ class LatentKeys:
     up: ColumnParallelLinear
 
     def __call__(self, latents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make k [b, n, s, dr + dn] and v [b, n, s, dv] from latents [b, 1, s, r_kv + dr]."""
+        """Compute k [b, n, s, dr + dn] and v [b, n, s, dv] from latents [b, 1, s, r_kv + dr]."""
         mla, n = self.mla, self.num_heads
         latent, key = latents.squeeze(1).transpose(0, 1).split((mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
         made = self.up(latent).unflatten(-1, (n, mla.qk_nope_head_dim + mla.v_head_dim))
@@ -58,7 +59,7 @@ class LatentKeys:
 
 
 class LatentAttention(nn.Module):
-    """Attention whose keys and values are made from one latent per token."""
+    """Attention whose keys and values are computed from one latent per token."""
 
     def __init__(self, context: BuildContext, name: str, kind: LayerKind) -> None:
         super().__init__()
@@ -66,7 +67,7 @@ class LatentAttention(nn.Module):
         assert context.model.mla is not None
         self.mla = context.model.mla
         outside = outside_of(context.region)
-        # Queries that are made from x share it with what is made down to latents.
+        # Without q_a the queries are projected from x as well, so `down` is not the only reader of the norm's output.
         has_latent = self.mla.q_lora_rank is not None
         form = context.form_behind_norm() if has_latent else context.form
         self.down = ColumnParallelLinear(
@@ -115,6 +116,7 @@ class LatentAttention(nn.Module):
         q_size = mla.q_lora_rank or 0
         q, kv, key = self.down(x).split((q_size, mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
         q = x if self.q_norm is None else again("norm", partial(self._normalise, norm=self.q_norm))(q)
+        # The key is rotated before it enters the region: it needs the tables of this rank's part of the sequence.
         if rope is not None:
             whole = x.shape[0] * (region.axis.size if region.sequence_parallel else 1)
             rope = rope[:, region.shard_of_sequence(whole)]
@@ -125,5 +127,5 @@ class LatentAttention(nn.Module):
         return self.norm_kernel(x, norm.tracked())
 
     def _rotate(self, x: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
-        """Rotate the first dr elements of x [s, b, n, d]; x itself where the layer rotates nothing."""
+        """Rotate the first dr elements of x [s, b, n, d]; return x itself if the layer rotates nothing."""
         return x if rope is None else apply_rope(x, rope, self.context.kernels.fusion)

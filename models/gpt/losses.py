@@ -1,4 +1,4 @@
-"""The output head with the losses of tokens."""
+"""The output head, and the loss of each token."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from triaxis.models.gpt.context import BuildContext
 
 
 def logit_options(model: ModelConfig) -> LogitOptions:
-    """Return what the model does with the head's product."""
+    """Return the model's divisor, softcap and z-loss factor."""
     return LogitOptions(model.logit_divisor, model.logit_softcap, model.z_loss)
 
 

@@ -3,7 +3,7 @@
     x [s(/t), b, h] --tokens of this rank--> [T, h] --router--> k experts each --dispatch--> rows [R, h] of this rank's experts
       --up, activation, down--> [R, h] --combine--> [T, h] ----> [s(/t), b, h], plus the shared experts' MLP of x
 
-A stage's dp x cp x tp ranks all route other tokens: without sequence parallelism, x is cut over tp here, and y gathered.
+Each of a stage's dp x cp x tp ranks routes tokens of its own: without sequence parallelism, x is cut over tp here, and y gathered.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ class MoE(nn.Module):
         self.bias = context.optional_parameter(f"{name}.router.bias")
         kernel = context.kernels.choices.experts
         assert kernel is not None
-        # The number of rows may be another in each call.
+        # The number of rows differs from call to call.
         self.activation = ActivationKernel(context.model.activation, context.kernels.fusion, lengths="rows")
         work = ExpertContext(context.queue, context.kernels.fusion, kernel)
         up = up_name(context.model)
@@ -49,17 +49,18 @@ class MoE(nn.Module):
             self.experts.load.balance(layer, self.bias)
 
     def forward(self, x: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
-        """Map [s(/t), b, h] to the same shape; `keys` have the places of the tokens in their samples."""
+        """Map [s(/t), b, h] to the same shape; `keys` has the positions of the tokens in their samples."""
         region, saved = self.context.region, self.context.saved
         is_cut = self.experts.cuts_tokens and not region.sequence_parallel
         local = _Part.apply(x, region, f"{self.name} tokens") if is_cut else x
         tokens = local.flatten(0, 1)
         choose = partial(self._choose, keys, x.shape)
+        # A replayed layer takes the forward's choice from `once`: another choice would exchange other rows.
         weights, experts = self.experts.router.weights(
             tokens, self.router, lambda scores: saved.once(partial(choose, scores))
         )
         dispatch = self.experts.dispatch.begin(experts)
-        # The shared experts need no other rank's tokens: what dispatch waits for arrives meanwhile.
+        # The shared experts need no other rank's tokens, so they run while the exchange that dispatch waits for is in flight.
         shared = None if self.shared is None else self.shared(x)
         sent = dispatch(tokens, weights)
         y = sent.combine(self._outputs(sent)).view_as(local)
@@ -95,7 +96,7 @@ class MoE(nn.Module):
         return self.experts.router.counted(experts, scores)
 
     def positions(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
-        """Return the places of this rank's tokens [T] in their samples."""
+        """Return the positions of this rank's tokens [T] in their samples."""
         region, samples = self.context.region, shape[1]
         length = shape[0] * (region.axis.size if region.sequence_parallel else 1)
         part = replace(region, sequence_parallel=self.experts.cuts_tokens).shard_of_sequence(length)
@@ -122,7 +123,7 @@ class _Part(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """The sequence of all tp ranks' parts: [s/t, b, h] -> [s, b, h]; backward: this rank's part, as all hold the gradient."""
+    """The sequence of all tp ranks' parts: [s/t, b, h] -> [s, b, h]; backward: this rank's part, since all hold the gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, region: TensorParallelRegion, purpose: str) -> torch.Tensor:

@@ -4,7 +4,8 @@
     hidden before [s(/t), b, h] -----------------------------norm--+--> [s(/t), b, 2 h] --projection--> layer --> norm --> head
 
 The projection is whole on every tp rank and acts on its part of the sequence. With sequence parallelism no product is computed
-twice, and its gradient is partial over the sequence, as norms' are. Without it each rank computes all, and gradients are whole.
+twice, and its gradient is a partial sum over the sequence, like those of norms. Without it each rank computes all of it, and the
+gradient is whole.
 """
 
 from collections.abc import Sequence
@@ -33,12 +34,12 @@ class RowsAhead(Protocol):
 
 
 class TokensAhead(nn.Module):
-    """The layers of multi-token prediction, of which each reads what the one before it found.
+    """The layers of multi-token prediction; each reads the hidden states of the one before it.
 
     Args:
         context: environment of the modules.
-        layers: their numbers.
-        first_place: place of the first in the chunk, by which layers are recomputed and offloaded.
+        layers: layer numbers.
+        first_place: place of the first layer in the chunk; places decide which layers are recomputed and offloaded.
     """
 
     def __init__(self, context: BuildContext, layers: Sequence[int], first_place: int) -> None:
@@ -70,11 +71,11 @@ class TokensAhead(nn.Module):
 
 
 class TokenAhead(nn.Module):
-    """A layer that predicts the token one beyond those that are predicted already.
+    """A layer that predicts one token further ahead than the layer before it.
 
     Args:
         context: environment of the modules.
-        layer: its number, behind the model's own layers.
+        layer: layer number, after those of the model's own layers.
     """
 
     def __init__(self, context: BuildContext, layer: int) -> None:
@@ -98,7 +99,7 @@ class TokenAhead(nn.Module):
     def inputs(
         self, hidden: torch.Tensor, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys
     ) -> torch.Tensor:
-        """Stack the embeddings of tokens ahead int64 [b, s] on the hidden states before [s(/t), b, h] -> [2 s(/t), b, h]."""
+        """Join the embeddings of tokens ahead int64 [b, s] and the hidden states before [s(/t), b, h] -> [2 s(/t), b, h]."""
         return torch.cat((self.embedding(tokens, position_ids, keys), hidden))
 
     def forward(self, inputs: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Queries and keys as attention reads them: normalised where the model has QK-norm, and rotated where the layer rotates."""
+"""Queries and keys as attention reads them: normalised if the model has QK-norm, and rotated if the layer rotates."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,25 +29,25 @@ class NormalisedAndRotated(nn.Module):
 
     @classmethod
     def of(cls, context: BuildContext, name: str, split: Split) -> Split:
-        """Return the split itself where nothing is normalised and nothing made again: it rotates queries and keys."""
+        """Return the split itself if nothing is normalised or recomputed, since it can rotate; else build this module."""
         is_rotation = not context.model.qk_norm and "rope" not in context.saved.parts
         return split if is_rotation else cls(context, name, split)
 
     def forward(self, x: torch.Tensor, tables: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q [s, b, heads, d] and k [s, b, kv_heads, d], normalised and rotated as the model's are, and v as k."""
+        """Return q [s, b, heads, d], k and v [s, b, kv_heads, d]; q and k are normalised and rotated as the model asks."""
         q, k, v = self.split(x, tables=None)
         over_all = self.context.model.qk_norm == "all_heads"
         q, k = self._all(q, k, tables) if over_all else self._each(q, k, tables)
         return q, k, v
 
     def _each(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise each head where the model has QK-norm, and rotate."""
+        """Normalise each head if the model has QK-norm, and rotate."""
         again = self.context.saved.recomputed
         q = again("rope", lambda q: self._normalise_and_rotate(q, self.q_norm, rope))(q)
         return q, again("rope", lambda k: self._normalise_and_rotate(k, self.k_norm, rope))(k)
 
     def _all(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise over all heads of a token, and rotate. What communicates is no part of what is made again."""
+        """Normalise over all heads of a token, and rotate. The all-reduce of the squares is not recomputed."""
         context, model = self.context, self.context.model
         replicas = max(1, context.region.axis.size // model.kv_heads)
         sums = squares(q, k, context.region.axis, replicas, context.kernels.fusion)
@@ -66,7 +66,7 @@ class NormalisedAndRotated(nn.Module):
     def _normalise_and_rotate(
         self, x: torch.Tensor, norm: ShardedParameter | None, rope: torch.Tensor | None
     ) -> torch.Tensor:
-        """Normalise and rotate queries or keys [s, b, heads, d]; x itself where the model has neither."""
+        """Normalise and rotate queries or keys [s, b, heads, d]; return x itself if the model does neither."""
         if norm is not None:
             x = self.kernel(x, norm.tracked())
         return x if rope is None else apply_rope(x, rope, self.context.kernels.fusion)

@@ -41,7 +41,7 @@ def stage_parameters(
 
 
 def _num_uses(model: ModelConfig, stage: StageContents, name: str) -> int:
-    """Count the layers of a stage that use a parameter: the head, and the word embedding, serve tokens ahead as well."""
+    """Count the layers of a stage that use a parameter; multi-token prediction uses the head and the word embedding too."""
     heads = stage.has_head + stage.num_mtp
     if name == "head.weight":
         return heads

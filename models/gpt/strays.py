@@ -4,13 +4,13 @@ No checkpoint has a stray, no rank adds its gradient to the others', and `triaxi
 a model of its own, and no number would show it. A chunk is looked at twice:
 
     when it is built                   parameters and persistent buffers of its modules, also of modules in lists, tuples and dicts
-    in its first forward and backward  leaves of the autograd graph, since a closure or an object may hold what no module does
+    in its first forward and backward  leaves of the autograd graph, since a closure or an object may hold tensors too
 
-The second look takes itself away, so later steps do not have it. It ends before the first update. A recomputed function records
-no graph in the forward, so its first replay is looked at.
+The second look ends before the first update and removes itself, so later steps do not pay for it. A recomputed function records no
+graph in the forward, so its first replay is looked at.
 
-A tensor without a gradient that no module holds as a buffer is not seen: it may be a constant. Nor is a closure's tensor in layers
-that no gradient reaches, or in a run without a backward.
+Not seen are tensors without a gradient that no module holds as a buffer, since they may be constants. Nor are a closure's tensors
+in layers that no gradient reaches, or in a run without a backward.
 """
 
 import re
@@ -32,11 +32,11 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def refuse_strays(chunk: nn.Module, model: ModelConfig, layers: range, held: Mapping[str, ShardedParameter]) -> None:
-    """Check what the modules of a chunk hold now, and what its first forward with a graph trains.
+    """Check the tensors that a chunk's modules hold now, and those that its first forward with a graph trains.
 
     Args:
-        chunk: called with a tensor or None, and a microbatch.
-        model, layers: of the chunk, for messages.
+        chunk: module called with a tensor or None, and a microbatch.
+        model, layers: the chunk's model and layers, for messages.
         held: this rank's parameters by name. Those of later chunks may be added until the first forward.
 
     Raises:
@@ -76,8 +76,8 @@ class _Place:
 
     Attributes:
         owner: class of the innermost module of `models` on the way to the place.
-        path: of that module, with a star for the number of a layer.
-        attribute: of that module.
+        path: path of that module, with a star for the number of a layer.
+        attribute: path of the place within that module.
     """
 
     owner: type
@@ -98,7 +98,7 @@ class _Place:
 
 
 def _state(module: nn.Module, place: _Place, seen: set[int]) -> Iterator[tuple[_Place, torch.Tensor]]:
-    """Yield the parameters and persistent buffers of a module, and of those that it holds in any way."""
+    """Yield the parameters and persistent buffers of a module, and of the modules that it holds in any way."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -127,14 +127,14 @@ def _look_at_graph(
     listed: frozenset[int],
     describe: Callable[[str, torch.Tensor], str],
 ) -> None:
-    """Refuse leaves of the output's graph that are neither inputs nor `listed`, and look at what is replayed below it."""
+    """Refuse leaves of the output's graph that are neither inputs nor `listed`; look at replayed functions in the same way."""
     legal = listed | {id(each) for each in inputs}
     look: Callable[[Sequence[object], torch.Tensor], None] = partial(_look_at_graph, listed=listed, describe=describe)
     strays = []
     for reader, node in _edges(output):
         watch_replay(node, look)
         leaf = _leaf(node)
-        # A leaf without elements trains nothing: a backward begins at one (`models/gpt/chunk.py`).
+        # A leaf without elements trains nothing.
         if leaf is not None and id(leaf) not in legal and leaf.numel():
             strays.append(describe(reader, leaf))
     _refuse(strays)
@@ -165,7 +165,7 @@ def _entry_of_leaf(sizes: Mapping[int, str], where: str, reader: str, leaf: torc
 
 
 def _entry(sizes: Mapping[int, str], what: str, state: torch.Tensor, name: str, file: str, attribute: str) -> str:
-    """Describe a stray, with the two lines that register it; `sizes` have names, since `triaxis verify` makes a model small."""
+    """Describe a stray, with the two lines that register it; `sizes` names dims, since `triaxis verify` shrinks models."""
     shape = ", ".join(str(sizes.get(size, size)) for size in state.shape) + ("," if state.ndim == 1 else "")
     if not state.requires_grad:
         fields = 'Init("zeros"), decay=False, is_trained=False'

@@ -16,7 +16,7 @@ class DecodingChunk(GPTChunk):
     """A chunk with the parameters of another, without dropout, whose activations are whole on every tp rank.
 
     One token cannot be cut along the sequence; each rank computes the same part of a matrix either way. A growing text never
-    has one shape twice, so nothing is compiled for it. As in any reading, no operand is in FP8.
+    has one shape twice, so nothing is compiled for it. As in all inference, no operand is in FP8.
     """
 
     def __init__(self, chunk: GPTChunk) -> None:

@@ -7,7 +7,7 @@
     window 1        |--- seq_length ---|   `stride` further: the labels that window 0 had are context, not counted again
 
 A stride of seq_length costs one forward per token; a smaller one costs more, and gives each token at least
-seq_length - stride tokens of context (those at the beginning of the text excepted).
+seq_length - stride tokens of context (except at the beginning of the text).
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ class ListedTokens:
         self.num_tokens = len(self._tokens)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens `start` to `stop` - 1; fewer where the text ends."""
+        """Return tokens `start` to `stop` - 1; fewer at the end of the text."""
         return self._tokens[start:stop]
 
 
@@ -60,7 +60,7 @@ class CorpusTokens:
         self.num_tokens = total if num_tokens is None else min(num_tokens, total)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens `start` to `stop` - 1; fewer where the text ends."""
+        """Return tokens `start` to `stop` - 1; fewer at the end of the text."""
         stop = min(stop, self.num_tokens)
         parts = [np.empty(0, np.int64)]
         document = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -77,9 +77,9 @@ class Windows:
     """A text as samples: `Sample` i is window i; past the last window nothing is counted.
 
     Args:
-        before: the token that the text follows (the one that ends a document).
-        stride: how far a window begins after its predecessor, 1 .. seq_length.
-        vocab_size: tokens must be below it.
+        before: token before the text (the one that ends a document).
+        stride: distance between the beginnings of two windows, 1 .. seq_length.
+        vocab_size: V; tokens must be below it.
     """
 
     def __init__(self, text: TokenSource, before: int, *, seq_length: int, stride: int, vocab_size: int) -> None:
@@ -104,6 +104,7 @@ class Windows:
         tokens = np.zeros(length + 1, np.int64)
         tokens[0] = self.before if start == 0 else self.text.read(start - 1, start)[0] if len(labels) else 0
         tokens[1 : 1 + len(labels)] = labels
+        # Window 0 counts all its labels, the others their last `stride`.
         counted = np.zeros(length, np.bool_)
         counted[0 if index == 0 else length - self.stride : len(labels)] = True
         return Sample(tokens, counted, self.lengths(index))
@@ -117,10 +118,10 @@ def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[
     """Compute (sum of the counted tokens' losses in nats, number of these tokens) of some global batches; equal on every rank.
 
     Args:
-        steps: this data-parallel rank's microbatches of each global batch; every step has as many.
+        steps: this data-parallel rank's microbatches of each global batch; the same number in every step.
 
     Raises:
-        DivergenceError: on every rank: experts' buffers were too small for the tokens.
+        DivergenceError: experts' buffers were too small for the tokens; on every rank.
     """
     config, topology = model.config, model.topology
     sizes = topology.sizes

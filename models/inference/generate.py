@@ -28,7 +28,7 @@ from triaxis.models.inference.decoding import DecodingChunk
 
 
 class Model(Protocol):
-    """One rank's part of a model: an engine in training (`triaxis.engine.step.Engine`), or one loaded to be read."""
+    """One rank's part of a model: an engine in training (`triaxis.engine.step.Engine`), or a model loaded for inference."""
 
     @property
     def config(self) -> Config: ...
@@ -43,9 +43,10 @@ class Sampling:
     """Parameters of the draw of a token from logits.
 
     Attributes:
-        temperature: divides the logits; 0 takes the most likely token.
-        top_k: draw among that many most likely tokens (and those equally likely as the last of them); None: among all.
-        top_p: draw among the fewest most likely tokens whose probabilities sum to at least that (1904.09751); after top_k.
+        temperature: divisor of the logits; 0 takes the most likely token.
+        top_k: number of most likely tokens to draw among (with any tied with the last); None: all.
+        top_p: least total probability of the tokens to draw among, the fewest most likely ones (1904.09751); after top_k.
+        seed: seed of the noise.
     """
 
     temperature: float = 1.0
@@ -73,13 +74,13 @@ def stream(
     """Continue `prompt`; every rank iterates to the same end and gets the same tokens.
 
     Args:
-        prompt: at least one token id; of a longer one than the window the last half window is read.
+        prompt: at least one token id; if it is longer than the window, only its last half window is read.
         num_tokens: largest number of tokens to draw.
         window: largest number of tokens that the model reads at once; None: `model.seq_length`.
-        stop: a token that ends the text; it is not yielded.
+        stop: token that ends the text; it is not yielded.
     """
     window = model.config.model.seq_length if window is None else window
-    # A window of one token can still be filled: what is read is then the last token alone.
+    # A window of one token is legal: then the last token alone is read.
     restart = max(1, window // 2)
     decoder = Decoder(model, min(window, len(prompt) + num_tokens))
     tokens = list(prompt)
@@ -100,8 +101,8 @@ class Decoder:
     """Continuation of one sequence: this rank's chunks, their caches, and the pipeline between the ranks.
 
     Args:
-        model: whose weights are used as they are at each call.
-        places: tokens that the caches can hold.
+        model: the model; each call uses its weights as they are then.
+        places: number of tokens that the caches can hold.
     """
 
     def __init__(self, model: Model, places: int) -> None:
@@ -112,7 +113,7 @@ class Decoder:
         self._places = places
         sizes = self._topology.sizes
         self._programs = Programs(of_forward(sizes, 1))
-        # Only generation uses this group, so it is connected here, where no send is under way.
+        # Only generation uses this group, so it is connected here, where no send is in flight.
         self._topology.axis("pp").connect(self._topology.device)
         self.forget()
 
@@ -126,7 +127,7 @@ class Decoder:
     def logits(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """Read tokens (a prompt, then one at a time); return the next one's logits [V], None on ranks without the last stage."""
         topology = self._topology
-        # Activations between stages are as long as what is read, so each pass has its own shape.
+        # Activations between stages are as long as the tokens read, so each pass has its own shape.
         executor = Executor(
             topology, [chunk.queue for chunk in self._chunks], (len(tokens), 1, self._hidden_size), self._dtype
         )
@@ -143,6 +144,7 @@ class Decoder:
     def next_token(self, tokens: Sequence[int], sampling: Sampling, place: int) -> int:
         """Read tokens and draw the next one, at position `place` of its text; the same on every rank."""
         logits = self.logits(tokens)
+        # All tp ranks of the last stage draw alike from the gathered logits; the other stages receive the token.
         token = torch.zeros(1, dtype=torch.int64, device=self._topology.device)
         if logits is not None:
             token.fill_(sample_token(logits.cpu(), sampling, place))

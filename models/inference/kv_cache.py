@@ -1,11 +1,11 @@
-"""Keys and values of the tokens so far: with them a further token costs the forward of one token.
+"""Keys and values of the tokens so far, with which one more token costs the forward of one token.
 
     prompt, p tokens      fills places 0 .. p - 1 of every layer; attention among them is causal
     one token more        fills place p; its query reads places 0 .. p
 
 A rank caches what it computes anyway: the layers of its chunks, the key/value heads of its tp part (whole replicas where
-heads are replicated). Keys are cached after QK-norm and RoPE, so that they are never touched again. Of latent attention it caches
-the latent and the rotated key of a token, which all heads share and every tp rank holds whole.
+heads are replicated). Keys are cached after QK-norm and RoPE, so that they are never touched again. For latent attention it caches
+each token's latent and rotated key, which all heads share and every tp rank holds whole.
 """
 
 from collections.abc import Sequence
@@ -24,9 +24,9 @@ class Cached(Mixer):
     """Attention of the next tokens of one text to all of its tokens so far.
 
     Attributes:
-        places: tokens that the cache can hold.
-        length: places that are filled.
-        cache: rows [1, n_i, places, d_i]; none before the prompt.
+        places: number of tokens that the cache can hold.
+        length: number of filled places.
+        cache: rows [1, n_i, places, d_i]; empty before the prompt.
     """
 
     places: int = 0
@@ -34,7 +34,7 @@ class Cached(Mixer):
     cache: list[torch.Tensor] = field(default_factory=list)
 
     def forget(self, places: int) -> None:
-        """Empty the cache, which can hold so many tokens from now on."""
+        """Empty the cache; from now on it can hold `places` tokens."""
         self.places, self.length, self.cache = places, 0, []
 
     def __call__(

@@ -1,8 +1,8 @@
-"""A GPT loaded for reading only: the weights of this rank's layout and nothing else.
+"""A GPT loaded for inference: the weights of this rank's layout and nothing else.
 
     checkpoint of any layout  --pieces that meet this rank's boxes-->  one flat tensor of weights  ->  chunks
 
-No main grads, masters or moments: 2 bytes per parameter in bf16 where training holds 18, and no initial weights are drawn.
+No main grads, masters or moments: 2 bytes per parameter in bf16, while training holds 18. No initial weights are drawn.
 """
 
 from collections.abc import Sequence
@@ -68,8 +68,8 @@ def load_model(
 def for_reading(config: Config) -> Config:
     """Return the configuration of a model that has no backward: nothing is recomputed or offloaded, no gradient is computed.
 
-    Logits still exist for some tokens at a time. Kernels that compute or use gradients need not run on this device. Weights are
-    read whole, and no operand is in FP8: a scale of the tokens at hand would change with what else is computed beside them.
+    Logits still exist for some tokens at a time. Kernels that compute or use gradients need not run on this device. No operand,
+    weights included, is in FP8: the scale of a token's activations would depend on the other tokens of its batch.
     """
     without_gradients = {"weight_grad": "separate", "optimizer": "torch"}
     return config.model_copy(
@@ -105,7 +105,7 @@ def _allocate(
     """Allocate one flat tensor for all trained parameters; return the logical parts to be filled (padding stays zero).
 
     In forward order, so that weights which share a GEMM are adjacent and stay one matrix. A parameter that is not trained has
-    the accumulation dtype, as in training: a router's bias that is rounded would choose other experts.
+    the accumulation dtype, as in training: a rounded router's bias would choose other experts.
     """
     trained = [parameter.record.numel for parameter in parameters if parameter.record.spec.is_trained]
     flat = torch.zeros(sum(trained), dtype=dtype, device=device)

@@ -2,8 +2,8 @@
 
 A site is `embedding`, `layers.N.attention`, `layers.N.mlp` (the branches), `layers.N` (the residual stream after it),
 `token_losses` or `loss` (the sum over a microbatch). A layer of multi-token prediction has `layers.N.embedding` and
-`layers.N.losses` too. Of an output [s, b, h] each token keeps one number, its product with a fixed random vector: enough to see
-any difference, and small enough to write down.
+`layers.N.losses` too. An output [s, b, h] is reduced to one number per token, its product with a fixed random vector: enough to
+see any difference, and small enough to write down.
 """
 
 import sys
@@ -20,7 +20,7 @@ from triaxis.models.gpt.mtp import TokenAhead
 
 TOKEN_LOSSES, LOSS = "token_losses", "loss"
 OF_LAYER = ("embedding", "attention", "mlp", "", "losses")
-"""Sites of a layer, in the order of the forward; the first and the last are those of a token ahead."""
+"""Sites of a layer, in the order of the forward; only layers of multi-token prediction have the first and the last."""
 
 
 def site_order(name: str, num_layers: int) -> int:
@@ -29,7 +29,7 @@ def site_order(name: str, num_layers: int) -> int:
         return 0
     if name == LOSS:
         return sys.maxsize
-    # Layers of multi-token prediction come behind the losses of the next token.
+    # Layers of multi-token prediction come after the losses of the next token.
     losses = 1 + len(OF_LAYER) * num_layers
     if name == TOKEN_LOSSES:
         return losses
@@ -41,8 +41,8 @@ def site_order(name: str, num_layers: int) -> int:
 class Probes:
     """Outputs that were recorded during `open`: {site: {samples: values}}.
 
-    Values are float64 [s] (or [s/t], this rank's part of the sequence) of one sample, keyed by its id; of the loss a
-    scalar, keyed by the ids of the microbatch.
+    Values are float64 [s] (or [s/t], this rank's part of the sequence) for one sample, keyed by its id. The loss is [1], keyed
+    by the ids of the microbatch's samples.
     """
 
     def __init__(self, chunks: Sequence[Any]) -> None:
