@@ -1,7 +1,7 @@
-"""A corpus against what is known of it: its record's hashes, and its tokenizer's ids (no torch here).
+"""The check of a corpus against its record's hashes and its tokenizer's ids (no torch here).
 
-A check reads every byte, and its result is kept beside the corpus: PREFIX.checked.json has, for each node, the version of the files
-that it has read. So a job of many starts reads a corpus once on each node. A damage is never kept.
+A check reads every byte and writes its result to PREFIX.checked.json: for each node, the contents that it found and the version of
+the files that it read. So a job that restarts often reads a corpus once per node. Problems are derived anew from the kept contents.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ ENDS_KEPT = 3
 
 @dataclass(frozen=True, slots=True)
 class CorpusCheck:
-    """The content of a corpus, of which every byte was read.
+    """The contents of a corpus, found by reading every byte.
 
     Attributes:
-        version: of the files: device, inode, size, time of change and of its status change, in nanoseconds, of each.
-        bin_sha256, idx_sha256: hexadecimal.
-        smallest_id, largest_id: of all tokens.
-        ends: documents with tokens by their last one, the most frequent few: [[id, documents], ...].
+        version: device, inode, size, mtime and ctime (both in nanoseconds) of the .bin, then of the .idx.
+        bin_sha256, idx_sha256: hashes of the files, hexadecimal.
+        smallest_id, largest_id: bounds of all token ids.
+        ends: the ENDS_KEPT most frequent last tokens of non-empty documents: [[id, documents], ...].
     """
 
     version: list[list[int]]
@@ -42,13 +42,13 @@ class CorpusCheck:
     def problems(
         self, prefix: str, record: CorpusRecord | None, vocab_size: int | None, eod_id: int | None
     ) -> list[str]:
-        """Return what contradicts the record and the tokenizer, its vocabulary and its end of documents, in words.
+        """List contradictions to the record, the vocabulary and the end-of-document id, one message each.
 
         Args:
-            prefix: of the corpus.
-            record: None where it has none.
-            vocab_size: None where no tokenizer is known.
-            eod_id: that documents should end with; None where none is known, or the corpus was prepared without one.
+            prefix: path of the corpus without its ending.
+            record: the corpus's record, or None if it has none.
+            vocab_size: size of the tokenizer's vocabulary, or None if no tokenizer is known.
+            eod_id: expected last id of documents, or None if it is unknown or the corpus was prepared without one.
         """
         found = []
         if eod_id not in (None, self.ends[0][0]):
@@ -76,7 +76,7 @@ class CorpusCheck:
 
 
 def check(corpus: IndexedTokens) -> tuple[CorpusCheck, bool]:
-    """Read every byte of a corpus; return what is in it, and whether an earlier check of this node has read these files."""
+    """Read every byte of a corpus; return its contents, and whether they come from an earlier check on this node."""
     version = [_version(path) for path in (bin_path(corpus.prefix), idx_path(corpus.prefix))]
     kept = Path(f"{corpus.prefix}.checked.json")
     nodes = _kept(kept)
@@ -92,7 +92,7 @@ def check(corpus: IndexedTokens) -> tuple[CorpusCheck, bool]:
         version, digest.hexdigest(), sha256_of_file(idx_path(corpus.prefix)), min(smallest), max(largest), _ends(corpus)
     )
     nodes[socket.gethostname()] = checked
-    with suppress(OSError):  # in a folder that only others may write, each check reads the corpus
+    with suppress(OSError):  # the folder may be read-only for this user; then every check reads the corpus
         write_atomically(kept, [json.dumps({node: asdict(each) for node, each in nodes.items()}, indent=1).encode()])
     return checked, False
 
@@ -111,7 +111,7 @@ def _version(path: Path) -> list[int]:
 
 
 def _kept(path: Path) -> dict[str, CorpusCheck]:
-    """Return the checks of all nodes; none where the file is missing or of another form."""
+    """Read the checks of all nodes; {} if the file is missing or has another form."""
     try:
         return {node: CorpusCheck(**each) for node, each in (read_object(path) or {}).items()}
     except (OSError, ValueError, TypeError):

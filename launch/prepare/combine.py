@@ -20,15 +20,15 @@ def merge(prefixes: Sequence[str], output: str, *, force: bool = False) -> Corpu
     """Write the documents of all corpora, in this order, as one.
 
     Args:
-        prefixes: of the corpora; those of Megatron's tools have no record, and their tokens are taken as they are.
+        prefixes: paths of the corpora without endings. A corpus of Megatron's tools has no record; its ids are not compared.
         output: prefix of the new corpus.
-        force: replace a corpus of that name.
+        force: whether to replace a corpus of that name.
 
     Returns:
-        The record of the new corpus; None where one of the corpora has none.
+        The record of the new corpus, or None if one of the corpora has none.
 
     Raises:
-        DataError: a corpus is missing, damaged or named twice, they are of different tokenizers, or the output exists.
+        DataError: a corpus is missing, damaged or named twice, the tokenizers differ, or the output exists.
     """
     corpora = [IndexedTokens(prefix) for prefix in prefixes]
     refuse_repeated("data merge", corpora, "its documents would be in the new corpus twice. Name it once.")
@@ -44,13 +44,13 @@ def split(
     """Write contiguous ranges of a corpus's documents as corpora of their own.
 
     Args:
-        prefix: of the corpus.
+        prefix: path of the corpus without its ending.
         outputs: prefix of each part.
-        bounds: documents before each part and after the last one, rising from 0 to all, [len(outputs) + 1].
-        force: replace corpora of these names.
+        bounds: first document of each part, then the number of all documents: rising from 0, [len(outputs) + 1].
+        force: whether to replace corpora of these names.
 
     Returns:
-        The record of each part; None where the corpus has none.
+        The record of each part, or None if the corpus has none.
 
     Raises:
         DataError: the corpus is missing or damaged, a part would be empty, or an output exists.
@@ -67,7 +67,7 @@ def split(
         raise DataError(f"--output {' '.join(outputs)}: the second part would replace the first. Name each part once.")
     for output in outputs:
         _refuse_to_replace(output, [prefix], force)
-    # Of the text that a part came from, nothing more is known.
+    # Nothing tells which part of the input text belongs to which part of the corpus.
     part = (
         None
         if record is None
@@ -82,7 +82,7 @@ def split(
 
 
 def bounds_of_shares(num_documents: int, shares: Sequence[float]) -> list[int]:
-    """Return the bounds of parts with these shares of the documents, relative to their sum, rounded to the nearest document."""
+    """Compute the `bounds` of parts in proportion to `shares`, rounded to the nearest document, [len(shares) + 1]."""
     return [0, *(round(num_documents * sum(shares[: at + 1]) / sum(shares)) for at in range(len(shares)))]
 
 
@@ -93,7 +93,7 @@ def _write(
     inputs: Sequence[str],
     force: bool,
 ) -> CorpusRecord | None:
-    """Write the documents of some corpora; the record, if there is one, gets their counts and hashes."""
+    """Write documents of several corpora as one, and its record, if there is one, with new counts and hashes."""
     folder = Path(output).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -156,14 +156,17 @@ def _check_agreement(corpora: Sequence[IndexedTokens], records: Sequence[CorpusR
 
 
 def _tokens_of(record: CorpusRecord, has_identity: bool) -> str:
-    """Describe what decides the meaning of ids: by the tokenizer's name where a record of an earlier version has no identity."""
+    """Describe the tokenizer, its size and the document end: equal texts mean equal ids.
+
+    Records of earlier versions have no identity; then the tokenizer's name stands for it.
+    """
     tokenizer = f"sha256 {record.tokenizer_identity[:16]}" if has_identity else record.tokenizer
     ends = f"id {record.eod_id} ends a document" if record.append_eod else "no token ends a document"
     return f"{tokenizer}, {record.vocab_size:,} tokens, {ends}"
 
 
 def _sum(records: Sequence[CorpusRecord]) -> CorpusRecord:
-    """Return the first record with the counts of input of all."""
+    """Add up the input counts of all records; the other fields are those of the first."""
     left_out: dict[str, dict[str, object]] = {}
     for record in records:
         for kind, found in record.left_out.items():

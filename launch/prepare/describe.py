@@ -8,7 +8,7 @@ from triaxis.engine.data.corpus.indexed import IndexedTokens
 
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 0.99, 1.0)
 MOST_DOCUMENTS = 2**22
-"""Documents that are looked at; of a larger corpus as many, evenly spaced."""
+"""Documents examined at most; a larger corpus is sampled at even spacing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +16,12 @@ class CorpusCounts:
     """Counts of a corpus.
 
     Attributes:
-        documents, sequences, tokens: in the whole corpus.
-        dtype: of a token.
-        looked_at: documents that the following are about.
-        quantiles: tokens of a document at each of QUANTILES.
-        without_tokens: documents of no token.
-        without_end: documents with tokens whose last one is not `eod_id`; None where that id is not known.
+        documents, sequences, tokens: counts in the whole corpus.
+        dtype: numpy's name of a token's type.
+        looked_at: number of documents examined; the attributes below describe only these.
+        quantiles: document length in tokens at each of QUANTILES, keyed "50%" and the like.
+        without_tokens: number of empty documents.
+        without_end: number of non-empty documents whose last token is not `eod_id`; None if that id is unknown.
     """
 
     documents: int
@@ -40,7 +40,7 @@ class CorpusCounts:
 
 
 def describe(corpus: IndexedTokens, eod_id: int | None) -> CorpusCounts:
-    """Count what is in a corpus."""
+    """Count documents and tokens, and examine the lengths and last tokens of up to MOST_DOCUMENTS documents."""
     looked_at = min(corpus.num_documents, MOST_DOCUMENTS)
     chosen = np.arange(looked_at) * corpus.num_documents // looked_at
     lengths = corpus.document_lengths(range(corpus.num_documents))[chosen]

@@ -1,4 +1,4 @@
-"""The work of one worker of `triaxis prepare`: read a unit of text and encode it into a part (no torch here).
+"""The work of one worker process of `triaxis prepare`: it reads a unit of text and encodes it into a part (no torch here).
 
 unit = pieces of files  -->  documents  -->  batches  -->  document . eod | document . eod | ...   PREFIX.parts/DIGEST
 """
@@ -23,7 +23,7 @@ from triaxis.launch.prepare.parts import PROGRESS, Done, Part, PartWriter, Progr
 from triaxis.launch.prepare.readers import reader_of
 
 BATCH_CHARACTERS = 2**19
-"""Characters that are encoded with one call: enough for a library's batch, small against a worker's memory."""
+"""Characters encoded per call: enough for the library's batching, small against a worker's memory."""
 BATCH_DOCUMENTS = 1024
 
 # A worker encodes many units with one tokenizer, whose file may take a second to parse.
@@ -45,12 +45,12 @@ class EncodeSettings:
 
 
 def start_worker() -> None:
-    """Prepare a new worker: it ends when its parent ends, however that happened, and leaves Ctrl-C to the parent.
+    """Prepare a new worker process: it exits when its parent exits, even by a kill, and leaves Ctrl-C to the parent.
 
-    A worker waits for work on a pipe that its siblings hold open too, so a killed parent would not wake it.
+    A worker waits for work on a pipe that its siblings hold open too, so the death of the parent alone would not wake it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # There is a worker per core, so the threads of a library would only get in each other's way.
+    # There is a worker per core, so threads of the library would only compete for cores.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -63,11 +63,11 @@ def start_worker() -> None:
 
 
 def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part:
-    """Encode a unit into its part, or find the part whole.
+    """Encode a unit into the part named `digest`, unless an earlier run left it complete; `number` is its progress row.
 
     Raises:
-        DataError: bad input, where the job stops at it.
-        OSError: a file of the input or of the part cannot be used.
+        DataError: bad input, if the job stops at it.
+        OSError: an input file or a file of the part cannot be used.
     """
     table = ProgressTable(job.folder / PROGRESS, job.num_units)
     path = job.folder / digest
@@ -90,11 +90,11 @@ def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part
 
 
 def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
-    """Yield the documents of a piece, from a file that must be as it was when the units were planned.
+    """Yield the documents of a piece; none if its file changed since the units were planned.
 
     Raises:
-        DataError: bad input, where the reading stops at it.
-        OSError: the file cannot be read, and it is not that it vanished or is forbidden.
+        DataError: bad input, if the reading stops at it.
+        OSError: the file cannot be read; a missing or forbidden file is a finding instead.
     """
     path = piece.file.path
     reading.done_bytes = lambda: 0
@@ -108,7 +108,7 @@ def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
 
 
 def is_as_planned(file: InputFile, findings: Findings) -> bool:
-    """Return true if a file is there, readable and as it was when the units were planned; else add it to the findings."""
+    """Return true if a file exists, is readable and is unchanged since the planning; else add it to the findings."""
     try:
         now = InputFile.of(file.path, file.options)
     except (FileNotFoundError, PermissionError) as error:
@@ -149,7 +149,7 @@ def _encode(
     for document, ids in zip(batch, _ids(batch, tokenizer, findings), strict=True):
         if ids is None:
             continue
-        # Tokens that were made elsewhere may have the end already.
+        # A document of ready-made tokens may end with eod already.
         has_end = not isinstance(document.content, str) and len(ids) > 0 and ids[-1] == tokenizer.eod_id
         row = np.concatenate([ids, end[: 1 - has_end]])
         if len(ids) == 0:
@@ -165,11 +165,11 @@ def _encode(
 
 
 def _ids(batch: list[Document], tokenizer: Tokenizer, findings: Findings) -> Iterator[Tokens | None]:
-    """Yield the token ids of each document; None of one that went to the findings."""
+    """Yield the token ids of each document, or None for a document that was added to the findings."""
     texts = [document.content for document in batch if isinstance(document.content, str)]
     try:
         encoded: Iterator[list[int] | None] = iter(tokenizer.encode_batch(texts))
-    except BaseException as error:  # a panic of Rust is no Exception
+    except BaseException as error:  # a Rust panic is not an Exception
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         encoded = (_alone(document, tokenizer, findings) for document in batch if isinstance(document.content, str))
@@ -189,7 +189,7 @@ def _ids(batch: list[Document], tokenizer: Tokenizer, findings: Findings) -> Ite
 
 
 def _alone(document: Document, tokenizer: Tokenizer, findings: Findings) -> list[int] | None:
-    """Return the ids of one text of a batch that the tokenizer's library failed on."""
+    """Encode one text of a batch on which the tokenizer's library failed; None if this text is the cause."""
     assert isinstance(document.content, str)
     try:
         return tokenizer.encode(document.content)

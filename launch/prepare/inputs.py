@@ -1,8 +1,8 @@
 """The input files of a corpus, from paths, globs and folders (no torch here).
 
 texts/a.txt      the file, whatever its ending
-'texts/**/*.md'  the files that match, whatever their endings; where folders alone match, the folders
-texts            files of the folder and those below it with an ending of text, without hidden ones, and without a .json
+'texts/**/*.md'  the matching files, whatever their endings; if only folders match, the folders
+texts            the files in the folder and below it that have a known text ending, except hidden files and each .json
                  that is one object over several lines, as tokenizers, configs and records are
 """
 
@@ -23,22 +23,22 @@ NAMES_SHOWN = 5
 
 @dataclass(slots=True)
 class Inputs:
-    """Files in the order of the patterns, sorted within one, each once; and what folders hold besides."""
+    """Input files, each once, in the order of the patterns and sorted within a pattern; and counts of other files."""
 
     files: tuple[Path, ...] = ()
     patterns: tuple[str, ...] = ()
-    """Of each file, the pattern that named it first."""
+    """The first pattern that named each file, one per file."""
     num_links: int = 0
-    """Other names of these files, by hard or symbolic links, which are not read again."""
+    """Number of further names of these files (hard or symbolic links); they are not read again."""
     passed_over: Counter[str] = field(default_factory=Counter)
-    """Files in folders that are no input, by ending."""
+    """Number of files in folders that are not inputs, by ending."""
 
 
 def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
     """Find the files of some paths, globs or folders.
 
     Raises:
-        DataError: a pattern names no file with text; or, with `stop`, files are empty or unreadable (all are named).
+        DataError: a pattern matches no input file; or, with `stop`, files are empty or unreadable (the message lists them).
     """
     found: dict[tuple[int, int], list[tuple[Path, str]]] = {}
     """The names of each file with their patterns, by device and inode."""
@@ -78,7 +78,7 @@ def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
 
 
 def _files_below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
-    """Yield the files with a known ending, sorted by their paths; the others are counted."""
+    """Yield the input files below a folder, sorted by path; count the others in `passed_over`."""
     paths = []
     for above, below, names in os.walk(folder):
         below[:] = [name for name in below if not name.startswith(".")]
@@ -91,7 +91,7 @@ def _files_below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
 
 
 def _is_input(path: Path) -> bool:
-    """Return true for a file that a folder gives; what may not be read is a finding later."""
+    """Return true for an input file of a folder; an unreadable one with a known ending becomes a finding later."""
     return is_input_of_folder(path) if os.access(path, os.R_OK) else ending_of(path) in READERS
 
 

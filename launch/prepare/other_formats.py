@@ -1,7 +1,7 @@
-"""Formats that are refused by name, each with a command that makes of it what is read (no torch here).
+"""Formats that are refused by name, most with a command that converts the file to a format that is read (no torch here).
 
-Taken as text, a table would be one document of commas, lines of JSON one of braces, and an archive one of its own bytes. A format
-is known by the ending of the name, and by the content where that cannot be anything else.
+Read as text, a table would become one document of commas, JSON lines one of braces, and an archive one of its own bytes. A format
+is recognised by the ending of the file's name, or by content that is unambiguous.
 """
 
 import codecs
@@ -20,12 +20,12 @@ from triaxis.engine.storage.json_text import parse_json
 from triaxis.launch.prepare.streams import GZIP, ZSTANDARD, open_plain, opener_of
 
 UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc", ".xz": "xz -dc", ".bz2": "bzip2 -dc", ".lz4": "lz4 -dc"}
-"""Ending -> the command that decompresses a file to its output."""
+"""Ending -> the command that decompresses a file to standard output."""
 HEAD_BYTES = 2**16
-"""Bytes at the head of a file that show its form; a longer first line is taken for one of many."""
+"""Bytes read at the head of a file to recognise its form; a first line beyond them is assumed to be one of many."""
 ROWS_COMPARED = 20
 LEAST_ROWS = 3
-"""Rows that make a table of words with a blank beside the comma: prose has it too."""
+"""Rows needed to recognise a table with blanks beside its commas, since prose has such commas too."""
 LINES = (
     "import json; x = json.load(open(0, encoding='utf-8-sig')); "
     "[print(json.dumps(one)) for one in (x if isinstance(x, list) else [x])]"
@@ -44,13 +44,13 @@ AS_IT_IS = "--format text takes it as it is."
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The reader of a format that is not read.
+    """The reader of a refused format: it adds every file to the findings.
 
     Attributes:
-        title: of the format, with its article.
-        command: writes `result`; both with {file}, the command with {result} too. {unpack} writes the file, decompressed.
-        result: path of a file or folder that is read, beside the file and unlike any that is there by habit.
-        advice: more sentences, or those where no command helps.
+        title: name of the format, with its article.
+        command: template of the command that writes `result`, over {file}, {result} and {unpack} (prints the file decompressed).
+        result: template, over {file} and {stem}, of the converted file or folder; its name is unlikely to exist already.
+        advice: sentences after the command, or in place of a command.
     """
 
     title: str
@@ -82,7 +82,7 @@ class Refused:
 
 
 def _unpacked(ending: str, result: str = "{stem}") -> Refused:
-    # By default the result has the name that the file had before it was compressed, which may be there.
+    # By default the result has the file's name before compression, so a file of that name may exist.
     command = f"[ -e {{result}} ] || {UNPACKERS[ending]} < {{file}} > {{result}}"
     return Refused(f"compressed, a {ending}", command, result)
 
@@ -117,7 +117,7 @@ REFUSED: dict[str, Refused] = {
     ".arrow": TABLE_OF_ARROW,
     ".feather": TABLE_OF_ARROW,
 }
-"""The formats by the endings of their names; the longest that fits counts, as in READERS."""
+"""Ending -> refused format; the longest matching ending decides, as in READERS."""
 
 CONTENTS: tuple[tuple[int, bytes, Refused], ...] = (
     (0, GZIP, _unpacked(".gz", "{file}.unpacked")),
@@ -153,20 +153,20 @@ CONTENTS: tuple[tuple[int, bytes, Refused], ...] = (
     (0, b"ORC", Refused("a file of ORC")),
     *((0, bytes([0x80, protocol]), PICKLE) for protocol in range(2, 6)),
 )
-"""Where a format's content begins with what, from its specification."""
+"""Offset in bytes, magic bytes and format, from the formats' specifications."""
 TEXT_FORMS: tuple[tuple[re.Pattern[bytes], Refused], ...] = (
     (re.compile(rb"%PDF-\d\.\d\s"), PDF),
     (re.compile(rb"WARC/\d\.\d+\r?\n"), Refused("an archive of the web, a WARC")),
     (re.compile(rb"\{\\rtf1\b"), Refused("a document of a word processor, an RTF")),
-    # Protocol 0: a dictionary, a list, an object with its arguments, or texts in a tuple; each is numbered for later use.
+    # Pickle protocol 0: a dict, a list, an object with its arguments, or strings in a tuple; each is stored in the memo.
     (re.compile(rb"\(*(\([dl]p\d+\n|c[\w.]+\n\w+\np\d+\n\(|\([SV].*\np\d+\n)"), PICKLE),
 )
-"""The beginnings of formats that may be letters alone, from their specifications."""
+"""Beginnings of formats whose files may be plain letters, from their specifications."""
 NOT_IN_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 
 
 def refused_file(file: InputFile) -> Refused | None:
-    """Return what a file is that its name hides, whatever it is read as: a pointer, or text in a name of compressed files.
+    """Return the refusal of a file that its name misdescribes: a pointer (such as Git LFS's), or plain text named .gz or .zst.
 
     Raises:
         OSError: the file cannot be read.
@@ -184,9 +184,9 @@ def refused_file(file: InputFile) -> Refused | None:
 
 
 def refused_content(content: bytes | None) -> Refused | None:
-    """Return the format that the first bytes of a file belong to, if it is one that is not read as text.
+    """Return the refused format that a file's first bytes belong to, or None.
 
-    A text may begin with the same letters, so what is no text must follow.
+    A text may begin with the same letters, so a head that is valid text is never refused.
     """
     head = (content or b"")[:HEAD_BYTES]
     refused = next((each for at, magic, each in CONTENTS if head.startswith(magic, at)), None)
@@ -202,7 +202,7 @@ def _is_text(head: bytes) -> bool:
 
 
 def json_form(head: bytes) -> Refused | None:
-    """Return the form of a JSON file by its first line; None for lines."""
+    """Recognise a JSON array or a multi-line object by the first line; None for JSON lines."""
     first, end_of_line, _ = head.removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
     if first.startswith(b"["):
         return JSON_ARRAY
@@ -211,9 +211,9 @@ def json_form(head: bytes) -> Refused | None:
 
 
 def refused_text(content: bytes | None, file: InputFile) -> Refused | None:
-    """Return the format that a text has by its content: by its beginning, as records of JSON, or as a table with the text key.
+    """Recognise a refused format in a text: by its beginning, as JSON records, or as a table with the text key; else None.
 
-    A format that the user names is taken as it is.
+    Content is not questioned if the user named the format.
     """
     if file.options.format is not None or content is None:
         return None
@@ -221,7 +221,7 @@ def refused_text(content: bytes | None, file: InputFile) -> Refused | None:
         return refused
     key, content = file.options.text_key, content.removeprefix(codecs.BOM_UTF8)
     is_json = content.lstrip().startswith(b"{")
-    # A record may be longer than the head.
+    # A JSON record may be longer than the head.
     head = content if is_json else content[:HEAD_BYTES]
     lines = [line.decode(errors="replace") for line in head.split(b"\n", ROWS_COMPARED)]
     if len(lines) > ROWS_COMPARED or len(head) == HEAD_BYTES:
@@ -239,7 +239,7 @@ def refused_text(content: bytes | None, file: InputFile) -> Refused | None:
 
 
 def _object(line: str) -> dict[str, Any] | None:
-    """Return the JSON object of a line; None where it is none."""
+    """Parse a line as a JSON object; None if it is not one."""
     try:
         value = parse_json(line)
     except ValueError:
@@ -256,9 +256,9 @@ def _has_field(value: dict[str, Any] | None, key: str) -> bool:
 
 
 def _is_table(lines: Sequence[str], delimiter: str, key: str) -> bool:
-    """Return true for a header with the key, and rows of as many fields.
+    """Return true for a header that has the key, followed by rows with as many fields as the header.
 
-    A blank beside a delimiter is the rule of prose: there the header must be words alone, over several rows.
+    Prose has blanks beside its commas. If the header does, its names must be single words and LEAST_ROWS rows must follow.
     """
     if not lines or key not in lines[0]:
         return False

@@ -1,7 +1,7 @@
 """Documents of a parquet file: a column of text, or of lists of ids, read a row group at a time (no torch here).
 
-Row groups are the only places at which a parquet file can be entered. Values are taken as bytes and decoded one by one, so that
-one bad value does not hide the others of its batch. Checksums of pages are compared, where the writer has made some.
+A parquet file can be entered only at a row group. Text is read as bytes and decoded value by value, so that one bad value does not
+hide the others of its batch. Page checksums are compared if the writer made any.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from triaxis.engine.data.corpus.optional import need
 from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece, share, too_long
 
 BATCH_ROWS = 16
-"""Rows in memory at once: each may be as long as a document is allowed to be."""
+"""Rows in memory at once: each may be as long as the longest allowed document."""
 RULE = "Each row of a parquet file is one document; --text-key names another column."
 
 
@@ -25,7 +25,7 @@ class Parquet:
     title = "parquet"
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
-        """Yield a piece per row group, of equal shares of the file's bytes.
+        """Yield a piece per row group; each counts an equal share of the file's bytes.
 
         Raises:
             DataError: the package pyarrow is not installed.
@@ -109,7 +109,7 @@ def _document(
 
 
 def _column(arrow: Any, schema: Any, key: str) -> Any:
-    """Return the type of a column by its name, or by names with dots that enter structs; KeyError where there is none."""
+    """Return the type of a column by its name, or by a dotted path into structs; KeyError if there is none."""
     if key in schema.names:
         return schema.types[schema.names.index(key)]
     kind = arrow.struct(list(schema))
@@ -134,7 +134,7 @@ def _is_ids(arrow: Any, kind: Any) -> bool:
 
 
 def _values(arrow: Any, batch: Any, key: str) -> list[Any]:
-    """Return the values of a column: bytes of text, not checked to be UTF-8, or lists of ids."""
+    """Return the values of a column: undecoded bytes of text, or lists of ids."""
     column = batch.column(0)
     if key not in batch.schema.names:
         for name in key.split(".")[1:]:

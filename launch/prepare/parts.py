@@ -1,12 +1,12 @@
-"""Parts of a corpus that is being made: whole or not there, so that a killed run goes on from them (no torch here).
+"""Parts of a corpus in preparation: each is complete or absent, so that a killed run can continue from them (no torch here).
 
     PREFIX.parts/DIGEST.tokens    document . eod | document . eod | ..     the corpus's dtype
                  DIGEST.lengths   int32 per document
-                 DIGEST.json      written last and atomically: counts, what was left out, the hash of the other two
-                 progress         int64 [units, 5]: what each unit has done, for the line that people watch
+                 DIGEST.json      written last and atomically: counts, findings, the hash of the other two files
+                 progress         int64 [units, 5]: the counts of each unit, for the progress line
 
-DIGEST is over all that decides the bytes of a part: its pieces (path, size, time), the tokenizer and the options. So a part is
-found again by any later run that needs the same bytes, and by no other.
+DIGEST hashes everything that decides the bytes of a part: its pieces (path, size, mtime), the tokenizer and the options. So a later
+run finds a part exactly if it needs the same bytes.
 """
 
 import hashlib
@@ -29,40 +29,40 @@ from triaxis.engine.storage.json_text import parse_json
 
 SUFFIXES = (".tokens", ".lengths", ".json")
 PROGRESS = "progress"
-"""Name of the file of a `ProgressTable`."""
+"""File name of the `ProgressTable`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A whole part on disk."""
+    """A complete part on disk."""
 
     path: Path
-    """Without a suffix."""
+    """Path of its files without their suffix."""
     num_documents: int
     num_tokens: int
     num_bytes: int
     """Bytes of input."""
     num_unknown: int
-    """Tokens that stand for what the tokenizer does not know."""
+    """Number of tokens with the tokenizer's unknown id."""
     left_out: Tally
 
     def token_blocks(self) -> Iterator[bytes]:
-        """Yield the tokens' bytes."""
+        """Yield the bytes of the tokens in blocks of HASH_BLOCK_BYTES."""
         with self.path.with_suffix(".tokens").open("rb") as handle:
             while block := handle.read(HASH_BLOCK_BYTES):
                 yield block
 
     def lengths(self) -> NDArray[np.int32]:
-        """Read the tokens of each document, int32 [num_documents]."""
+        """Read the number of tokens of each document, int32 [num_documents]."""
         return np.fromfile(self.path.with_suffix(".lengths"), "<i4")
 
 
 def digest_of(unit: Unit, *options: object) -> str:
-    """Return the name of a unit's part, hexadecimal.
+    """Compute the name of a unit's part, 32 hexadecimal digits. File contents are not read.
 
     Args:
-        unit: pieces of files with the options of their reading; contents are not read.
-        options: all else that decides its tokens.
+        unit: pieces of input files.
+        options: all other values that decide the part's tokens.
     """
     pieces = [
         [str(file.path.absolute()), file.size, file.mtime_ns, astuple(file.options), piece.start, piece.stop]
@@ -73,9 +73,9 @@ def digest_of(unit: Unit, *options: object) -> str:
 
 
 def find_part(path: Path, on_bad: OnBad) -> Part | None:
-    """Return the whole part of this path; None where there is none, it is damaged, or `on_bad` would not have made it.
+    """Return the complete part of this path; None if it is absent or damaged, or if `on_bad` forbids its findings.
 
-    Its bytes are read and hashed: after a power cut, a file may lack what was written to it.
+    The part is read and hashed, since a power cut may lose bytes that had been written.
     """
     try:
         content = parse_json(path.with_suffix(".json").read_bytes())
@@ -106,7 +106,7 @@ def _hash(part: Part) -> str:
 
 
 class PartWriter:
-    """A writer of one part; a context manager. Only `finish` makes the part whole."""
+    """A writer of one part; a context manager. The part counts as complete only after `finish`."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._path, self._dtype = path, dtype
@@ -121,7 +121,7 @@ class PartWriter:
         return self
 
     def add(self, documents: Sequence[Tokens], unknown_id: int | None) -> None:
-        """Append documents, their tokens [n] each; `unknown_id` is counted."""
+        """Append documents, each as tokens [n], and count the tokens with `unknown_id`."""
         tokens = np.concatenate(documents)
         data = tokens.astype(self._dtype).tobytes()
         self._tokens.write(data)
@@ -133,7 +133,7 @@ class PartWriter:
             self.num_unknown += int((tokens == unknown_id).sum())
 
     def finish(self, num_bytes: int, left_out: Tally) -> Part:
-        """Write what marks the part as whole, and return it."""
+        """Write the lengths, then the .json that marks the part as complete, and return the part."""
         self._tokens.close()
         lengths = b"".join(self._lengths)
         self._path.with_suffix(".lengths").write_bytes(lengths)
@@ -147,7 +147,7 @@ class PartWriter:
             "left_out": {kind: asdict(found) for kind, found in left_out.items()},
             "sha256": self._sha256.hexdigest(),
         }
-        # Over several lines: a folder of text that holds these parts does not give them as text.
+        # Several lines: `inputs.py` passes over such a .json, so a text folder that holds these parts does not read them as text.
         write_atomically(self._path.with_suffix(".json"), [json.dumps(content, indent=1).encode()])
         return part
 
@@ -159,19 +159,19 @@ class PartWriter:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The work of a preparation so far."""
+    """Counts of finished work, of one unit or of a whole preparation."""
 
     num_bytes: int = 0
-    """Bytes of input, with those of parts that were whole before."""
+    """Bytes of input, including those of parts from an earlier run."""
     num_documents: int = 0
     num_tokens: int = 0
     found_bytes: int = 0
-    """Bytes of input of parts that were whole before: they cost no time."""
+    """Bytes of input whose parts an earlier run had completed: they cost no time."""
     found_tokens: int = 0
 
 
 class ProgressTable:
-    """Counts of every unit in a file that all workers map: each writes its own row, the parent adds them up."""
+    """Counts of every unit in a memory-mapped file: workers write a row per unit, the parent adds the rows up."""
 
     COLUMNS = 5
 

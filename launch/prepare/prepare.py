@@ -1,12 +1,12 @@
-"""The preparation of a corpus from text files, by processes whose number does not change a byte (no torch here).
+"""The preparation of a corpus from text files, with the same bytes for any number of processes (no torch here).
 
     files --plan--> pieces --units--> worker 0: encode  \\
       a reader per format             worker 1: encode   >--> PREFIX.parts --in the order of the plan--> PREFIX.bin, .idx, .json
                                       worker 2: encode  /
 
-The plan depends only on the files, and parts are joined in its order: 1 and 32 workers give the same corpus. A run that is killed
-leaves its whole parts, and the same command goes on from them to the same bytes. PREFIX.json, written last, marks the corpus as
-complete, records its inputs and hashes, and decides whether a second start has anything to do.
+The plan depends only on the files, and parts are joined in its order: 1 and 32 workers give the same corpus. A killed run leaves
+its complete parts, and the same command continues from them to the same bytes. PREFIX.json, written last, marks the corpus as
+complete, records its inputs and hashes, and tells a second start whether anything is left to do.
 """
 
 import multiprocessing
@@ -32,18 +32,18 @@ from triaxis.launch.prepare.readers import reader_of
 from triaxis.launch.prepare.train_bpe import size_to_train, train_bpe
 
 UNIT_BYTES = 2**20
-"""Least input bytes per unit of work: large against the cost of passing it on."""
+"""Fewest input bytes per unit of work: large against the cost of sending a unit to a worker."""
 MOST_UNIT_BYTES = 64 * 2**20
-"""Most, where a file can be cut: what a killed run loses per worker, some seconds of work."""
+"""Most bytes per unit of a file that can be cut. A killed run loses up to one unit per worker, some seconds of work."""
 UNITS = 4096
-"""Units of a corpus whose size lies between: enough to occupy any node, few enough for a folder of parts."""
+"""Units of a corpus between these sizes: enough to occupy any node, few enough for a folder of parts."""
 MOST_WORKERS = 1024
-"""Most processes that encode, far above the cores of any node."""
+"""Most encoding processes, far above the cores of any node."""
 UNITS_AHEAD = 3
-"""Units per worker that have been handed out at any time."""
+"""Units per worker that are submitted and not yet finished."""
 PROGRESS_SECONDS = 0.2
 INSTALLING = "installing"
-"""The file in the folder of parts that names the request whose corpus is being put in place."""
+"""A file in the folder of parts: the digest of the request whose corpus is being moved into place."""
 
 Progress = Callable[[Done], None]
 
@@ -53,14 +53,14 @@ class PrepareRequest:
     """Inputs, tokenizer and output of a preparation.
 
     Attributes:
-        files: of the text, in order.
-        tokenizer: as for `load_tokenizer`, or `train-bpe:N`.
+        files: input files, in order.
+        tokenizer: name for `load_tokenizer`, or `train-bpe:N`.
         output: prefix of the corpus.
-        options: of the reading of all files.
-        text_keys: of each file; empty: that of the options for all.
-        eod_token: the token that ends a document; None: the tokenizer's.
-        append_eod: end each document with that token.
-        on_bad: stop at bad input, or count it.
+        options: reading options of all files.
+        text_keys: text key of each file; if empty, the options' key for all.
+        eod_token: end-of-document token, or None for the tokenizer's own.
+        append_eod: whether each document ends with that token.
+        on_bad: whether to stop at bad input or to skip and count it.
     """
 
     files: tuple[Path, ...]
@@ -74,7 +74,7 @@ class PrepareRequest:
 
     @property
     def input_bytes(self) -> int:
-        """Return the bytes of the files that are there."""
+        """Return the bytes of all input files that exist."""
         return sum(path.stat().st_size for path in self.files if path.exists())
 
     @property
@@ -84,20 +84,20 @@ class PrepareRequest:
 
     @property
     def trained_tokenizer(self) -> Path:
-        """Return the path of the tokenizer of `train-bpe:N`."""
+        """Return the path of the tokenizer that `train-bpe:N` writes."""
         return Path(f"{self.output}.tokenizer.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The corpus, and whether it was complete already."""
+    """The record of a corpus, and whether it was complete before this call."""
 
     record: CorpusRecord
     already_there: bool
 
 
 def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
-    """Look at the input files; those that vanished or are empty go to the findings."""
+    """Read size and mtime of the input files; missing and empty files are added to the findings."""
     found = []
     keys = request.text_keys or (request.options.text_key,) * len(request.files)
     for path, key in zip(request.files, keys, strict=True):
@@ -117,10 +117,12 @@ def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
 
 
 def plan(files: Sequence[InputFile], findings: Findings) -> list[Unit]:
-    """Return units of work, a function of the files alone; a text of one document is never cut, a .jsonl is, at any byte.
+    """Split the input into units of work, as a function of the files alone.
+
+    A .jsonl may be cut at any byte; a file that is one document is never cut.
 
     Raises:
-        DataError: a file that is bad as a whole, where the findings stop at it.
+        DataError: a whole file is bad, if the findings stop at it.
     """
     step = min(max(UNIT_BYTES, sum(file.size for file in files) // UNITS), MOST_UNIT_BYTES)
     units: list[Unit] = []
@@ -148,16 +150,16 @@ def _pieces(file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
 
 
 def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, progress: Progress) -> Prepared:
-    """Write the corpus PREFIX.bin, PREFIX.idx and PREFIX.json, or find it complete.
+    """Write the corpus PREFIX.bin, PREFIX.idx and PREFIX.json, unless it is complete already.
 
-    A second process with the same output waits for the first. After an error or a kill there is no corpus, or the older one, and
-    PREFIX.parts has what was done.
+    A second process with the same output waits for the first. After an error or a kill the output is absent or still the older
+    corpus, and PREFIX.parts holds the complete parts.
 
     Args:
         request: inputs, tokenizer and output.
-        num_workers: processes that encode.
-        force: replace a corpus of other inputs.
-        progress: called several times a second.
+        num_workers: number of encoding processes.
+        force: whether to replace a corpus of other inputs.
+        progress: function that is called several times a second.
 
     Raises:
         DataError: the tokenizer, an input or the output cannot be used, or the output holds another corpus.
@@ -179,7 +181,7 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
         with locked(folder / f".{Path(request.output).name}.lock"):
             existing = read_record(request.output)
             if existing and not force and _is_complete(request, existing, digest):
-                if request.parts.is_dir():  # of a start that was killed after its last step
+                if request.parts.is_dir():  # left by a run that was killed just before it removed them
                     _remove_parts(request.parts)
                 return Prepared(existing, already_there=True)
             may_replace = force or _was_installing(request, digest)
@@ -201,7 +203,7 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
 
 
 def _identity(request: PrepareRequest) -> str:
-    """Return the tokenizer's part of the request's digest; one that is to be trained follows from the inputs."""
+    """Return the tokenizer's contribution to the request's digest; for one to be trained, its settings alone."""
     if size_to_train(request.tokenizer) is not None:
         return f"{request.tokenizer} {request.eod_token}"
     return load_tokenizer(request.tokenizer, request.eod_token).identity
@@ -231,7 +233,7 @@ def _refuse_another_corpus(
 
 
 def _was_installing(request: PrepareRequest, digest: str) -> bool:
-    """Return true if a killed run of the same request was about to replace what is there."""
+    """Return true if a run of the same request was killed while it replaced the output."""
     path = request.parts / INSTALLING
     return path.is_file() and path.read_text() == digest
 
@@ -241,9 +243,9 @@ class OpenTokenizer:
     """The tokenizer of a preparation.
 
     Attributes:
-        tokenizer: itself.
-        name: by which workers open it.
-        trained: the content of its file, where this preparation trained it.
+        tokenizer: the open tokenizer.
+        name: name or path by which workers open it.
+        trained: content of tokenizer.json if `train-bpe:N` asked for it, else None.
     """
 
     tokenizer: Tokenizer
@@ -252,7 +254,7 @@ class OpenTokenizer:
 
 
 def _open_tokenizer(request: PrepareRequest, units: Sequence[Unit], may_replace: bool) -> OpenTokenizer:
-    """Open the tokenizer; train it first where that was asked for and no earlier run has."""
+    """Open the tokenizer; for `train-bpe:N`, train it first unless an earlier run has."""
     vocab_size = size_to_train(request.tokenizer)
     if vocab_size is None:
         return OpenTokenizer(load_tokenizer(request.tokenizer, request.eod_token), request.tokenizer)
@@ -278,7 +280,11 @@ def _write(
     num_workers: int,
     progress: Progress,
 ) -> CorpusRecord:
-    """Make the parts, join them and put the corpus in place; `left_out` has what the plan left out."""
+    """Make the parts, join them and move the corpus into place.
+
+    `left_out` has the plan's findings; those of the parts are added to it. From INSTALLING to the record, the output's files may
+    be of two corpora: a later start of the same request finishes them without --force.
+    """
     tokenizer, dtype = opened.tokenizer, smallest_dtype(opened.tokenizer.vocab_size)
     options = (dtype.str, request.append_eod)
     names = [digest_of(unit, tokenizer.identity, *options) for unit in units]
@@ -341,12 +347,12 @@ def _num_empty(left_out: Tally) -> int:
 def _parts_in_order(
     units: Sequence[Unit], names: Sequence[str], job: EncodeSettings, num_workers: int, progress: Progress
 ) -> Generator[Part, None, None]:
-    """Yield the parts in the order of the plan, while workers make the next ones."""
+    """Yield the parts in the order of the plan, while workers make later ones."""
     if not units:
         return
     table = ProgressTable(job.folder / PROGRESS, len(units), create=True)
     others = set(multiprocessing.active_children())
-    # spawn: the caller may have threads or torch loaded, and a fork of that can hang.
+    # spawn: the caller may have threads or torch loaded, and a forked copy of those can hang.
     pool = ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn"), initializer=start_worker)
     waiting = iter(enumerate(zip(units, names, strict=True)))
     running: dict[Future[Part], int] = {}
@@ -367,7 +373,7 @@ def _parts_in_order(
             f"document and is encoded whole: use fewer --workers, or cut very large files. What is whole is kept in {job.folder}."
         ) from error
     except BaseException:
-        # Parts are whole or not there, so nothing is lost with a worker.
+        # Parts are complete or absent, so a worker may be killed at any moment.
         for worker in set(multiprocessing.active_children()) - others:
             worker.terminate()
         raise
@@ -376,7 +382,7 @@ def _parts_in_order(
 
 
 def _remove_parts(folder: Path) -> None:
-    """Remove all that preparations write to the folder of parts, and the folder where nothing else is in it."""
+    """Remove all files that preparations write to the folder of parts, and the folder if it is then empty."""
     for path in folder.iterdir():
         if path.suffix in (*SUFFIXES, ".partial") or path.name in (PROGRESS, INSTALLING):
             path.unlink()
@@ -385,7 +391,7 @@ def _remove_parts(folder: Path) -> None:
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Remove what no later start can use, and the folder where nothing is left: what is whole stays for the next start."""
+    """Remove files that no later start can use, and the folder if it is then empty; complete parts stay."""
     for path in folder.glob("*"):
         unfinished = path.suffix in SUFFIXES and not path.with_suffix(".json").exists()
         if unfinished or path.suffix == ".partial" or path.name == PROGRESS:

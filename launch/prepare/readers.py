@@ -1,14 +1,14 @@
-"""Files to documents: one record of READERS per ending of a name (no torch here).
+"""The readers that turn files into documents, one row of READERS per file ending (no torch here).
 
-    .txt (any other name)    one document, or those between separators    a piece is the file, or a range of bytes
+    .txt (any other name)    one document, or several with separators     a piece is the file, or a range of bytes
     .jsonl, .json, .ndjson   a document per line                          a piece is a range of bytes
     .gz, .zst of these       the same, decompressed as a stream           a piece is the file
     .parquet                 a document per row                           a piece is a row group
-    .npy, .bin               tokens that were made elsewhere              a piece is the file
+    .npy, .bin               ready-made tokens                            a piece is the file
     .csv, .tar, .xz, ..      refused by name: `other_formats.py`
 
-Capitals in an ending count as small letters. A content that its name does not promise is refused by name, or decompressed. A new
-format is a class with `title`, `pieces` and `documents`, and its row here.
+Endings are matched without regard to case. Content that contradicts the name is decompressed or refused. A new format is a class
+with `title`, `pieces` and `documents`, and a row in READERS.
 """
 
 import codecs
@@ -41,7 +41,7 @@ NOT_UTF8 = (
 )
 BINARY = "It has zero bytes, so it is UTF-16 (iconv -f utf-16 -t utf-8) or no text at all. Convert it first, or leave it out."
 BOM = "\ufeff"
-"""The mark that Windows writes at the head of a file. It is no character of the text."""
+"""The byte order mark that Windows writes at the head of a file; it is not part of the text."""
 
 
 class Reader(Protocol):
@@ -49,21 +49,21 @@ class Reader(Protocol):
 
     @property
     def title(self) -> str:
-        """Return what a file is read as, for people."""
+        """Return the format's name as printed to users."""
         ...
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
-        """Yield the pieces of a file in order: a function of the file and of `step`, and nothing of a file that is bad as a whole.
+        """Yield the pieces of a file in order, as a function of the file and `step` alone; none if the whole file is bad.
 
         Args:
-            file: not empty.
-            step: bytes of a piece, where a file can be cut anywhere.
-            findings: takes the bad file.
+            file: file that is not empty.
+            step: bytes per piece, for files that can be cut anywhere.
+            findings: recipient of a bad file.
         """
         ...
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
-        """Yield the documents of a piece that are not empty; `reading` takes the others, and may learn how far the piece is read.
+        """Yield the non-empty documents of a piece; report the others, and optionally the progress, to `reading`.
 
         Raises:
             OSError: the file cannot be opened or read.
@@ -72,7 +72,7 @@ class Reader(Protocol):
 
 
 class Text:
-    """Files that are one document, or that hold several with a separator between them."""
+    """The reader of files that are one document, or several with a separator between them."""
 
     title = "text"
 
@@ -117,12 +117,12 @@ class Text:
             detail = f"is no UTF-8 text: byte {error.start:,} is 0x{content[error.start]:02x}"
             reading.add(BadInput.NOT_UTF8, replace(place, detail=detail), BINARY if b"\0" in content else NOT_UTF8)
             return
-        if text.count("\0") * 4 > len(text):  # in UTF-16 without a mark each second byte is zero, which UTF-8 allows
+        if text.count("\0") * 4 > len(text):  # UTF-16 without a BOM has zeros, valid UTF-8
             detail = f"is no UTF-8 text: {text.count(chr(0)):,} of its {len(text):,} characters are zero"
             reading.add(BadInput.NOT_UTF8, replace(place, detail=detail), BINARY)
             return
         if file.options.separator is not None:
-            # The line break on either side belongs to the separator, as in files with one on a line of its own.
+            # A line break beside a separator belongs to the separator, as in files where it stands on a line of its own.
             text = text.strip("\r\n")
         if text:
             yield Document(place, text)
@@ -131,7 +131,7 @@ class Text:
 
 
 class JsonLines:
-    """Files with a JSON object per line; blank lines are none."""
+    """The reader of files with a JSON object per line; blank lines are skipped."""
 
     title = "JSON lines"
 
@@ -163,14 +163,14 @@ class JsonLines:
 
 def _cut(file: InputFile, step: int) -> Iterator[Piece]:
     if opener_of(file.path) is not open_plain:
-        step = file.size  # which has no places to begin in the middle
+        step = file.size  # a compressed stream can only be read from its beginning
     for start in range(0, file.size, step):
         stop = min(start + step, file.size)
         yield Piece(file, start, stop, stop - start)
 
 
 def _has_border(separator: str) -> bool:
-    """Return true if the separator can overlap itself: where one begins then depends on where the reading began."""
+    """Return true if the separator can overlap itself: then its positions depend on where reading began."""
     return any(separator.startswith(separator[start:]) for start in range(1, len(separator)))
 
 
@@ -182,7 +182,7 @@ def _whole(stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
 
 
 def _head(path: Path) -> bytes | None:
-    """Return the first bytes of a file, decompressed; None where they are damaged, which the reading will find."""
+    """Read the first HEAD_BYTES of a file, decompressed; None if they are damaged, which the reader will report."""
     try:
         with opener_of(path)(path) as stream:
             return stream.content.read(HEAD_BYTES)
@@ -207,8 +207,8 @@ def _document(line: bytes, text_key: str, place: InputPlace, reading: Reading) -
 
 
 def _parse(line: bytes, text_key: str) -> tuple[BadInput | None, str, Any]:
-    """Return the kind of fault and its detail, or None and the text or ids; ValueError where a line is no JSON."""
-    # Of a key that stands twice in an object, one text would be lost.
+    """Parse a line into (kind of fault, detail, ""), or (None, "", text or ids); ValueError if it is not JSON."""
+    # If an object had the key twice, one of the texts would be lost silently.
     value = parse_json(line.decode(), is_unique=line.count(f'"{text_key}"'.encode()) > 1)
     try:
         content = field_of(value, text_key)
@@ -231,12 +231,12 @@ def _parse(line: bytes, text_key: str) -> tuple[BadInput | None, str, Any]:
 
 
 def _named(value: Any) -> str:
-    """Return the type of a JSON value in words."""
+    """Name the type of a JSON value for a message."""
     return "null" if value is None else f"a {type(value).__name__}"
 
 
 def _is_unicode(text: str) -> bool:
-    """Return false for a lone surrogate, which JSON can spell and UTF-8 cannot."""
+    """Return false for a text with a lone surrogate, which JSON can express and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -245,7 +245,7 @@ def _is_unicode(text: str) -> bool:
 
 
 FORMATS: dict[str, Reader] = {"text": Text(), "jsonl": JsonLines(), "parquet": Parquet(), "tokens": TokenFile()}
-"""The formats by the names that a user gives them."""
+"""Format by the name that --format accepts."""
 READERS: dict[str, Reader] = {
     **{
         f"{ending}{packed}": FORMATS["text"]
@@ -258,11 +258,11 @@ READERS: dict[str, Reader] = {
     ".npy": FORMATS["tokens"],
     ".bin": FORMATS["tokens"],
 }
-"""The format of each ending, in small letters; the longest that fits counts."""
+"""Format by lower-case ending; the longest matching ending decides."""
 
 
 def reader_of(path: Path, options: ReadOptions) -> Reader:
-    """Return the reader of a file: the one that the options name, or by the ending of its name; any other name is text."""
+    """Choose the reader of a file: by the options, else by the ending of its name, else text."""
     if options.format is not None:
         return FORMATS[options.format]
     ending = ending_of(path)
@@ -270,13 +270,13 @@ def reader_of(path: Path, options: ReadOptions) -> Reader:
 
 
 def ending_of(path: Path) -> str:
-    """Return the longest ending of READERS and REFUSED that the name has, in small letters; "" for any other name."""
+    """Return the longest known ending of a file's name (READERS, REFUSED) in lower case, or ""."""
     name = path.name.lower()
     return max((ending for ending in (*READERS, *REFUSED) if name.endswith(ending)), key=len, default="")
 
 
 def is_input_of_folder(path: Path) -> bool:
-    """Return true for a file that a folder gives: with an ending of text, and no .json over several lines."""
+    """Return true if a folder contributes this file: a known ending that is not of tokens, and no multi-line .json object."""
     ending = ending_of(path)
     if ending == ".json":
         head = _head(path)

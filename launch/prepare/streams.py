@@ -1,8 +1,7 @@
-"""Files as streams of bytes: as they are, or decompressed while they are read; and their records (no torch here).
+"""Files as streams of bytes, decompressed on the fly where needed, and their split into records (no torch here).
 
-A file is decompressed if its first bytes or its name say so: what is downloaded keeps its content, and not always its name.
-A compressed file has no places to begin in the middle, so each of these is read from its first byte to its last. The
-bytes before a damage are handed out; at the damage `DamagedStreamError` is raised.
+A file is decompressed if its first bytes or its name say so, since a download may change the name but not the content. A compressed
+file can only be read from its beginning. A damaged one yields the bytes before the damage, then raises `DamagedStreamError`.
 """
 
 import gzip
@@ -19,27 +18,27 @@ from triaxis.engine.data.corpus.pieces import Piece
 
 BLOCK_BYTES = 2**20
 COMPRESSED_BYTES = 2**17
-"""Read at a time from a .zst: what it becomes is in memory at once, and may be many times as large."""
+"""Bytes read at a time from a .zst: they are decompressed in one piece, which may be many times as large."""
 GZIP, ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 """The first bytes of compressed files (RFC 1952, RFC 8878)."""
 RECORD_BLOCK_BYTES = 2**16
-"""Read at a time where a file is cut into pieces: more of them would be read twice."""
+"""Bytes read at a time when splitting records: at the border of two pieces up to this many are read twice."""
 LARGEST_ZSTANDARD_WINDOW = 2**31
-"""Bytes; the widest that `zstd --ultra --long=31` writes. The library refuses more than 2^27 unless it is allowed."""
+"""Largest accepted window in bytes, that of `zstd --ultra --long=31`. The library's own limit is 2^27."""
 
 
 class DamagedStreamError(Exception):
-    """A compressed file that ends too early or whose content is not what was compressed."""
+    """A compressed file that ends too early, or whose content does not match its checksum or format."""
 
 
 @dataclass(slots=True)
 class Stream:
-    """A file that is read."""
+    """An open input file."""
 
     content: io.BufferedReader
-    """The text's bytes, decompressed."""
+    """Its bytes, decompressed."""
     raw: BinaryIO
-    """The file itself: its position shows how far it is read."""
+    """The file on disk; its position tells the progress."""
 
 
 Opener = Callable[[Path], AbstractContextManager[Stream]]
@@ -54,14 +53,14 @@ def open_plain(path: Path) -> Iterator[Stream]:
 
 @contextmanager
 def open_gzip(path: Path) -> Iterator[Stream]:
-    """Open a .gz of one or several members."""
+    """Open a .gz file, which may have several members."""
     with path.open("rb") as raw:
         yield Stream(io.BufferedReader(_Blocks(_gzip_blocks(raw)), BLOCK_BYTES), raw)
 
 
 @contextmanager
 def open_zstandard(path: Path) -> Iterator[Stream]:
-    """Open a .zst of one or several frames.
+    """Open a .zst file, which may have several frames.
 
     Raises:
         DataError: the package zstandard is not installed.
@@ -72,7 +71,7 @@ def open_zstandard(path: Path) -> Iterator[Stream]:
 
 
 def opener_of(path: Path) -> Opener:
-    """Return how a file is opened; OSError where it cannot be."""
+    """Choose the function that opens a file, by its first bytes, then by its name; OSError if it cannot be read."""
     with path.open("rb") as handle:
         head = handle.read(len(ZSTANDARD))
     if head.startswith(GZIP) or (path.name.lower().endswith(".gz") and head != ZSTANDARD):
@@ -81,10 +80,12 @@ def opener_of(path: Path) -> Opener:
 
 
 def split_at(separator: bytes, stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the records that begin in a piece, each with its first byte in the file; None for one above the options' limit.
+    """Yield (offset in the file, content) of each record that begins in a piece; None as content above the options' limit.
 
-    A record begins with the file or after a separator, so each record of a file that is cut belongs to one piece.
+    A record begins at the start of the file or after a separator, so each record belongs to exactly one piece. A piece in the
+    middle starts reading one separator earlier: if a separator ends at its border, its first record begins at the border.
     """
+    # held: bytes read and not yet yielded, of which `searched` hold no separator; dropped: bytes of an oversized record.
     held, dropped, searched = bytearray(), 0, 0
     is_cut, limit = piece.num_bytes < piece.file.size, piece.file.options.max_document_bytes
     at = max(0, piece.start - len(separator))
@@ -112,7 +113,7 @@ def split_at(separator: bytes, stream: Stream, piece: Piece) -> Iterator[tuple[i
 def _gzip_blocks(raw: BinaryIO) -> Iterator[bytes]:
     with gzip.GzipFile(fileobj=raw) as handle:
         try:
-            # read1 and not read: a read of several blocks would lose those before the damage.
+            # read1 returns at each block; read() would lose the blocks before the damage.
             while block := handle.read1(BLOCK_BYTES):
                 yield block
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
@@ -120,7 +121,7 @@ def _gzip_blocks(raw: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstandard_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    """Yield what the frames hold. The library's own reader takes a truncated frame for the end of the file."""
+    """Yield the decompressed frames. The library's own reader would take a truncated frame for the end of the file."""
     zstandard = need("zstandard", "a .zst")
     decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_ZSTANDARD_WINDOW)
     frame: Any = None
@@ -139,7 +140,7 @@ def _zstandard_blocks(raw: BinaryIO) -> Iterator[bytes]:
 
 
 class _Blocks(io.RawIOBase):
-    """Blocks of bytes as a file, for BufferedReader."""
+    """A readable file over an iterator of blocks, for BufferedReader."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._rest = blocks, memoryview(b"")

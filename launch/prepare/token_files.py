@@ -1,10 +1,10 @@
-"""Tokens that were made elsewhere, in files of numbers alone (no torch here).
+"""Files of ready-made tokens from other software (no torch here).
 
     .npy   numpy's format, integers [n] or [documents, n]
     .bin   of llm.c: 256 int32 (magic, version, n), then n tokens
-    .bin   of nanoGPT, and .npy of OLMo: tokens alone, uint16 where the vocabulary fits, else uint32
+    .bin   of nanoGPT, and .npy of OLMo: tokens alone, uint16 if the vocabulary fits, else uint32
 
-A row is a document; numbers in one row are cut after each token that ends a document.
+Each row of a 2-dim array is a document; a 1-dim array is cut after each end-of-document token.
 """
 
 from collections.abc import Iterator
@@ -18,21 +18,21 @@ from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece
 
 NUMPY = b"\x93NUMPY"
 LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
-"""The magic numbers of llm.c's files, their versions, and the type of their tokens (llmc/dataloader.h, train_llama3.cu)."""
+"""Magic number of an llm.c file -> its version and token type (llmc/dataloader.h, train_llama3.cu)."""
 LLM_C_HEADER = 256
 BLOCK_TOKENS = 2**22
 LEAST_TO_SEE = 16
-"""Tokens whose zeros are no chance."""
+"""Fewest tokens from which a pattern of zeros is no coincidence."""
 RULE = "Tokens are integers: numpy's .npy, or a .bin of nanoGPT or llm.c."
 
 
 class TokenFile:
-    """The reader of files of tokens."""
+    """The reader of token files."""
 
     title = "tokens"
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
-        """Yield the file as one piece; half of a corpus is refused."""
+        """Yield the file as one piece; refuse a .bin that has an .idx beside it, which is a prepared corpus."""
         if file.path.suffix == ".bin" and idx_path(file.path.with_suffix("")).is_file():
             detail = "is half of a corpus, a pair of .bin and .idx"
             advice = (
@@ -43,7 +43,7 @@ class TokenFile:
             yield Piece(file, 0, file.size, file.size)
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
-        """Yield the documents: rows, or what ends with the token that ends documents."""
+        """Yield the documents: rows, or the stretches up to each end-of-document token."""
         place = InputPlace(str(piece.file.path))
         vocabulary = reading.vocabulary
         try:
@@ -61,7 +61,7 @@ class TokenFile:
 
 
 def _open(path: Path, vocab_size: int) -> Tokens:
-    """Map the tokens of a file, integers [n] or [documents, n]; ValueError where it holds none."""
+    """Memory-map the tokens of a file, integers [n] or [documents, n]; ValueError if it holds none."""
     with path.open("rb") as handle:
         head = handle.read(4 * LLM_C_HEADER)
     if head.startswith(NUMPY):
@@ -91,7 +91,7 @@ def _open(path: Path, vocab_size: int) -> Tokens:
 
 
 def _cut_after(tokens: Tokens, eod_id: int) -> Iterator[Tokens]:
-    """Yield the documents of a row of tokens, each with its end."""
+    """Yield the documents of a row of tokens, each including its end-of-document token."""
     begin = 0
     for start in range(0, len(tokens), BLOCK_TOKENS):
         for end in (np.flatnonzero(tokens[start : start + BLOCK_TOKENS] == eod_id) + start + 1).tolist():

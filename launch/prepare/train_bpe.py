@@ -1,9 +1,9 @@
-"""A tokenizer that is trained on the corpus: `train-bpe:32000` (no torch here).
+"""The training of a tokenizer on the corpus itself: `train-bpe:32000` (no torch here).
 
     units of the corpus --evenly spread, TRAINING_BYTES at most--> documents --tokenizers' BpeTrainer--> PREFIX.tokenizer.json
 
-A byte-level BPE as GPT-2's: 256 bytes, so that any text has ids, and merges of what occurs most. Equal counts are decided by
-ids, so the same text gives the same file.
+A byte-level BPE as GPT-2's: 256 bytes, so that any text has ids, and merges of the most frequent pairs. Ties are decided by id, so
+the same text gives the same file.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,18 +16,18 @@ from triaxis.launch.prepare.encode import documents
 
 PREFIX = "train-bpe:"
 TRAINING_BYTES = 256 * 2**20
-"""Most bytes of text from which merges are learned; the rest of a larger corpus changes them little."""
+"""Most bytes of text for training; more text would change the merges little."""
 SMALLEST_VOCABULARY = 257
-"""256 bytes and the end of a document."""
+"""256 bytes and the end-of-document token."""
 LARGEST_VOCABULARY = 2**24
-"""Far above any in use; the library takes memory for all of them at once."""
+"""Far above any in use; the library allocates memory for the whole vocabulary at once."""
 
 
 def size_to_train(name: str) -> int | None:
-    """Return N of `train-bpe:N`; None for another name of a tokenizer.
+    """Parse N of `train-bpe:N`; None for any other tokenizer name.
 
     Raises:
-        DataError: N is no number, or too small.
+        DataError: N is not a number from SMALLEST_VOCABULARY to LARGEST_VOCABULARY.
     """
     if not name.startswith(PREFIX):
         return None
@@ -42,10 +42,10 @@ def size_to_train(name: str) -> int | None:
 
 
 def train_bpe(units: Sequence[Unit], vocab_size: int, eod_token: str | None, on_bad: OnBad) -> bytes:
-    """Train a tokenizer and return its tokenizer.json; it may have fewer tokens where the text has too few pairs.
+    """Train a tokenizer and return its tokenizer.json; a short text may give fewer than `vocab_size` tokens.
 
     Raises:
-        DataError: bad input, where `on_bad` stops at it.
+        DataError: bad input, if `on_bad` stops at it, or input that is tokens already.
     """
     import tokenizers  # 10 MB of native code, only needed here
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -56,7 +56,7 @@ def train_bpe(units: Sequence[Unit], vocab_size: int, eod_token: str | None, on_
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[eod_token or END_OF_DOCUMENT_NAMES[0]],
-        # Sorted, since the library's list of bytes has another order in each process.
+        # Sorted, since the library lists the bytes in another order in each process.
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -66,7 +66,7 @@ def train_bpe(units: Sequence[Unit], vocab_size: int, eod_token: str | None, on_
 
 
 def _sample(units: Sequence[Unit], on_bad: OnBad) -> Iterator[str]:
-    """Yield documents of units that are evenly spread over the corpus. What is bad is counted when it is encoded."""
+    """Yield documents of evenly spaced units. Bad input is not counted here; `encode.py` counts it."""
     total = sum(piece.num_bytes for unit in units for piece in unit)
     step = max(1, -(-total // TRAINING_BYTES))
     left = TRAINING_BYTES
