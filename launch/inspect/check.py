@@ -1,11 +1,11 @@
 """The check of every byte of a checkpoint against its manifest, in one process without a process group.
 
     manifest.sha256   ->  manifest.json               each field, each file's size, every element of every tensor exactly once
-    safetensors head  ->  names, dtypes, places       other tools would read what we read
+    safetensors head  ->  names, dtypes, offsets      other tools read the same tensors
     xxh3              ->  the bytes of every piece
-    fingerprint       ->  of every piece, and their sum per kind
+    fingerprint       ->  the values of every piece, and the sum per kind
 
-One piece is in memory at a time. All faults are reported, not just the first: they are needed to restore files.
+One piece is in memory at a time. All faults are reported, since a user needs them all to restore files.
 """
 
 import json
@@ -31,9 +31,9 @@ class CheckpointCheck:
     """The result for one checkpoint.
 
     Attributes:
-        folder: the checkpoint.
-        manifest: None where it could not be read.
-        problems: all faults, each with its file; none: every byte is as it was written.
+        folder: folder of the checkpoint.
+        manifest: manifest, or None if it could not be read.
+        problems: all faults, each with its file; empty if every byte is as it was written.
     """
 
     folder: Path
@@ -42,11 +42,11 @@ class CheckpointCheck:
 
 
 def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointCheck:
-    """Read all of a checkpoint and return everything that is wrong with it.
+    """Read a whole checkpoint and collect its faults.
 
     Args:
-        folder: the checkpoint.
-        progress: called with the bytes of each piece that was read.
+        folder: folder of the checkpoint.
+        progress: function that is called after each piece with its number of bytes.
     """
     try:
         manifest = parse_manifest(folder)
@@ -54,7 +54,7 @@ def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointChec
         return CheckpointCheck(folder, None, (str(error),))
     problems = manifest_problems(folder, manifest)
     if problems:
-        # A misplaced piece would be read as something else; files of the right size are still worth reading.
+        # A misplaced piece would be read as another tensor. Files without a problem are still worth reading.
         sound = [file for file in manifest.files if not any(text.startswith(f"{file.name}: ") for text in problems)]
     else:
         sound = list(manifest.files)
@@ -85,7 +85,7 @@ def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointChec
 
 
 def fingerprint_bytes(folder: Path, manifest: Manifest, progress: Callable[[int], None]) -> dict[Kind, str]:
-    """Return the fingerprint of each kind from the bytes on the disk.
+    """Compute the fingerprint of each kind of tensor from the bytes on the disk.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -105,7 +105,7 @@ def _fingerprint(values: torch.Tensor, piece: Piece, manifest: Manifest) -> int:
 
 
 def header_problems(path: Path, file: DataFile, manifest: Manifest) -> list[str]:
-    """Return the contradictions between a file's safetensors header and the manifest."""
+    """List the contradictions between a file's safetensors header and the manifest."""
     try:
         header, begin = _read_header(path)
     except (OSError, ValueError, RecursionError, struct.error) as error:
@@ -114,7 +114,7 @@ def header_problems(path: Path, file: DataFile, manifest: Manifest) -> list[str]
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return (the header, the start of the data)."""
+    """Read the safetensors header: (names -> entries, byte at which the data begins)."""
     with path.open("rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
         if length > _MOST_HEADER_BYTES:

@@ -1,7 +1,7 @@
 """The comparison of two checkpoints: which tensors differ and where, whatever layouts wrote them.
 
-    manifests     pieces' fingerprints add up to one number per tensor, in any layout: they show which tensors differ
-    the bytes     read only for the first tensor that differs, and for tensors of different dtypes (whose numbers cannot compare)
+    manifests     the pieces' fingerprints add up to one number per tensor, in any layout, which shows the tensors that differ
+    the bytes     read only for the first tensor that differs, and for tensors of different dtypes (fingerprints do not compare)
 
 Tensors are read in flat ranges of a piece's size, so memory does not grow with the model.
 """
@@ -28,7 +28,7 @@ Verdict = Literal["only in A", "only in B", "other shape", "other dtype", "other
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor of a checkpoint as its manifest describes it: shape, dtypes of its pieces, sum of their fingerprints."""
+    """A tensor as the manifest describes it: shape, dtypes of its pieces, sum of their fingerprints modulo 2^64."""
 
     shape: tuple[int, ...]
     dtypes: frozenset[DType]
@@ -37,7 +37,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """A tensor that may differ between A and B; with `other dtype` only its bytes decide."""
+    """A tensor that differs between A and B; with the verdict `other dtype` it may differ, and only its bytes can tell."""
 
     name: str
     kind: Kind
@@ -51,10 +51,10 @@ class ValueDifferences:
     """The place and size of one tensor's differences.
 
     Attributes:
-        numel: elements compared.
-        num_different: differing elements; of equal dtypes by their bits, of others by value.
-        first: global index of the first one, and its values in A and B; None where none differs.
-        largest_absolute, largest_relative: |a - b|, and that over max(|a|, |b|), over elements where both are finite.
+        numel: number of elements compared.
+        num_different: number of differing elements, by bits for equal dtypes, by value for others.
+        first: global index of the first differing element, and its values in A and B; None if none differs.
+        largest_absolute, largest_relative: maxima of |a - b| and of |a - b| / max(|a|, |b|), where both are finite.
     """
 
     numel: int
@@ -65,7 +65,7 @@ class ValueDifferences:
 
 
 def tensors_of(manifest: Manifest) -> dict[tuple[str, Kind], Tensor]:
-    """Return the description of each (name, kind), in the order of the manifest's tensors."""
+    """Summarise each (name, kind) of a manifest, in the order of its tensors."""
     pieces: dict[tuple[str, Kind], list[Piece]] = {}
     for file in manifest.files:
         for piece in file.pieces:
@@ -83,12 +83,12 @@ def tensors_of(manifest: Manifest) -> dict[tuple[str, Kind], Tensor]:
 
 
 def compared_kinds(one: Manifest, other: Manifest) -> tuple[Kind, ...]:
-    """Return the kinds that both have: only weights if one has nothing else, or if the optimizers differ."""
+    """Return the kinds in both checkpoints: only weights if one has no others, or if the optimizers have none in common."""
     return tuple(kind for kind in one.kinds if kind in other.kinds)
 
 
 def differences(one: Manifest, other: Manifest) -> list[TensorDifference]:
-    """Return tensors that differ or may differ, by the manifests alone: weights first, in the order of A's model."""
+    """List the tensors that differ or may differ, by the manifests alone: weights first, in the order of A's model."""
     ours, theirs = tensors_of(one), tensors_of(other)
     found = []
     for kind in compared_kinds(one, other):
@@ -102,10 +102,10 @@ def differences(one: Manifest, other: Manifest) -> list[TensorDifference]:
 
 
 def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> ValueDifferences:
-    """Read one tensor, of the same shape in both, and return its differences.
+    """Compare the bytes of one tensor, which has the same shape in both checkpoints.
 
     Raises:
-        CheckpointError: one of them is damaged.
+        CheckpointError: a file is damaged.
     """
     shape = one.manifest.tensors[name].shape
     numel = math.prod(shape)
@@ -118,7 +118,7 @@ def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> V
         a, b = (reader.read(start, min(start + step, numel)) for reader in readers)
         wide_a, wide_b = a.to(torch.float64), b.to(torch.float64)
         if same_dtype:
-            integers = SAME_SIZE_INTEGERS[a.element_size()]
+            integers = SAME_SIZE_INTEGERS[a.element_size()]  # bits: equal NaNs are equal, -0 and 0 differ
             differs = a.view(integers) != b.view(integers)
         else:
             differs = (wide_a != wide_b) & ~(wide_a.isnan() & wide_b.isnan())
@@ -141,7 +141,7 @@ def compare_values(one: Candidate, other: Candidate, name: str, kind: Kind) -> V
 
 
 def other_fields(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, in A, in B) of every leaf that differs between two JSON trees; `absent` where one lacks it."""
+    """Yield (dotted key, value in A, value in B) of each differing leaf of two JSON trees; a missing one is "absent"."""
     ours, theirs = dict(flat(one)), dict(flat(other))
     for key in dict.fromkeys([*ours, *theirs]):
         a, b = ours.get(key, "absent"), theirs.get(key, "absent")

@@ -1,7 +1,7 @@
 """Charts as inline SVG: lines, dots, stacked columns, bars (no torch, no drawing library).
 
-Colours come from the page's CSS (`--c0` .. `--c10`, light or dark as the reader's system is), so a chart holds classes and no
-colours. Every text passes through `escape`.
+A chart holds CSS classes and no colours: the page's CSS defines them (`--c0` .. `--c11`, light or dark as the reader's system).
+Every text passes through `escape`.
 """
 
 import math
@@ -15,12 +15,12 @@ from triaxis.launch.pictures.style import NUM_COLOURS
 Point = tuple[float, float]
 
 WIDTH, HEIGHT = 1110, 300
-"""Of a chart as wide as the page, in pixels of a screen that shows all of the page's width."""
+"""Size of a chart as wide as the page, in units of its viewBox: pixels at the page's full width."""
 SMALL_WIDTH, SMALL_HEIGHT = 540, 220
-"""Of one of two side by side."""
+"""Size of one of two charts side by side."""
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 MOST_POINTS = 1500
-"""Of a line; a longer one keeps the smallest and the largest of each group of neighbours, so that no spike is lost."""
+"""Most points of a line; see `thinned`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class Line:
     """A curve of a chart.
 
     Attributes:
-        name: in the legend.
-        points: (x, y), x ascending; a y that is not finite is a gap.
-        style: CSS class: c0 .. c10 for the colour, `broad`, `dashed`, `dots` (no line) after it.
+        name: name in the legend.
+        points: (x, y) with ascending x; a y that is not finite makes a gap.
+        style: CSS classes: c0 .. c11 for the colour, then optionally `broad`, `dashed` or `dots` (no line).
     """
 
     name: str
@@ -39,7 +39,7 @@ class Line:
 
 
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """List at most `most` round numbers from `low` to `high`: multiples of 1, 2 or 5 times a power of ten."""
+    """List round numbers from `low` to `high`, at most `most` + 1: multiples of 1, 2 or 5 times a power of ten."""
     if not high > low:
         return [low]
     rough = (high - low) / most
@@ -50,7 +50,10 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
 
 
 def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """Keep about `most` of the points at most: of each group of neighbours the smallest and the largest y, a gap, and both ends."""
+    """Reduce a line to about `most` points without losing a spike or a gap.
+
+    Each group of neighbours keeps its smallest and largest y and its first gap; the line keeps both ends.
+    """
     if len(points) <= most:
         return list(points)
     size = math.ceil(2 * len(points) / most)
@@ -67,7 +70,7 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 class _Frame:
-    """Axes: they map numbers to places on the picture, and have a grid behind the curves."""
+    """The axes and grid of a chart; `x` and `y` map values to pixels."""
 
     def __init__(
         self, x_range: Point, y_range: Point, *, small: bool = False, x_label: str = "step", y_label: str = ""
@@ -107,7 +110,7 @@ class _Frame:
 
 
 def scrolling(svg: str) -> str:
-    """Wrap a chart that is as wide as the page: on a narrow screen it stays large enough to read, and scrolls sideways."""
+    """Wrap a chart as wide as the page, so that a narrow screen scrolls it sideways at a readable size."""
     return f'<div class="wide">{svg}</div>'
 
 
@@ -128,14 +131,14 @@ def line_chart(
     from_zero: bool = False,
     small: bool = False,
 ) -> str:
-    """Draw curves over a common axis, with a legend above where there are several.
+    """Draw curves over a common axis; two or more get a legend above.
 
     Args:
-        label: what it shows, for readers that cannot see it.
-        lines: at least one finite point among them.
+        label: description for readers who cannot see the chart.
+        lines: curves, with at least one finite point among them.
         marks: (x, text) of vertical lines.
         from_zero: whether the y axis begins at 0.
-        small: half as wide as the page.
+        small: whether the chart is half as wide as the page.
     """
     finite = [(x, y) for line in lines for x, y in line.points if math.isfinite(y)]
     xs = [x for line in lines for x, _ in line.points]
@@ -183,9 +186,9 @@ class Dot:
     """A point of a scatter plot.
 
     Attributes:
-        title: shown where the mouse points at it.
-        style: CSS class: c0 .. c9 for the colour, `large` after it.
-        label: left of and below the dot, or "".
+        title: text shown when the mouse points at the dot.
+        style: CSS classes: c0 .. c11 for the colour, then optionally `large`.
+        label: text at the lower left of the dot, or "".
     """
 
     x: float
@@ -208,12 +211,12 @@ def scatter_chart(
     """Draw dots over two axes that need not begin at 0.
 
     Args:
-        label: what it shows, for readers that cannot see it.
-        dots: at least one, in the order in which they are drawn.
-        kinds: meaning of each style that `dots` have, for the legend.
-        x_label, y_label: of the axes, with units.
-        front: corners of a staircase, x ascending and y descending: from each on, its y is reached at every larger x.
-        limit: (x, text) of a vertical line that dots do not cross.
+        label: description for readers who cannot see the chart.
+        dots: at least one dot, in drawing order.
+        kinds: meaning of each style of the dots, for the legend.
+        x_label, y_label: labels of the axes, with units.
+        front: corners of a Pareto staircase, with ascending x and descending y: the y of a corner is reached at every larger x.
+        limit: (x, text) of a vertical line: the largest x allowed.
     """
     xs, ys = [dot.x for dot in dots] + ([limit[0]] if limit else []), [dot.y for dot in dots]
     room_x, room_y = ((max(of) - min(of)) * 0.06 or abs(max(of)) * 0.1 or 1.0 for of in (xs, ys))
@@ -243,7 +246,7 @@ def scatter_chart(
         inside.append(
             f'<circle class="{dot.style}" cx="{x}" cy="{y}" r="{radius}"><title>{escape(dot.title)}</title></circle>'
         )
-        # Left and below of a dot of the front there is no other. Letters that would lie on a neighbour's are left out.
+        # A dot of the front has no other at its lower left. A label that would overlap a neighbour's is left out.
         if dot.label and all(abs(x - left) > 16 or abs(y - top) > 11 for left, top in taken):
             taken.append((x, y))
             place = f'x="{x - radius:.1f}" y="{y + radius + 8:.1f}" text-anchor="end"'
@@ -258,12 +261,12 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def stacked_chart(label: str, names: Sequence[str], columns: Sequence[tuple[float, float, Sequence[float]]]) -> str:
-    """Draw columns of parts on top of each other.
+    """Draw columns, each a stack of parts in seconds.
 
     Args:
-        label: what it shows.
-        names: of the parts, from the bottom up; the first has colour c0.
-        columns: (first x, last x, a value per part), x ascending; the ends belong to the column.
+        label: description of the chart.
+        names: names of the parts, from the bottom up; the first has colour c0.
+        columns: (first step, last step, seconds per part) with ascending steps; both ends belong to the column.
     """
     highest = max(sum(values) for _, _, values in columns)
     frame = _Frame((columns[0][0] - 0.5, columns[-1][1] + 0.5), (0.0, highest * 1.04 or 1.0))
@@ -285,11 +288,11 @@ def stacked_chart(label: str, names: Sequence[str], columns: Sequence[tuple[floa
 
 
 def bar_chart(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, float, str]]]]) -> str:
-    """Draw horizontal bars, some per row.
+    """Draw horizontal bars, one or more per row.
 
     Args:
-        label: what it shows.
-        rows: (name, bars); a bar is (style, what it is, length, its number with a unit).
+        label: description of the chart.
+        rows: (name, bars); a bar is (CSS class, meaning, length, text of its value with a unit).
     """
     bar, gap, left, right = 12, 9, 86, 110
     height = sum(len(bars) * bar + gap for _, bars in rows) + gap
@@ -319,14 +322,14 @@ def stacked_bar_chart(
     show: Callable[[float], str],
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Draw a horizontal bar per row, made of parts.
+    """Draw a horizontal bar per row, a stack of parts.
 
     Args:
-        label: what it shows.
-        names: of the parts, from the left; the first has colour c0.
+        label: description of the chart.
+        names: names of the parts, from the left; the first has colour c0.
         rows: (name, a value per part).
-        show: a number with its unit.
-        marks: (value, text) of at most two vertical lines; the text of the first is left of it.
+        show: function that formats a value with its unit.
+        marks: (value, text) of at most two vertical lines; the first has its text at the left, the second at the right.
     """
     bar, gap, left, right = 16, 6, 60, 116
     top = 22 if marks else gap
@@ -357,7 +360,7 @@ def stacked_bar_chart(
 
 
 def share_bar(label: str, parts: Mapping[str, float]) -> str:
-    """Draw one bar to 100 %: colours c0, c1, ... in the order of `parts`."""
+    """Draw one bar of shares that add up to 100 %, with colours c0, c1, .. in the order of `parts`."""
     whole = sum(parts.values()) or 1.0
     drawn, left = [], 0.0
     for number, (name, value) in enumerate(parts.items()):

@@ -6,23 +6,23 @@ from html import escape
 from triaxis.launch.pictures.style import CSS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""For the browser: it loads and runs nothing, for any text of a page."""
+"""Content security policy: the browser loads and runs nothing, whatever text a page holds."""
 
 LONG_VALUE = 15
-"""Characters that fit into a tile in the large size."""
+"""Most characters of a tile in the large font."""
 
 
 def html_document(
     title: str, heading: str, before: str, sections: Mapping[str, tuple[str, str]], footer: str, *, state: str = ""
 ) -> str:
-    """Put a page together.
+    """Assemble an HTML page. Titles, heading and footer are escaped here; HTML arguments are not.
 
     Args:
-        title: of the browser's tab; escaped here, as `heading`, `footer` and the titles of sections are.
-        heading: the largest line.
+        title: title of the browser's tab.
+        heading: largest line of the page.
         before: HTML between the heading and the first section.
-        sections: by id, the title and the HTML of each.
-        footer: the last line.
+        sections: id -> (title, HTML) of each section.
+        footer: last line of the page.
         state: HTML beside the heading.
     """
     links = "".join(f'<a href="#{key}">{escape(name)}</a>' for key, (name, _) in sections.items())
@@ -40,7 +40,7 @@ def html_document(
 
 
 def tiles(entries: Iterable[tuple[str, str]]) -> str:
-    """Return tiles of (name, value); both are escaped here."""
+    """Write tiles of (name, value) as HTML; both are escaped here."""
     shown = (
         f'<div class="tile"><b{_LONG if len(value) > LONG_VALUE else ""}>{escape(value)}</b><span>{escape(name)}</span></div>'
         for name, value in entries

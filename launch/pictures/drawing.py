@@ -22,9 +22,9 @@ def element(name: str, content: str = "", /, **attributes: str | float) -> str:
     """Write an SVG element.
 
     Args:
-        name: of the element, such as `rect`.
-        content: SVG; text in it is escaped by the caller.
-        attributes: numbers are written with two decimals at most; `font_size` becomes `font-size`.
+        name: name of the element, such as `rect`.
+        content: SVG inside the element; the caller escapes its text.
+        attributes: attributes, with `font_size` for `font-size`; numbers get at most two decimals.
     """
     written = "".join(f' {key.replace("_", "-")}="{_value(value)}"' for key, value in attributes.items())
     return f"<{name}{written}>{content}</{name}>" if content else f"<{name}{written}/>"
@@ -47,19 +47,20 @@ def text(
     """Write a line of text.
 
     Args:
-        content: escaped here.
-        x: of its start, middle or end (`anchor`), in pixels.
-        y: of the middle of a capital letter, in pixels.
-        size: of the font, in pixels.
-        fill: colour; a page's CSS does not change it.
-        anchor: part of the text that is at `x`.
+        content: plain text, escaped here.
+        x: position of its start, middle or end (`anchor`), in pixels.
+        y: position of the middle of a capital letter, in pixels.
+        size: font size, in pixels.
+        fill: colour, as a style, so that a page's CSS does not change it.
+        anchor: part of the text that lies at `x`.
+        weight: weight of the font.
     """
     style = f"fill: {fill}; font-size: {_value(size)}px" + (f"; font-weight: {weight}" if weight != "normal" else "")
     return element("text", escape(content), x=x, y=y + 0.36 * size, text_anchor=anchor, style=style)
 
 
 def check_path(path: Path) -> None:
-    """Refuse a file name that says another format than SVG.
+    """Refuse a file name of another format than SVG.
 
     Raises:
         TriaxisError: `path` does not end in .svg.
@@ -75,11 +76,10 @@ def write_picture(path: Path, width: float, height: float, label: str, parts: Se
     """Write one picture on a white ground.
 
     Args:
-        path: ends in .svg.
-        width: in pixels.
-        height: in pixels.
-        label: the picture in words, for readers that cannot see it.
-        parts: elements, in the order in which they are drawn.
+        path: path of the file, ending in .svg.
+        width, height: size in pixels.
+        label: description for readers who cannot see the picture.
+        parts: elements, in drawing order.
 
     Raises:
         TriaxisError: `path` does not end in .svg, or cannot be written.

@@ -13,21 +13,21 @@ from triaxis.launch.pictures.charts import WIDTH, scrolling, tick, ticks
 from triaxis.launch.pictures.drawing import element, text, write_picture
 
 ROW, LEFT, RIGHT, TOP = 30, 72, 24, 48
-"""Height of a row, and margins of a file, in pixels."""
+"""Height of a row, and margins of the picture in a file, in pixels."""
 UNIT = 28
-"""Width of a forward of one chunk, in pixels, where the schedule is neither very short nor very long."""
+"""Width of one chunk's forward in pixels, unless LEAST_WIDTH or MOST_WIDTH decides the scale."""
 LEAST_WIDTH, MOST_WIDTH = 640, 7200
 MOST_ACTIONS = 100_000
-"""A picture of more would be a file of tens of megabytes that shows only colours."""
+"""Most actions of a picture: more would make a file of tens of megabytes that shows only colours."""
 KEY = 200
 """Width of an entry of the legend, in pixels."""
 
 
 def draw_schedule(timeline: SimulatedTimeline, path: Path) -> None:
-    """Write the schedule to a file, with a title, an axis of time and a legend.
+    """Write the schedule to an SVG file, with a title, a time axis and a legend.
 
     Raises:
-        ScheduleError: more actions than a picture can show.
+        ScheduleError: the schedule has more than MOST_ACTIONS actions.
         TriaxisError: `path` does not end in .svg, or cannot be written.
     """
     num_ranks, num_actions = len(timeline.intervals), sum(map(len, timeline.intervals))
@@ -58,11 +58,11 @@ def draw_schedule(timeline: SimulatedTimeline, path: Path) -> None:
 
 
 def schedule_chart(timeline: SimulatedTimeline, show: Callable[[float], str] | None = None) -> str:
-    """Return the schedule for a page, as wide as the page, in HTML.
+    """Draw the schedule as HTML, as wide as the page.
 
     Args:
-        timeline: what is drawn.
-        show: a time with its unit, for the title of each action; None: times have no meaning.
+        timeline: timed schedule.
+        show: function that formats a time with its unit, for the title of each action; None leaves the times out.
     """
     row, left, right = 26, 62, 14
     num_ranks = len(timeline.intervals)
@@ -97,13 +97,14 @@ def _rows(
     row: float,
     show: Callable[[float], str] | None = None,
 ) -> list[str]:
-    """Draw the bars of all ranks, with the microbatch's number where a bar has room for it.
+    """Draw the bars of all ranks; a bar with enough room shows the number of its microbatch.
 
     Args:
-        left, top: of the first row, in pixels.
-        width: of the whole time span, in pixels.
+        timeline: timed schedule.
+        left, top: corner of the first row, in pixels.
+        width: width of the whole time span, in pixels.
         row: height of a row with the gap below it, in pixels.
-        show: a time with its unit; None: no bar has its times.
+        show: function that formats a time with its unit, for the title of each bar; None leaves the times out.
     """
     scale, parts = width / timeline.span, []
     for rank, intervals in enumerate(timeline.intervals):
@@ -125,13 +126,13 @@ def _rows(
 
 
 def _name(timeline: SimulatedTimeline, action: Action, of: str = "") -> str:
-    """Name an action's kind, what it is `of`, and its chunk where a rank has several."""
+    """Name an action: its kind, the words `of`, and its chunk if ranks have several."""
     chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
     return f"{action.kind.words}{of}{chunk}"
 
 
 def colour_names(timeline: SimulatedTimeline) -> dict[str, str]:
-    """Return what each colour stands for; of many chunks some have the same."""
+    """Map each colour to its meaning; with many chunks, some share a colour."""
     used = {Action(each.action.kind, each.action.chunk, 0) for row in timeline.intervals for each in row}
     actions: dict[str, list[Action]] = {}
     for action in sorted(used, key=lambda each: (list(Kind).index(each.kind), each.chunk)):

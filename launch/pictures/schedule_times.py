@@ -12,11 +12,11 @@ from triaxis.engine.telemetry.outlets.format import significant
 from triaxis.launch.pictures.simulate_program import ProgramTimeline
 
 MOST_PIECES = 12
-"""Pieces of the critical path that are listed; the pattern repeats."""
+"""Most lines of the critical path; the middle is left out, since the pattern repeats."""
 
 
 def rank_table(timeline: ProgramTimeline, facts: ScheduleFacts) -> Table:
-    """Make the table of ranks: shares of the span, and what is kept at most."""
+    """Make the table of ranks: shares of the step's time, and peaks of microbatches in flight and weight gradients held."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     held = facts.peak_held
     columns = ["rank", "busy", "bubble", "messages", "in flight", *(["held"] if any(held) else [])]
@@ -36,7 +36,7 @@ def rank_table(timeline: ProgramTimeline, facts: ScheduleFacts) -> Table:
 
 
 def path_summary(timeline: ProgramTimeline) -> str:
-    """Return what the critical path consists of: `forward 31.0%, backward 62.1%, transfers 6.9%`."""
+    """Summarise the critical path by kind: `forward 31.0%, backward 62.1%, transfers 6.9%`."""
     seconds: dict[str, float] = {}
     for piece in timeline.critical_path:
         name = piece.what.kind.words if isinstance(piece.what, Action) else "transfers"
@@ -45,7 +45,7 @@ def path_summary(timeline: ProgramTimeline) -> str:
 
 
 def path_lines(timeline: ProgramTimeline) -> list[str]:
-    """List the pieces of the critical path, the actions of a rank that follow each other as one."""
+    """Describe the critical path, one line per run of consecutive actions on a rank or of transfers."""
     lines = []
     groups = groupby(timeline.critical_path, key=lambda piece: (piece.rank, isinstance(piece.what, Transfer)))
     for (rank, is_transfer), pieces in groups:
@@ -63,7 +63,7 @@ def path_lines(timeline: ProgramTimeline) -> list[str]:
 
 
 def _shortened(actions: Sequence[Action]) -> str:
-    """Name the actions, of many the first and the last."""
+    """Name up to six actions; of more, the first two, the last and the number of each kind."""
     if len(actions) <= 6:
         return " ".join(map(str, actions))
     counts = [f"{sum(each.kind is kind for each in actions)} {kind.value}" for kind in Kind]

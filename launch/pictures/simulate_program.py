@@ -1,16 +1,16 @@
-"""Event timing of a lowered program: its actions, and what its messages wait for (no torch here).
+"""Event-driven timing of a lowered program: its actions, its messages and their waits (no torch here).
 
-    rank 0  |  0F0  |  0F1  | ...                      actions in order; a post takes no time of its rank
-    0 -> 1          |---F0---|---F1---|                one transfer at a time from a rank to another
+    rank 0  |  0F0  |  0F1  | ...                      actions in order; a post takes no time on its rank
+    0 -> 1          |---F0---|---F1---|                one transfer at a time from one rank to another
     rank 1  |................|  0F0  |  ...            an action waits for its receive; a receive posted early costs nothing
 
-A rank reaches a post when all actions before it have ended. A transfer begins when both ends run the calls that hold it and no
-other transfer uses the channel, which is the way from one rank to another. As under NCCL, a call of a group begins after the call
-before it of the same group and rank, and ends when all its transfers have: so an action may wait for a message that is not its own.
-The groups `forward` and `backward` do not wait for each other.
+A rank reaches a post when all actions before it have ended. A transfer begins when both ranks run the calls that hold it and the
+channel, one per (source, destination), is free. As under NCCL, a call begins after the previous call of the same group and rank,
+and ends when all its transfers have ended. So an action may wait for a message other than its own. The groups `forward` and
+`backward` do not wait for each other.
 
-`triaxis.engine.pipeline.simulate` has none of this. With messages that take no time both agree for the costs that `lower`
-placed the posts by. With other costs a tensor may wait for a post that comes after a later action, or for a call before its own.
+`triaxis.engine.pipeline.simulate` models no posts, calls or channels. The two agree if messages take no time and the costs are
+those by which `lower` placed the posts. With other costs a tensor may wait for a post after a later action, or for an earlier call.
 """
 
 import heapq
@@ -25,11 +25,11 @@ from triaxis.engine.pipeline.simulate import Costs, Interval, SimulatedTimeline,
 
 
 class Waits(NamedTuple):
-    """The time in which a rank computes nothing, by its cause.
+    """The idle time of a rank by cause, in the unit of the costs.
 
     Attributes:
-        bubble: what it needs is not computed yet, or it has no more to do.
-        messages: what it needs is computed and not here yet.
+        bubble: time in which the next input is not computed yet, or no action is left.
+        messages: time in which the next input is computed and has not arrived.
     """
 
     bubble: float
@@ -40,9 +40,9 @@ class PathSegment(NamedTuple):
     """A piece of the critical path; the next one begins where it ends.
 
     Attributes:
-        what: the action or transfer that runs.
-        rank: that runs it; the source of a transfer.
-        start, end: in the unit of the costs.
+        what: running action or transfer.
+        rank: rank of the action, or source of the transfer.
+        start, end: times in the unit of the costs.
     """
 
     what: Action | Transfer
@@ -56,10 +56,10 @@ class TransferTime:
     """The times of a transfer.
 
     Attributes:
-        produced: end of the action that made the tensor.
-        start: the channel takes it.
-        end: it is on the other rank.
-        ready: the receiver's call has ended, so an action can use it.
+        produced: end of the action that computed the tensor.
+        start: time at which the transfer gets the channel.
+        end: time at which the tensor is on the destination.
+        ready: end of the receiver's call, when an action can use the tensor.
     """
 
     transfer: Transfer
@@ -74,9 +74,9 @@ class ProgramTimeline(SimulatedTimeline):
     """The intervals of all actions, and the times of all transfers.
 
     Attributes:
-        transfers: in the order in which they began.
-        waits: of each rank.
-        critical_path: a chain from 0 to the last end, each piece of which had to end before the next could begin.
+        transfers: times of the transfers, in the order of their start.
+        waits: idle time of each rank.
+        critical_path: chain of segments from 0 to the last end; each had to end before the next could begin.
     """
 
     transfers: tuple[TransferTime, ...]
@@ -88,12 +88,11 @@ def simulate_program(program: Program, costs: Costs) -> ProgramTimeline:
     """Time every action and every transfer of a program.
 
     Args:
-        program: lowered; the very one that would run.
-        costs: of every microbatch.
+        program: lowered program, as the executor runs it.
+        costs: times of the actions and transfers of one microbatch.
 
     Raises:
-        ScheduleError: costs for another number of stages, a time that is negative or not finite, or instructions that wait for each
-            other.
+        ScheduleError: the costs have another number of stages, a time is negative or not finite, or instructions deadlock.
     """
     check_costs(costs, program.schedule.placement.num_stages)
     times = (*costs.forward, *costs.input_grad, *costs.weight_grad, costs.transfer)
@@ -106,7 +105,7 @@ def simulate_program(program: Program, costs: Costs) -> ProgramTimeline:
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """An action on its rank, and what had to end before it."""
+    """An action on its rank; `cause` ended last among the events before it."""
 
     what: Action
     rank: int
@@ -120,12 +119,13 @@ class _Call:
     """A group call of one rank.
 
     Attributes:
-        before: the call of its rank that must end first.
-        reached: when its rank posted it; `cause` is what that followed.
-        unfinished: transfers of it that have not ended.
-        runs: whether it was reached and the call before it has ended.
-        waiting: whether its rank is at an action that needs it.
-        end: once all its transfers have ended; `last` is the one that ended last.
+        before, behind: previous and next call of the same rank and direction; `before` must end first.
+        reached: time at which the rank posted it.
+        cause: event that the call waited for last: an action of its rank, or the last transfer of `before`.
+        unfinished: number of its transfers that have not ended.
+        runs: whether it was reached and `before` has ended.
+        waiting: whether the rank stands at an action that needs it.
+        end: end of its last transfer, `last`; None until then.
     """
 
     rank: int
@@ -143,7 +143,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Moving:
-    """A transfer, its two calls, and what had to end before it."""
+    """A transfer, the calls of its two ends, and the event that it waited for last."""
 
     what: Transfer
     calls: list[_Call] = field(default_factory=list)
@@ -166,6 +166,7 @@ class _Run:
         self.program, self.costs = program, costs
         self.schedule = program.schedule
         pp = self.schedule.placement.pp
+        # Per rank: next instruction, time reached, and the action that ended then.
         self.next = [0] * pp
         self.clock = [0.0] * pp
         self.latest: list[_Cause] = [None] * pp
@@ -173,13 +174,15 @@ class _Run:
         self.produced: dict[Output, float] = {}
         self.transfers: list[TransferTime] = []
         self.in_messages = [0.0] * pp
+        # `moving` has a transfer from its first running call on, `begun` from its second.
         self.moving: dict[Transfer, _Moving] = {}
         self.begun: list[_Moving] = []
         self.receives: dict[Transfer, _Call] = {}
         self.last_call: dict[tuple[int, Direction], _Call] = {}
+        # Per (source, destination): the time at which the channel is free, and its last user.
         self.channel: dict[tuple[int, int], tuple[float, _Moving]] = {}
         self.events: list[tuple[float, int, _Call | _Moving]] = []
-        """A call that is posted, or a transfer that ends; the number keeps events of the same moment in order."""
+        """Posted calls and ends of transfers as (time, serial number, subject); the number orders events of the same time."""
         self.num_events = 0
 
     def run(self) -> ProgramTimeline:
@@ -215,13 +218,14 @@ class _Run:
             feeding = feeding_transfer(self.schedule, rank, each)
             if feeding is not None:
                 call = self.receives.get(feeding)
-                if call is None:  # its post comes later, so nobody wakes this rank
+                if call is None:  # its post comes later in this row, so the rank waits for ever and `run` reports it
                     return
                 if call.end is None:
                     call.waiting = True
                     return
                 source = self.schedule.input_of(stage, each)
                 assert source is not None
+                # Only the time after the input was computed counts as waiting for a message; the time before is bubble.
                 self.in_messages[rank] += max(call.end - max(start, self.produced[source]), 0.0)
                 if call.end > start:
                     start, cause = call.end, call.last
@@ -246,7 +250,7 @@ class _Run:
         heapq.heappush(self.events, (time, self.num_events, subject))
 
     def open(self, call: _Call, now: float) -> None:
-        """Run a call that is reached and follows no unfinished one: its transfers begin whose other end runs too."""
+        """Start a call once it is reached and the previous call has ended; begin the transfers whose other end runs too."""
         if call.runs or call.reached > now or (call.before is not None and call.before.end is None):
             return
         call.runs = True
@@ -261,6 +265,7 @@ class _Run:
     def begin(self, moving: _Moving, now: float, cause: _Cause) -> None:
         transfer = moving.what
         ends = transfer.source, transfer.destination
+        # A busy channel delays the transfer, and its last user becomes the cause on the critical path.
         free, user = self.channel.get(ends, (0.0, None))
         moving.start, moving.cause = (free, user) if free > now else (now, cause)
         moving.end = moving.start + self.costs.transfer
@@ -269,7 +274,7 @@ class _Run:
         self.at(moving.end, moving)
 
     def finish(self, moving: _Moving, now: float) -> None:
-        """End a transfer, and the calls whose last one it is."""
+        """End a transfer, and each of its calls that has no other unfinished transfer."""
         for call in moving.calls:
             call.unfinished -= 1
             if call.unfinished:
@@ -306,7 +311,7 @@ class _Run:
 
 
 def _path(last: _Cause, span: float) -> tuple[PathSegment, ...]:
-    """List what had to end before `last` could, up to the time at which it let its follower go; nothing without length."""
+    """Follow the causes back from `last` to time 0 and list the segments in order, except those of zero length."""
     segments: list[PathSegment] = []
     until = span
     while last is not None:

@@ -1,8 +1,8 @@
 """A layout as a picture: each node a box, each rank a cell in it (no torch here).
 
-hue         the pipeline stage        }  so every tensor-parallel group has a colour of its own, and the groups that
-lightness   the index over dp and cp  }  work on one stage look related
-a line      one tensor-parallel group of the node, with its pp, dp and cp in front; nodes in the order of their ranks
+hue         pipeline stage        }  so every tensor-parallel group has its own colour, and groups of one stage
+lightness   index over dp and cp  }  look related
+line        one tensor-parallel group of the node, after its pp, dp and cp indices; nodes in rank order
 """
 
 import colorsys
@@ -18,24 +18,24 @@ from triaxis.launch.pictures.drawing import element, text, write_picture
 CELL = 40
 """Side of a rank's cell, in pixels; the sizes below are in cells."""
 LABEL = 1.5
-"""Width of the `pp 0 dp 3` in front of a line."""
+"""Width of the label `pp 0 dp 3` in front of a line."""
 MARGIN = 0.55
-"""Inside a node's box, and between boxes."""
+"""Margin inside a node's box and between boxes."""
 MOST_RANKS = 8192
-"""A picture of more would be many thousand pixels wide and show only colours."""
+"""Most ranks of a picture: more would make it many thousand pixels wide and show only colours."""
 LEAST_WIDTH = 14.5
-"""Width that the title and the legend need."""
+"""Width of the title and the legend."""
 LEAST_PIXELS = 760
-"""Width of a large layout in a page, before it is scrolled."""
+"""Smallest width of a large layout in a page; a narrower page scrolls it."""
 LEGEND = "one colour: a tensor-parallel group   ·   hue: pipeline stage   ·   shade: data-parallel index"
 LEGEND_OF_CUT_SAMPLES = LEGEND.replace("data-parallel index", "index over dp and cp")
 
 
 def draw_topology(grid: RankGrid, path: Path) -> None:
-    """Write the picture of a layout.
+    """Write the picture of a layout to an SVG file.
 
     Raises:
-        TopologyError: too many ranks for a picture.
+        TopologyError: the layout has more than MOST_RANKS ranks.
         TriaxisError: `path` does not end in .svg, or cannot be written.
     """
     if grid.world_size > MOST_RANKS:
@@ -46,7 +46,7 @@ def draw_topology(grid: RankGrid, path: Path) -> None:
     columns = _num_columns(grid)
     boxes_width, boxes_height = _size(grid, columns)
     width = max(boxes_width, LEAST_WIDTH)
-    # Large pictures are viewed from further away: their title grows with them.
+    # Large pictures are viewed zoomed out, so their title grows with them.
     scale = min(4.0, max(1.0, width / 30))
     header = 2.2 * scale
     title = words(grid)
@@ -59,23 +59,23 @@ def draw_topology(grid: RankGrid, path: Path) -> None:
 
 
 def topology_chart(grid: RankGrid) -> str:
-    """Return the boxes of all nodes for a page, at most as wide as the page, in HTML."""
+    """Draw the boxes of all nodes as HTML, at most as wide as the page."""
     columns = _num_columns(grid)
     width, height = (round(side * CELL) for side in _size(grid, columns))
     frame = {"viewBox": f"0 0 {width} {height}", "aria_label": words(grid)}
-    # Small layouts keep the size of their letters, large ones are scrolled before they cannot be read.
+    # Small layouts are not enlarged; large ones scroll before they become too small to read.
     style = f"max-width: {width}px; min-width: {min(width, max(LEAST_PIXELS, width // 3))}px"
     boxes = _boxes(grid, columns, MARGIN, 0.0)
     return scrolling(element("svg", "".join(boxes), role="img", style=style, **frame))
 
 
 def words(grid: RankGrid) -> str:
-    """Return the layout in words: its ranks, nodes and sizes."""
+    """Describe the layout in words: its ranks, nodes and sizes."""
     return f"{counted(grid.world_size, 'rank')} on {counted(grid.num_nodes, 'node')}: {grid.sizes.product}"
 
 
 def legend(grid: RankGrid) -> str:
-    """Return what the colours mean."""
+    """Return the legend of the colours."""
     return LEGEND if grid.sizes.cp == 1 else LEGEND_OF_CUT_SAMPLES
 
 
@@ -93,7 +93,7 @@ def _box(grid: RankGrid) -> tuple[float, float]:
 
 
 def _boxes(grid: RankGrid, columns: int, left: float, top: float) -> list[str]:
-    """Draw the box of each node, `left` and `top` of the first in cells."""
+    """Draw the box of each node; the first has its corner at `left`, `top`, in cells."""
     width, height = _box(grid)
     parts = []
     for node in range(grid.num_nodes):
@@ -107,7 +107,7 @@ def _boxes(grid: RankGrid, columns: int, left: float, top: float) -> list[str]:
 
 
 def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> list[str]:
-    """Draw a line of ranks, with its pipeline and data-parallel coordinates in front."""
+    """Draw a line of ranks, with its pp, dp and cp indices in front; `left` and `top` are in cells."""
     at = grid.coordinates(ranks[0])
     parts = [
         text(f"{axis} {index}", (left + LABEL - 0.15) * CELL, (top + y) * CELL, 10, anchor="end", fill="#555555")
@@ -124,7 +124,7 @@ def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> li
 
 
 def _labels(grid: RankGrid, at: Coordinates) -> list[tuple[str, int, float]]:
-    """Return axis, index and height of each label in front of a line."""
+    """List (axis, index, height in cells) of the labels in front of a line."""
     if grid.sizes.cp == 1:
         return [("pp", at.pp, 0.32), ("dp", at.dp, 0.66)]
     return [("pp", at.pp, 0.24), ("dp", at.dp, 0.5), ("cp", at.cp, 0.76)]
@@ -136,13 +136,13 @@ def _rect(x: float, y: float, width: float, height: float, fill: str, **rest: st
 
 
 def _lines_of(grid: RankGrid, node: int) -> list[list[int]]:
-    """List the node's ranks, one list per tensor-parallel group (or part of one, where it spans nodes)."""
+    """List the node's ranks, one list per tensor-parallel group, or per part of a group that spans nodes."""
     ranks = range(node * grid.ranks_per_node, (node + 1) * grid.ranks_per_node)
     return [list(group) for _, group in groupby(ranks, lambda rank: rank // grid.sizes.tp)]
 
 
 def _num_columns(grid: RankGrid) -> int:
-    """Return the boxes per row: whole pipeline stages per row where that keeps the picture from being a strip."""
+    """Choose the boxes per row: the divisor of the number of nodes that comes closest to a picture of 1.6 to 1."""
     lines = math.ceil(grid.ranks_per_node / grid.sizes.tp)
     shape = (lines + 1.9) / (min(grid.sizes.tp, grid.ranks_per_node) + LABEL + 1.1)
     wanted = max(1.0, math.sqrt(grid.num_nodes * 1.6 * shape))
@@ -151,7 +151,7 @@ def _num_columns(grid: RankGrid) -> int:
 
 
 def _colours(grid: RankGrid, rank: int) -> tuple[str, str]:
-    """Return the colours of a rank's cell and of the letters in it."""
+    """Choose the colours of a rank's cell and of the text in it."""
     at = grid.coordinates(rank)
     hue = (0.58 + at.pp / grid.sizes.pp) % 1.0
     shade = (at.dp * grid.sizes.cp + at.cp) / max(1, grid.sizes.dp_cp - 1)

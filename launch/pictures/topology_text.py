@@ -5,8 +5,8 @@
     node 0   pp 0   dp 0 [0 1]   dp 1 [2 3]   dp 2 [4 5]   dp 3 [6 7]
     node 1   pp 1   dp 0 [8 9]   ...
 
-Long lists are shortened in the middle: a run of neighbours reads `0-7`, equal steps read `0 8 .. 120`, and what is left
-out is counted.
+Long lists are shortened in the middle: consecutive ranks read `0-7`, equal steps `0 8 .. 120`, and omitted groups or lines are
+counted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,15 +24,15 @@ MEANINGS = {
     "pp": "one replica's stages, in order",
 }
 MOST_LINES = 16
-"""Lines of nodes, or groups of an axis; of more, the first and the last are shown."""
+"""Most lines of nodes, or groups of an axis; of more, the first and the last are shown."""
 MOST_LISTED = 8
-"""Ranks in equal steps that are listed one by one."""
+"""Most ranks in equal steps that are listed one by one."""
 WIDTH = 110
-"""Columns of a line, about."""
+"""Approximate columns of a line."""
 
 
 def describe_layout(grid: RankGrid, model: ModelConfig | None = None) -> str:
-    """Return the layout as lines of text; with a model also the groups that only some models need."""
+    """Describe the layout in lines of text; with a model, also the groups that only some models need."""
     sizes = grid.sizes
     ranks, nodes = counted(grid.world_size, "rank"), counted(grid.num_nodes, "node")
     lines = [
@@ -60,7 +60,7 @@ def _replica(grid: RankGrid, at: Coordinates) -> str:
 
 
 def shorten(ranks: Sequence[int]) -> str:
-    """Format ranks as a person would write them: `0 1`, `0-7`, `0 8 .. 120`; other long lists in full."""
+    """Format ranks: `0 1`, `0-7`, `0 8 .. 120`; lists without equal steps in full."""
     steps = {after - before for before, after in pairwise(ranks)}
     if steps == {1} and len(ranks) > 4:
         return f"{ranks[0]}-{ranks[-1]}"
@@ -70,7 +70,7 @@ def shorten(ranks: Sequence[int]) -> str:
 
 
 def _node_lines(grid: RankGrid) -> Iterator[str]:
-    """Return one line per node and pipeline stage on it: the tensor-parallel groups there, each behind its replica."""
+    """Yield a line per node and pipeline stage on it: its tensor-parallel groups, each after its dp and cp indices."""
     rows: list[tuple[str, list[str]]] = []
     digits = len(str(grid.num_nodes - 1))
     for node in range(grid.num_nodes):
@@ -89,7 +89,7 @@ def _node_lines(grid: RankGrid) -> Iterator[str]:
 
 
 def _group_lines(grid: RankGrid, name: str, meaning: str, groups: Sequence[tuple[int, ...]]) -> Iterator[str]:
-    """Return a headline about the groups, then the groups; a rank that is alone has none worth listing."""
+    """Yield a headline about the groups of an axis, then the groups, unless each is a single rank."""
     size = len(groups[0])
     if size == 1:
         yield f"{name}: every rank is alone on this axis and sends nothing"

@@ -1,1 +1,1 @@
-"""What a run has read: the documents of a step, tokens read twice or left out. Nothing here is imported by a training rank."""
+"""The reads of a run: documents of a step, tokens read twice or left out. Nothing here is imported by a training rank."""

@@ -32,7 +32,10 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def find_repeats(args: argparse.Namespace) -> int:
-    """Print what the run has read; 1 if it has read a token twice, or left one out that no rule leaves out."""
+    """Print the tokens that a run has read; return 1 for a repeat, a jump, or an epoch that lost tokens.
+
+    An epoch may leave out fewer labels than one sample of each sequence length has: that many are cut off its end.
+    """
     run = read_run(args.run)
     if run.config is None:
         raise DataError(f"{args.run}: {run.config_problem}. What a run reads follows from it.")
@@ -52,20 +55,20 @@ def find_repeats(args: argparse.Namespace) -> int:
 
 
 class _Sources:
-    """Opened samples, by what decides them."""
+    """A cache of opened datasets, by the settings that decide their samples."""
 
     def __init__(self) -> None:
         self._opened: dict[str, SampleSource] = {}
 
     def open(self, config: Config, skipped: SkippedRanges) -> SampleSource:
-        """Return the samples of a config by their ids in the run."""
+        """Open the samples of a config, indexed by their ids in the run."""
         key = repr((data_segments(config), config.train.seed, config.data, skipped.ranges))
         if key not in self._opened:
             self._opened[key] = open_run_datasets(config).train_after(skipped)
         return self._opened[key]
 
     def labels_of(self, config: Config, corpus: str) -> int:
-        """Return the labels of an epoch of a corpus: all its tokens but the first."""
+        """Count the labels in an epoch of a corpus: all its tokens except the first."""
         source = self.open(config, SkippedRanges())
         assert isinstance(source, Blend), "random tokens are of no corpus"
         streams = [each.stream if isinstance(each, ContinuedStream) else each for each in source.sources]

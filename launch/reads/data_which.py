@@ -23,7 +23,7 @@ EXAMPLES = """examples:
   triaxis data which --run runs/gpt_tiny --step 120 --text
 """
 MOST_CHARACTERS = 200
-"""Characters of a part that `--text` shows."""
+"""Most characters of a part that `--text` shows."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -68,7 +68,7 @@ def which_documents(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(prefix: str, config: Config) -> Tokenizer:
-    """Open the tokenizer that a corpus records, or that of the run."""
+    """Open the tokenizer in a corpus's record; if there is no record, the run's."""
     record = read_record(prefix)
     return load_tokenizer(find_recorded(prefix, record) if record is not None else config.data.tokenizer or BYTES)
 
@@ -94,8 +94,8 @@ def _as_json(read: SampleRead, tokenizer: Tokenizer | None) -> dict[str, object]
 
 
 def _text(prefix: str, part: DocumentPart, tokenizer: Tokenizer) -> str:
-    """Return the beginning of a part as text."""
-    # A character is a token or more, but of tokens that are no characters.
+    """Decode the beginning of a part, at most MOST_CHARACTERS."""
+    # A token is usually one character or more, so this many tokens are enough.
     last = part.first + min(part.length, MOST_CHARACTERS)
     tokens = IndexedTokens(prefix).tokens(part.document, part.first, last)
     return tokenizer.decode(tokens.tolist())[:MOST_CHARACTERS]

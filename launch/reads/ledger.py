@@ -1,9 +1,9 @@
-"""The reads of a step: the documents behind each sample, computed and never recorded (no torch here).
+"""The documents that a step read, sample by sample, computed from the configuration and never recorded (no torch here).
 
     step  ->  positions  ->  sample ids (without skipped ranges)  ->  (corpus, its own sample)  ->  parts of documents
 
-The samples of a step follow from the configuration, the number of the step and the skipped ranges, in every layout. So a run that
-was made on any number of ranks, with any number of restarts, has read what this module says.
+The samples of a step follow from the configuration, the number of the step and the skipped ranges, in every layout. So the result
+holds for any number of ranks and restarts.
 """
 
 from collections.abc import Iterator
@@ -21,12 +21,12 @@ class SampleRead:
     """One sample of a step.
 
     Attributes:
-        position: in the run, from 0.
-        sample_id: of the data, from 0; above the position where ranges were skipped.
-        corpus: prefix.
-        epoch: of the corpus, from 0.
-        pieces: parts of documents, in order, by tokens that follow each other in the epoch; no label is the first token of a piece,
-            and the last token of the sample is a label only.
+        position: number of the sample in the run, from 0.
+        sample_id: number of the sample in the data, from 0; larger than `position` after skipped ranges.
+        corpus: prefix of the corpus.
+        epoch: epoch of the corpus, from 0.
+        pieces: stretches of consecutive tokens of the epoch, each as parts of documents in order. The first token of a piece is no
+            label, and the last token of the sample is a label only.
     """
 
     position: int
@@ -37,16 +37,16 @@ class SampleRead:
 
     @property
     def parts(self) -> tuple[DocumentPart, ...]:
-        """Return the parts of all pieces."""
+        """Return the parts of all pieces, in order."""
         return tuple(part for piece in self.pieces for part in piece)
 
 
 def reads_of_step(step: int, phase: RunPhase, source: SampleSource, skipped: SkippedRanges) -> Iterator[SampleRead]:
-    """Yield the samples of a step, which counts from 1, in order.
+    """Yield the samples of a step in order; steps count from 1.
 
     Args:
-        phase: of the run, in which the step is.
-        source: the blend of that phase, by ids of the run (`Datasets.train_after`).
+        phase: phase of the run that has the step.
+        source: blend of that phase, indexed by ids of the run (`Datasets.train_after`).
     """
     first = phase.samples_before(step - 1)
     for position, sample_id in enumerate(skipped.ids(first, phase.samples_per_step), start=first):
@@ -54,7 +54,7 @@ def reads_of_step(step: int, phase: RunPhase, source: SampleSource, skipped: Ski
 
 
 def read_of(source: SampleSource, sample_id: int, position: int) -> SampleRead:
-    """Return what one sample of a blend of corpora is made of."""
+    """Locate the documents of one sample of a blend."""
     assert isinstance(source, Blend), "random tokens come from no corpus"
     number, inner = source.locate(sample_id)
     stream = source.sources[number]

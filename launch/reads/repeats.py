@@ -1,13 +1,12 @@
 """The reads of a run over all its attempts: tokens that were read twice, and tokens that were left out (no torch here).
 
-    attempt 0   steps 1 .. 43         ->  spans of steps as they were made last: 1 .. 40 of attempt 0, 41 .. 60 of attempt 1
-    attempt 1   from 40, .. 60
+    attempt 0   steps 1 .. 43                      ->  spans, each step from the attempt that made it last:
+    attempt 1   resumed after 40, steps 41 .. 60       1 .. 40 from attempt 0, 41 .. 60 from attempt 1
 
-Within one epoch of a corpus each token should be predicted once. So labels are counted by (corpus, epoch, document), which compares
-attempts with other seeds, blends or lengths too. A sample predicts all tokens of a piece but the first.
+Within one epoch of a corpus each token should be predicted once. So labels are counted by (corpus, epoch, document), which also
+compares attempts with other seeds, blends or lengths. A sample predicts all tokens of a piece except the first.
 
-Of an epoch that a later one has followed, every label should have been read, but for those of skipped samples and for fewer than
-one sample wherever the epoch was cut.
+Once the next epoch has begun, every label of this one must have been read, except skipped samples and less than one sample per cut.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +26,13 @@ Place = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True)
 class ReadSpan:
-    """Steps in a row, as they were made last.
+    """Consecutive steps that one attempt made last, with the same skipped ranges.
 
     Attributes:
-        first_step, end_step: the steps first_step + 1 .. end_step, as users count them.
-        attempt: that made them.
-        config: of the attempt.
-        skipped: sample ids that were left out by then.
+        first_step, end_step: bounds of the steps first_step + 1 .. end_step, as users count them.
+        attempt: number of the attempt.
+        config: config of the attempt.
+        skipped: ranges of sample ids that these steps left out.
     """
 
     first_step: int
@@ -43,7 +42,7 @@ class ReadSpan:
     skipped: SkippedRanges
 
     def parts(self) -> Iterator[tuple[RunPhase, Config, range]]:
-        """Yield (phase, config in it, steps from 0) of each phase that the span has steps of."""
+        """Yield (phase, its config, steps counted from 0) of each phase that overlaps the span."""
         for phase in run_phases(self.config):
             steps = range(max(self.first_step, phase.first_step), min(self.end_step, phase.end_step))
             if steps:
@@ -52,7 +51,7 @@ class ReadSpan:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Tokens of a document that two steps have predicted in the same epoch: `first` .. `first + length - 1`."""
+    """Tokens `first` .. `first + length - 1` of a document, which two steps have predicted in the same epoch."""
 
     corpus: str
     epoch: int
@@ -68,10 +67,10 @@ class EpochRead:
     """The labels of one epoch of a corpus.
 
     Attributes:
-        labels: of the epoch; its first token is none.
-        read: by the steps.
-        skipped: of samples that the run left out.
-        is_over: whether a later epoch was begun.
+        labels: number of labels in the epoch, all its tokens except the first.
+        read: number that steps have read.
+        skipped: number that only skipped samples have.
+        is_over: whether a later epoch has begun.
     """
 
     corpus: str
@@ -83,16 +82,19 @@ class EpochRead:
 
     @property
     def left_out(self) -> int:
-        """Return the labels that neither a step nor a skipped sample has."""
+        """Count the labels that neither a step nor a skipped sample has."""
         return self.labels - self.read - self.skipped
 
 
 @dataclass(frozen=True, slots=True)
 class RunReads:
-    """All that a run has read.
+    """The reads of a whole run.
 
     Attributes:
-        jumps: steps whose samples do not follow those of the step before, in words.
+        num_samples: number of samples that the steps consumed.
+        repeats: tokens that were read twice.
+        epochs: counts of each epoch.
+        jumps: messages about steps whose samples do not follow those of the step before.
     """
 
     num_samples: int
@@ -106,12 +108,12 @@ def reads_of_run(
     open_source: Callable[[Config, SkippedRanges], SampleSource],
     labels_of: Callable[[Config, str], int],
 ) -> RunReads:
-    """Return what the steps of a run have read.
+    """Collect the reads of all steps of a run.
 
     Args:
-        spans: in order; together every step of the run.
-        open_source: opens the samples of a config by their ids in the run.
-        labels_of: returns the labels of an epoch of a corpus.
+        spans: spans of all steps, in order.
+        open_source: function that opens the samples of a config, indexed by their ids in the run.
+        labels_of: function that counts the labels in an epoch of a corpus.
     """
     read: dict[Place, list[tuple[int, int, int]]] = {}
     left_out: dict[Place, list[tuple[int, int, int]]] = {}
@@ -139,7 +141,7 @@ def reads_of_run(
 
 
 class _Names:
-    """One name for each corpus: attempts may spell its path otherwise, or reach it by a link."""
+    """One name per corpus, since attempts may spell its path differently or reach it by a link."""
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
@@ -155,20 +157,21 @@ class _Names:
 def _add(places: dict[Place, list[tuple[int, int, int]]], corpus: str, one: SampleRead, step: int) -> None:
     for piece in one.pieces:
         for number, part in enumerate(piece):
-            first = part.first + (number == 0)
+            first = part.first + (number == 0)  # the first token of a piece is no label
             if first < part.first + part.length:
                 place = (corpus, one.epoch, part.document)
                 places.setdefault(place, []).append((first, part.first + part.length, step))
 
 
 def _skipped_between(skipped: SkippedRanges, position: int, end: int) -> Iterator[int]:
-    """Yield the ids that are left out between the sample before `position` and the one before `end`."""
+    """Yield the skipped ids between the sample at `position - 1` and the one at `end - 1`."""
     before = skipped.id_at(position - 1) if position else -1
     for start, stop in skipped.ranges:
         yield from range(max(start, before + 1), min(stop, skipped.id_at(end - 1)))
 
 
 def _overlaps(place: Place, intervals: list[tuple[int, int, int]]) -> Iterator[Repeat]:
+    """Yield the tokens that an interval (first, end, step) shares with the furthest-reaching one before it."""
     reached, by = 0, 0
     for first, end, step in sorted(intervals):
         if first < reached:
@@ -189,6 +192,7 @@ def _epochs(
         covered[corpus, epoch] = covered.get((corpus, epoch), 0) + _union(intervals)
     absent: dict[tuple[str, int], int] = {}
     for (corpus, epoch, document), intervals in left_out.items():
+        # Tokens of a skipped sample that some step did read count as read.
         others = _union([*intervals, *read.get((corpus, epoch, document), [])])
         own = others - _union(read.get((corpus, epoch, document), []))
         absent[corpus, epoch] = absent.get((corpus, epoch), 0) + own
@@ -207,7 +211,7 @@ def _epochs(
 
 
 def _union(intervals: Sequence[tuple[int, int, int]]) -> int:
-    """Return how many tokens at least one interval has."""
+    """Count the tokens that at least one interval (first, end, step) has."""
     total = reached = 0
     for first, end, _ in sorted(intervals):
         total += max(0, end - max(first, reached))

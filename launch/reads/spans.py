@@ -1,4 +1,4 @@
-"""The steps of a run as they were made last, by attempt and by what was left out then, from its files (no torch here)."""
+"""The spans of a run: its steps as they were made last, by attempt and skipped ranges, from its files (no torch here)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ from triaxis.launch.report.record import RunRecord
 
 
 def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
-    """Yield the steps of a run as they were made last, by attempt and by what was left out then."""
+    """Yield the steps of a run as they were made last, grouped by attempt and skipped ranges."""
     begun = {event.attempt: event for event in run.events if event.kind == "begun"}
     rollbacks = [event for event in run.events if event.kind == "rolled_back"]
 
@@ -27,14 +27,14 @@ def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
         steps = [record["step"] for record in records]
         reads = begun[attempt].details.get("reads") if attempt in begun else None
         made = with_fields(config, translated(reads)) if isinstance(reads, dict) else config
-        # Steps in the middle that no record is left of show as a jump.
+        # A span ends where records are missing, so `reads_of_run` reports a jump.
         for _, run_of_steps in groupby(enumerate(steps), key=lambda pair: pair[1] - pair[0]):
             group = [step for _, step in run_of_steps]
             yield ReadSpan(group[0] - 1, group[-1], attempt, made, skipped)
 
 
 def span_of_step(run: RunRecord, config: Config, step: int) -> ReadSpan:
-    """Return the span of one step, which counts from 1; a step that is not made yet would be of the last attempt."""
+    """Return the span of one step, counted from 1; a step not made yet gets the last attempt and its skipped ranges."""
     spans = list(spans_of(run, config))
     found = next((span for span in spans if span.first_step < step <= span.end_step), None)
     if found is not None:
@@ -45,9 +45,9 @@ def span_of_step(run: RunRecord, config: Config, step: int) -> ReadSpan:
 
 
 def _skipped_at(step: int, attempt: int, begun: Mapping[int, Event], rollbacks: Sequence[Event]) -> SkippedRanges:
-    """Return what was left out when a step was made: what its attempt began with, and what its rollbacks before it added."""
+    """Return the skipped ranges at a step: those its attempt began with, or those of the attempt's last rollback before it."""
     began_with = begun[attempt].details.get("skipped") if attempt in begun else None
-    # An attempt of an older version does not record what it began with: then what the rollbacks before it came to.
+    # Attempts of older versions do not record their first ranges; those of the last rollback before them apply.
     before = [event.details.get("skipped") for event in rollbacks if event.attempt < attempt]
     known = [began_with] if began_with is not None else before[-1:]
     own = [event for event in rollbacks if event.attempt == attempt and int(event.details.get("to_step", 0)) < step]
@@ -56,10 +56,10 @@ def _skipped_at(step: int, attempt: int, begun: Mapping[int, Event], rollbacks: 
 
 
 def ranges_of(recorded: Any) -> SkippedRanges:
-    """Return the ranges that an event records.
+    """Parse the skipped ranges of an event.
 
     Raises:
-        DataError: it records something else.
+        DataError: the event records no ranges.
     """
     try:
         return SkippedRanges.of((int(first), int(stop)) for first, stop in recorded or [])

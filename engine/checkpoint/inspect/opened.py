@@ -12,13 +12,13 @@ from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weight
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
-    """The weights of a checkpoint by name. Each is read from its files when it is asked for, and is kept nowhere.
+    """The weights of a checkpoint by name. Each access reads the tensor from its files anew; none is cached.
 
     Attributes:
-        path: the checkpoint's folder, step_<number>.
-        step: updates of the run until then.
-        config: the resolved configuration of the run; of an import, its `model` section and tokenizer.
-        shapes: of the tensors, by name; padding of the vocabulary is never saved.
+        path: folder of the checkpoint, step_<number>.
+        step: number of updates before the checkpoint.
+        config: resolved configuration of the run; for an import, its `model` section and tokenizer alone.
+        shapes: shapes of the tensors by name, without padding of the vocabulary, which is never saved.
     """
 
     def __init__(self, path: str | Path, weights: WhichWeights = "trained") -> None:
@@ -34,7 +34,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         }
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the whole tensor, whatever layout saved it, in the dtype in which it was saved, on the CPU.
+        """Read a whole tensor on the CPU, in its saved dtype, whatever layout saved it.
 
         Raises:
             KeyError: the checkpoint has no such tensor.
@@ -62,6 +62,6 @@ def open_checkpoint(path: str | Path, weights: WhichWeights = "trained") -> Chec
         weights: `trained`, or `ema` for their moving average, where the run had `optimizer.ema`.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it has no such weights.
+        CheckpointError: there is no checkpoint, it is damaged, or it lacks these weights.
     """
     return Checkpoint(path, weights)

@@ -1,7 +1,7 @@
-"""Files that a checkpoint names, found from any folder and after the checkpoint was moved (no torch here).
+"""The search for the tokenizer and corpora that a checkpoint names, from any folder, even after a move (no torch here).
 
 import    ../tokenizer.json        relative to the folder of the checkpoint
-run       tok/tokenizer.json       as typed: relative to the folder of the run's start, or absolute
+run       tok/tokenizer.json       as typed: relative to the folder where the run was started, or absolute
 """
 
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ TOKENIZER = "tokenizer"
 """Key of the tokenizer's identity in `TrainingState.data`."""
 
 END_OF_DOCUMENTS = "end of documents"
-"""Key of the id that ends their documents there, as text: `prepare --eod-token` may have chosen it."""
+"""Key of the end-of-document id in `TrainingState.data`, as text: `prepare --eod-token` may have chosen it."""
 
 
 def recorded_tokenizer(candidate: Candidate) -> str | None:
-    """Return the argument of `load_tokenizer` for a checkpoint's own tokenizer: `bytes`, a path, or None without a record.
+    """Find a checkpoint's own tokenizer, as a name for `load_tokenizer`: `bytes`, a path, or None if none is recorded.
 
-    A typed path is tried below the current folder, then below each folder above the checkpoint, since a run is below the folder of
-    its start; there the file must have the recorded identity. A path that leads nowhere is returned as recorded, so that the error
-    names it.
+    A path is tried below the checkpoint, then below the current folder, then below each folder above the checkpoint, since a run
+    usually lies below the folder where it was started. In this last search the file must have the recorded identity. A path that
+    is not found is returned as recorded, so that the error names it.
     """
     data = candidate.manifest.config.get("data", {})
     name = data.get("tokenizer")
@@ -46,15 +46,15 @@ def recorded_tokenizer(candidate: Candidate) -> str | None:
 
 
 def trained_tokenizer(candidate: Candidate, name: str, option: str) -> str:
-    """Return the name under which a tokenizer is that of a checkpoint's model: its own, its folder's or its file's.
+    """Return the spelling of `name` (itself, its folder or its file) that opens the tokenizer of a checkpoint's model.
 
-    The identity in the checkpoint decides, but that of bytes proves nothing: earlier versions assumed bytes where a configuration
-    named no tokenizer. Then the records of its corpora do, as far as they are found above the checkpoint or from here.
+    The identity in the checkpoint decides. That of `bytes` proves nothing, since earlier versions assumed bytes for a configuration
+    without a tokenizer: then the records of its corpora decide, if found above the checkpoint or from the current folder.
 
     Args:
-        candidate: the checkpoint.
-        name: for `load_tokenizer`.
-        option: that names another tokenizer in the reader's command: `--tokenizer`.
+        candidate: checkpoint of the model.
+        name: name for `load_tokenizer`.
+        option: option that names another tokenizer in the user's command, for the message: `--tokenizer `.
 
     Raises:
         DataError: the tokenizer cannot be opened, or is another one.
@@ -86,17 +86,17 @@ def trained_tokenizer(candidate: Candidate, name: str, option: str) -> str:
 
 
 def end_of_documents(candidate: Candidate, tokenizer: Tokenizer) -> int:
-    """Return the id that ended documents in the training of a checkpoint; the tokenizer's own where none is recorded."""
+    """Return the end-of-document id of a checkpoint's training data; the tokenizer's own if none is recorded."""
     return int(candidate.manifest.state.data.get(END_OF_DOCUMENTS, tokenizer.eod_id))
 
 
 def _records(candidate: Candidate) -> Iterator[tuple[str, CorpusRecord]]:
-    """Yield the corpora of a checkpoint's run that are found and have a record."""
+    """Yield (prefix, record) of the run's training corpora that are found and have a record."""
     data = candidate.manifest.config.get("data", {})
     for source in [] if data.get("synthetic") else data.get("train") or []:
         prefix = source["path"]
         for place in (*(parent / prefix for parent in candidate.folder.resolve().parents), Path(prefix)):
-            # A file of that name may be something else, which proves nothing.
+            # Another file may have that name; it proves nothing.
             with suppress(DataError):
                 if (record := read_record(str(place))) is not None:
                     yield str(place), record

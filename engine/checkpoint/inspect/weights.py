@@ -1,4 +1,4 @@
-"""The weights that a reader of a checkpoint takes: as they were trained, or their moving average (no torch here)."""
+"""The choice of weights to read from a checkpoint: trained, or their moving average (no torch here)."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from triaxis.engine.errors import CheckpointError
 WhichWeights = Literal["trained", "ema"]
 
 KINDS: Mapping[WhichWeights, Kind] = MappingProxyType({"trained": MASTER, "ema": EMA})
-"""The kind of state of each."""
+"""Choice of weights -> kind of saved state."""
 
 
 def check_weights(candidate: Candidate, which: WhichWeights) -> None:
@@ -31,6 +31,6 @@ def check_weights(candidate: Candidate, which: WhichWeights) -> None:
 
 
 def kind_to_read(manifest: Manifest, name: str, which: WhichWeights) -> Kind:
-    """Return the kind to read of a parameter; one without gradients has no average, and its present value is read."""
+    """Return the kind of state to read for a parameter; one without gradients has no average, so its value is read."""
     kind, tensor = KINDS[which], manifest.tensors.get(name)
     return kind if tensor is not None and kind in manifest.kinds_of(tensor) else MASTER
