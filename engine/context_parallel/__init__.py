@@ -1,1 +1,1 @@
-"""Context parallelism: a sample cut over ranks, which gather its keys and values for attention."""
+"""Context parallelism: each sample is cut over ranks, which gather keys and values or exchange heads for attention."""

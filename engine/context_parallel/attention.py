@@ -1,13 +1,13 @@
-"""Attention of a rank's part of each row to all of the row: keys and values are gathered over cp (2407.21783, section 3.3.2).
+"""Attention of a rank's part of each row to the whole row: keys and values are gathered over cp (2407.21783, section 3.3.2).
 
     q [b, n, s/c, d], k, v [b, n_kv, s/c, d] --all-gather k, v--> k, v [b, n_kv, s, d] --kernel--> out [b, n, s/c, d]
     backward   gather k, v again --kernel--> grad of q, and of k, v [b, n_kv, s, d] --reduce-scatter--> [b, n_kv, s/c, d]
 
-One autograd function has the gather and the attention: what it saves are q, the local k and v, the output and its logarithms.
-So the kernel's forward runs once, and whole keys and values exist while they are used.
+One autograd function has the gather and the attention. It saves q, the local k and v, the output and its log-sum-exp. So the
+kernel's forward runs once, and whole keys and values exist only while they are used.
 
-Key/value heads, and the query heads that read them, go in pieces. The next piece is gathered under the attention of this one, and
-a piece's gradients are summed under the backward of the next:
+Key/value heads are handled in pieces, each with the query heads that read them. The gather of the next piece overlaps the attention
+of this one, and the sum of a piece's gradients overlaps the backward of the next:
 
     forward    gather 0   gather 1 | attention 0     gather 2 | attention 1     ...
     backward   gather 0   gather 1 | backward 0      gather 2, sum 0 | backward 1      ...
@@ -39,7 +39,7 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeadSlices:
-    """Some key/value heads of this rank, and the query heads that read them."""
+    """A slice of this rank's key/value heads, and the slice of query heads that read them."""
 
     keys: slice
     queries: slice
@@ -47,12 +47,12 @@ class HeadSlices:
 
 @dataclass(frozen=True, slots=True)
 class ContextParallelRegion:
-    """The cp axis, and what attention does over it.
+    """The cp axis and the settings of its gathers.
 
     Attributes:
-        axis: the ranks that share each row.
-        keeps_gathered: keep gathered keys and values for the backward; False: gather them again.
-        sums_wide: sum the gradients of keys and values in the accumulation dtype; False: in that of the run.
+        axis: ranks that share each row.
+        keeps_gathered: whether gathered keys and values are saved for the backward, which gathers them again otherwise.
+        sums_wide: whether gradients of keys and values are summed in the accumulation dtype, not in the run's dtype.
     """
 
     axis: Axis
@@ -61,11 +61,15 @@ class ContextParallelRegion:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, recompute: RecomputeConfig, axis: Axis) -> "ContextParallelRegion":
-        """Return the region of a rank; `auto` of `recompute` is already resolved."""
+        """Build the region of a rank; `auto` in `recompute` is already resolved."""
         return cls(axis, recompute.gathered_kv == "keep", parallel.cp_gradients == "accumulation")
 
     def gathers(self, packed: Sequence[torch.Tensor], part: SequencePart, purpose: str) -> Iterator[KeysAndValues]:
-        """Yield keys and values [b, n_j, s, d] of each piece in the order of the row, the next one's gather under way."""
+        """Yield whole keys and values [b, n_j, s, d] of each piece in row order, while the gather of the next is in flight.
+
+        Args:
+            packed: this rank's part of each piece, [s/c, b, 2, n_j, d] (`pack_keys_and_values`).
+        """
         under_way: list[Pending] = []
         for shard in packed:
             under_way.append(self.axis.all_gather(shard, f"{KEYS_AND_VALUES} {purpose}"))
@@ -75,14 +79,15 @@ class ContextParallelRegion:
 
     @staticmethod
     def _rows(gather: Pending, part: SequencePart) -> KeysAndValues:
+        # Gathered blocks are in rank order; `to_rows` puts their tokens in row order: [s, b, 2, n_j, d].
         rows = reordered(gather.wait(), part.to_rows)
         return rows[:, :, 0].permute(1, 2, 0, 3), rows[:, :, 1].permute(1, 2, 0, 3)
 
     def sum_of(self, k: torch.Tensor, v: torch.Tensor, part: SequencePart, dtype: torch.dtype) -> Pending:
-        """Post the sum of gradients of whole keys and values [b, n_j, s, d] over the ranks; `local_gradients` reads its result.
+        """Post the reduce-scatter of the gradients of whole keys and values [b, n_j, s, d]; `local_gradients` reads its result.
 
         Args:
-            dtype: of keys and values.
+            dtype: dtype of keys and values.
         """
         packed = torch.stack((k, v)).permute(3, 1, 0, 2, 4)
         packed = packed.to(accumulation_dtype(dtype) if self.sums_wide else dtype)
@@ -90,32 +95,32 @@ class ContextParallelRegion:
 
 
 def pack_keys_and_values(k: torch.Tensor, v: torch.Tensor, heads: slice) -> torch.Tensor:
-    """Copy some heads of k, v [b, n_kv, s/c, d] to [s/c, b, 2, n_j, d], as they are gathered."""
+    """Copy some heads of k, v [b, n_kv, s/c, d] to [s/c, b, 2, n_j, d], the form that is gathered."""
     return torch.stack((k[:, heads], v[:, heads])).permute(3, 1, 0, 2, 4).contiguous()
 
 
 def local_gradients(summed: Pending, dtype: torch.dtype) -> KeysAndValues:
-    """Return the gradients of this rank's keys and values, [b, n_j, s/c, d] each."""
+    """Wait for the summed gradients of this rank's keys and values, [b, n_j, s/c, d] each."""
     mine = summed.wait().to(dtype)
     return mine[:, :, 0].permute(1, 2, 0, 3), mine[:, :, 1].permute(1, 2, 0, 3)
 
 
 @cache
 def pieces_of(num_heads: int, num_kv_heads: int) -> list[HeadSlices]:
-    """Return the pieces of a rank's heads."""
+    """Split a rank's heads into pieces."""
     group = num_heads // num_kv_heads
     bounds = pairwise(accumulate(heads_of_pieces(num_kv_heads), initial=0))
     return [HeadSlices(slice(first, stop), slice(first * group, stop * group)) for first, stop in bounds]
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Return x [s, b, ..] with element i of [s b] taken from `order[i]`."""
+    """Permute x [s, b, ..]: element i of the flattened dims [s b] comes from element `order[i]`."""
     return x.flatten(0, 1).index_select(0, order).view(x.shape)
 
 
 @dataclass(kw_only=True, eq=False)
 class GatheredKeys(Mixer):
-    """Attention of parts of rows to whole rows by a kernel that keeps no probabilities."""
+    """The mixer that gathers keys and values inside attention, for kernels that save no probabilities."""
 
     region: ContextParallelRegion
 
@@ -124,7 +129,7 @@ class GatheredKeys(Mixer):
     ) -> torch.Tensor:
         """Attend from q [s/c, b, n, d] to the whole rows of k, v [s/c, b, n_kv, d] -> [s/c, b, n * d].
 
-        What is gathered is not saved, and nothing that communicates may run inside what is made again.
+        It bypasses `mixed`, whose core may be recomputed: collectives must not run inside a recompute.
         """
         kernel = masked_kernel(self.kernels.choices.attention, q.device, mask, self.scale, self.softcap)
         sinks = self.sinks_of(slice(0, q.shape[2]))
@@ -132,7 +137,7 @@ class GatheredKeys(Mixer):
 
 
 class _ContextAttention(torch.autograd.Function):
-    """The gathers, and the kernel's own forward and backward, once for each piece."""
+    """The gathers, and the kernel's own forward and backward, once per piece."""
 
     @staticmethod
     def forward(
@@ -145,12 +150,12 @@ class _ContextAttention(torch.autograd.Function):
         part: SequencePart,
         region: ContextParallelRegion,
     ) -> torch.Tensor:
-        b, n, s, d = q.shape
+        b, n, s, d = q.shape  # s is this rank's s/c here
         pieces = pieces_of(n, k.shape[1])
-        # In memory as the next layer reads it, [s, b, n d].
+        # Allocated as [s, b, n, d], so that `tokens_first` is a view.
         out = q.new_empty(s, b, n, d).permute(1, 2, 0, 3)
         lse = q.new_empty(b, n, s, dtype=accumulation_dtype(q.dtype))
-        # Copies: k and v may be views of a larger tensor, which need not be kept.
+        # Copies, since k and v may be views of a larger tensor that would stay alive with them.
         kept = [pack_keys_and_values(k, v, piece.keys) for piece in pieces]
         gathers = region.gathers(tuple(kept), part, "forward")
         if region.keeps_gathered:
@@ -171,7 +176,7 @@ class _ContextAttention(torch.autograd.Function):
         region: ContextParallelRegion = ctx.region
         pieces: list[HeadSlices] = ctx.pieces
         wholes: Iterable[KeysAndValues]
-        if region.keeps_gathered:
+        if region.keeps_gathered:  # k and v of each piece alternate in `kept`
             wholes = zip(kept[::2], kept[1::2], strict=True)
         else:
             wholes = region.gathers(kept, part, "backward")
@@ -185,6 +190,7 @@ class _ContextAttention(torch.autograd.Function):
                 grad[:, heads], q[:, heads], *whole, out[:, heads], lse[:, heads]
             )
             sums.append(region.sum_of(whole_k, whole_v, part, q.dtype))
+            # The sum of a piece is waited for only after the backward of the next, which overlaps it.
             if len(sums) == 2:
                 local.append(local_gradients(sums.pop(0), q.dtype))
         local.append(local_gradients(sums.pop(), q.dtype))

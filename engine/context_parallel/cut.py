@@ -1,8 +1,8 @@
-"""The cut of a microbatch along its rows, made once, on the host, after labels were shifted.
+"""The cut of a microbatch along its rows over cp, made once, on the host, after labels are shifted.
 
     tokens, labels, loss_mask, position_ids  [b, s]  ->  [b, s/c]: the runs of this rank, row by row; tokens ahead likewise
 
-Documents stay whole: masks come from positions in the row. Every cp rank of a replica reads the same samples.
+Every cp rank of a replica reads the same samples. A document may lie on several ranks, since masks come from positions in the row.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from triaxis.engine.layout.rank_grid import ParallelSizes
 
 @dataclass(frozen=True, slots=True)
 class ContextCut:
-    """The cut of one cp rank; at size 1 a microbatch stays as it is.
+    """The cut of one cp rank; at size 1 it leaves a microbatch unchanged.
 
     Attributes:
-        size, index: of the cp axis, and this rank's place on it.
-        windows: of the model's layers, on which the weight of a token depends; None: each rank has one run of s/c tokens,
-            since all heads' attention is shared alike (`engine/context_parallel/ulysses.py`).
+        size, index: size of the cp axis, and this rank's index on it.
+        windows: attention windows of the model's layers, which decide the work of a token. None if ranks exchange heads
+            (`engine/context_parallel/ulysses.py`): their work is equal, so each has one run of s/c tokens.
     """
 
     size: int
@@ -33,11 +33,11 @@ class ContextCut:
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, index: int) -> "ContextCut":
-        """Return the cut of a rank of a run."""
+        """Build the cut of the rank at `index` of the cp axis."""
         return cls(sizes.cp, index, windows_of(config.model) if gathers_keys(config) else None)
 
     def __call__(self, whole: MicroBatch) -> MicroBatch:
-        """Return this rank's part of a microbatch on the CPU."""
+        """Cut this rank's part out of a microbatch on the CPU."""
         b, s = whole.tokens.shape
         rows = ((s,),) * b if whole.documents is None else whole.documents.lengths
         part = self.part(rows)
@@ -66,7 +66,7 @@ class ContextCut:
         )
 
     def part(self, rows: Sequence[Sequence[int]]) -> SequencePart | None:
-        """Return this rank's part of rows with these lengths of documents, on the CPU; None: it has all of them."""
+        """Describe this rank's part of rows, given as lengths of their documents, on the CPU; None if it has whole rows."""
         if self.size == 1:
             return None
         runs = [

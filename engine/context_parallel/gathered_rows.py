@@ -1,8 +1,8 @@
-"""Rows that are gathered over cp at once, before attention: latents, and keys and values for attention in plain operators.
+"""The gather of whole rows over cp before attention: latents of MLA, or keys and values for the `explicit` kernel.
 
-    rows [s/c, b, n, d] --all-gather--> [s, b, n, d]      backward: the sum of the gradients, reduce-scattered
+    rows [s/c, b, n, d] --all-gather--> [s, b, n, d]      backward: the reduce-scatter of their gradients
 
-What is gathered is kept for the backward like any other input of attention.
+Gathered rows are saved for the backward like any other input of attention.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,21 @@ from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 
 @dataclass(kw_only=True, eq=False)
 class GatheredRows(Mixer):
-    """Attention of parts of rows to what is gathered of whole rows."""
+    """The mixer that gathers whole rows in one collective before attention."""
 
     region: ContextParallelRegion
 
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Attend from q [s/c, b, n, d] to the whole rows of [s/c, b, n_i, d] -> [s/c, b, n * d_v]."""
+        """Attend from q [s/c, b, n, d] to the whole rows of the parts [s/c, b, n_i, d] -> [s/c, b, n * d_v]."""
         packed = rows[0] if len(rows) == 1 else torch.cat(tuple(rows), dim=2)
         whole = _Gather.apply(packed, mask.part, self.region)
         return self.mixed(q, whole.split([each.shape[2] for each in rows], dim=2), mask, keys)
 
 
 class _Gather(torch.autograd.Function):
-    """Whole rows; the backward sums their gradients over the ranks."""
+    """The all-gather of rows into row order; the backward reduce-scatters their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, part: SequencePart, region: ContextParallelRegion) -> torch.Tensor:

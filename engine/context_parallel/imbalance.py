@@ -1,11 +1,11 @@
-"""Unequal attention work of the ranks that share rows (no torch here).
+"""The imbalance of attention work among the ranks that share rows (no torch here).
 
-Each gather waits for the rank that comes last, so a microbatch takes as long as its fullest rank:
+Each gather waits for the slowest rank, so a microbatch takes as long as its rank with the most work:
 
-    imbalance    keys of each microbatch's fullest rank / keys of its mean rank, both summed over the microbatches; at least 1
+    imbalance    largest work of a rank / mean work of a rank, each summed over the microbatches; at least 1
 
-Keys are those that a rank's queries see, over all layers together (`triaxis.engine.context_parallel.deal.rank_work`). Rows of
-one document are dealt by head and tail, and are exactly balanced.
+Work is the number of (query, key) pairs of a rank over all layers (`triaxis.engine.context_parallel.deal.rank_work`). Rows of one
+document are exactly balanced.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from triaxis.engine.data.document_statistics import DocumentStatistics
 
 
 def work_of_ranks(rows: Sequence[Sequence[int]], size: int, windows: Windows) -> tuple[int, ...]:
-    """Return the keys that the queries of each of `size` ranks see in rows with these lengths of documents."""
+    """Count the (query, key) pairs of each of `size` ranks in rows, given as lengths of their documents."""
     return tuple(map(sum, zip(*(rank_work(row, size, windows) for row in rows), strict=True)))
 
 
 def imbalance(microbatches: Sequence[Sequence[int]]) -> float:
-    """Return the imbalance of microbatches, each given as the keys of its ranks."""
+    """Compute the imbalance of microbatches, each given as the work of its ranks."""
     return sum(map(max, microbatches)) * len(microbatches[0]) / sum(map(sum, microbatches))
 
 
 def predicted_imbalance(documents: DocumentStatistics, micro_batch_size: int, size: int, windows: Windows) -> float:
-    """Return the imbalance of the microbatches of the first steps' documents, of all replicas."""
+    """Predict the imbalance from the documents of the first steps, over all replicas."""
     rows = documents.rows()
     starts = range(0, len(rows), micro_batch_size)
     return imbalance([work_of_ranks(rows[start : start + micro_batch_size], size, windows) for start in starts])

@@ -1,4 +1,4 @@
-"""The one place that asks how attention reaches the tokens of a row; what it returns is built into the model."""
+"""The choice of the mixer by which attention reaches a whole row, made once when the model is built."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,12 +13,12 @@ from triaxis.engine.context_parallel.ulysses import ExchangedHeads
 
 
 def mixing_of(config: Config, kernel: str, axis: Axis) -> Callable[..., Mixer]:
-    """Return what builds the mixers of a run from the fields that all mixers have.
+    """Choose the constructor of a run's mixers; it takes the fields that all mixers have.
 
     Args:
-        config: of the run; `auto` of `recompute` is already resolved.
-        kernel: that computes attention.
-        axis: the ranks that share rows.
+        config: configuration of the run; `auto` in `recompute` is already resolved.
+        kernel: name of the attention kernel.
+        axis: ranks that share rows.
     """
     if axis.size == 1:
         return Mixer

@@ -1,10 +1,10 @@
 """Attention of this rank's query heads to keys and values, by the mixer that is chosen when the model is built.
 
-Mixer            this rank has whole rows
-GatheredKeys     it has parts of rows: a kernel attends while the other ranks' keys and values arrive (`attention.py`)
-GatheredRows     the same, gathered at once, before attention (`gathered_rows.py`)
-ExchangedHeads   it has parts of rows, and in attention whole rows of some heads (`ulysses.py`)
-Cached           it reads a text token by token (`models/inference/kv_cache.py`)
+Mixer            the rank has whole rows
+GatheredKeys     the rank has parts of rows, and a kernel attends while keys and values of other ranks arrive (`attention.py`)
+GatheredRows     the rank has parts of rows, and gathers whole rows before attention (`gathered_rows.py`)
+ExchangedHeads   the rank has parts of rows, and inside attention whole rows of some heads (`ulysses.py`)
+Cached           the rank generates text token by token (`models/inference/kv_cache.py`)
 """
 
 from collections.abc import Callable, Sequence
@@ -21,25 +21,27 @@ from triaxis.engine.tensor_parallel.dropout import DropoutKeys, dropout
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 Made = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""Makes k [b, n_kv, s_k, d] and v [b, n_kv, s_k, d_v] of rows."""
+"""A function from rows to k [b, n_kv, s_k, d] and v [b, n_kv, s_k, d_v]."""
 
 
 def as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values, where rows are these."""
+    """Return keys and values unchanged: the `made` of a layer whose rows are k and v."""
     return k, v
 
 
 @dataclass(kw_only=True, eq=False)
 class Mixer:
-    """Attention of a layer to whole rows.
+    """Attention of a layer to whole rows on this rank.
 
     Attributes:
-        name: of the layer's attention.
-        first_head: number of this rank's first query head among the model's.
-        scale, softcap: of the logits, as of `triaxis.engine.kernels.attention.attention`.
-        dropout: probability that a probability is dropped.
-        sinks: [n], of this rank's query heads; None: none.
-        made: makes keys and values of rows.
+        name: name of the layer's attention, the site of its dropout.
+        kernels: kernels of the run.
+        saved: choice of saved and recomputed tensors.
+        first_head: index of this rank's first query head in the model.
+        scale, softcap: scale and soft cap of the logits, as in `triaxis.engine.kernels.attention.attention`.
+        dropout: probability of dropping an attention probability.
+        sinks: logits of attention sinks [n], of this rank's query heads, or None.
+        made: function from rows to keys and values.
     """
 
     name: str
@@ -62,24 +64,24 @@ class Mixer:
 
         Args:
             q: queries of this rank's tokens.
-            rows: what keys and values are made of, [s, b, n_i, d_i] of the same tokens.
-            mask: of whole rows, and the part of them that these tokens are.
-            keys: of dropout; None: nothing is dropped.
+            rows: inputs of `made` for the same tokens, [s, b, n_i, d_i] each.
+            mask: mask of whole rows, with this rank's part of them.
+            keys: dropout keys, or None to drop nothing.
         """
         return self.mixed(q, rows, mask, keys)
 
     def mixed(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None, first: int = 0
     ) -> torch.Tensor:
-        """Attend from q [s, b, n, d] to rows [s_k, b, ..]; q has this rank's query heads from `first` on."""
+        """Attend from q [s, b, n, d] to rows [s_k, b, ..]; q has n of this rank's query heads, from `first` on."""
         return self._attended(heads_first(q, *rows), self.kernels.choices.attention, mask, keys, first)
 
     def core(
         self, tensors: Sequence[torch.Tensor], kernel: str, mask: Mask, keys: DropoutKeys | None, first: int
     ) -> torch.Tensor:
-        """Attend from q [b, n, s, d] to rows [b, .., s_k, ..], which are `tensors` -> [s, b, n * d_v].
+        """Attend from q [b, n, s, d] to rows [b, .., s_k, ..] -> [s, b, n * d_v]; `tensors` is (q, *rows).
 
-        s_k = s, causal; or s = 1, with the query at the last of the s_k positions; or q is the mask's part of the rows.
+        Either s_k = s (causal), or s = 1 (a query at the last of s_k positions), or q is the mask's part of the rows.
         """
         q, *rows = tensors
         return self.attend(kernel, mask, keys, first, q, *self.made(*rows))
@@ -94,10 +96,10 @@ class Mixer:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend to keys and values: the same with k [b, n_kv, s_k, d] and v [b, n_kv, s_k, d_v]."""
+        """Attend as `core`, to given keys [b, n_kv, s_k, d] and values [b, n_kv, s_k, d_v]."""
         mixed = attention(
             *(kernel, q, k, v, mask),
-            # A single query sees every key, and torch's causal mask would hide all but the first from it.
+            # A single query sees every key; torch's causal mask would leave it only the first.
             is_causal=q.shape[2] > 1,
             scale=self.scale,
             softcap=self.softcap,
@@ -108,13 +110,14 @@ class Mixer:
         return tokens_first(mixed)
 
     def sinks_of(self, heads: slice) -> torch.Tensor | None:
-        """Return the sinks of some of this rank's query heads, for autograd."""
+        """Return the sinks of some of this rank's query heads, tracked by autograd."""
         return None if self.sinks is None else self.sinks.tracked()[heads]
 
     def _drop(self, keys: DropoutKeys | None, first: int, probabilities: torch.Tensor) -> torch.Tensor:
-        """Apply dropout to probabilities [b, n, s, s_k]; the heads begin with this rank's `first`."""
+        """Apply dropout to probabilities [b, n, s, s_k] of this rank's heads from `first` on."""
         if keys is None or not self.dropout:
             return probabilities
+        # An element's mask depends on its head, row and column in the whole model, so it is equal in every layout.
         _, n, s, s_k = probabilities.shape
         head, column = (torch.arange(count, device=probabilities.device) for count in (n, s_k))
         row = keys.rows(s, probabilities.device).t()[:, None, :, None]
@@ -124,10 +127,10 @@ class Mixer:
 
 
 def heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Return [s, b, n_i, d_i] as [b, n_i, s, d_i]."""
+    """View tensors [s, b, n_i, d_i] as [b, n_i, s, d_i]."""
     return [each.permute(1, 2, 0, 3) for each in tensors]
 
 
 def tokens_first(x: torch.Tensor) -> torch.Tensor:
-    """Return x [b, n, s, d] as [s, b, n * d]."""
+    """Reshape x [b, n, s, d] to [s, b, n * d]."""
     return x.permute(2, 0, 1, 3).flatten(2)

@@ -1,1 +1,1 @@
-"""Mixtures of experts: the choice of experts, the ways of tokens to their ranks and back, experts' GEMMs, and balance."""
+"""Mixtures of experts: routing, dispatch of tokens to ranks and back, the experts' GEMMs, and load balance."""

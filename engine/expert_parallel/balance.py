@@ -1,10 +1,10 @@
-"""The load of experts over a global batch: its counts, the bias that evens it out, and rows that found no room.
+"""The load of experts over a global batch: its counts, the bias that balances it, and the overflow of buffers.
 
-    a layer's forward      adds its tokens' choices to counts [layers with experts, E], and rows that did not fit
-    once a step            one all-reduce of the counts over the world; each router's bias moves by its sign (2408.15664):
-                           bias += rate x sign(mean load - load), nothing where the step updates nothing
+    a layer's forward      adds its tokens' choices to counts [layers with experts, E], and counts rows that overflow the buffer
+    once a step            all-reduces the counts over the world; then each router's bias moves (2408.15664):
+                           bias += rate x sign(mean load - load), unless the step is skipped
 
-Tokens are cut over dp, cp and tp, and layers over pp, so each choice is counted on one rank.
+Tokens are cut over dp, cp and tp, and layers over pp, so each choice is counted on exactly one rank.
 """
 
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ class Balanced:
     """A router whose bias follows the load.
 
     Attributes:
-        row: of its layer in the counts.
-        bias: float [E], which every rank of the stage holds.
+        row: row of its layer in the counts.
+        bias: float [E], replicated on every rank of the stage.
     """
 
     row: int
@@ -37,12 +37,13 @@ class ExpertLoad:
     """The counts of one rank's layers in a step.
 
     Args:
-        layers: numbers of the model's layers with experts, on all stages.
-        num_experts: E.
-        rate: step of a bias.
+        layers: indices of the model's layers with experts, on all stages.
+        num_experts: number of experts E.
+        rate: change of a bias per step; 0 leaves biases alone.
+        device: device of the counts.
 
     Attributes:
-        loss_scale: of the backward under way, a float64 scalar on the device; losses on the load have it as others do.
+        loss_scale: loss scale of the current backward, a float64 scalar on the device; it also scales the balance losses.
     """
 
     def __init__(self, layers: Sequence[int], num_experts: int, rate: float, device: torch.device) -> None:
@@ -55,39 +56,39 @@ class ExpertLoad:
         self._overflow = torch.zeros((), dtype=torch.int64, device=device)
 
     def balance(self, layer: int, bias: ShardedParameter) -> None:
-        """Let a layer's bias follow its load; a second module of the layer has the same bias."""
+        """Register a layer's bias to follow its load; a second module of the same layer shares the bias."""
         self._routers[layer] = Balanced(self._rows[layer], bias)
 
     def begin(self) -> None:
-        """Begin a step, or a validation."""
+        """Reset the counts at the start of a step or a validation."""
         self._counts.zero_()
         self._overflow.zero_()
 
     def add(self, layer: int, experts: torch.Tensor) -> None:
-        """Count the choices int64 [T, k] of a layer's tokens."""
+        """Add the choices int64 [T, k] of a layer's tokens to its counts."""
         row = self._counts[self._rows[layer]]
         row += count_values(experts, len(row))
 
     def add_overflow(self, rows: torch.Tensor) -> None:
-        """Count rows that did not fit, an int64 scalar."""
+        """Add a number of rows that overflowed a buffer, an int64 scalar."""
         self._overflow += rows
 
     @property
     def counts(self) -> torch.Tensor:
-        """Return this rank's choices since `begin`, int64 [layers, E], until `post` makes them those of all ranks."""
+        """Return the choices since `begin`, int64 [layers, E]: this rank's, and after `post` in place those of all ranks."""
         return self._counts
 
     @property
     def overflow(self) -> torch.Tensor:
-        """Return this rank's rows that did not fit since `begin`, an int64 scalar."""
+        """Return the number of this rank's rows that overflowed since `begin`, an int64 scalar."""
         return self._overflow
 
     def post(self, world: Axis) -> Pending:
-        """Post the sum of the counts over all ranks."""
+        """Post the in-place all-reduce of the counts over all ranks."""
         return world.all_reduce(self._counts, f"{EXPERTS} load")
 
     def update(self, counts: torch.Tensor, skip: torch.Tensor) -> None:
-        """Move the biases by the counts [layers, E] of the global batch; not at all where `skip`, a bool on the device."""
+        """Move the biases by the counts [layers, E] of the global batch, unless `skip`, a bool on the device, is set."""
         if not self._rate:
             return
         for router in self._routers.values():

@@ -1,24 +1,24 @@
-"""The way of tokens to the ranks of their experts, and of the outputs back.
+"""The dispatch of tokens to the ranks of their experts, and the return of the outputs.
 
     x [T, h], weights and experts [T, k]  --dispatch-->  rows [R, h] of this rank's experts, ordered by expert
     outputs of the rows [R, h]            --combine-->   y [T, h], the sum over each token's experts
 
-Three forms, all without dropping a token; n ranks (ep x etp) share a set of experts:
+Three forms, none of which drops a token; n ranks (ep x etp) share a set of experts:
 
-    GatherDispatch       every rank gathers all n T tokens and picks the rows of its experts; outputs are reduce-scattered.
-                         The buffer has a fixed number of rows, so the host reads no number. Tokens that do not fit are
-                         counted: the step updates nothing and is an error.
-    ExchangeDispatch     ranks exchange the rows themselves (all-to-all). The host reads how many, once per layer and pass.
-    ReplicatedDispatch   every rank has the same tokens (generation): each picks its experts' rows, and outputs are summed.
+    GatherDispatch       every rank all-gathers all n T tokens and picks the rows of its experts; outputs are reduce-scattered.
+                         The buffer has a fixed number of rows, so the host reads no counts. Rows that overflow it are counted,
+                         and the step then fails without an update.
+    ExchangeDispatch     ranks exchange rows by all-to-all. The host reads the numbers of rows, once per layer and pass.
+    ReplicatedDispatch   every rank has the same tokens (generation): each picks its experts' rows, and outputs are all-reduced.
 
-With etp > 1 the ranks of an expert hold columns of it: each gets the same rows, and their outputs are partial sums.
+With etp > 1 each expert is cut over etp ranks: all of them get the same rows, and their outputs are partial sums.
 
-The backward of each half is the other half's forward: gradients of outputs go the way of tokens, those of rows the way of outputs.
+The backward of dispatch is the communication of combine, and the other way round.
 
-    slots    of each row, among the k of each token: rows are taken from tokens by it
-    places   of each slot, among the rows: a token's rows are added by it
+    slots    slot of each row (a token has k slots): rows are gathered from tokens by it
+    places   row of each slot: a token's rows are gathered and added by it
 
-So no two threads add to one number, and a sum has the same order on every device: that of the token's slots, then of etp.
+Since both directions gather, no two threads add to one number, and a sum has the same order on every device: by slot, then by etp.
 """
 
 import itertools
@@ -44,13 +44,13 @@ from triaxis.engine.numerics.precision import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """The rows that this rank's experts get.
+    """The rows of this rank's experts.
 
     Attributes:
-        rows: [R, h].
-        weights: [R] in the accumulation dtype.
-        ends: of each local expert.
-        combine: maps outputs of the rows [R, h] to those of the tokens [T, h].
+        rows: inputs of the experts [R, h], ordered by expert.
+        weights: weights of the rows [R], in the accumulation dtype.
+        ends: end of each local expert's rows.
+        combine: function from outputs of the rows [R, h] to outputs of this rank's tokens [T, h].
     """
 
     rows: torch.Tensor
@@ -62,7 +62,8 @@ class Dispatched:
 class Dispatch(Protocol):
     """A form of dispatch.
 
-    `begin` posts what needs the choice alone, int64 [T, k]; what it returns takes the tokens x [T, h] and weights [T, k].
+    `begin` posts the collectives that need only the choice, int64 [T, k]. It returns a function of the tokens x [T, h] and the
+    weights [T, k] that dispatches them.
     """
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]: ...
@@ -73,12 +74,12 @@ class ExpertGroup:
     """The ranks that share a set of experts.
 
     Attributes:
-        axis: the `experts` axis, etp fast.
-        place: of this rank.
-        moe: the model's experts.
-        fusion: the way sums of a token's rows run.
-        on_overflow: called with the rows that did not fit, an int64 scalar on the device.
-        on_kept: called with each tensor of indices that is held for a backward.
+        axis: the `experts` axis; etp varies fastest.
+        place: place of this rank among them.
+        moe: configuration of the model's experts.
+        fusion: compilation of the sums of a token's rows.
+        on_overflow: function that is called with the number of overflowing rows, an int64 scalar on the device.
+        on_kept: function that is called with each index tensor held for a backward.
     """
 
     axis: Axis
@@ -94,42 +95,42 @@ class ExpertGroup:
         return self.moe.num_experts // self.place.ep
 
     def keep(self, *indices: torch.Tensor) -> None:
-        """Report indices of rows, which the backward needs if there is one."""
+        """Report index tensors to `on_kept` if a backward will need them."""
         if torch.is_grad_enabled():
             for each in indices:
                 self.on_kept(each)
 
     def local_numbers(self, experts: torch.Tensor) -> torch.Tensor:
-        """Return experts' numbers among those of this rank; `num_local` for all others."""
+        """Map expert numbers to local numbers 0 .. num_local - 1; experts of other ranks become `num_local`."""
         local = experts - self.place.ep_index * self.num_local
         return local.where((local >= 0) & (local < self.num_local), self.num_local)
 
 
 @dataclass(frozen=True, slots=True)
 class KnownRows:
-    """Numbers of rows that the host knows beforehand, and does not read: in a footprint, tensors have no values.
+    """Counts of rows that the host knows without reading them: in a footprint, tensors have no values.
 
     Attributes:
-        to_members: int [n][E / ep], rows for each local expert of each member.
-        from_members: rows that each member sends to this rank's experts.
+        to_members: rows to each local expert of each member, [n][E / ep].
+        from_members: rows from each member to each of this rank's experts, [n][E / ep].
     """
 
     to_members: Sequence[Sequence[int]]
     from_members: Sequence[Sequence[int]]
 
     def ends(self, most: int) -> list[int]:
-        """Return the end of each local expert's rows, of which there are at most so many."""
+        """Compute the end of each local expert's rows in a buffer of `most` rows."""
         of_expert = (sum(counts) for counts in zip(*self.from_members, strict=True))
         return [min(end, most) for end in itertools.accumulate(of_expert)]
 
 
 def sum_rows(rows: torch.Tensor, places: torch.Tensor, fusion: Fusion, *, has_gaps: bool = False) -> torch.Tensor:
-    """Add some rows of [R, h] for each token, from the first place on: [N, h] in the rows' dtype.
+    """Sum m of the rows [R, h] for each of N tokens, in the order of its places: [N, h] in the rows' dtype.
 
-    Sums are in the accumulation dtype, of one row after the other.
+    The sum is taken in the accumulation dtype.
 
     Args:
-        places: int64 [N, m], each below R; with `has_gaps`, R stands for no row.
+        places: row numbers int64 [N, m]; with `has_gaps`, R stands for no row.
     """
     return fusion(_sum_rows, lengths="rows")(rows, places, has_gaps)
 
@@ -145,7 +146,7 @@ def _sum_rows(rows: torch.Tensor, places: torch.Tensor, has_gaps: bool) -> torch
 def _rows_at(rows: torch.Tensor, place: torch.Tensor, has_gaps: bool) -> torch.Tensor:
     if not has_gaps:
         return rows.index_select(0, place)
-    # Rows without a token have no defined value, so a product with 0 would not do.
+    # Unused rows are uninitialised and may hold NaN, so they are masked and not multiplied by 0.
     found = rows.index_select(0, place.clamp(max=rows.shape[0] - 1))
     return found.masked_fill_((place == rows.shape[0]).unsqueeze(1), 0)
 
@@ -155,11 +156,11 @@ class _Picked:
     """The rows that a rank picks among N tokens of k slots each.
 
     Attributes:
-        slots: int64 [R], of each row among the N k; N k where the row is unused.
-        places: int64 [N, k], of each slot among the rows; R where it has none here.
-        has_gaps: some slots may have no row here.
-        ends: of each local expert.
-        fusion: as of the group.
+        slots: slot of each row among the N k, int64 [R]; N k for an unused row.
+        places: row of each slot, int64 [N, k]; R for a slot without a row on this rank.
+        has_gaps: whether slots may have no row on this rank.
+        ends: end of each local expert's rows.
+        fusion: fusion of the group.
     """
 
     slots: torch.Tensor
@@ -170,13 +171,15 @@ class _Picked:
 
     @classmethod
     def of(cls, group: ExpertGroup, experts: torch.Tensor, num_rows: int) -> "_Picked":
-        """Pick the rows of this rank's experts, at most `num_rows`, by expert and then by token."""
+        """Pick up to `num_rows` rows of this rank's experts, ordered by expert, then by token."""
+        # Slots of other ranks' experts have the number `num_local`, so the sort puts them last.
         local = group.local_numbers(experts).flatten()
         ends = count_values(local, group.num_local + 1)[:-1].cumsum(0)
         group.on_overflow((ends[-1] - num_rows).clamp(min=0))
         num_used = ends[-1].clamp(max=num_rows)
         order = local.argsort(stable=True)
         numbers = torch.arange(order.numel(), device=order.device)
+        # `slots` and `places` are inverse permutations, except at unused rows and at slots without a row here.
         slots = order[:num_rows].where(numbers[:num_rows] < num_used, order.numel())
         places = torch.empty_like(order).index_copy_(0, order, numbers.where(numbers < num_used, num_rows))
         has_gaps = group.num_local < group.moe.num_experts or num_rows < order.numel()
@@ -185,40 +188,40 @@ class _Picked:
         return cls(slots, places.view_as(experts), has_gaps, of_local, group.fusion)
 
     def rows_of(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the rows of tokens [N, h]; unused rows have some token's values."""
+        """Gather rows [R, h] from tokens [N, h]; unused rows get the values of the last token."""
         num_tokens, k = self.places.shape
         return values.index_select(0, (self.slots // k).clamp(max=num_tokens - 1))
 
     def weights_of(self, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weights [R] of slots [N, k]; unused rows have some slot's."""
+        """Gather weights [R] from those of slots [N, k]; unused rows get the weight of the last slot."""
         return weights.flatten().index_select(0, self.slots.clamp(max=weights.numel() - 1))
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add rows [R, h] to their tokens: [N, h] in the rows' dtype, sums in the accumulation dtype."""
+        """Sum the rows [R, h] of each token: [N, h] in the rows' dtype, summed in the accumulation dtype."""
         return sum_rows(rows, self.places, self.fusion, has_gaps=self.has_gaps)
 
     def slots_from(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values [R] of rows by their slots [N, k]; slots of other ranks' experts get 0."""
+        """Map values of rows [R] to slots [N, k]; slots without a row on this rank get 0."""
         of_slots = sum_rows(values.unsqueeze(1), self.places.view(-1, 1), EAGER, has_gaps=self.has_gaps)
         return of_slots.view_as(self.places)
 
 
 class GatherDispatch:
-    """Dispatch by all-gather and reduce-scatter; `known` rows need not be read."""
+    """The dispatch by all-gather and reduce-scatter; with `known` counts, a footprint reads no `ends`."""
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
         self.known: KnownRows | None = None
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
-        """Post the gather of the choice."""
+        """Post the all-gather of the choice."""
         group, (num_tokens, _) = self._group, experts.shape
         gathered = group.axis.all_gather(experts, f"{EXPERTS} choice")
         num_rows = buffer_rows(group.moe, num_tokens, group.place.ep, group.place.etp)
 
         def dispatch(x: torch.Tensor, weights: torch.Tensor) -> Dispatched:
             whole = gathered.wait()
-            # The rows are picked under the gather of the tokens.
+            # `_Gather` calls `pick` while the all-gather of the tokens is in flight.
             pick = partial(_Picked.of, group, whole, num_rows)
             rows, row_weights, picked = _Gather.apply(x, weights, pick, group.axis)
             group.keep(picked.slots, picked.places)
@@ -230,7 +233,7 @@ class GatherDispatch:
 
 
 class _Gather(torch.autograd.Function):
-    """x [T, h], weights [T, k] -> rows [R, h], weights [R], and what was picked. Saves indices only."""
+    """The map x [T, h], weights [T, k] -> rows [R, h], weights [R], picked rows. It saves indices only."""
 
     @staticmethod
     def forward(
@@ -247,6 +250,7 @@ class _Gather(torch.autograd.Function):
         ctx: Any, grad_rows: torch.Tensor, grad_weights: torch.Tensor, _: None
     ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         picked: _Picked = ctx.picked
+        # This rank's rows give partial sums for all N tokens; the reduce-scatter adds them and keeps this rank's T.
         posted = [
             ctx.axis.reduce_scatter(each, f"{EXPERTS} backward")
             for each in (picked.sums(grad_rows), picked.slots_from(grad_weights))
@@ -256,7 +260,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """Outputs of rows [R, h] -> sums over each token's experts [T, h]."""
+    """The map from outputs of rows [R, h] to sums over each token's experts [T, h]."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, picked: _Picked, axis: Axis) -> torch.Tensor:
@@ -270,13 +274,13 @@ class _Scatter(torch.autograd.Function):
 
 
 class ReplicatedDispatch:
-    """Dispatch of tokens that every rank has, without gradients."""
+    """The dispatch of tokens that every rank has, without gradients."""
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
-        """Pick the rows."""
+        """Pick the rows of this rank's experts; nothing is posted."""
         group, (num_tokens, k) = self._group, experts.shape
         picked = _Picked.of(group, experts, num_tokens * min(k, group.num_local))
 
@@ -291,14 +295,15 @@ class _Exchange:
     """An exchange of rows between the ranks of a group, as this rank sees it.
 
     Attributes:
-        sent, received: rows to and from each member.
-        slots: int64 [sum of sent], of the rows in the order in which they are sent, among the T k.
-        places: int64 [T k, etp], of each slot's rows in that order.
-        by_expert: int64 [sum of received], the order of received rows by local expert.
-        from_expert: its inverse.
-        ends: of each local expert.
-        k: slots of a token.
-        fusion: as of the group.
+        axis: axis of the group.
+        sent, received: number of rows to and from each member.
+        slots: slot (among the T k) of each row in sending order, int64 [sum of sent].
+        places: positions of each slot's rows in sending order, int64 [T k, etp].
+        by_expert: permutation from order of receipt to order by local expert, int64 [sum of received].
+        from_expert: inverse of `by_expert`.
+        ends: end of each local expert's rows.
+        k: slots per token.
+        fusion: fusion of the group.
     """
 
     axis: Axis
@@ -314,29 +319,29 @@ class _Exchange:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Return the token of each row in the order of sending, int64 [sum of sent]."""
+        """Return the token of each row in sending order, int64 [sum of sent]."""
         return self.slots // self.k
 
     def there(self, values: torch.Tensor, purpose: str) -> Pending:
-        """Post values in the order of sending to the ranks of their experts; the result is in the order of receipt."""
+        """Post values in sending order to the ranks of their experts; the result is in order of receipt."""
         return self.axis.all_to_all_rows(values, self.sent, self.received, purpose)
 
     def back(self, values: torch.Tensor, purpose: str) -> Pending:
-        """Post values in the order of receipt to where their rows came from; the result is in the order of sending."""
+        """Post values in order of receipt back to the ranks of their tokens; the result is in sending order."""
         return self.axis.all_to_all_rows(values, self.received, self.sent, purpose)
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Add rows [sum of sent, h] in the order of sending to their tokens: [T, h], sums in the accumulation dtype."""
+        """Sum the rows [sum of sent, h], in sending order, of each token: [T, h], summed in the accumulation dtype."""
         return sum_rows(rows, self.places.view(-1, self.k * self.places.shape[1]), self.fusion)
 
     def slots_from(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values of rows in the order of sending by their slots [T, k]: with etp, sums of an expert's ranks."""
+        """Map values of rows in sending order to slots [T, k], summed over the etp ranks of an expert."""
         return sum_rows(values.unsqueeze(1), self.places, EAGER).view(-1, self.k)
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
         """Map outputs of rows [R, h] by expert to sums over each token's experts [T, h].
 
-        Each step lets go of what it was made from: no tensors of a layer are larger, and no backward needs them.
+        Each step frees its input: these are the largest tensors of a layer, and no backward needs them.
         """
         ordered = _Ordered.apply(out, self)
         del out
@@ -346,18 +351,18 @@ class _Exchange:
 
 
 class ExchangeDispatch:
-    """Dispatch by all-to-all; the numbers of `known` rows are exchanged and not read."""
+    """The dispatch by all-to-all; `known` counts replace those that the host would read."""
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
         self.known: KnownRows | None = None
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
-        """Post the exchange of the numbers of rows."""
+        """Post the exchange of the counts of rows."""
         group = self._group
         place, num_local = group.place, group.num_local
         counts = count_values(experts, group.moe.num_experts)
-        # Each rank of an expert gets its rows.
+        # [n, E / ep]: all etp ranks of an expert get the same rows.
         to_members = counts.view(place.ep, num_local).repeat_interleave(place.etp, dim=0)
         posted = group.axis.all_to_all(to_members, f"{EXPERTS} counts")
 
@@ -369,7 +374,7 @@ class ExchangeDispatch:
                 with group.axis.ledger.host_read(f"{EXPERTS} counts"):
                     known = KnownRows(*both.tolist())
             else:
-                # No rank has sent what arrived.
+                # In a footprint no other rank has sent counts, so the known ones replace those received.
                 flat = list(itertools.chain.from_iterable(known.from_members))
                 from_members = to_device(flat, from_members.dtype, from_members.device).view_as(from_members)
             exchange = self._plan(experts, known, from_members)
@@ -380,16 +385,18 @@ class ExchangeDispatch:
         return dispatch
 
     def _plan(self, experts: torch.Tensor, known: KnownRows, from_members: torch.Tensor) -> _Exchange:
-        """Order the rows; `from_members` [n, E / ep] has the numbers that are known, on the device.
+        """Order the rows; `from_members` [n, E / ep] has the received counts on the device.
 
-        What the device needs is made of those: a copy from the host would make the host wait once more.
+        Index tensors are computed from it on the device, since a copy of the host's counts would make the host wait again.
         """
         group = self._group
         sent, received = ([sum(row) for row in rows] for rows in (known.to_members, known.from_members))
-        slots = experts.flatten().argsort(stable=True)
+        slots = experts.flatten().argsort(stable=True)  # by expert, so also by ep rank
         if group.place.etp > 1:
+            # The rows of an ep rank are repeated for each of its etp members, which are neighbours on the axis.
             parts = slots.split(sent[:: group.place.etp])
             slots = torch.cat([part for part in parts for _ in range(group.place.etp)])
+        # Received rows are ordered by member, then by local expert; a stable sort of their expert numbers orders them by expert.
         numbers = torch.arange(group.num_local, device=experts.device).repeat(len(from_members))
         repeats = from_members.flatten()
         by_expert = numbers.repeat_interleave(repeats, output_size=sum(received)).argsort(stable=True)
@@ -399,7 +406,7 @@ class ExchangeDispatch:
             sent=sent,
             received=received,
             slots=slots,
-            # Rows of one slot go to its etp ranks in turn.
+            # A slot stands etp times in `slots`; the stable sort lists these positions in the order of the etp ranks.
             places=slots.argsort(stable=True).view(-1, group.place.etp),
             by_expert=by_expert,
             from_expert=by_expert.argsort(),
@@ -410,7 +417,7 @@ class ExchangeDispatch:
 
 
 class _There(torch.autograd.Function):
-    """x [T, h], weights [T, k] -> rows [R, h] and weights [R], by expert. Saves indices only."""
+    """The map x [T, h], weights [T, k] -> rows [R, h], weights [R], by expert. It saves indices only."""
 
     @staticmethod
     def forward(
@@ -438,7 +445,7 @@ class _There(torch.autograd.Function):
 
 
 class _Ordered(torch.autograd.Function):
-    """Rows by expert [R, h] -> in the order of receipt."""
+    """The permutation of rows [R, h] from order by expert to order of receipt."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
@@ -451,7 +458,7 @@ class _Ordered(torch.autograd.Function):
 
 
 class _Returned(torch.autograd.Function):
-    """Rows in the order of receipt [R, h] -> in that of sending, on the ranks of their tokens [sum of sent, h]."""
+    """The return of rows to the ranks of their tokens: [R, h] in order of receipt -> [sum of sent, h] in sending order."""
 
     @staticmethod
     def forward(ctx: Any, ordered: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
@@ -464,7 +471,7 @@ class _Returned(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """Rows in the order of sending [sum of sent, h] -> sums of each token's [T, h]."""
+    """The sum of each token's rows: [sum of sent, h] in sending order -> [T, h]."""
 
     @staticmethod
     def forward(ctx: Any, returned: torch.Tensor, exchange: _Exchange) -> torch.Tensor:

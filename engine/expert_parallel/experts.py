@@ -1,12 +1,13 @@
-"""The two projections of a rank's experts, over rows of tokens that are ordered by expert.
+"""The two projections of a rank's experts, over rows of tokens ordered by expert.
 
     rows   | expert 0 ..  | expert 1 .. |  | expert 3 ..  | unused |         ends = [e0, e1, e1, e3], cumulative
     up     inner = rows W_up[e]^T        [R, f or 2 f]
-    down   out = (g act) W_down[e]^T     [R, h], g the weight of the row's token for this expert
+    down   out = (g act) W_down[e]^T     [R, h], where g is the row's routing weight
 
-The weight multiplies in front of the second projection, where rows are narrower, and outputs need not be kept for its gradient.
+The weight multiplies the input of the second projection: it is narrower than the output, and the output need not be saved for the
+weight's gradient.
 
-The GEMMs are those of `engine/kernels/grouped_gemm.py`. Unused rows are never read for a result.
+The GEMMs are those of `engine/kernels/grouped_gemm.py`. No result depends on unused rows.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ class ExpertContext:
 
 
 class ExpertLinear(nn.Module):
-    """One projection of all local experts; its weight is [experts, .., in], the output dims in between."""
+    """One projection of all local experts; its weight is [experts, .., in], with the output dims in the middle."""
 
     def __init__(self, weight: ShardedParameter, work: ExpertContext, name: str) -> None:
         super().__init__()
@@ -45,19 +46,19 @@ class ExpertLinear(nn.Module):
         self._shape = (experts, -1, self.in_features)
 
     def matrices(self) -> torch.Tensor:
-        """Return the weights as [experts, out, in]."""
+        """View the weights as [experts, out, in], outside autograd."""
         return self.weight.weight().detach().view(self._shape)
 
     def times(self, rows: torch.Tensor, ends: Ends) -> torch.Tensor:
-        """Return X W^T: rows [R, in] -> [R, out]."""
+        """Compute X W^T: rows [R, in] -> [R, out]."""
         return grouped_product(rows, self.matrices().transpose(1, 2), ends, self.work.kernel)
 
     def times_transposed(self, grad: torch.Tensor, ends: Ends) -> torch.Tensor:
-        """Return dY W: [R, out] -> [R, in]."""
+        """Compute dY W: [R, out] -> [R, in]."""
         return grouped_product(grad, self.matrices(), ends, self.work.kernel)
 
     def weight_grad(self, rows: torch.Tensor, grad: torch.Tensor, ends: Ends) -> None:
-        """Add the gradient of the weights, now or with the chunk's deferred ones."""
+        """Add the weight gradient to the main grad, now or with the chunk's deferred gradients."""
         queue, add_grad = self.work.queue, partial(self._add_weight_grad, ends)
         if queue.deferring:
             queue.defer(DeferredGrad(rows, Pending, grad, add_grad))
@@ -79,10 +80,10 @@ class ExpertLinear(nn.Module):
 
 
 class ExpertUp(ExpertLinear):
-    """The first projection."""
+    """The first projection of the experts."""
 
     def forward(self, rows: torch.Tensor, ends: Ends) -> torch.Tensor:
-        """Map tokens [R, h] to [R, f] or [R, 2 f]."""
+        """Map rows [R, h] to [R, f], or to [R, 2 f] for a gated activation."""
         return _Up.apply(rows, ends, self)
 
 
@@ -104,10 +105,10 @@ class _Up(torch.autograd.Function):
 
 
 class ExpertDown(ExpertLinear):
-    """The second projection, of rows times their weights."""
+    """The second projection of the experts, of rows times their routing weights."""
 
     def forward(self, activated: torch.Tensor, weights: torch.Tensor, ends: Ends) -> torch.Tensor:
-        """Map [R, f] and weights [R] in the accumulation dtype to [R, h]."""
+        """Map activated rows [R, f], and weights [R] in the accumulation dtype, to [R, h]."""
         return _Down.apply(activated, weights, ends, self)
 
 
@@ -126,22 +127,23 @@ class _Down(torch.autograd.Function):
         layer: ExpertDown = ctx.layer
         fusion, grad = layer.work.fusion, grad.contiguous()
         of_weighted = layer.times_transposed(grad, ctx.ends)
+        # The weighted rows are recomputed, not saved.
         layer.weight_grad(fusion(_weighted, lengths="rows")(activated, weights), grad, ctx.ends)
         backward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = fusion(_weighted_backward, lengths="rows")
         return *backward(activated, weights, of_weighted), None, None
 
 
 def _weighted(activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    # The product has the dtype of the weights, the wider one.
+    # The product is computed in the dtype of the weights, the wider one.
     return (activated * weights.unsqueeze(-1)).to(activated.dtype)
 
 
 def _weighted_backward(
     activated: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the activated rows [R, f] and of the weights [R].
+    """Compute the gradients of the activated rows [R, f] and of the weights [R].
 
-    Operator by operator, the second is there before the first is begun, so that one wide tensor exists at a time.
+    If it is not compiled, the second is finished before the first begins, so only one wide tensor exists at a time.
     """
     of_weights = grad.to(weights.dtype, copy=True).mul_(activated).sum(-1)
     return _weighted(grad, weights), of_weights

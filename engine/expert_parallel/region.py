@@ -1,4 +1,4 @@
-"""The environment of a chunk's layers with experts: routing rule, form of dispatch, load, built once per rank."""
+"""The environment of a chunk's MoE layers: routing rule, form of dispatch and load, built once per rank."""
 
 from dataclasses import dataclass, replace
 
@@ -20,10 +20,10 @@ from triaxis.engine.kernels.fusion import EAGER, Fusion
 
 @dataclass(frozen=True, slots=True)
 class ExpertRegion:
-    """The experts of a rank's layers, and how tokens reach them.
+    """The routing, dispatch and load of a rank's MoE layers.
 
     Attributes:
-        cuts_tokens: tensor-parallel ranks route different tokens; false where every rank has the same few.
+        cuts_tokens: whether tensor-parallel ranks route different tokens; false in decoding, where all have the same.
     """
 
     router: Router
@@ -40,7 +40,7 @@ class ExpertRegion:
         fusion: Fusion,
         on_kept: TensorObserver = unobserved,
     ) -> "ExpertRegion | None":
-        """Build the region of a rank; None where the model has no experts. `fusion` and `on_kept` are as of `ExpertGroup`."""
+        """Build the region of a rank, or None if the model has no experts; `fusion` and `on_kept` go to `ExpertGroup`."""
         moe = config.model.moe
         if moe is None:
             return None
@@ -55,5 +55,5 @@ class ExpertRegion:
         return cls(router, group, dispatch, load, topology.sizes.tp > 1)
 
     def for_decoding(self) -> "ExpertRegion":
-        """Return the region of a forward in which all ranks have the same tokens."""
+        """Return the region for a forward in which all ranks have the same tokens."""
         return replace(self, dispatch=ReplicatedDispatch(replace(self.group, fusion=EAGER)), cuts_tokens=False)

@@ -1,22 +1,22 @@
 """The choice of k experts for each token, and the weights of their outputs.
 
     logits = x W^T [T, E]      scores s = softmax(logits) or sigmoid(logits)      all in the accumulation dtype
-    choice                     the k largest s + bias, of equal ones the lower expert; with groups, within the best groups
-    weights g                  s of the chosen, divided by their sum with `normalize`, times `scaling`
+    choice                     the k largest s + bias, on a tie the lower expert; with groups, only within the best groups
+    weights g                  s of the chosen experts, with `normalize` divided by their sum, times `scaling`
 
-The bias enters the choice alone, so it has no gradient (2408.15664). Two losses add to the gradient of the logits and not to the
-reported loss. They are over all tokens of the global batch, counted by the loss or not, because each of them is routed:
+The bias affects only the choice, so it has no gradient (2408.15664). Two losses add to the gradient of the logits and not to the
+reported loss. They cover all tokens of the global batch, even those that the loss mask excludes, since all are routed:
 
     z loss            z sum over tokens of log(sum of exp(logits))^2                                       2202.08906, equation 5
     sequence loss     a sum over samples of S sum_i f_i P_i, f_i = E / (k S) x tokens that i counts,       2412.19437, equations
                       P_i = 1 / S sum over its tokens of s_i / sum(s)                                      17 to 20
 
-Expert i counts the tokens for which s_i is among the k largest s, without bias and groups, which move the choice and not what the
-router prefers. With `balance.sequence_counts` = choices it counts those that chose it. S is a sample's tokens. They are cut over
-cp x tp ranks, so f is summed over them; P enters linearly and needs no sum. With softmax, s sums to 1, and the sequence loss is
-Switch's auxiliary loss (2101.03961, equation 4) of each sample by itself.
+Expert i counts the tokens for which s_i is among the k largest s. Bias and groups are left out, since they move the choice and not
+the router's preference. With `balance.sequence_counts` = choices, i counts the tokens that chose it. S is the number of tokens in a
+sample. They are cut over cp x tp ranks, so f is all-reduced over them; P enters linearly and needs no reduction. With softmax, s
+sums to 1, and the sequence loss is Switch's auxiliary loss (2101.03961, equation 4) of each sample by itself.
 
-Choices of a forward that is recomputed are remembered: in other bits a token could choose otherwise.
+A recomputed forward reuses the choices of the first one: scores that differ in the last bit could choose other experts.
 """
 
 from collections.abc import Callable
@@ -31,15 +31,15 @@ from triaxis.engine.numerics.precision import accumulate
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 SMALLEST_SUM = 1e-20
-"""Added to the sum of a token's chosen scores, as in the families that normalise."""
+"""Constant added to the sum of a token's chosen scores, as in the model families that normalise."""
 
 
 class Choice(NamedTuple):
     """The experts of T tokens.
 
     Attributes:
-        experts: int64 [T, k].
-        fractions: f of each sample, [b, E] in the accumulation dtype; None without a sequence loss.
+        experts: expert numbers int64 [T, k].
+        fractions: f of each sample, [b, E] in the accumulation dtype; None if there is no sequence loss.
     """
 
     experts: torch.Tensor
@@ -51,11 +51,11 @@ class Router:
     """The routing rule of a model's layers, for one rank.
 
     Attributes:
-        moe: the rule.
-        seq_length: tokens S of a whole sample.
-        sample: the axis of the ranks that share each sample's tokens.
+        moe: configuration of the rule.
+        seq_length: number S of tokens in a whole sample.
+        sample: axis of the ranks that share each sample's tokens.
         loss_scale: 1 / nominal tokens of the global batch.
-        dynamic_scale: its further factor in an fp16 run, a scalar on the device, which each step sets.
+        dynamic_scale: loss scale of the backward (not 1 in fp16), a scalar on the device that each step sets.
     """
 
     moe: MoEConfig
@@ -69,22 +69,23 @@ class Router:
         return top_experts(scores if bias is None else scores + bias, self.moe)
 
     def in_turn(self, positions: torch.Tensor) -> torch.Tensor:
-        """Choose experts int64 [T, k] one after the other by the tokens' int64 positions [T] in their samples."""
+        """Choose experts int64 [T, k] in turn by the tokens' positions int64 [T] in their samples, whatever the scores."""
         k = self.moe.top_k
         return (positions.unsqueeze(-1) * k + torch.arange(k, device=positions.device)) % self.moe.num_experts
 
     def counted(self, experts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the experts int64 [T, k] that the sequence loss counts, of tokens that have chosen `experts`."""
+        """Return the experts int64 [T, k] that the sequence loss counts for tokens that chose `experts`."""
         return _largest(scores, self.moe.top_k) if self.moe.counts_scores else experts
 
     def choice(self, experts: torch.Tensor, counted: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
-        """Return the choice of the experts int64 [T, k]; the T tokens are [T / samples, samples], samples fast."""
+        """Build the choice of `experts` int64 [T, k]; the T tokens are [T / samples, samples], so samples vary fastest."""
         return Choice(experts, self._fractions(counted, scores, samples))
 
     def _fractions(self, experts: torch.Tensor, scores: torch.Tensor, samples: int) -> torch.Tensor | None:
         if not self.moe.balance.sequence_loss:
             return None
         num_tokens, num_experts = scores.shape
+        # One count over the combined numbers (sample, expert); this rank has only its part of each sample's tokens.
         of_sample = torch.arange(num_tokens, device=experts.device).remainder(samples).unsqueeze(-1)
         counts = count_values(of_sample * num_experts + experts, samples * num_experts).to(scores.dtype)
         counts = self.sample.all_reduce(counts, "fractions").wait()
@@ -98,7 +99,8 @@ class Router:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Route tokens x [T, h] by the router's weight [E, h].
 
-        `choose` returns the choice for scores [T, E]; it is called once.
+        Args:
+            choose: function from scores [T, E] to the choice; it is called once.
 
         Returns:
             Weights [T, k] in the accumulation dtype, and experts int64 [T, k].
@@ -107,10 +109,10 @@ class Router:
 
 
 def top_experts(scores: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
-    """Return the k experts with the largest scores [T, E] as int64 [T, k]; of equal ones the lower number comes first.
+    """Choose the k experts with the largest scores [T, E] as int64 [T, k]; on a tie the lower number comes first.
 
-    With groups, only experts of the best groups count: those with the best expert, or with the best sum of two (2405.04434
-    section 2.2.2, 2412.19437 section 2.1.2).
+    With groups, only experts of the best groups are eligible. A group's score is its best expert's (2405.04434, section 2.2.2) or
+    the sum of its best two (2412.19437, section 2.1.2).
     """
     if moe.groups > 1:
         by_group = scores.unflatten(-1, (moe.groups, -1))
@@ -121,18 +123,18 @@ def top_experts(scores: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    # torch.topk may return any of equal values. A view would hold the places of all values.
+    # torch.topk breaks ties arbitrarily. A view of the indices would keep all of them in memory.
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 
 def count_values(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Count each of 0 .. count - 1 among integers; int64 [count], without reading a number on the host."""
+    """Count each of 0 .. count - 1 among integers, int64 [count]; the host reads nothing, unlike torch.bincount."""
     flat = values.flatten()
     return torch.zeros(count, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 
 class _Route(torch.autograd.Function):
-    """Scores, choice and weights. Saves the tokens, the logits and the choice."""
+    """The scores, choice and weights; it saves the tokens, the router's weight, the logits and the choice."""
 
     @staticmethod
     def forward(
@@ -163,6 +165,7 @@ class _Route(torch.autograd.Function):
         scores = _scores(logits, moe)
         grad = grad * moe.scaling
         if moe.normalize:
+            # g_j = c_j / total over the chosen scores c, so dc_j = (dg_j - sum_i dg_i c_i / total) / total.
             chosen = scores.gather(-1, experts)
             total = chosen.sum(-1, keepdim=True) + SMALLEST_SUM
             grad = (grad - (grad * chosen / total).sum(-1, keepdim=True)) / total
@@ -175,6 +178,7 @@ class _Route(torch.autograd.Function):
         else:
             grad_logits = grad_scores * scores * (1 - scores)
         if balance.z_loss:
+            # The gradient of log_sum^2 is 2 log_sum softmax(logits).
             log_sum = logits.logsumexp(-1, keepdim=True)
             grad_logits += (logits - log_sum).exp() * log_sum * (2 * balance.z_loss * scale)
         parameter: ShardedParameter = ctx.parameter
@@ -187,7 +191,7 @@ def _scores(logits: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
 
 
 def _of_shares(scores: torch.Tensor, of_sample: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of scores [T, E] from that of their shares s / sum(s), which a sample's tokens have alike: [b, E]."""
+    """Compute the gradient of scores [T, E] from that of their shares s / sum(s), [b, E]: equal for all tokens of a sample."""
     samples, num_experts = of_sample.shape
     total = scores.sum(-1, keepdim=True)
     grad = of_sample.expand(scores.shape[0] // samples, samples, num_experts).reshape(scores.shape)
