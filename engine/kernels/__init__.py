@@ -1,1 +1,1 @@
-"""Pure functions of tensors and the choice among their implementations: no communication, no state, no main grads."""
+"""Pure functions of tensors, and the choice among their implementations: no communication and no parameters."""

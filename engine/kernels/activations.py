@@ -1,10 +1,10 @@
 """Activations: computed in the accumulation dtype, returned in the input's.
 
-Each has its backward written out, and saves its input alone, which exists anyway: autograd would record copies in the accumulation
-dtype and products that are cheap to recompute.
+Each has an explicit backward and saves only its input, which exists anyway: autograd would save copies in the accumulation dtype
+and products that are cheap to recompute.
 
-`fusion` runs the two functions of each (`engine/kernels/fusion.py`). GELU uses torch's own kernels where nothing is compiled; its
-forward always, being one operator.
+`fusion` runs the two functions of each (`engine/kernels/fusion.py`). Eager GELU uses torch's own kernels. Its forward always does,
+since it is one operator.
 """
 
 import math
@@ -26,8 +26,8 @@ from triaxis.engine.numerics.precision import accumulate
 class _Activation:
     """The functions of an activation: x [.., f] -> [.., f], and (x, grad [.., f]) -> grad of x.
 
-    Of a gated one, x is [gate | up] [.., 2f]. The compiler takes no part of a tensor as `out`. Eager code uses `eager_backward`,
-    with torch's own kernels, which writes each half of the gradient in its place: `cat` would be two passes more.
+    A gated activation takes x = [gate | up], [.., 2f]. Eager code uses `eager_backward`: torch's own kernels write each half of the
+    gradient in its place, two passes over memory less than `cat`. Compiled code cannot, since `out` must be a whole tensor there.
     """
 
     forward: Callable[[torch.Tensor], torch.Tensor]
@@ -37,13 +37,13 @@ class _Activation:
 
 
 class ActivationKernel:
-    """The nonlinearity of an MLP: x [.., f], of a gated one [.., 2f] = [gate | up] -> [.., f].
+    """The nonlinearity of an MLP: x [.., f], or [gate | up] [.., 2f] for a gated one -> [.., f].
 
     Args:
-        name: of the kernel.
-        fusion: runs the two functions.
-        add_total: called in the backward with the gradient of x summed over its tokens, the gradient of a bias.
-        lengths: that one compiled kernel takes.
+        name: name of the activation.
+        fusion: runner of the two functions.
+        add_total: function that takes, in the backward, the gradient of x summed over tokens: the gradient of a bias.
+        lengths: lengths that one compiled kernel accepts.
 
     Raises:
         KeyError: no kernel has this name.
@@ -57,7 +57,7 @@ class ActivationKernel:
         if add_total is not None:
             self.backward = partial(fusion(_backward_and_total, lengths=lengths), backward)
         self.add_total = add_total
-        # Autograd has the backward of one operator, which is one operator as well.
+        # For a single operator autograd already has a backward of one operator.
         self.has_backward = add_total is not None or not kind.is_one_operator
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +65,7 @@ class ActivationKernel:
 
 
 class _Activated(torch.autograd.Function):
-    """An activation that saves only its input; what the backward needs besides is recomputed."""
+    """An activation that saves only its input and recomputes all other values in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kernel: ActivationKernel) -> torch.Tensor:
@@ -87,7 +87,7 @@ class _Activated(torch.autograd.Function):
 def _backward_and_total(
     backward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of x, and its sum over the tokens."""
+    """Return the gradient of x, and its sum over tokens."""
     grad_x = backward(x, grad)
     return grad_x, total_of(grad_x)
 
@@ -106,7 +106,7 @@ def _swiglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _swiglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute the same, and write each half in its place."""
+    """Compute `_swiglu_backward` and write each half of the result in its place."""
     gate, up = x.chunk(2, dim=-1)
     grad_x = torch.empty_like(x)
     grad_gate, grad_up = grad_x.chunk(2, dim=-1)
@@ -131,7 +131,7 @@ def _geglu_tanh_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _tanh_share_and_slope(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return g(z) / z = (1 + t) / 2 and g'(z) of GELU's approximation."""
+    """Return g(z) / z = (1 + t) / 2 and g'(z) of GELU's tanh approximation."""
     scale, square = math.sqrt(2 / math.pi), z * z
     t = torch.tanh(scale * z * (1 + 0.044715 * square))
     share = 0.5 * (1 + t)
@@ -139,7 +139,7 @@ def _tanh_share_and_slope(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _geglu_tanh_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute the same, and write each half in its place."""
+    """Compute `_geglu_tanh_backward` and write each half of the result in its place."""
     gate, up = x.chunk(2, dim=-1)
     grad_x = torch.empty_like(x)
     grad_gate, grad_up = grad_x.chunk(2, dim=-1)
@@ -154,7 +154,7 @@ def _geglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _geglu_backward(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return [dy up g'(gate) | dy g(gate)] with g(z) = z P(z), P the normal distribution (1606.08415): g'(z) = P(z) + z P'(z)."""
+    """Return [dy up g'(gate) | dy g(gate)]: g(z) = z P(z), P the normal distribution (1606.08415), g'(z) = P(z) + z P'(z)."""
     gate, up = (accumulate(each) for each in x.chunk(2, dim=-1))
     share, slope = _share_and_slope(gate)
     return torch.cat((grad * up * slope, grad * gate * share), dim=-1).to(x.dtype)
@@ -167,7 +167,7 @@ def _share_and_slope(z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _geglu_backward_in_parts(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Compute the same, and write each half in its place."""
+    """Compute `_geglu_backward` and write each half of the result in its place."""
     gate, up = x.chunk(2, dim=-1)
     grad_x = torch.empty_like(x)
     grad_gate, grad_up = grad_x.chunk(2, dim=-1)

@@ -3,9 +3,9 @@
     g <- g inv_scale,  m <- beta1 m + (1 - beta1) g,  v <- beta2 v + (1 - beta2) g^2
     w <- w - lr (m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay w)             (1711.05101, algorithm 2)
 
-In fp32, in which bias corrections too are computed: 1 - 0.999 is 5e-5 of itself off, so first updates differ from torch's by up to
-that. Learning rate, step, scale and the skip are read on the device. apex's optimizer class is not used: it owns whole parameters
-and makes masters and moments of its own, where here they are parts of flat buffers, saved and resharded by the engine.
+All arithmetic is in fp32, bias corrections too: 1 - 0.999 has a relative error of 5e-5, so the first updates differ from torch's by
+up to that. The learning rate, step, scale and skip are read on the device. apex's optimizer class is not used: it owns whole
+parameters and allocates masters and moments. Here they are parts of flat buffers, which the engine saves and reshards.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,23 +17,23 @@ from pathlib import Path
 import torch
 
 ADAMW_MODE = 1
-"""apex's number of decoupled weight decay; 0 is L2."""
+"""apex's mode of decoupled weight decay; 0 is L2."""
 CHUNK = 2048 * 32
-"""Elements of a tensor that one block of threads updates, as apex's applier has it."""
+"""Elements per thread block, as in apex's own applier."""
 MOST = 2**30
-"""Elements of one tensor of a call: apex counts them in 32 bits."""
+"""Most elements of one tensor in a call, since apex counts them in 32 bits."""
 
 Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Apex:
-    """The update of an installed apex.
+    """The update functions of an installed apex.
 
     Attributes:
-        adam: `amp_C.multi_tensor_adam_capturable` of lists [g, w, m, v].
-        adam_with_masters: `amp_C.multi_tensor_adam_capturable_master` of lists [g, parameters, m, v, w]: w is fp32, and the
-            parameters are written with it, in the dtype of the gradients.
+        adam: `amp_C.multi_tensor_adam_capturable`, over lists [g, w, m, v].
+        adam_with_masters: `amp_C.multi_tensor_adam_capturable_master`, over lists [g, parameters, m, v, w]: w is the fp32 master,
+            and the parameters are its copy in the dtype of the gradients.
     """
 
     adam: Callable[..., None]
@@ -51,13 +51,14 @@ class Apex:
         scale: torch.Tensor,
         skip: torch.Tensor,
     ) -> None:
-        """Update flat tensors [n] in place, and scale the gradients; where `skip`, nothing changes.
+        """Update flat tensors [n] in place, and scale the gradients in place; if `skip` is 1, change nothing.
 
         Args:
-            lists: of each run of elements its gradients, weights, and fp32 moments, as in `adam`; or with masters.
-            lr, scale: fp32 [1].
-            step: int32 [1], number of the update, from 1.
-            skip: int32 [1], 1 or 0.
+            lists: lists of tensors in the order of `adam` (4) or `adam_with_masters` (5); moments are fp32.
+            lr, scale: learning rate and factor of the gradients, fp32 [1].
+            betas, eps, decay: hyperparameters of AdamW.
+            step: number of the update from 1, int32 [1].
+            skip: 1 to skip the update, else 0, int32 [1].
         """
         kernel = self.adam_with_masters if len(lists) == 5 else self.adam
         pieces = [[piece for tensor in tensors for piece in tensor.split(MOST)] for tensors in lists]
@@ -69,7 +70,7 @@ def open_apex() -> Apex:
     """Import apex's kernels.
 
     Raises:
-        ImportError: they are not installed; the message says what is, if another package of the same name is.
+        ImportError: they are not installed; the message tells if another package named apex is.
     """
     try:
         kernels = import_module("amp_C")
@@ -79,7 +80,7 @@ def open_apex() -> Apex:
 
 
 def apex_failure(device: torch.device) -> str:
-    """Update a few numbers with apex and with torch; return the reason if that fails or they differ, else ""."""
+    """Compare a small update by apex with torch's; return the reason if it fails or differs, else ""."""
     generator = torch.Generator().manual_seed(1)
     g, w, m = (torch.randn(64, generator=generator).to(device) for _ in range(3))
     v = m.square()
@@ -100,13 +101,13 @@ def apex_failure(device: torch.device) -> str:
         )
         if not (w - wanted).norm() < 1e-4 * lr * wanted.norm():
             return "its update is not that of AdamW"
-    except Exception as error:  # a foreign library's, about devices or its own build
+    except Exception as error:  # errors of a foreign library have any type
         return (str(error).splitlines() or [type(error).__name__])[0].strip().rstrip(".")[:240]
     return ""
 
 
 def apex_refusal(device: torch.device, reason: str) -> str:
-    """Return the problem of `kernels.optimizer = apex` where it does not run."""
+    """Return the config problem for `kernels.optimizer = apex` where it does not run."""
     return (
         f"kernels.optimizer = apex does not run here, on {device.type} ({reason}). Another kernel would have other bits than what "
         "was asked for. NVIDIA's apex is built from its sources (github.com/NVIDIA/apex, with its C++ and CUDA extensions). "

@@ -1,14 +1,15 @@
 """Attention by the kernel named in the configuration.
 
     sdpa                       torch chooses a kernel for the shapes; `attention_trials.chosen` names it
-    flash, cudnn, efficient    this one, or an error before anything is built (`attention_trials.py`)
-    varlen                     flash attention on a GPU, with windows, documents and sinks
-    te                         Transformer Engine's, with windows (`te_attention.py`)
-    blocks                     plain operators by blocks of queries: runs anywhere, and alone caps the logits
+    flash, cudnn, efficient    the named backend of torch, or an error before anything is built (`attention_trials.py`)
+    varlen                     flash attention on a GPU, with windows, documents, sinks and parts of rows
+    te                         Transformer Engine's attention, with windows (`te_attention.py`)
+    blocks                     plain operators by blocks of queries: runs anywhere, with everything, even capped logits
     math                       torch's own formula, operator by operator: for decoding where no fused kernel runs
+    explicit                   plain operators that materialise the probabilities (`explicit_attention.py`): alone has dropout
 
-Without window, documents, sinks and cap each is torch's scaled_dot_product_attention; on the CPU sdpa and flash have all but the
-cap. None of them keeps the probabilities; `explicit` does, in plain operators (`explicit_attention.py`), so it alone has dropout.
+For plain causal attention all but te, blocks and explicit call torch's scaled_dot_product_attention. On the CPU sdpa and flash also
+have windows, documents, sinks and parts. Only explicit saves the probabilities.
 """
 
 from contextlib import nullcontext
@@ -43,15 +44,15 @@ def attention(
     """Compute scaled dot-product attention: q [b, n, s, d], k [b, n_kv, s_k, d], v [b, n_kv, s_k, d_v] -> [b, n, s, d_v].
 
     Args:
-        kernel: a name of `triaxis.engine.config.attention_kernels.ATTENTION_KERNELS`.
+        kernel: name in `triaxis.engine.config.attention_kernels.ATTENTION_KERNELS`.
         q, k, v: operands of one dtype; d_v <= d.
-        mask: the keys that are seen, in addition to the causal mask; its documents and part are on q's device.
-        is_causal: s_k = s, and a query sees no later key; False: s = 1, at the last of the s_k positions.
-        scale: factor of the logits; None: d ** -0.5.
-        softcap: c of the logits c tanh(logit / c); None: they have no cap.
-        sinks: [n], a logit per head in the denominator of the softmax; None: none.
-        te: computes it where the kernel is `te`.
-        drop: applied to the probabilities where the kernel is `explicit`.
+        mask: restriction of the visible keys beyond causality; its documents and part are on q's device.
+        is_causal: whether queries see no later keys (s_k = s, or a part); if false, s = 1, at the last of the s_k positions.
+        scale: factor of the logits; None means d ** -0.5.
+        softcap: c of the capped logits c tanh(logit / c), or None.
+        sinks: logit per head [n] in the denominator of the softmax, or None.
+        te: Transformer Engine's attention, for the kernel `te`.
+        drop: dropout of the probabilities, for the kernel `explicit`.
 
     Raises:
         RuntimeError: the kernel cannot compute this.
@@ -60,12 +61,12 @@ def attention(
         return explicit_attention(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, drop=drop)
     size, record = v.shape[-1], ATTENTION_KERNELS[kernel]
     if size != q.shape[-1] and not record.has_value_size:
-        # Torch's kernels for one size of heads are the fast ones; its own choice for two would keep the probabilities on the CPU.
+        # torch's fast kernels need d_v = d; for other sizes torch would choose, on the CPU, one that saves the probabilities.
         v = F.pad(v, (0, q.shape[-1] - size))
     window, documents = mask.window, mask.documents
     if window is not None and window >= k.shape[2]:
         window = None
-    elif window is not None and not is_causal:
+    elif window is not None and not is_causal:  # one query at the last position sees exactly these keys
         k, v, window = k[:, :, -window:], v[:, :, -window:], None
     if documents is not None and documents.is_one_per_row:
         documents = None
@@ -84,11 +85,11 @@ def attention(
 
 
 def masked_kernel(name: str, device: torch.device, mask: Mask, scale: float | None, softcap: float | None) -> Kernel:
-    """Return the kernel of this name for a mask.
+    """Build the kernel of this name for a mask.
 
     Raises:
-        RuntimeError: it has no windows, documents and sinks on this device, or no cap. (varlen is refused where it runs, by torch:
-            a footprint runs it on tensors without memory, which are on the CPU.)
+        RuntimeError: it has no windows, documents and sinks on this device, or no cap. varlen is not refused here but by torch
+            when it runs, since a footprint runs it on CPU tensors without memory.
     """
     record = ATTENTION_KERNELS[name]
     if softcap is not None and record.lacks(frozenset({"softcap"})):

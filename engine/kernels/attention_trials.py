@@ -1,4 +1,4 @@
-"""Whether a named attention kernel runs here: it is tried on a short sequence, forward and backward, before anything is built."""
+"""Trials of attention kernels: each is run on a short sequence, forward and backward, before anything is built."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -21,10 +21,10 @@ _TRIED_LENGTH = 128
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The facts that decide whether a kernel runs: heads on one rank, their sizes, dtype and device, and what is asked of it.
+    """The facts that decide whether a kernel runs: heads of one rank, their sizes, dtype, device and the mask's features.
 
     Attributes:
-        value_dim: size of values; None: that of queries and keys.
+        value_dim: size of values; None means `head_dim`, the size of queries and keys.
     """
 
     num_heads: int
@@ -45,7 +45,7 @@ def attention_failure(kernel: str, shape: AttentionShape) -> str:
         return te_attention_failure(*sizes, window if shape.pattern.windows else None, shape.dtype, shape.device)
 
     def train() -> None:
-        # An engine may be built where gradients are off, for its forwards alone.
+        # An engine that only runs forwards may be built with gradients off.
         with torch.enable_grad():
             _trial(kernel, shape).sum().backward()
 
@@ -57,7 +57,7 @@ def attention_failure(kernel: str, shape: AttentionShape) -> str:
 
 
 def decoding_failure(kernel: str, shape: AttentionShape) -> str:
-    """Try a named kernel on one query and some keys, forward alone; return torch's reason if it does not run, else ""."""
+    """Try a named kernel on one query and 128 keys, forward only; return torch's reason if it does not run, else ""."""
 
     def decode() -> None:
         q, k, v = _operands(shape, num_queries=1)
@@ -68,19 +68,19 @@ def decoding_failure(kernel: str, shape: AttentionShape) -> str:
 
 
 def _failure(kernel: str, shape: AttentionShape, run: Callable[[], None]) -> str:
-    # What torch chooses runs, and so does what the model computes itself.
+    # torch's own choice always runs, and so do plain operators.
     if kernel == "explicit" or (kernel == "sdpa" and shape.pattern.is_plain):
         return ""
     try:
         run()
-    except (RuntimeError, AttributeError) as error:  # the latter: this torch has no such operator
-        # Of torch's own reasons the first sentence, which others follow that list every backend.
+    except (RuntimeError, AttributeError) as error:  # AttributeError: this torch has no such operator
+        # Only the first sentence: those after it list torch's reasons against every backend.
         return str(error).splitlines()[0].partition(". ")[0].rstrip(".")
     return ""
 
 
 def attention_refusal(kernel: str, shape: AttentionShape, reason: str) -> str:
-    """Return the problem of a named kernel that does not run here."""
+    """Return the config problem for a named kernel that does not run here."""
     dtype = str(shape.dtype).removeprefix("torch.")
     other = "sdpa" if shape.pattern.is_plain else "auto"
     return (
@@ -109,10 +109,10 @@ def _trial(kernel: str, shape: AttentionShape) -> torch.Tensor:
 def _try_part(kernel: str, shape: AttentionShape) -> None:
     """Attend from the second and the last quarter of a row, forward and backward, and compare with plain operators.
 
-    Some kernels align the causal mask with the first key where queries are fewer than keys, and say nothing.
+    With fewer queries than keys, some kernels silently align the causal mask with the first key, not with the last.
 
     Raises:
-        RuntimeError: the kernel cannot compute this, or aligns the mask otherwise.
+        RuntimeError: the kernel cannot compute this, or aligns the mask with the first key.
     """
     quarter = _TRIED_LENGTH // 4
     _, options = _asked(replace(shape, pattern=replace(shape.pattern, parts=False)))
@@ -130,17 +130,17 @@ def _try_part(kernel: str, shape: AttentionShape) -> None:
     for name in (kernel, "blocks"):
         q, k = (each.to(shape.device, shape.dtype).requires_grad_() for each in numbers)
         by_name = masked_kernel(name, shape.device, mask, None, options["softcap"])
-        # Of fewer elements the kernel gets them padded, so this is what it sees.
+        # Values have the size of keys: `attention` pads smaller ones for such kernels.
         found.append(masked_attention(by_name, q, k, k, options["sinks"]))
         found[-1].sum().backward()
     mine_out, plain = (each.detach().double() for each in found)
-    # A footprint has tensors without values.
+    # In a footprint, tensors have no values to compare.
     if not isinstance(plain, FakeTensor) and (mine_out - plain).norm() > 0.05 * plain.norm():
         raise RuntimeError("its causal mask does not end at the last query and the last key")
 
 
 def _asked(shape: AttentionShape) -> tuple[Mask, dict[str, Any]]:
-    """Return a mask and other arguments of `attention` that ask for all of the shape's pattern."""
+    """Make a mask and other arguments of `attention` that use every feature of the shape's pattern."""
     pattern, device = shape.pattern, shape.device
     halves = Documents.of([[_TRIED_LENGTH // 2] * 2]).map(lambda tensor: tensor.to(device))
     mask = Mask(_TRIED_LENGTH // 4 if pattern.windows else None, halves if pattern.documents else None)
@@ -151,7 +151,7 @@ def _asked(shape: AttentionShape) -> tuple[Mask, dict[str, Any]]:
 
 
 def _operands(shape: AttentionShape, num_queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q [1, n, num_queries, d], k [1, n_kv, 128, d] and v [1, n_kv, 128, d_v], of zeros."""
+    """Make zeros q [1, n, num_queries, d], k [1, n_kv, 128, d] and v [1, n_kv, 128, d_v]."""
 
     def zeros(heads: int, length: int, size: int) -> torch.Tensor:
         return torch.zeros(1, heads, length, size, dtype=shape.dtype, device=shape.device)

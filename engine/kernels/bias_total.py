@@ -1,7 +1,7 @@
-"""The gradient of a bias, summed where the gradient of the linear layer's output is made.
+"""The gradient of a bias, summed in the function that computes the gradient of the linear layer's output.
 
-A bias is added to every token, so its gradient is dY summed over the tokens. The function that makes dY has it in registers or
-in a cache; summed later, by the layer, it would be read from memory once more.
+A bias is added to every token, so its gradient is dY summed over tokens. The function that computes dY has it in registers or in a
+cache; a later sum by the layer would read it from memory once more.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ import torch
 from triaxis.engine.numerics.precision import accumulation_dtype
 
 AddTotal = Callable[[torch.Tensor], None] | None
-"""Takes the sum of a gradient over its tokens, [n] in the accumulation dtype; None: nothing takes it."""
+"""A function that takes a gradient summed over tokens, [n] in the accumulation dtype; None if no sum is wanted."""
 
 
 def total_of(grad: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a gradient [.., n] over all dims but the last: [n] in the accumulation dtype."""
+    """Sum a gradient [.., n] over all dims but the last: [n] in the accumulation dtype."""
     return grad.flatten(0, -2).sum(0, dtype=accumulation_dtype(grad.dtype))

@@ -1,4 +1,4 @@
-"""The kernel of dropout: an element is kept by a hash of its key and position (`engine/tensor_parallel/dropout.py` makes both)."""
+"""The kernel of dropout: a hash of an element's key and position decides (`engine/tensor_parallel/dropout.py` makes both)."""
 
 from typing import Any
 
@@ -19,20 +19,20 @@ def keyed_dropout(
 ) -> torch.Tensor:
     """Zero elements of x with probability p, scale the rest by 1 / (1 - p), and add the residual if there is one.
 
-    An element is kept by a hash of its key and position: keep = hash >= p 2^32.
+    An element is kept if the hash of its key and position is at least p 2^32, so the mask is the same in every layout.
 
     Args:
-        x: any float tensor.
-        residual: of x's shape, or None.
-        keys: int64, broadcastable to x.
-        positions: int64, broadcastable to x.
-        p: 0 < p < 1.
+        x: tensor of any float dtype.
+        residual: tensor of x's shape, or None.
+        keys, positions: int64 tensors, broadcastable to x.
+        p: probability of zeroing, 0 < p < 1.
+        fusion: runner of the forward.
     """
     return _KeyedDropout.apply(x, residual, keys, positions, p, fusion)
 
 
 class _KeyedDropout(torch.autograd.Function):
-    """y = x f (+ residual) with f = keep / (1 - p). Saves f in x's dtype: hashing again costs more than the memory."""
+    """The dropout y = x f (+ residual), f = keep / (1 - p). It saves f in x's dtype: hashing again costs more than the memory."""
 
     @staticmethod
     def forward(
@@ -76,5 +76,5 @@ def _dropped_on(
 
 
 def keyed_hash(keys: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Return a number in [0, 2^32) per element: splitmix64 at counter key + position * golden, upper half."""
+    """Hash each element to a number in [0, 2^32): the upper half of splitmix64's mix of key + (position + 1) golden."""
     return shift_right(mix_words_(keys + (positions + 1) * GOLDEN), 32)

@@ -1,4 +1,4 @@
-"""Attention that keeps its probabilities, in plain operators: for dropout on them, and as the reference of the other kernels."""
+"""Attention in plain operators that materialises its probabilities: for dropout on them, and as the other kernels' reference."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.numerics.precision import accumulate
 
 Drop = Callable[[torch.Tensor], torch.Tensor]
-"""Applies dropout to probabilities [b, n, s, s_k]."""
+"""A function that applies dropout to probabilities [b, n, s, s_k]."""
 
 
 def explicit_attention(
@@ -25,10 +25,10 @@ def explicit_attention(
     """Compute attention with its probabilities [b, n, s, s_k] materialised: q, k [b, n, s, d], v [b, n, s, d_v] -> [b, n, s, d_v].
 
     Args:
-        q, k, v: operands; the queries are the last s of the s_k positions of keys and values, which may have fewer heads.
-        mask: the keys that are seen.
-        scale, softcap, sinks: as of `triaxis.engine.kernels.attention.attention`.
-        drop: applied to the probabilities.
+        q, k, v: operands; the queries are the last s of the s_k positions (or the mask's part), and k and v may have fewer heads.
+        mask: restriction of the visible keys beyond causality.
+        scale, softcap, sinks: as in `triaxis.engine.kernels.attention.attention`.
+        drop: dropout of the probabilities.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
@@ -45,7 +45,7 @@ def explicit_attention(
 
 
 def _unseen(mask: Mask, s: int, s_k: int, device: torch.device) -> torch.Tensor:
-    """Return the keys that each query does not see: bool [s, s_k], with documents or a part [b, 1, s, s_k]."""
+    """Return the mask of hidden keys: bool [s, s_k], or [b, 1, s, s_k] with documents or a part."""
     keys = torch.arange(s_k, device=device)
     queries = keys[s_k - s :] if mask.part is None else mask.part.positions.unsqueeze(1)
     unseen = keys > queries.unsqueeze(-1)

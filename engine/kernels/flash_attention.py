@@ -1,7 +1,7 @@
 """Flash attention on a GPU, bf16 and fp16: windows by its own arguments, documents by their boundaries, parts of rows.
 
-torch's function for it (`torch.nn.attention.varlen`) has no gradient through the logarithms, which sinks need; so its operators
-are called directly. A dense call is that of whole rows, a packed one has documents of any length one after the other.
+Sinks need a gradient through the log-sum-exp, which torch's function (`torch.nn.attention.varlen`) does not have, so its operators
+are called directly. A dense call takes whole rows; a packed call takes documents of any length one after the other.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from triaxis.engine.numerics.precision import accumulation_dtype
 
 
 def varlen(mask: Mask, scale: float | None, softcap: None) -> "Varlen | VarlenParts":
-    """Return the kernel for a mask: of whole rows, or of parts of them. It has no cap of the logits."""
+    """Build the kernel for a mask: for whole rows, or for parts of them. It has no cap of the logits."""
     return Varlen(mask, scale) if mask.part is None else VarlenParts(mask, scale)
 
 
@@ -29,7 +29,7 @@ class Varlen:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         b, _, s, _ = q.shape
         out, lse = flash_forward(self._packed(q), self._packed(k), self._packed(v), *self._bounds(s), **self._options())
-        if self.mask.documents is not None:
+        if self.mask.documents is not None:  # packed: [n, b s]
             lse = lse.unflatten(1, (b, s)).transpose(0, 1)
         return self._unpacked(out, b), lse
 
@@ -51,7 +51,7 @@ class Varlen:
         return self._unpacked(grad_q, b), self._unpacked(grad_k, b), self._unpacked(grad_v, b)
 
     def _packed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x [b, n, s, d] as [b, s, n, d]; with documents as [b s, n, d]."""
+        """Reshape x [b, n, s, d] to [b, s, n, d], or to [b s, n, d] with documents."""
         x = x.transpose(1, 2)
         return x if self.mask.documents is None else x.flatten(0, 1)
 
@@ -60,7 +60,7 @@ class Varlen:
         return x.transpose(1, 2)
 
     def _bounds(self, s: int) -> "_Bounds":
-        """Return the boundaries of the documents and the longest one's length, twice; of whole rows None and s."""
+        """Return the documents' boundaries and the longest length, each for queries and for keys; (None, (s, s)) for whole rows."""
         documents = self.mask.documents
         if documents is None:
             return None, (s, s)
@@ -72,10 +72,10 @@ class Varlen:
 
 @dataclass(frozen=True, slots=True)
 class VarlenParts:
-    """The same kernel for queries that are a part of the keys' rows: a call for each stretch of them.
+    """The kernel for queries that are a part of the keys' rows: one call per stretch of them.
 
-    The kernel's causal mask ends at the last query and the last key of a document (flash attention from 2.1 on), which is where a
-    stretch ends.
+    The kernel's causal mask is aligned with the last query and the last key of a document (flash attention from 2.1 on). So the
+    keys of a call end where its stretch of queries ends.
     """
 
     mask: Mask
@@ -105,6 +105,7 @@ class VarlenParts:
         lse: torch.Tensor,
     ) -> Tensors3:
         grad_q = torch.empty_like(q)
+        # Several stretches add to one key.
         wide = accumulation_dtype(q.dtype)
         grad_k, grad_v = (torch.zeros_like(each, dtype=wide) for each in (k, v))
         for stretch in self._stretches():
@@ -126,29 +127,29 @@ class VarlenParts:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """Tokens [start, stop) of one row, packed as the kernel takes them, [tokens, n, d]; of all rows [b, tokens, n, d]."""
+    """Tokens [start, stop) of one row as the kernel takes them, [tokens, n, d], or of all rows, [b, tokens, n, d]."""
 
     row: int | slice
     run: tuple[int, int]
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of x [b, n, s, d], as a view."""
+        """View the tokens of x [b, n, s, d]."""
         return self._part(x).transpose(-3, -2)
 
     def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Write what `cut` would return."""
+        """Write values to the tokens of x."""
         self._part(x).copy_(values.transpose(-3, -2))
 
     def add(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Add to what `cut` would return."""
+        """Add values to the tokens of x."""
         self._part(x).add_(values.transpose(-3, -2))
 
     def put_logarithms(self, lse: torch.Tensor, values: torch.Tensor) -> None:
-        """Write [n, tokens], or [b, n, tokens], into [b, n, s]."""
+        """Write the log-sum-exp of the tokens, [n, tokens] or [b, n, tokens], into [b, n, s]."""
         self._part(lse).copy_(values)
 
     def cut_logarithms(self, lse: torch.Tensor) -> torch.Tensor:
-        """Return the logarithms of the tokens, contiguous as the kernel asks."""
+        """Return the log-sum-exp of the tokens, contiguous as the kernel requires."""
         return self._part(lse).contiguous()
 
     def _part(self, x: torch.Tensor) -> torch.Tensor:
@@ -160,11 +161,12 @@ def _of_stretch(stretch: RowStretch, run: tuple[int, int]) -> _Tokens:
 
 
 _Bounds = tuple[tuple[torch.Tensor, torch.Tensor] | None, tuple[int, int]]
-"""Boundaries of documents among queries and keys (None: rows are whole), and the longest of each."""
+"""Boundaries of documents among queries and among keys (None for whole rows), and the longest document of each."""
 
 
 def flash_options(mask: Mask, scale: float | None) -> dict[str, Any]:
     """Return the kernel's arguments for a window and a scale."""
+    # The kernel counts keys to the left of the query, which sees itself too; -1 means all.
     left = -1 if mask.window is None else mask.window - 1
     return {"scale": scale, "window_size_left": left, "window_size_right": 0}
 
@@ -177,13 +179,13 @@ def flash_forward(
     longest: tuple[int, int],
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call the kernel: q, k, v [b, s, n, d] or [tokens, n, d] -> the output, and logarithms fp32 [b, n, s] or [n, tokens].
+    """Call the kernel: q, k, v [b, s, n, d] or [tokens, n, d] -> the output, and its log-sum-exp fp32 [b, n, s] or [n, tokens].
 
     Args:
-        q, k, v: operands; there may be more keys than queries, which are the last of them.
-        boundaries: of the documents among queries and among keys; None: rows are whole.
+        q, k, v: operands; with more keys than queries, the queries are at the last positions.
+        boundaries: boundaries of the documents among queries and among keys; None for whole rows.
         longest: most queries and most keys of a document.
-        options: of `flash_options`.
+        options: result of `flash_options`.
     """
     is_causal = options["window_size_left"] < 0
     of_queries, of_keys = (None, None) if boundaries is None else boundaries
@@ -206,7 +208,7 @@ def flash_backward(
 ) -> Tensors3:
     """Call the backward of `flash_forward`: the gradients of q, k and v."""
     is_causal = options["window_size_left"] < 0
-    # The state of random numbers, which no dropout reads.
+    # The random state of dropout, which is off.
     state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
     of_queries, of_keys = (None, None) if boundaries is None else boundaries
     return torch.ops.aten._flash_attention_backward(

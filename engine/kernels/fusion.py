@@ -1,10 +1,10 @@
-"""Elementwise functions, operator by operator (`eager`) or as few kernels made by torch.compile (`compiled`).
+"""The runner of elementwise functions: operator by operator (`eager`), or as few kernels by torch.compile (`compiled`).
 
     eager      every operator reads its inputs from memory and writes its output there
-    compiled   intermediate values stay in registers, so memory is passed over once or twice, not once per operator
+    compiled   intermediate values stay in registers, so there are one or two passes over memory, not one per operator
 
-Fused functions are pure (they may write to temporaries of their own) and contain no autograd and no communication: the forward and
-the backward of a kernel are two functions. The compiler sees only them, never a model.
+Fused functions are pure (they may write to their own temporaries) and contain no autograd and no communication: the forward and the
+backward of a kernel are two functions. The compiler sees only them, never a model.
 """
 
 from collections.abc import Callable, Hashable
@@ -18,7 +18,7 @@ from triaxis.engine.program import pip_install
 Form = Literal["eager", "compiled"]
 
 Lengths = Literal["fixed", "rows", "all"]
-"""Lengths that one compiled kernel takes: its own alone, any of the first dimension, any of every dimension."""
+"""Lengths that one compiled kernel accepts: a single shape, any first dim, or any length of every dim."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -27,10 +27,10 @@ class Fusion:
     """The way elementwise functions run.
 
     Args:
-        form: eager or compiled, as above.
+        form: `eager` or `compiled`, as above.
 
     Attributes:
-        is_compiled: the form is compiled.
+        is_compiled: whether the form is `compiled`.
     """
 
     def __init__(self, form: Form) -> None:
@@ -41,19 +41,19 @@ class Fusion:
     def __call__(self, function: Function, *, lengths: Lengths = "fixed", variant: Hashable = None) -> Function:
         """Return `function`, or its compiled form.
 
-        A kernel is compiled for each shape (few: microbatches are alike). Numbers that vary by call need one for all lengths.
+        A kernel is compiled per shape; there are few, since microbatches are alike. Sizes that vary by call need other `lengths`.
 
         Args:
-            function: as above.
-            lengths: those that one kernel takes; rows of experts vary in the first dimension.
-            variant: what sets the calls of one compiled form apart, such as shapes. torch compiles one function 8 times and no
-                more, and asks at each call which of its forms fits; a function of many shapes is a copy for each.
+            function: pure function, as above.
+            lengths: lengths that one kernel accepts; the rows of experts vary in the first dim.
+            variant: key of a separate compiled copy, such as the shapes. torch compiles one function at most 8 times and checks at
+                each call which form fits, so a function of many shapes gets a copy for each.
         """
         if not self.is_compiled:
             return function
         key = (function, lengths, variant)
         if key not in self._compiled:
-            # A kernel for any number of rows would also serve fixed shapes, more slowly, and be one of their 8.
+            # On one shared function, a kernel for any rows would also serve fixed shapes, more slowly, and use up one of the 8.
             is_alone = variant is None and lengths == "fixed"
             copy = function if is_alone else _copy(function, len(self._compiled))
             self._compiled[key] = compiled(copy, lengths)
@@ -61,7 +61,7 @@ class Fusion:
 
 
 EAGER = Fusion("eager")
-"""Operator by operator, for shapes that change with every call (a growing text), which would be compiled each time."""
+"""The eager runner, for shapes that change with every call (a growing text) and would be compiled each time."""
 
 
 def compiler_failure(device: torch.device) -> str:
@@ -76,7 +76,7 @@ def compiler_failure(device: torch.device) -> str:
 
 
 def compiler_refusal(device: torch.device, reason: str) -> str:
-    """Return the problem of a named kernel where no compiler works for `device`."""
+    """Return the config problem for a kernel `compiled` if no compiler works for `device`."""
     needed = "" if device.type == "cpu" else f"triton  {pip_install('triton')}  and "
     return (
         f"kernels.elementwise or kernels.optimizer is `compiled`, and torch.compile makes no kernel for {device.type} "
@@ -91,17 +91,17 @@ def _trial(x: torch.Tensor) -> torch.Tensor:
 
 
 def _copy(function: Callable[..., Any], number: int) -> Callable[..., Any]:
-    """Return the function with code of its own, which torch counts and keeps by the code."""
+    """Copy a function with its own code object, since torch counts and caches compiled forms by code object."""
     assert isinstance(function, FunctionType)
     code = function.__code__.replace(co_name=f"{function.__name__}_{number}")
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 def compiled(function: Callable[..., Any], lengths: Lengths, **options: Any) -> Callable[..., Any]:
-    """Return what torch.compile makes of a function of tensors and constants; `options` are torch.compile's."""
-    # With `fullgraph` a part that cannot be compiled, or a shape too many, is an error instead of a silent slow path.
+    """Compile a function of tensors and constants; `options` are torch.compile's."""
+    # With `fullgraph`, code that cannot be compiled, or a ninth shape, is an error instead of a silent slow path.
     made = torch.compile(function, fullgraph=True, dynamic=lengths == "all", **options)
-    # Weights and leaves are compiled for like any other tensor: gradients are not the compiler's business.
+    # Detached, so that torch.compile does not compile weights and other leaves separately, nor trace autograd.
     given = _of_any_rows if lengths == "rows" else torch.Tensor.detach
 
     def call(*arguments: Any) -> Any:
@@ -111,7 +111,7 @@ def compiled(function: Callable[..., Any], lengths: Lengths, **options: Any) -> 
 
 
 def _of_any_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor without gradients; a kernel that is compiled for it takes any number of its rows."""
+    """Detach a tensor and mark dim 0 dynamic, so that one compiled kernel takes any number of rows."""
     tensor = tensor.detach()
     torch._dynamo.maybe_mark_dynamic(tensor, 0)
     return tensor

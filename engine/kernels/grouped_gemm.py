@@ -1,11 +1,11 @@
-"""GEMMs of several experts over rows that are ordered by expert.
+"""The GEMMs of several experts over rows ordered by expert.
 
     rows   | expert 0 ..  | expert 1 .. |  | expert 3 ..  | unused |         ends = [e0, e1, e1, e3], cumulative
 
     loop      a GEMM per expert: any dtype and device, and the reference. The host reads the ends.
     grouped   one call for all experts, which reads the ends on the device; 16 and 32 bits
 
-Unused rows of a result have no defined value.
+Unused rows of a result are uninitialised.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,9 +26,9 @@ class Ends:
     """The end of each expert's rows, exclusive.
 
     Attributes:
-        device: int32 [experts], cumulative.
-        host: the same numbers where the host has them.
-        reading: surrounds the read of those that it has not.
+        device: cumulative ends, int32 [experts].
+        host: the same numbers on the host, or None until they are read.
+        reading: context manager around that read, which the ledger records.
     """
 
     device: torch.Tensor
@@ -36,7 +36,7 @@ class Ends:
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def slices(self) -> Iterator[tuple[int, slice]]:
-        """Yield (expert, its rows); the first time, this waits for the device unless the host has the numbers."""
+        """Yield (expert, slice of its rows); the first call waits for the device unless the host has the numbers."""
         if self.host is None:
             with self.reading():
                 self.host = self.device.tolist()
@@ -67,13 +67,14 @@ def add_grouped_products(
     overwrite: bool,
     weight_grad: WeightGradKernel = "separate",
 ) -> None:
-    """Add dY^T X of each expert's rows to its main grad (`overwrite`: =); one without rows adds zeros.
+    """Add dY^T X of each expert's rows to its main grad (`overwrite`: assign it); an expert without rows adds zeros.
 
     Args:
-        main_grads: [experts, out, in].
+        main_grads: main grads of the experts, [experts, out, in].
         grad: dY [R, out].
         rows: X [R, in].
-        weight_grad: the kernel of each GEMM in a loop.
+        ends: end of each expert's rows.
+        weight_grad: kernel of each GEMM of the loop.
     """
     if kernel == "grouped":
         add(main_grads, F.grouped_mm(grad.t(), rows, offs=ends.device), overwrite=overwrite)
@@ -87,12 +88,12 @@ def add_grouped_products(
 
 _TRIED_SIDE = 16
 _TRIED_ENDS = (0, 16, 16, 32, 32)
-"""Ends of experts with and without rows. torch's kernel for compute capability 10.0 may leave the gradient of one without rows
-unwritten (PyTorch's issue 172439)."""
+"""Ends of experts with and without rows. torch's kernel for compute capability 10.0 may not write the gradient of an expert without
+rows (PyTorch's issue 172439)."""
 
 
 def grouped_gemm_failure(dtype: torch.dtype, device: torch.device) -> str:
-    """Try torch's grouped GEMM on small matrices; return why it does not run or is not the loop, "" where all is well."""
+    """Try torch's grouped GEMM on small matrices; return the reason if it fails or differs from the loop, else ""."""
     ends = Ends(torch.tensor(_TRIED_ENDS, dtype=torch.int32, device=device))
     try:
         grouped, loop = (_tried(dtype, ends, kernel) for kernel in ("grouped", "loop"))
@@ -104,18 +105,18 @@ def grouped_gemm_failure(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _tried(dtype: torch.dtype, ends: Ends, kernel: ExpertKernel) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the products and gradients of small matrices of ones, whose sums every dtype holds."""
+    """Compute products and gradients of small matrices of ones, whose sums are exact in every dtype."""
     rows = torch.ones(_TRIED_ENDS[-1], _TRIED_SIDE, dtype=dtype, device=ends.device.device)
     matrices = rows.new_ones(len(_TRIED_ENDS), _TRIED_SIDE, _TRIED_SIDE)
     product, grads = grouped_product(rows, matrices, ends, kernel), torch.zeros_like(matrices)
-    # torch's allocator gives this memory to the next tensor of its size, where it shows what a kernel does not write.
+    # torch's allocator gives this freed memory to the next tensor of its size, so elements that a kernel leaves unwritten are NaN.
     torch.full_like(matrices, torch.nan)
     add_grouped_products(grads, rows, rows, ends, kernel, overwrite=True)
     return product, grads
 
 
 def grouped_gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:
-    """Return the problem of the named kernel where it does not run."""
+    """Return the config problem for `kernels.experts = grouped` where it does not run."""
     return (
         f"kernels.experts = grouped does not run here, in {str(dtype).removeprefix('torch.')} on {device.type} (torch says: "
         f"{reason}). Another kernel would have other speed than what was asked for. kernels.experts=loop runs anywhere."

@@ -1,19 +1,19 @@
-"""Causal attention with a window, documents or sinks, from kernels that know none of them.
+"""Causal attention with windows, documents, sinks, parts of rows or capped logits, by kernels that lack them.
 
     window      a query sees the last `window` keys, its own among them: keys > query - window
-    documents   a query sees its own document (`engine/data/documents.py`)
-    part        the queries are some stretches of a row, the keys all of it (context parallelism)
+    documents   a query sees only its own document (`engine/data/documents.py`)
+    part        the queries are some stretches of a row, the keys the whole row (context parallelism)
     sinks       one learned logit per head in the softmax's denominator, with no value (gpt-oss)
     softcap     logits are capped, softcap tanh(logit / softcap), before the mask (Gemma 2)
 
-No mask of [s, s] exists: stretches of tokens that see each other are computed apart, a window in blocks of queries against the keys
-that some of them see. So memory and FLOPs are those of what is seen. The kernels, all exact:
+No [s, s] mask is built. Each stretch of tokens that see each other is computed by itself, and a window in blocks of queries against
+the keys that some of them see. So memory and FLOPs grow only with the visible keys. The kernels, all exact:
 
     CpuFlash   torch's kernel for the CPU, any dtype; documents of equal length in one call
-    Blocks     plain operators on any device: scores of one block of queries exist at a time, in the forward and the backward
+    Blocks     plain operators on any device: only one block of queries has its scores in memory, in the forward and the backward
     Varlen     flash attention on a GPU (`engine/kernels/flash_attention.py`)
 
-One autograd function keeps q, k, v, the output and the logarithm of each row's sum, as a fused kernel does.
+One autograd function saves q, k, v, the output and its log-sum-exp, as a fused kernel does.
 """
 
 from collections.abc import Iterator
@@ -30,17 +30,17 @@ from triaxis.engine.numerics.precision import accumulate, accumulation_dtype
 Tensors3 = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 BLOCK = 256
-"""Queries that are computed at a time where blocks are."""
+"""Most queries of a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """The keys that each query sees, in addition to the causal mask.
+    """The restriction of the keys that each query sees, beyond causality.
 
     Attributes:
-        window: keys that a query sees, its own among them; None: all before it.
-        documents: of the keys' rows; None: each row is one.
-        part: of the keys' rows that the queries are; None: the last positions, as many as keys, or one.
+        window: number of keys that a query sees, its own among them; None for all before it.
+        documents: documents of the keys' rows; None if each row is one document.
+        part: part of the keys' rows that the queries are; None if the queries are the last positions (all, or one).
     """
 
     window: int | None = None
@@ -53,10 +53,10 @@ WHOLE = Mask()
 
 
 class Kernel(Protocol):
-    """Attention without sinks: q [b, n, s, d], k, v [b, n_kv, s_k, d]; `Blocks` takes v [.., d_v], and its output has this size."""
+    """Attention without sinks: q [b, n, s, d], k, v [b, n_kv, s_k, d]; `Blocks` also takes v [.., d_v], for an output [.., d_v]."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [b, n, s, d], and the logarithm of each row's sum [b, n, s] in the accumulation dtype."""
+        """Return the output [b, n, s, d], and its log-sum-exp [b, n, s] in the accumulation dtype."""
         ...
 
     def backward(
@@ -70,7 +70,7 @@ class Kernel(Protocol):
     ) -> Tensors3:
         """Return the gradients of q, k and v, the last two in their dtype or in the accumulation dtype.
 
-        `lse` may be larger than the forward's, and `out` then smaller by the same factor.
+        With sinks, `lse` is larger than the forward's, and `out` smaller by the factor exp(forward's lse - lse).
         """
         ...
 
@@ -85,10 +85,10 @@ def masked_attention(
 def attend(
     kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the logarithms of the rows' sums, sinks among them; no gradient is recorded.
+    """Compute the output and its log-sum-exp, both with sinks, outside autograd.
 
     A sink adds exp(sink) to each row's sum: lse' = log(exp(lse) + exp(sink)), out' = out exp(lse - lse'). Its value is zero, so the
-    kernel's backward from out' and lse' is the right one: it has P' = exp(scores - lse') and D' = rowsum(dO out').
+    kernel's backward is correct when given out' and lse': it computes P' = exp(scores - lse') and D' = rowsum(dO out').
     """
     out, lse = kernel.forward(q, k, v)
     if sinks is None:
@@ -100,7 +100,7 @@ def attend(
 def grad_of_sinks(
     grad: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return the gradient of the sinks [n]: a sink's probability is exp(sink - lse'), times -D' summed over the rows."""
+    """Return the gradient of the sinks [n]: -sum over rows of P D', where P = exp(sink - lse') is a sink's probability."""
     if sinks is None:
         return None
     share = (sinks.to(lse.dtype).view(-1, 1) - lse).exp_()
@@ -108,7 +108,7 @@ def grad_of_sinks(
 
 
 class _Attention(torch.autograd.Function):
-    """The kernel's own forward and backward, once each."""
+    """The kernel's own forward and backward, each run once."""
 
     @staticmethod
     def forward(
@@ -130,20 +130,20 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """`length` tokens from each (row, start); of all rows from one start where `starts` is an int."""
+    """Token ranges of one length: from each (row, start) in `starts`, or in all rows from the same start if it is an int."""
 
     starts: tuple[tuple[int, int], ...] | int
     length: int
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tokens of each place: x [b, n, s, ..] -> [places, n, length, ..]."""
+        """Select the tokens of each range: x [b, n, s, ..] -> [ranges, n, length, ..]; a view if possible, else a copy."""
         if isinstance(self.starts, int):
             return x[:, :, self.starts : self.starts + self.length]
         parts = [x[row, :, start : start + self.length] for row, start in self.starts]
         return parts[0].unsqueeze(0) if len(parts) == 1 else torch.stack(parts)
 
     def put(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Write what `cut` would return."""
+        """Write values [ranges, n, length, ..] to the ranges of x."""
         if isinstance(self.starts, int):
             x[:, :, self.starts : self.starts + self.length] = values
             return
@@ -151,7 +151,7 @@ class _Places:
             x[row, :, start : start + self.length] = part
 
     def add(self, x: torch.Tensor, values: torch.Tensor) -> None:
-        """Add to what `cut` would return."""
+        """Add values [ranges, n, length, ..] to the ranges of x."""
         if isinstance(self.starts, int):
             x[:, :, self.starts : self.starts + self.length] += values
             return
@@ -159,7 +159,7 @@ class _Places:
             x[row, :, start : start + self.length] += part
 
     def part(self, first: int, stop: int) -> "_Places":
-        """Return tokens [first, stop) of each place."""
+        """Return the sub-ranges [first, stop) of all ranges."""
         if isinstance(self.starts, int):
             return _Places(self.starts + first, stop - first)
         return _Places(tuple((row, start + first) for row, start in self.starts), stop - first)
@@ -167,12 +167,12 @@ class _Places:
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Queries that follow each other, of one document or of documents of one shape.
+    """Consecutive queries of a document, batched with those of equal length and position in other documents.
 
     Attributes:
-        queries: their places among the queries.
-        keys: the places of the document's keys up to the last query.
-        position: of the first query among those keys.
+        queries: ranges of the queries.
+        keys: ranges of their documents' keys, from the document's first to that of the last query.
+        position: position of the first query among those keys.
     """
 
     queries: _Places
@@ -181,15 +181,16 @@ class _Stretch:
 
 
 def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Stretch]:
-    """Yield the stretches of all queries; those of equal length and position in documents are one."""
+    """Yield the stretches of all queries; ranges of equal length and position in their documents share one."""
     if mask.documents is None:
-        # All rows are alike: without documents each has the same runs.
+        # If rows are not cut into documents, all have the same runs, so one stretch serves the batch.
         runs = ((num_keys - num_queries, num_keys),) if mask.part is None else mask.part.runs[0]
         start = 0
         for first, stop in runs:
             yield _Stretch(_Places(start, stop - first), _Places(0, stop), first)
             start += stop - first
         return
+    # (position in the document, length) -> (row, first query in the rank's part, first key of the document in the row).
     places: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for row, lengths in enumerate(mask.documents.lengths):
         ends = [*running_sums(lengths)]
@@ -208,12 +209,12 @@ def _stretches(mask: Mask, num_queries: int, num_keys: int) -> Iterator[_Stretch
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Queries that are computed at a time, and the keys that some of them see.
+    """The queries of one computation, and the keys that some of them see.
 
     Attributes:
-        queries, keys: their places.
-        position: of the first query among the keys.
-        window: of the mask.
+        queries, keys: ranges of the queries and of the keys.
+        position: position of the first query among the keys.
+        window: window of the mask, or None if it hides none of the keys.
     """
 
     queries: _Places
@@ -228,11 +229,11 @@ class _Piece:
 
     @property
     def is_cut(self) -> bool:
-        """Return whether the window hides a key from some query that comes after it."""
+        """Return whether the window hides an earlier key from some query."""
         return self.window is not None and self.keys.length > self.window
 
     def seen(self, device: torch.device) -> torch.Tensor:
-        """Return which keys each query sees, bool [queries, keys]."""
+        """Return the mask of visible keys, bool [queries, keys]."""
         queries = torch.arange(self.position, self.keys.length, device=device).unsqueeze(1)
         keys = torch.arange(self.keys.length, device=device)
         seen = keys <= queries
@@ -240,7 +241,7 @@ class _Piece:
 
 
 def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> Iterator[_Piece]:
-    """Yield the pieces of an attention, with at most `block` queries each; None: blocks only where there is a window."""
+    """Yield the pieces of an attention, with at most `block` queries each; if None, only a window cuts a stretch."""
     for stretch in _stretches(mask, num_queries, num_keys):
         window = mask.window if mask.window is not None and mask.window < stretch.keys.length else None
         length = stretch.queries.length
@@ -248,6 +249,7 @@ def _pieces(mask: Mask, num_queries: int, num_keys: int, block: int | None) -> I
         for first in range(0, length, size):
             stop = min(first + size, length)
             position = stretch.position + first
+            # The block's first query sees back to `first_key`; no later query sees further back.
             first_key = 0 if window is None else max(0, position - window + 1)
             keys = stretch.keys.part(first_key, stretch.position + stop)
             yield _Piece(stretch.queries.part(first, stop), keys, position - first_key, window)
@@ -257,13 +259,13 @@ class _ByPieces:
     """A kernel that computes pieces one after the other.
 
     Args:
-        mask: the keys that are seen.
-        scale: factor of the logits; None: d ** -0.5.
-        softcap: cap of the logits, which `Blocks` alone has; None: none.
+        mask: restriction of the visible keys beyond causality.
+        scale: factor of the logits; None means d ** -0.5.
+        softcap: cap of the logits, which only `Blocks` has, or None.
     """
 
     block: int | None = None
-    """Queries of a piece; None: all, but with a window."""
+    """Most queries of a piece; None for whole stretches, unless there is a window."""
 
     def __init__(self, mask: Mask, scale: float | None, softcap: float | None = None) -> None:
         self.mask = mask
@@ -272,7 +274,7 @@ class _ByPieces:
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         b, n, s, _ = q.shape
-        # In memory as the next layer reads it, [s, b, n d].
+        # Allocated as [s, b, n, d_v], the order in which the next layer reads it.
         out = q.new_empty(s, b, n, v.shape[-1]).permute(1, 2, 0, 3)
         lse = q.new_empty(b, n, s, dtype=accumulation_dtype(q.dtype))
         for piece in _pieces(self.mask, s, k.shape[2], self.block):
@@ -306,7 +308,7 @@ class _ByPieces:
     def part(
         self, piece: _Piece, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and logarithms of a piece."""
+        """Compute the output and log-sum-exp of a piece."""
         raise NotImplementedError
 
     def part_backward(
@@ -319,15 +321,15 @@ class _ByPieces:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> Tensors3:
-        """Return the gradients of a piece's q, k and v."""
+        """Compute the gradients of a piece's q, k and v."""
         raise NotImplementedError
 
 
 class CpuFlash(_ByPieces):
     """torch's fused kernel for the CPU, which takes any float dtype and an additive mask.
 
-    Its causal mask begins at the first key. Queries that come later in their document see the keys before them whole, and their
-    own by that mask: two calls, whose outputs are one by their logarithms.
+    Its causal mask is aligned with the first key. Queries that begin later in their document need two calls: one without a mask for
+    the keys before the queries, one with it for the others. The log-sum-exps weight the two outputs into one.
     """
 
     def part(
@@ -342,6 +344,7 @@ class CpuFlash(_ByPieces):
         if len(found) == 1:
             return found[0]
         (before, lse_before), (own, lse_own) = found
+        # softmax over both sets of keys = each call's softmax times its share exp(lse_i - lse) of the whole sum.
         lse = torch.logaddexp(lse_before, lse_own)
         before, own = accumulate(before), accumulate(own)
         out = before * (lse_before - lse).exp_().unsqueeze(-1) + own * (lse_own - lse).exp_().unsqueeze(-1)
@@ -357,7 +360,8 @@ class CpuFlash(_ByPieces):
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> Tensors3:
-        # Each call has the probabilities of its keys among all, from the logarithms of all.
+        # From the log-sum-exp over all keys, each call computes the probabilities of its keys among all.
+        # `out` is that of all keys too, as D = rowsum(dO O) needs.
         found = [
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 *(grad, q, k[:, :, keys], v[:, :, keys], out, lse, 0.0, is_causal), attn_mask=mask, scale=self.scale
@@ -371,7 +375,7 @@ class CpuFlash(_ByPieces):
 
     @staticmethod
     def _calls(piece: _Piece, q: torch.Tensor) -> list[tuple[slice, bool, torch.Tensor | None]]:
-        """Return the keys of each call, whether it is causal, and an additive mask [queries, keys] where that is not all."""
+        """List (keys, whether the call is causal, additive mask [queries, keys] or None) of each call."""
         if piece.is_whole:
             return [(slice(None), False, None)]
         if piece.is_cut:
@@ -383,7 +387,7 @@ class CpuFlash(_ByPieces):
 
 
 class Blocks(_ByPieces):
-    """The formula in plain operators, block by block; the backward computes each block's probabilities again (2205.14135)."""
+    """The formula in plain operators, block by block; the backward recomputes each block's probabilities (2205.14135)."""
 
     block = BLOCK
 
@@ -405,6 +409,7 @@ class Blocks(_ByPieces):
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> Tensors3:
+        # Flash attention's backward: dS = P (dO V^T - D) with D = rowsum(dO O); a cap's slope is 1 - tanh^2.
         logits = self._logits(q, k)
         d = (accumulate(grad) * out).sum(-1, keepdim=True)
         lse, d, grad, by_group = (self._by_group(each, k) for each in (lse.unsqueeze(-1), d, grad, q))
@@ -419,7 +424,7 @@ class Blocks(_ByPieces):
         )
 
     def _logits(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Return the logits [m, n_kv, group queries, keys] in the accumulation dtype, without a mask."""
+        """Compute the unmasked logits [m, n_kv, group queries, keys] in the accumulation dtype."""
         logits = accumulate(self._by_group(q, k) @ k.transpose(-1, -2)) * self._factor(q)
         return logits if self.softcap is None else (logits / self.softcap).tanh_() * self.softcap
 
@@ -428,7 +433,7 @@ class Blocks(_ByPieces):
 
     @staticmethod
     def _by_group(x: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        """Return x [m, n, s, ..] as [m, n_kv, group s, ..]: the queries that share a key/value head in one matrix."""
+        """Reshape x [m, n, s, ..] to [m, n_kv, group s, ..]: queries that share a key/value head form one matrix."""
         m, n, s = x.shape[:3]
         return x.reshape(m, k.shape[1], n // k.shape[1] * s, *x.shape[3:])
 

@@ -4,11 +4,11 @@
     of a sum   y = x + f branch, n = norm(y)      a branch of the residual stream, and the norm that reads the sum
     backward   dx = dy + (the norm's gradient of y for dn), d branch = f dx
 
-Both save x (or y) and the norm's statistics, and have their backward written out: autograd would record copies in the accumulation
-dtype and products that are cheap to recompute. Compiled, a sum and its norm are one pass over memory each way. Apart, the norm
-reads y once more, and autograd adds the two gradients of y in a pass of its own.
+Both save x (or y) and the norm's statistics, and have an explicit backward: autograd would save copies in the accumulation dtype
+and products that are cheap to recompute. Compiled together, a sum and its norm are one pass over memory each way. Apart, the norm
+reads y once more, and autograd adds the two gradients of y in a separate pass.
 
-Where nothing is compiled, LayerNorm and RMSNorm on a GPU are torch's own kernels.
+In eager mode, LayerNorm runs torch's own kernels everywhere, and RMSNorm does on a GPU.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,9 +30,9 @@ class NormFunctions:
     """The pure functions of a norm over the last dim.
 
     Attributes:
-        forward: (x [.., h], eps, weights [h]) -> output, and statistics of each token.
-        backward: (x, grad [.., h], dtype, weights and statistics) -> gradients of x, and in the dtype of each weight. Torch's own
-            are in the weights' dtype.
+        forward: function (x [.., h], eps, weights [h]) -> output, and statistics of each token.
+        backward: function (x, grad [.., h], dtype, weights and statistics) -> gradient of x, and of each weight in `dtype` (torch's
+            own kernels use the weights' dtype).
     """
 
     forward: Callable[..., Tensors]
@@ -43,9 +43,9 @@ class NormKernel:
     """A norm as a model runs it.
 
     Args:
-        name: of the norm (`triaxis.engine.config.layer_kinds.NORMS`).
-        eps: added to the variance or mean square.
-        fusion: runs the functions.
+        name: name of the norm (`triaxis.engine.config.layer_kinds.NORMS`).
+        eps: constant added to the variance or mean square.
+        fusion: runner of the functions.
 
     Raises:
         KeyError: no kernel has this name.
@@ -64,7 +64,7 @@ class NormKernel:
 
 
 class _Normalised(torch.autograd.Function):
-    """The norm alone. Saves x and the statistics."""
+    """The norm alone; it saves x, the weights and the statistics."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, kernel: NormKernel, *weights: torch.Tensor) -> torch.Tensor:
@@ -102,9 +102,12 @@ def add_and_norm_backward(
     of_weights: torch.dtype,
     *weights_and_statistics: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor | None, *Tensors]:
-    """Return the gradients of x, of the branch (None: that of x) and of each weight, from those of y and of the norm's output.
+    """Return the gradients of x, of the branch (None if it equals that of x) and of each weight.
 
-    A function for `Fusion`. Operator by operator the addition is in place, in the tensor that the norm's backward has made.
+    A function for `Fusion`. In eager mode the addition is in place, in the tensor that the norm's backward returned.
+
+    Args:
+        grad_y, grad: gradients of y and of the norm's output.
     """
     grad_x, *grads = backward(y, grad, of_weights, *weights_and_statistics)
     grad_x = grad_x.add_(grad_y)
@@ -175,7 +178,7 @@ def _rms_norm_back(
 ) -> Tensors:
     """Return dx = r (dy g - n mean(dy g n)), dw = sum of dy n over the tokens.
 
-    The mean is over rows as the norm's own is, so that the compiler passes over x and dy once for all.
+    The mean is a reduction over rows, as in the forward, so that the compiler reads x and dy only once.
     """
     n = accumulate(x) * r
     wide = accumulate(grad)
@@ -192,11 +195,12 @@ def _rms_norm_back_in_place(
     r: torch.Tensor,
     offset: int = 0,
 ) -> Tensors:
-    """Compute the same in few passes operator by operator: one product serves both sums."""
+    """Compute `_rms_norm_back` in few eager passes: the product n dy serves both sums."""
     gains = _gains(weight, offset)
     n = accumulate(x) * r
     products = (n * grad).flatten(0, -2)
     grad_weight = products.sum(0)
+    # -mean(dy g n) by a product with the gains, since `products` is already n dy.
     minus_mean = products.mv(accumulate(gains)).div_(-x.shape[-1]).view(r.shape)
     del products
     grad_x = n.mul_(minus_mean).add_(accumulate(grad) * gains).mul_(r)
@@ -204,7 +208,7 @@ def _rms_norm_back_in_place(
 
 
 def _rms_norm_of_device(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
-    """Return the same by torch's kernel, which it has for CUDA alone."""
+    """Compute `_rms_norm`, on CUDA by torch's kernel, which exists for no other device."""
     if x.is_cuda:
         return torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
     return _rms_norm(x, eps, weight)
@@ -219,9 +223,9 @@ def _rms_norm_back_of_device(
 
 
 def _rms_norm_1p(x: torch.Tensor, eps: float, weight: torch.Tensor) -> Tensors:
-    """Return RMSNorm with the gains 1 + weight: the weight is less 1, so that a small change keeps its bits.
+    """Compute RMSNorm with the gains 1 + weight: a weight near 0 keeps the low bits of small updates.
 
-    Sum and product are in the accumulation dtype, rounded once, as in Gemma (transformers' `Gemma2RMSNorm`).
+    Sum and product are in the accumulation dtype and rounded once, as in Gemma (transformers' `Gemma2RMSNorm`).
     """
     return _rms_norm(x, eps, weight, offset=1)
 

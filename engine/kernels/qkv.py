@@ -1,10 +1,9 @@
-"""Queries, keys and values as attention reads them, from one projection; and back, their gradients as one.
+"""The split of one projection into queries, keys and values, rotated for attention, and the join of their gradients.
 
-    forward    [s, b, (heads + 2 kv_heads) d] -> q [s, b, heads, d], k and v [s, b, kv_heads, d]; q and k rotated where they are
-    backward   the gradients rotated back, side by side, and the sum over tokens for a bias
+    forward    [s, b, (heads + 2 kv_heads) d] -> q [s, b, heads, d], k and v [s, b, kv_heads, d]; RoPE on q and k if there is any
+    backward   rotate the gradients back and concatenate them; for a bias, sum them over tokens
 
-Operator by operator these are a rotation of q, one of k, a concatenation and a sum, each with passes over memory of its own.
-Compiled, each direction is one kernel.
+In eager mode the rotations of q and k, the concatenation and the sum each pass over memory. Compiled, each direction is one kernel.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +21,10 @@ class SplitQkv:
     """The split of projected tokens into queries, keys and values.
 
     Args:
-        heads: the numbers of query heads and of key/value heads.
-        head_dim: d.
-        fusion: runs the two functions.
-        add_total: called in the backward with the gradient of x summed over its tokens, the gradient of a bias.
+        heads: numbers of query heads and of key/value heads on this rank.
+        head_dim: size d of a head.
+        fusion: runner of the two functions.
+        add_total: function that takes, in the backward, the gradient of x summed over tokens: the gradient of a bias.
     """
 
     def __init__(self, heads: tuple[int, int], head_dim: int, fusion: Fusion, add_total: AddTotal = None) -> None:
@@ -39,11 +38,11 @@ class SplitQkv:
         self.add_total = add_total
 
     def __call__(self, x: torch.Tensor, tables: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split x [s, b, (heads + 2 kv_heads) d], the queries, keys and values of each token side by side.
+        """Split x [s, b, (heads + 2 kv_heads) d], which holds all queries of a token, then its keys, then its values.
 
         Args:
-            x: as above.
-            tables: of `rope_tables`, by which queries and keys are rotated; None: they are views of x, as the values always are.
+            x: output of the projection.
+            tables: tables of `rope_tables` that rotate queries and keys, or None. Unrotated results are views of x.
 
         Returns:
             q [s, b, heads, d], k and v [s, b, kv_heads, d].
@@ -52,7 +51,7 @@ class SplitQkv:
 
 
 class _SplitQkv(torch.autograd.Function):
-    """The split and the concatenation. Saves the tables, one for all layers, and no more."""
+    """The split, and the join as its backward; it saves only the tables, which all layers share."""
 
     @staticmethod
     def forward(
@@ -85,7 +84,7 @@ def _rotated(q: torch.Tensor, k: torch.Tensor, tables: torch.Tensor) -> Sequence
 def _joined(
     grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, tables: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the gradients [s, b, .., d] side by side, [s, b, (heads + 2 kv_heads) d]; the tables rotate those of q and k back."""
+    """Concatenate the gradients [s, b, .., d] to [s, b, (heads + 2 kv_heads) d]; the tables rotate those of q and k back."""
     if tables is not None:
         grad_q, grad_k = rope_backward(grad_q, tables), rope_backward(grad_k, tables)
     return torch.cat((grad_q, grad_k, grad_v), dim=2).flatten(2)
@@ -94,15 +93,15 @@ def _joined(
 def _joined_in_place(
     grad_q: torch.Tensor, grad_k: torch.Tensor, grad_v: torch.Tensor, tables: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the same; eager code rotates q and k together, in their place."""
+    """Compute `_joined` in eager mode, where q and k are rotated together and in place."""
     whole = torch.cat((grad_q, grad_k, grad_v), dim=2)
     if tables is not None:
-        # Where the tables have fewer elements than a head, those behind them stay.
+        # With partial RoPE the tables are narrower than a head, and the elements after them are not rotated.
         rope_backward_(whole[:, :, : grad_q.shape[2] + grad_k.shape[2], : tables.shape[-1]], tables)
     return whole.flatten(2)
 
 
 def _and_total(joined: Callable[..., torch.Tensor], *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradient of x, and its sum over the tokens."""
+    """Return the gradient of x, and its sum over tokens."""
     grad = joined(*grads)
     return grad, total_of(grad)

@@ -1,6 +1,6 @@
 """The kernels of a run: the `kernels` section with each `auto` resolved for the device, tried before anything is built.
 
-    kernels.      what                                          choices                                   reference, in float64
+    kernels.      operation                                     choices                                   reference, in float64
     attention     scaled dot-product attention                  sdpa, flash, cudnn, efficient, varlen,
                                                                 te, blocks, explicit                          explicit
     elementwise   norms, RoPE, SwiGLU, dropout, cross-entropy   eager, compiled                           plain torch
@@ -11,11 +11,11 @@
     dispatch      tokens to experts and back                    all_gather, all_to_all                    all_gather
     (decoding)    attention of one query to the cached keys     flash, math, sdpa, blocks, explicit       explicit
 
-Decoding is not configured: its key length changes with every token, and cuDNN would plan each. The steps:
+Decoding is not configured: its key length changes with every token, and cuDNN would make a plan for each length. The steps:
 
     resolve      configuration and facts about the device -> choices; a pure function
-    try_out      each choice runs once; a named one that fails is an error, `auto` falls to the next in `ORDER` with a note
-    agree        all ranks take the slowest choice of any of them
+    try_out      runs each choice once; a named one that fails is an error, `auto` falls back to the next in `ORDER` with a note
+    agree        gives all ranks the slowest choice of any rank
 """
 
 import sys
@@ -67,11 +67,11 @@ ORDER: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dispatch": ("all_gather", "all_to_all"),
     }
 )
-"""Choices for `auto`, fastest first; the last of each runs anywhere."""
+"""Choices of `auto` for each kernel, fastest first; the last one runs anywhere."""
 
 GROUPED_FIRST = ((9, 0), (10, 0))
-"""Compute capabilities on which torch's grouped GEMM is one kernel, in bf16 alone. Elsewhere it is a loop whose ends are copied to
-the host, which waits for each product (`_grouped_mm_cuda` in torch's `GroupedBlas.cpp`)."""
+"""Compute capabilities on which torch's grouped GEMM is one kernel, only in bf16. Elsewhere it copies the ends to the host and
+loops, so the host waits at each product (`_grouped_mm_cuda` in torch's `GroupedBlas.cpp`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +79,14 @@ class DeviceFacts:
     """The facts that decide the choices for `auto`.
 
     Attributes:
-        capability: compute capability of the GPU, (9, 0) for an H100; None: a CPU.
-        torch_version: (major, minor).
-        cudnn_version: in torch's form, 91900 for 9.19.0; 0: none.
-        dtype: of weights and activations.
-        main_grad_bytes: bytes of an element of the main grads.
-        is_deterministic: `runtime.deterministic`.
-        pattern: what the model's attention needs.
-        dispatch: of tokens to experts, which follows from the configuration; None: the model has no experts.
+        capability: compute capability of the GPU, (9, 0) for an H100; None for a CPU.
+        torch_version: version as (major, minor).
+        cudnn_version: version in torch's form, 91900 for 9.19.0; 0 if there is none.
+        dtype: dtype of weights and activations.
+        main_grad_bytes: bytes per element of the main grads.
+        is_deterministic: value of `runtime.deterministic`.
+        pattern: features that the model's attention needs.
+        dispatch: form of token dispatch that the configuration implies; None if the model has no experts.
     """
 
     capability: tuple[int, int] | None
@@ -100,7 +100,7 @@ class DeviceFacts:
 
     @classmethod
     def of(cls, config: Config, device: torch.device) -> "DeviceFacts":
-        """Read them from torch."""
+        """Read the facts from the configuration and from torch."""
         is_cuda = device.type == "cuda"
         dtype = DTYPES[config.precision.dtype]
         major, minor = torch.__version__.split(".")[:2]
@@ -118,7 +118,7 @@ class DeviceFacts:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The name of each kernel; never `auto`. Those of experts are None in a model without any."""
+    """The name of each kernel, never `auto`; `experts` and `dispatch` are None in a model without experts."""
 
     attention: str
     decoding: str
@@ -134,7 +134,7 @@ class Choices:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def config(self) -> KernelsConfig:
-        """Return the section that asks for these by name."""
+        """Return the `kernels` section that asks for these choices by name."""
         return KernelsConfig.model_validate({name: one for name, one in self.named().items() if name != "decoding"})
 
 
@@ -143,12 +143,12 @@ class Kernels:
     """The kernels of an engine and its model.
 
     Attributes:
-        choices: their names.
-        fusion: runs elementwise functions; one object, so that each is compiled once.
-        fp8: of linear layers; None: their GEMMs are in the run's dtype.
-        te: Transformer Engine, where the linear layers are its; None: they are not.
-        te_attention: its attention, where that is chosen; None: it is not.
-        apex: the update of FusedAdam, where that is the optimizer's; None: it is not.
+        choices: names of the kernels.
+        fusion: runner of elementwise functions; one object, so that each function is compiled once.
+        fp8: FP8 of the linear layers, or None if their GEMMs are in the run's dtype.
+        te: Transformer Engine, if `linear` is te, else None.
+        te_attention: Transformer Engine's attention, if `attention` is te, else None.
+        apex: update of FusedAdam, if `optimizer` is apex, else None.
     """
 
     choices: Choices
@@ -160,13 +160,13 @@ class Kernels:
 
 
 def resolve(config: KernelsConfig, facts: DeviceFacts) -> Choices:
-    """Replace each `auto` by the fastest choice that is expected to run on a device with these facts."""
+    """Replace each `auto` by the fastest choice that should run on a device with these facts."""
     fastest = asdict(_fastest(facts))
     asked = config.model_dump()
     taken = {
         name: fastest[name] if choice == "auto" or fastest[name] is None else choice for name, choice in asked.items()
     }
-    # Explicit attention needs no plan per length, and keeps its bits in generated text.
+    # Explicit attention needs no plan per length, so decoding keeps it, and with it the bits of training.
     taken["decoding"] = "explicit" if taken["attention"] == "explicit" else fastest["decoding"]
     return Choices(**taken)
 
@@ -178,9 +178,9 @@ def _fastest(facts: DeviceFacts) -> Choices:
         return Choices(attention, attention, "eager", "separate", "torch", experts=loop, dispatch=facts.dispatch)
     is_half = facts.dtype.itemsize == 2
     has_flash = is_half and facts.capability >= (8, 0)
-    # A float64 run is a comparison: it takes the operators of the reference.
+    # A float64 run is a comparison, so it uses the reference's operators.
     is_float64 = facts.dtype == torch.float64
-    # A compiled reduction may pick block sizes by measuring, and so the order of additions; the optimizer has no reduction.
+    # A compiled reduction may choose block sizes, hence the order of additions, by timing. The optimizer has no reduction.
     is_eager = is_float64 or facts.is_deterministic
     has_grouped = facts.dtype == torch.bfloat16 and facts.capability in GROUPED_FIRST
     experts: ExpertKernel = "grouped" if has_grouped else "loop"
@@ -220,11 +220,11 @@ def _takes(auto: Auto, facts: DeviceFacts) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """The trial of a choice on this device.
+    """The trials of choices on this device.
 
     Attributes:
-        failure: the reason why choice `value` of kernel `name` does not run, "" where it does.
-        refusal: the problem of a named choice that does not run, from its name, value and reason.
+        failure: function (kernel, choice) -> the reason why the choice does not run, or "".
+        refusal: function (kernel, choice, reason) -> the config problem for a named choice that does not run.
     """
 
     failure: Callable[[str, str], str]
@@ -232,7 +232,7 @@ class Trials:
 
 
 def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: AttentionShape | None = None) -> Trials:
-    """Run the kernels themselves, on small tensors; `decoding` is the shape of one query's attention, None: the same."""
+    """Build trials that run the kernels on small tensors; `decoding` is the attention shape of one query, by default `shape`."""
     device = shape.device
     of_compiler = cache(lambda: compiler_failure(device))
 
@@ -268,7 +268,7 @@ def device_trials(shape: AttentionShape, main_grad: torch.dtype, decoding: Atten
 
 
 def try_out(config: KernelsConfig, choices: Choices, trials: Trials) -> tuple[Choices, list[str]]:
-    """Try each choice; a choice for `auto` falls to the next in `ORDER` until one runs.
+    """Try each choice; a choice of `auto` falls back to the next in `ORDER` until one runs.
 
     Returns:
         The choices that run, and a line for each that did not.
@@ -300,17 +300,18 @@ def agree_on_choices(
     try_from: Callable[[Choices], tuple[Choices, list[str]]],
     gather_text: Callable[[str], list[str]],
 ) -> tuple[Choices, list[str]]:
-    """Return choices that run on every rank: one slow rank would slow down all, and bits should not differ by rank.
+    """Find choices that run on every rank: one slow rank would slow down all, and bits should not differ by rank.
 
     Args:
-        choices: the choices of this rank.
-        notes: choices that did not run on it.
-        try_from: tries slower choices on this rank, as `try_out`.
-        gather_text: gathers every rank's text, in rank order; collective.
+        choices: choices of this rank.
+        notes: lines about choices that did not run on this rank.
+        try_from: function that tries slower choices on this rank, as `try_out`.
+        gather_text: collective that gathers every rank's text, in rank order.
 
     Returns:
-        The choices, and a line for each that some rank lacks; the same on every rank.
+        The choices, and a line for each choice that some rank lacks; equal on every rank.
     """
+    # A slower choice may fail in its turn on some rank, so the ranks repeat until all have the same.
     notes = list(notes)
     by_rank = alone = _gather_choices(choices, gather_text)
     while len(set(by_rank)) > 1:
@@ -333,12 +334,12 @@ def _label(name: str) -> str:
 
 def _gather_choices(choices: Choices, gather_text: Callable[[str], list[str]]) -> list[Choices]:
     texts = gather_text(" ".join(choices.named().values()))
-    # A model has the same kernels on every rank.
+    # A model has the same kernels on every rank, so the values alone are sent, in the order of this rank's names.
     return [Choices(**dict(zip(choices.named(), text.split(), strict=True))) for text in texts]  # type: ignore[arg-type]
 
 
 def slowest(all_choices: Sequence[Choices]) -> Choices:
-    """Return the slowest choice of each kernel by `ORDER`; a named one is the same on every rank."""
+    """Return the slowest choice of each kernel by `ORDER`; a kernel named in the configuration is equal on every rank."""
     found = all_choices[0]
     for each in fields(Choices):
         names = [getattr(choices, each.name) for choices in all_choices]
@@ -348,7 +349,7 @@ def slowest(all_choices: Sequence[Choices]) -> Choices:
 
 
 def attention_shape(config: Config, topology: Topology) -> AttentionShape:
-    """Return the shape of the attention that this rank computes."""
+    """Return the shape of this rank's attention; ranks that exchange heads have 1 / cp of them."""
     model = config.model
     ranks_of_heads = 1 if gathers_keys(config) else topology.sizes.cp
     return AttentionShape(
@@ -363,7 +364,7 @@ def attention_shape(config: Config, topology: Topology) -> AttentionShape:
 
 
 def decoding_shape(config: Config, topology: Topology) -> AttentionShape:
-    """Return the shape of the attention of one query; queries of latent attention read latents, which all heads share."""
+    """Return the shape of one query's attention in decoding; in MLA it reads latents, which all heads share."""
     shape, mla = attention_shape(config, topology), config.model.mla
     if mla is None:
         return shape
@@ -371,14 +372,14 @@ def decoding_shape(config: Config, topology: Topology) -> AttentionShape:
 
 
 def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) -> Kernels:
-    """Resolve and try the kernels of a run. On GPUs it is collective where the configuration says `auto`.
+    """Resolve and try the kernels of a run. It is collective on GPUs if the configuration has an `auto`.
 
-    Rank 0 prints on stderr the choices for `auto` that did not run.
+    Rank 0 prints on stderr the choices of `auto` that did not run.
 
     Args:
-        config: of the run.
-        topology: its ranks and device.
-        is_alone: no other ranks exist (`launch/footprint/real.py`), so none are consulted.
+        config: configuration of the run.
+        topology: ranks and device of the run.
+        is_alone: whether this process runs without the other ranks (`launch/footprint/real.py`), so that none is consulted.
 
     Raises:
         ConfigError: kernels that the configuration names do not run here; all of them at once.
@@ -411,7 +412,7 @@ def open_kernels(config: Config, topology: Topology, *, is_alone: bool = False) 
 
 
 def describe(kernels: Kernels, shape: AttentionShape) -> str:
-    """Describe the choices of a training step in a line, with torch's own choice for `sdpa`; linear layers only if not torch's."""
+    """Describe the choices of a training step in a line, with torch's choice for `sdpa`; torch's linear layers are not listed."""
     attention = kernels.choices.attention
     if attention == "sdpa":
         attention = f"sdpa ({chosen(shape)})"

@@ -1,7 +1,7 @@
 """RoPE: the rotation of queries and keys, its frequencies, and their changes for longer contexts.
 
-Formulas and defaults are those of transformers' modeling_rope_utils.py; papers are named below. d is the number of elements that
-rotate; pair i turns by base ** (-2 i / d) radians per position.
+Formulas and defaults are those of transformers' modeling_rope_utils.py; papers are named below. d is the number of rotated elements
+per head; pair i turns by base ** (-2 i / d) radians per position.
 """
 
 import math
@@ -19,18 +19,19 @@ T = TypeVar("T")
 
 
 def rope_tables(position_ids: torch.Tensor, frequencies: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
-    """Return the cosines and sines of RoPE (2104.09864, section 3.4.2) at the given positions.
+    """Compute the cosines and sines of RoPE (2104.09864, section 3.4.2) at the given positions.
 
     Args:
-        position_ids: int64 [b, s]; rows may differ.
-        frequencies: [r / 2] radians per position, in the accumulation dtype of the run.
-        factor: of cosines and sines.
+        position_ids: positions int64 [b, s]; rows may differ.
+        frequencies: radians per position [r / 2], in the accumulation dtype of the run.
+        factor: factor of cosines and sines.
 
     Returns:
         [2, s, b, 1, r] in the dtype of the frequencies: cosines, then sines; dims i and i + r/2 have equal angles ("rotate half").
-        The sines of the first half are negated, as the factors of the second half.
+        The sines of the first half are negated, since they multiply the swapped second half.
     """
     angles = position_ids.t().to(frequencies.dtype).unsqueeze(-1) * frequencies
+    # cos(-a) = cos(a) and sin(-a) = -sin(a), so one concatenation gives both tables.
     angles = torch.cat((-angles, angles), dim=-1).unsqueeze(2)
     tables = torch.stack((angles.cos(), angles.sin()))
     return tables if factor == 1.0 else tables.mul_(factor)
@@ -42,7 +43,7 @@ def apply_rope(x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.T
 
 
 class _Rope(torch.autograd.Function):
-    """y = x cos + swap(x) sin, where swap exchanges the halves of a head. Saves only the tables, one for all layers."""
+    """The rotation y = x cos + swap(x) sin; swap exchanges the halves of a head. It saves only the tables that all layers share."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tables: torch.Tensor, fusion: Fusion) -> torch.Tensor:
@@ -73,9 +74,9 @@ def rope_backward(grad: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
 
 
 def rope_backward_(grad: torch.Tensor, tables: torch.Tensor) -> None:
-    """Compute dx = dy cos - swap(dy) sin in the place of dy [s, b, heads, r], the rotated elements alone.
+    """Compute dx = dy cos - swap(dy) sin in the memory of dy [s, b, heads, r], the rotated elements only.
 
-    This is `rope_backward` with a temporary less: the sines' halves are -s and s.
+    It equals `rope_backward`, since the halves of the sines are -s and s, and needs one temporary less.
     """
     wide, (cos, sin) = accumulate(grad), tables.unbind()
     swapped = _swap(wide).mul_(sin)
@@ -87,7 +88,7 @@ def rope_backward_(grad: torch.Tensor, tables: torch.Tensor) -> None:
 def _on_first(
     rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, tables: torch.Tensor
 ) -> torch.Tensor:
-    """Rotate the first elements of each head, as many as the tables have; return them with the others."""
+    """Apply `rotate` to the first r elements of each head, r from the tables, and leave the others unchanged."""
     first, others = x.tensor_split((tables.shape[-1],), dim=-1)
     return torch.cat((rotate(first, tables), others), dim=-1)
 
@@ -100,7 +101,7 @@ def _swap(x: torch.Tensor) -> torch.Tensor:
 def tables_by_rotary(
     rotaries: Iterable[Rotary | None], position_ids: torch.Tensor, dtype: torch.dtype
 ) -> dict[Rotary, torch.Tensor]:
-    """Return the table of `rope_tables` for each distinct record, at positions int64 [b, s], for a run in `dtype`."""
+    """Make the tables of `rope_tables` for each distinct record, at positions int64 [b, s], for a run in `dtype`."""
     wide, device = accumulation_dtype(dtype), position_ids.device
     return {
         rotary: rope_tables(position_ids, rotary_frequencies(rotary, wide, device), rotary_factor(rotary))
@@ -110,7 +111,7 @@ def tables_by_rotary(
 
 
 def rotary_frequencies(rotary: Rotary, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return the angle per position of each pair [d / 2], computed in `dtype` on the device."""
+    """Compute the angle per position of each pair, [d / 2], in `dtype` on the device."""
     exponents = torch.arange(0, rotary.dim, 2, device=device, dtype=dtype) / rotary.dim
     frequencies = rotary.base**-exponents
     if rotary.scaling is None:
@@ -119,29 +120,30 @@ def rotary_frequencies(rotary: Rotary, dtype: torch.dtype, device: torch.device)
 
 
 def rotary_factor(rotary: Rotary) -> float:
-    """Return the factor on cosines and sines; 1 where frequencies are not scaled."""
+    """Return the factor of cosines and sines; 1 if the record has no scaling."""
     return 1.0 if rotary.scaling is None else rotary.scaling.rotation_factor
 
 
 def _linear(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> torch.Tensor:
-    """Return positions that are `factor` times as dense (2306.15595)."""
+    """Divide all frequencies by `factor`: positions become `factor` times as dense (2306.15595)."""
     return frequencies / _given(scaling.factor)
 
 
 def _llama3(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> torch.Tensor:
-    """Return long waves slowed down by `factor`, short ones as they are, and those between blended (Llama 3.1)."""
+    """Divide low frequencies by `factor`, keep high ones, and blend those in between (Llama 3.1)."""
     original = _given(scaling.original_max_position_embeddings)
     low, high, factor = (_given(each) for each in (scaling.low_freq_factor, scaling.high_freq_factor, scaling.factor))
+    # Full turns of each pair in the original context; the blend is linear in them.
     turns = original * frequencies / (2 * math.pi)
     share = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 - share) * frequencies / factor + share * frequencies
 
 
 def _yarn(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> torch.Tensor:
-    """Return fast dims as they are, slow ones slowed down by `factor`, and those between blended (2309.00071, section 3.2)."""
+    """Keep fast pairs, divide the frequencies of slow ones by `factor`, and blend in between (2309.00071, section 3.2)."""
 
     def dim_with(turns: float) -> float:
-        """Return the pair that turns so often in an original context."""
+        """Return the index (not rounded) of the pair that makes `turns` full turns in the original context."""
         original = _given(scaling.original_max_position_embeddings)
         return rotary.dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rotary.base))
 
@@ -149,14 +151,14 @@ def _yarn(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> to
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary.dim - 1)
-    last += 0.001 if first == last else 0
+    last += 0.001 if first == last else 0  # no division by zero below
     pairs = torch.arange(rotary.dim // 2, device=frequencies.device, dtype=frequencies.dtype)
     slowed = ((pairs - first) / (last - first)).clamp(0, 1)
     return frequencies / _given(scaling.factor) * slowed + frequencies * (1 - slowed)
 
 
 def _longrope(frequencies: torch.Tensor, rotary: Rotary, scaling: RopeScaling) -> torch.Tensor:
-    """Return each pair slowed down by a number of its own, found by search for short and for long samples (2402.13753)."""
+    """Divide each pair's frequency by its own factor, found by search for short and for long samples (2402.13753)."""
     divisors = scaling.long_factor if rotary.is_long else scaling.short_factor
     return frequencies / torch.tensor(_given(divisors), dtype=frequencies.dtype).to(frequencies.device)
 

@@ -4,14 +4,14 @@
     gradient of the input   dX = dY W              layout NN, A = W [out, in], B = dY [n, out]
     gradient of the weight  dW (+)= dY^T X         layout NT, A = X [n, in],   B = dY [n, out], out = main grad
 
-cuBLAS counts columns first, so A is the right factor, and `T` means that its rows are the columns that are multiplied. Operands and
-`out` are contiguous. In the third GEMM the sums are added to the main grad in its own dtype, in fp32 of a bf16 run. Its epilogue
-sums dY over the tokens, which is the gradient of a bias; those of the other two compute GELU and its derivative.
+cuBLAS is column-major, so A is the right factor: the first letter T contracts A along dim 1, N along dim 0. Operands and `out` are
+contiguous. The third GEMM adds to the main grad in the main grad's dtype (fp32 in a bf16 run). Its epilogue sums dY over tokens for
+the gradient of a bias; the epilogues of the other two compute GELU and its derivative.
 
-With FP8 operands every GEMM is Y = A B^T of two quantised matrices (`engine/kernels/fp8`), which is layout TN; `te_storage.py` has
-their classes.
+With FP8 operands every GEMM is Y = A B^T of two quantised matrices (`engine/kernels/fp8`), in layout TN; `te_storage.py` has their
+classes.
 
-Only this function is called: TE's modules communicate by themselves, past the ledger and the order of the collectives here.
+Linear layers call only this function: TE's modules start their own collectives, outside the ledger and the order kept here.
 """
 
 import inspect
@@ -29,7 +29,7 @@ from triaxis.engine.kernels.te_storage import Storages, open_storages
 from triaxis.engine.program import install
 
 FIRST_VERSION = "2.10"
-"""The first release whose `general_gemm` takes these arguments; earlier ones want a workspace of the caller."""
+"""The first release whose `general_gemm` takes these arguments; earlier ones need a workspace from the caller."""
 
 
 class OtherVersionError(ImportError):
@@ -37,7 +37,7 @@ class OtherVersionError(ImportError):
 
 
 class GeneralGemm(Protocol):
-    """The arguments of `transformer_engine.pytorch.cpp_extensions.general_gemm` that are used here, and no others."""
+    """The signature of `transformer_engine.pytorch.cpp_extensions.general_gemm`, with only the arguments used here."""
 
     def __call__(
         self,
@@ -61,10 +61,10 @@ class TransformerEngine:
     """The GEMMs of an installed Transformer Engine.
 
     Attributes:
-        general_gemm: TE's function; returns (out, gradient of the bias, input of GELU, extra output).
-        dot_product_attention: makes TE's module of attention (`te_attention.py`).
-        storages: TE's classes of matrices of FP8 numbers.
-        version: of the package.
+        general_gemm: TE's function, which returns (out, gradient of the bias, input of GELU, extra output).
+        dot_product_attention: constructor of TE's attention module (`te_attention.py`).
+        storages: TE's classes of FP8 matrices.
+        version: version of the package.
     """
 
     general_gemm: GeneralGemm
@@ -73,24 +73,24 @@ class TransformerEngine:
     version: str
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Return X W^T + bias [n, out]; x [n, in], weight [out, in], bias [out]."""
+        """Compute X W^T + bias [n, out]; x [n, in], weight [out, in], bias [out]."""
         return _first(self.general_gemm(weight, x, layout="TN", out_dtype=x.dtype, bias=bias))
 
     def input_grad(self, grad: torch.Tensor, weight: torch.Tensor, onto: torch.Tensor | None = None) -> torch.Tensor:
-        """Return dY W [n, in]; grad [n, out], weight [out, in]. `onto` [n, in] is a sum that it is added to, in place."""
+        """Compute dY W [n, in]; grad [n, out], weight [out, in]. If `onto` [n, in] is given, add to it in place."""
         gemm = partial(self.general_gemm, weight, grad, layout="NN", out_dtype=grad.dtype, grad=True)
         return _first(gemm() if onto is None else gemm(out=onto, accumulate=True))
 
     def forward_gelu(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inner = X W^T + bias and its GELU in the tanh form, both [n, out]; x [n, in], weight [out, in], bias [out]."""
+        """Compute inner = X W^T + bias and its tanh GELU, both [n, out]; x [n, in], weight [out, in], bias [out]."""
         activated, _, inner, *_ = self.general_gemm(weight, x, layout="TN", out_dtype=x.dtype, bias=bias, gelu=True)
         assert activated is not None and inner is not None, "general_gemm returns the input of GELU"
         return inner, activated
 
     def input_grad_of_gelu(self, grad: torch.Tensor, weight: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-        """Return dY W GELU'(inner) [n, in]; grad [n, out], weight [out, in], inner [n, in]."""
+        """Compute dY W GELU'(inner) [n, in]; grad [n, out], weight [out, in], inner [n, in]."""
         return _first(
             self.general_gemm(weight, grad, layout="NN", out_dtype=grad.dtype, grad=True, gelu=True, gelu_in=inner)
         )
@@ -106,24 +106,25 @@ class TransformerEngine:
     ) -> torch.Tensor | None:
         """Compute main_grad [out, in] += dY^T X (`overwrite`: =) of grad [n, out] and x [n, in].
 
-        `with_total`: return the sum of dY over the tokens [out], in the dtype of the main grad; else None.
+        Returns:
+            The sum of dY over tokens [out], in the dtype of the main grad, if `with_total`; else None.
         """
         gemm = partial(self.general_gemm, x, grad, layout="NT", out_dtype=main_grad.dtype, out=main_grad, grad=True)
-        # Of the bias, its presence, length and dtype are read, not its numbers.
+        # TE reads only the presence, length and dtype of this bias, not its values.
         _, total, *_ = gemm(accumulate=not overwrite, bias=main_grad[:, 0] if with_total else None)
         return total
 
     def fp8_product(
         self, a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype, *, is_tensorwise: bool
     ) -> torch.Tensor:
-        """Return A B^T + bias [m, n] in `dtype`; a [m, k], b [n, k], with one scale each or scales of blocks, and bias [n]."""
+        """Compute A B^T + bias [m, n] in `dtype`; a [m, k], b [n, k], each with one scale or with block scales, and bias [n]."""
         operands = (self.storages.stored(one, is_tensorwise=is_tensorwise) for one in (b, a))
         return _first(self.general_gemm(*operands, out_dtype=dtype, bias=bias, use_split_accumulator=True))
 
     def add_fp8_product(
         self, total: torch.Tensor, a: Quantised, b: Quantised, *, overwrite: bool, is_tensorwise: bool
     ) -> None:
-        """Compute total [m, n] += A B^T (`overwrite`: =), added in the dtype of `total`."""
+        """Compute total [m, n] += A B^T (`overwrite`: =), accumulated in the dtype of `total`."""
         operands = (self.storages.stored(one, is_tensorwise=is_tensorwise) for one in (b, a))
         self.general_gemm(
             *operands, out_dtype=total.dtype, out=total, accumulate=not overwrite, use_split_accumulator=True
@@ -137,10 +138,10 @@ def _first(returned: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 def open_te() -> TransformerEngine:
-    """Import Transformer Engine and check the function that is called.
+    """Import Transformer Engine and check the arguments of `general_gemm`.
 
     Raises:
-        ImportError: it is not installed, not usable here, or of another version; the message says which.
+        ImportError: it is not installed, cannot be imported, or has another version; the message says which.
     """
     try:
         function = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
@@ -154,16 +155,16 @@ def open_te() -> TransformerEngine:
         storages = open_storages()
     except OtherVersionError:
         raise
-    except Exception as error:  # its import looks for CUDA's libraries, and raises whatever it meets
+    except Exception as error:  # its import loads CUDA libraries and may raise any type
         raise ImportError(_reason(error)) from error
     return TransformerEngine(function, attention, storages, version)
 
 
 def te_failure(run: Callable[[TransformerEngine], object]) -> str:
-    """Open Transformer Engine and run something with it; return the reason if that fails, else ""."""
+    """Open Transformer Engine and call `run` with it; return the reason if either fails, else ""."""
     try:
         run(open_te())
-    except Exception as error:  # a foreign library's, about drivers, devices, shapes or dtypes
+    except Exception as error:  # errors of a foreign library have any type
         return _first_line(error)
     return ""
 
@@ -201,7 +202,7 @@ def _compare(name: str, found: torch.Tensor | None, expected: torch.Tensor) -> N
 
 
 def gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:
-    """Return the problem of `kernels.linear = te` where it does not run."""
+    """Return the config problem for `kernels.linear = te` where it does not run."""
     return (
         f"kernels.linear = te does not run here, in {str(dtype).removeprefix('torch.')} on {device.type} ({reason}). Another GEMM "
         f"would have other speed and other bits than what was asked for. {how_to_install()} kernels.linear=torch runs anywhere."
@@ -209,13 +210,13 @@ def gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:
 
 
 def how_to_install() -> str:
-    """Return the sentence that says how Transformer Engine is installed."""
+    """Return a sentence with the command that installs Transformer Engine."""
     line = install("te", "--no-build-isolation")
     return f"Beside a torch with CUDA and its compiler,  {line}  installs Transformer Engine (docs/one-gpu.md)."
 
 
 def _lacking(function: Callable[..., Any]) -> str:
-    """Return how the arguments of TE's function differ from those that are passed, in words; "" where they fit."""
+    """Describe how the arguments of TE's function differ from those passed here; "" if they fit."""
     wanted = [name for name in inspect.signature(GeneralGemm.__call__).parameters if name != "self"]
     found = inspect.signature(function).parameters
     missing = [name for name in wanted if name not in found]

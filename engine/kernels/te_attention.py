@@ -1,7 +1,7 @@
 """Attention by Transformer Engine's DotProductAttention, which chooses FlashAttention or cuDNN for the shape.
 
-It reads and writes [s, b, heads, d], the layout in which queries, keys and values are projected. It gets no process groups: context
-parallelism trades tokens for heads before it, or is refused.
+It reads and writes [s, b, heads, d], the layout in which queries, keys and values are projected. It gets no process groups: with
+context parallelism, ranks exchange tokens for heads before it, or the configuration is refused.
 """
 
 from typing import Any
@@ -16,10 +16,10 @@ TRIED = (128, 1)
 
 
 class TeAttention:
-    """TE's attention, with one of its modules for each shape.
+    """TE's attention, with one TE module per (heads, kv heads, head size, window, scale).
 
     Args:
-        te: an installed Transformer Engine.
+        te: installed Transformer Engine.
     """
 
     def __init__(self, te: TransformerEngine) -> None:
@@ -32,9 +32,9 @@ class TeAttention:
         """Compute causal attention: q [b, n, s, d], k and v [b, n_kv, s, d] -> [b, n, s, d].
 
         Args:
-            q, k, v: operands of one dtype, of 16 bits.
-            window: the last keys that a query sees, its own among them; None: all before it.
-            scale: factor of the logits; None: d ** -0.5.
+            q, k, v: operands of one 16-bit dtype.
+            window: number of last keys that a query sees, its own among them; None for all before it.
+            scale: factor of the logits; None means d ** -0.5.
         """
         tokens_first = [each.permute(2, 0, 1, 3) for each in (q, k, v)]
         (s, b, heads, d), kv_heads = tokens_first[0].shape, k.shape[1]
@@ -57,7 +57,7 @@ class TeAttention:
 def te_attention_failure(
     heads: int, kv_heads: int, head_dim: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Try TE's attention, forward and backward, against torch's formula; return the reason if it does not run, else ""."""
+    """Compare TE's attention, forward and backward, with torch's; return the reason if it fails or differs, else ""."""
     length, samples = TRIED
 
     def run(te: TransformerEngine) -> None:
@@ -77,9 +77,9 @@ def te_attention_failure(
 def _gradients(
     by_te: bool, numbers: list[torch.Tensor], te: TransformerEngine, window: int | None
 ) -> list[torch.Tensor]:
-    """Return the output of attention and the gradients of its operands, by TE or by torch's operators."""
+    """Compute the output of attention and the gradients of its operands, by TE or by torch."""
     q, k, v = (each.clone().requires_grad_() for each in numbers)
-    # An engine may be built where gradients are off, for its forwards alone.
+    # An engine that only runs forwards may be built with gradients off.
     with torch.enable_grad():
         if by_te:
             out = TeAttention(te)(q, k, v, window=window, scale=None)

@@ -1,13 +1,13 @@
-"""Matrices of FP8 numbers as Transformer Engine's GEMM reads them: its storages of one scale and of scales of blocks.
+"""FP8 matrices as Transformer Engine's GEMM reads them: its storages with one scale and with block scales.
 
     blocks       storage                           scales of a matrix [rows, columns], contiguous
-    the matrix   `Float8TensorStorage`             fp32 [1]
+    whole        `Float8TensorStorage`             fp32 [1]
     1 x 128      `Float8BlockwiseQTensorStorage`   fp32 [columns / 128, rows]
     128 x 128    `Float8BlockwiseQTensorStorage`   fp32 [rows / 128, columns / 128], padded to a multiple of 4 columns
     1 x 32       `MXFP8TensorStorage`              exponents (e8m0) as bytes [rows, columns / 32], padded to multiples of 128 and 4
 
-Shapes are those of `get_scale_shape` in TE's quantisers of these storages. TE puts the last kind into cuBLASLt's tiles itself. Only
-the rows of a matrix are given, for the layout TN of the GEMM.
+Shapes are those of `get_scale_shape` in TE's quantisers of these storages. TE itself arranges the last kind in cuBLASLt's tiles. A
+storage holds only the rowwise data of a matrix, which layout TN of the GEMM reads.
 """
 
 import inspect
@@ -32,10 +32,10 @@ class Storages:
     """Transformer Engine's classes of FP8 matrices.
 
     Attributes:
-        tensor: of a matrix with one scale.
-        blocks: with scales of 1 x 128 or 128 x 128 blocks.
-        mx: with scales of 1 x 32 blocks.
-        dtypes: TE's names of the FP8 formats.
+        tensor: class of a matrix with one scale.
+        blocks: class of a matrix with scales of 1 x 128 or 128 x 128 blocks.
+        mx: class of a matrix with scales of 1 x 32 blocks.
+        dtypes: torch's FP8 dtype -> TE's.
     """
 
     tensor: Callable[..., Any]
@@ -44,7 +44,7 @@ class Storages:
     dtypes: Mapping[torch.dtype, Any]
 
     def stored(self, matrix: Quantised, *, is_tensorwise: bool) -> Any:
-        """Return a matrix of contiguous rows in TE's storage of its scales, on the same bytes."""
+        """Wrap a matrix of contiguous rows in TE's storage for its block size; the values are not copied."""
         values = matrix.values
         assert values.is_contiguous(), "TE reads bytes row by row, whatever the strides say"
         form, data = {"fp8_dtype": self.dtypes[values.dtype]}, values.view(torch.uint8)
@@ -57,7 +57,7 @@ class Storages:
             return self.mx(
                 rowwise_data=data, rowwise_scale_inv=exponents, with_gemm_swizzled_scales=False, **rows_alone
             )
-        # torch's GEMM reads the same numbers as a transposed view.
+        # `scales_of` has the same numbers as a transposed view, for torch's GEMM.
         return self.blocks(
             rowwise_data=data,
             rowwise_scale_inv=scales.tensor.t(),
@@ -67,14 +67,14 @@ class Storages:
 
 
 def open_storages() -> Storages:
-    """Import the classes.
+    """Import TE's classes.
 
     Raises:
-        Exception: whatever TE's import raises.
+        Exception: any error of TE's import.
     """
     compiled = import_module("transformer_engine_torch")
     blocks = import_module(f"{_FOLDER}.float8_blockwise_tensor_storage").Float8BlockwiseQTensorStorage
-    if "data_format" in inspect.signature(blocks.__new__).parameters:  # releases that had a second one, and ask for it
+    if "data_format" in inspect.signature(blocks.__new__).parameters:  # older releases have two formats and ask for one
         blocks = partial(blocks, data_format=compiled.Float8BlockScaleTensorFormat.GEMM_READY)
     formats = compiled.DType
     return Storages(

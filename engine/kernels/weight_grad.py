@@ -1,9 +1,9 @@
 """The accumulation of a weight's gradient in its main grad, dW += dY^T X.
 
-    separate   a GEMM in the run's dtype into its own tensor, then an addition: the main grad is read and written once more
+    separate   a GEMM in the run's dtype into a new tensor, then an addition to the main grad in a pass of its own
     fused      a GEMM that adds to the main grad in the accumulation dtype (cuBLAS: 16-bit inputs, 32-bit output)
 
-With the main grad in the run's dtype, both are the GEMM that adds.
+If the main grad has the run's dtype, both are one GEMM that adds to it.
 """
 
 from typing import Literal
@@ -14,7 +14,7 @@ WeightGradKernel = Literal["separate", "fused"]
 
 
 def add(main_grad: torch.Tensor, grad: torch.Tensor, *, overwrite: bool) -> None:
-    """Add grad to main_grad, or overwrite it."""
+    """Add grad to main_grad, or with `overwrite` copy it there."""
     if overwrite:
         main_grad.copy_(grad)
     else:
@@ -55,7 +55,7 @@ def weight_grad_failure(
 def weight_grad_refusal(
     kernel: WeightGradKernel, dtype: torch.dtype, main_grad_dtype: torch.dtype, device: torch.device, reason: str
 ) -> str:
-    """Return the problem of a named kernel that does not run here."""
+    """Return the config problem for a named kernel that does not run here."""
     names = [str(each).removeprefix("torch.") for each in (dtype, main_grad_dtype)]
     return (
         f"kernels.weight_grad = {kernel} does not run here, with a GEMM of {names[0]} that adds to {names[1]} on "

@@ -1,12 +1,12 @@
-"""Products of quantised matrices, A B^T, by the backend of `precision.fp8`.
+"""Products A B^T of quantised matrices, by the backend of `precision.fp8`.
 
-    torch      torch's scaled GEMM (cuBLAS on GPUs from Ada and Hopper on; oneDNN or a plain loop on CPUs): fp32 sums; scales of
-               blocks on GPUs alone (`block_product.py`)
+    torch      torch's scaled GEMM (cuBLAS on GPUs from Ada and Hopper on; oneDNN or a plain loop on CPUs): fp32 sums; block scales
+               only on GPUs (`block_product.py`)
     te         Transformer Engine's GEMM (cuBLASLt): fp32 sums, which it adds to the main grads itself
     emulated   plain operators on the rounded numbers, in the accumulation dtype, on any device: the reference of the others
 
-The emulation multiplies what a backend multiplies: FP8 numbers are exact in the wider dtype, and so are scales of powers of two. A
-scale of a whole tensor is applied to the sums, as a GEMM's epilogue does.
+The emulation multiplies the same numbers as a backend: FP8 values and power-of-two scales are exact in the wider dtype. A scale of
+a whole tensor is applied to the sums, as in a GEMM's epilogue.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ FIRST_CAPABILITY = (8, 9)
 """Compute capability of the first GPUs with FP8 GEMMs (Ada; Hopper is 9.0)."""
 
 BLOCK_CAPABILITIES = (((9, 0), (10, 0)), ((10, 0), None))
-"""Compute capabilities of the first GPUs with scales of 128 x 128 blocks, and of the next without; and of those with MX blocks."""
+"""(first compute capability that has the scales, next one that lacks them or None): for 128 x 128 blocks, then for MX blocks."""
 
 _TRIAL_TOLERANCE = 2.0**-7
-"""Rounding of a product's sums, of the sum of its terms' absolute values: bf16 results have 8 bits."""
+"""Allowed error of a product, relative to the sum of its terms' absolute values: bf16 results have 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class Fp8:
 
     Attributes:
         recipe: formats and scales.
-        backend: what multiplies.
-        te: Transformer Engine, where that is the backend.
-        fusion: runs what is no product: largest values, rounding, transposition.
+        backend: implementation of the products.
+        te: Transformer Engine, if it is the backend, else None.
+        fusion: runner of all other functions: amax, rounding, transposition.
     """
 
     recipe: Recipe
@@ -50,19 +50,19 @@ class Fp8:
 
     @property
     def label(self) -> str:
-        """Return the backend's name, and the version of another package."""
+        """Return the backend's name, for `te` with its version."""
         return self.backend if self.te is None else f"te {self.te.version}"
 
     def activation(self, x: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
-        """Quantise inputs [n, in], or X^T [in, n]; `largest` is the whole tensor's absolute value, where one scale serves it."""
+        """Quantise inputs X [n, in] or X^T [in, n]; with one scale, `largest` is the amax of the whole tensor."""
         return self._rounded(x, E4M3, self.recipe.activation_block, largest)
 
     def gradient(self, grad: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
-        """Quantise gradients of outputs, [n, out] or dY^T [out, n]."""
+        """Quantise output gradients dY [n, out] or dY^T [out, n]."""
         return self._rounded(grad, self.recipe.gradient, self.recipe.activation_block, largest)
 
     def weight(self, matrix: torch.Tensor, largest: torch.Tensor | None) -> Quantised:
-        """Quantise a weight [out, in], or W^T [in, out]."""
+        """Quantise a weight W [out, in] or W^T [in, out]."""
         return self._rounded(matrix, E4M3, self.recipe.weight_block, largest)
 
     def amax(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class Fp8:
         a, b = self._in_rows(a), self._in_rows(b)
         if self.te is not None:
             return self.te.fp8_product(a, b, bias, dtype, is_tensorwise=self.recipe.is_tensorwise)
-        # GEMMs with fp32 results take no bias.
+        # A GEMM with an fp32 result takes no bias, so it is added afterwards.
         is_beside = bias is not None and dtype == accumulation_dtype(dtype)
         multiply = scaled_product if self.recipe.is_tensorwise else block_product
         product = multiply(a, b, None if is_beside else bias, dtype)
@@ -85,7 +85,7 @@ class Fp8:
     def add_product(
         self, total: torch.Tensor, a: Quantised, b: Quantised, dtype: torch.dtype, *, overwrite: bool
     ) -> None:
-        """Compute total [m, n] += A B^T (`overwrite`: =) from sums in the accumulation dtype of `dtype`, the operands'."""
+        """Compute total [m, n] += A B^T (`overwrite`: =) from sums in the accumulation dtype of `dtype`, the run's dtype."""
         if self.te is not None:
             a, b = self._in_rows(a), self._in_rows(b)
             self.te.add_fp8_product(total, a, b, overwrite=overwrite, is_tensorwise=self.recipe.is_tensorwise)
@@ -98,11 +98,11 @@ class Fp8:
         return quantise(x, into, block, has_powers=self.recipe.has_powers, largest=largest, fusion=self.fusion)
 
     def _in_rows(self, matrix: Quantised) -> Quantised:
-        """Return a matrix with contiguous rows; what was kept as bytes, and is read as X^T or dY^T, has none."""
+        """Make the rows of a matrix contiguous; those of X^T or dY^T, as views of saved bytes, are not."""
         values = matrix.values
         if values.is_contiguous():
             return matrix
-        # Kernels that only move a number need not read it: bytes serve any format.
+        # Moved as bytes, so that one compiled kernel serves every format.
         data = self.fusion(in_rows, variant=(*values.shape, *values.stride()))(values.view(torch.uint8))
         return Quantised(data.view(values.dtype), matrix.inverse)
 
@@ -118,14 +118,14 @@ def emulated_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtyp
 
 
 def scaled_product(a: Quantised, b: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Compute A B^T + bias by torch's scaled GEMM; both have one scale, and contiguous rows."""
+    """Compute A B^T + bias by torch's scaled GEMM; each operand has one scale and contiguous rows."""
     values = a.values, b.values.t()
     scales = a.inverse.view(()), b.inverse.view(())
     return torch.ops.aten._scaled_mm(*values, *scales, bias=bias, out_dtype=dtype)
 
 
 def open_fp8(config: Fp8Config | None, dtype: torch.dtype, device: torch.device) -> Fp8 | None:
-    """Return the FP8 of a run, tried on the device; None where it has none.
+    """Build the FP8 of a run and try it on the device; None if the run has no FP8.
 
     Raises:
         ConfigError: the backend does not run here.
@@ -161,7 +161,7 @@ def _failure(recipe: Recipe, backend: Fp8Backend, dtype: torch.dtype, device: to
 
 
 def _no_blocks(recipe: Recipe, device: torch.device) -> str:
-    """Return why torch's GEMM has no scales of the recipe's blocks on a device; "" where it may have."""
+    """Return the reason why torch's GEMM lacks the recipe's block scales on a device; "" if it may have them."""
     if not has_block_gemm():
         return f"torch {torch.__version__} has no GEMM with scales of blocks; 2.10 is the first"
     if device.type != "cuda":
@@ -180,16 +180,16 @@ def _name_of(device: torch.device) -> str:
 
 
 def _try_products(fp8: Fp8, dtype: torch.dtype, device: torch.device) -> None:
-    """Run the three products of a layer on small matrices, of which each block has another scale.
+    """Run the three products of a layer on small matrices in which every block has a different scale.
 
     Raises:
-        ValueError: one is not that of the emulation within rounding: the scales would be read in another order.
+        ValueError: a product differs from the emulation by more than rounding, as if scales were read in another order.
     """
     side = 2 * BLOCKS["blockwise"]
     places = torch.arange(side, device=device)
     rows, columns = places.unsqueeze(1), places.unsqueeze(0)
     numbers = ((rows * side + columns) * 37 % 101 - 50) / 50.0
-    # Neighbouring rows differ by a factor, and so do blocks of both kinds along rows and columns.
+    # Neighbouring rows differ by a factor, and so do neighbouring blocks of both sizes along rows and columns.
     of_rows = rows % 7 + 5 * (rows // BLOCKS["blockwise"])
     x = (numbers * 2.0 ** (of_rows + 2 * (columns // BLOCKS["mxfp8"]))).to(dtype)
     a, w, w_t = fp8.activation(x, None), fp8.weight(x, None), fp8.weight(x.t(), None)
@@ -201,13 +201,13 @@ def _try_products(fp8: Fp8, dtype: torch.dtype, device: torch.device) -> None:
     for made, left, right in products:
         wanted = emulated_product(left, right, None, wide)
         terms = left.dequantised(wide).abs() @ right.dequantised(wide).abs().t()
-        # Tensor cores keep some 14 bits of a sum.
+        # Tensor cores keep about 14 bits of an FP8 sum, hence a tolerance relative to the terms.
         if not bool(((made.to(wide) - wanted).abs() <= _TRIAL_TOLERANCE * terms).all()):
             raise ValueError("its products are not those of the rounded numbers")
 
 
 def _refusal(config: Fp8Config, backend: Fp8Backend, device: torch.device, reason: str) -> str:
-    """Return the problem of a backend that does not run on the device."""
+    """Return the config problem for a backend that does not run on the device."""
     return (
         f"precision.fp8 = {config.recipe} with backend {backend} does not run on {device.type} here ({reason}). Another "
         "precision would have other speed and other bits than what was asked for. precision.fp8=null trains in precision.dtype; "

@@ -1,16 +1,16 @@
-"""The recipes of FP8: the format of each operand of a GEMM, and the numbers that share a scale.
+"""The recipes of FP8: the format of each operand of a GEMM, and the blocks that share a scale.
 
     recipe       activations, gradients         weights                 gradients' format   scale
     tensorwise   one scale for the tensor       one for the tensor      e5m2, or e4m3       largest / amax, in fp32
     blockwise    1 x 128 along the contraction  128 x 128               e4m3                a power of two
     mxfp8        1 x 32 along the contraction   1 x 32                  e4m3                a power of two
 
-Activations and weights are in e4m3 (3 bits of mantissa, at most 448); e5m2 has 2 bits, and at most 57,344 (2209.05433, table 1).
-`tensorwise` is current scaling: the scale is made from the tensor itself, not from its history. `blockwise` is DeepSeek-V3's
-(2412.19437, section 3.3.2), its scales rounded to powers of two so that scaling loses no bit. `mxfp8` is the OCP Microscaling
-format (2310.10537) with scales rounded up (2506.08027), so that no number is beyond the largest.
+Activations and weights are in e4m3 (3 mantissa bits, at most 448); e5m2 has 2 mantissa bits and at most 57,344 (2209.05433, table
+1). `tensorwise` is current scaling: the scale comes from the tensor itself, not from its history. `blockwise` is DeepSeek-V3's
+(2412.19437, section 3.3.2), with scales rounded to powers of two, so that scaling loses no bit. `mxfp8` is the OCP Microscaling
+format (2310.10537) with stored (inverse) scales rounded up (2506.08027), so that no number exceeds the largest.
 
-Each GEMM of a layer is A B^T of two matrices that are quantised along their rows, the contraction:
+Each GEMM of a layer is A B^T of two matrices that are quantised along their rows, which is the contraction:
 
     forward                 Y [n, out]    = X [n, in] (W [out, in])^T
     gradient of the input   dX [n, in]    = dY [n, out] (W^T [in, out])^T
@@ -33,11 +33,11 @@ from triaxis.engine.numerics.precision import FP8_E4M3, FP8_E5M2, SCALE_DTYPE, a
 _MANTISSA_BITS = 23
 _EXPONENT_BITS = 0xFF << _MANTISSA_BITS
 _BITS_OF_1 = 127 << _MANTISSA_BITS
-"""Bits of numbers in fp32: places of the mantissa, the exponent's, and those of 1."""
+"""fp32 as integers: number of mantissa bits, mask of the exponent, bits of 1.0."""
 
 
 class Fp8Format(NamedTuple):
-    """A format of numbers: its dtype, and the largest finite one."""
+    """An FP8 format: its dtype and its largest finite number."""
 
     dtype: torch.dtype
     largest: float
@@ -49,7 +49,7 @@ class Fp8Format(NamedTuple):
 
     @property
     def beyond(self) -> float:
-        """Return the end of what rounding takes to the largest number: half a step of the last place above it."""
+        """Return the bound below which rounding gives the largest number: half a unit of its last place above it."""
         return self.largest + 2.0 ** (math.frexp(self.largest)[1] - 1) * torch.finfo(self.dtype).eps / 2
 
 
@@ -62,10 +62,10 @@ class Recipe:
     """The formats and scales of the operands.
 
     Attributes:
-        gradient: format of the gradients of outputs; all else is in e4m3.
-        activation_block: rows and columns of a matrix of activations or gradients that share a scale; None: all of it.
-        weight_block: those of a weight.
-        has_powers: scales are rounded down to powers of two.
+        gradient: format of output gradients; inputs and weights are in e4m3.
+        activation_block: (rows, columns) of inputs or gradients that share a scale; None for the whole tensor.
+        weight_block: (rows, columns) of a weight that share a scale; None for the whole tensor.
+        has_powers: whether scales are rounded down to powers of two.
     """
 
     gradient: Fp8Format
@@ -75,7 +75,7 @@ class Recipe:
 
     @property
     def is_tensorwise(self) -> bool:
-        """Return whether a tensor has one scale, which all ranks with a part of it must agree on."""
+        """Return whether a tensor has one scale, on which all ranks that hold a part of it must agree."""
         return self.activation_block is None
 
 
@@ -89,7 +89,7 @@ RECIPES: Mapping[Fp8RecipeName, Recipe] = MappingProxyType(
 
 
 def recipe_of(config: Fp8Config) -> Recipe:
-    """Return the recipe of a run, with gradients in the format that it asks for."""
+    """Return the recipe of a run, with gradients in the configured format."""
     recipe = RECIPES[config.recipe]
     return replace(recipe, gradient=E4M3) if config.format == "e4m3" else recipe
 
@@ -99,15 +99,15 @@ class Quantised:
     """A matrix of FP8 numbers with their scales.
 
     Attributes:
-        values: [rows, columns] in an FP8 dtype.
-        inverse: [rows / r, columns / c] in fp32 for blocks of r x c: what the values of each are multiplied by.
+        values: FP8 numbers [rows, columns].
+        inverse: factors from FP8 to real values, fp32 [rows / r, columns / c] for blocks of r x c.
     """
 
     values: torch.Tensor
     inverse: torch.Tensor
 
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return [rows, columns] in a wider dtype."""
+        """Multiply the values by their factors: [rows, columns] in a wider dtype."""
         (rows, columns), (down, across) = self.values.shape, self.inverse.shape
         blocks = self.values.to(dtype).view(down, rows // down, across, columns // across)
         return (blocks * self.inverse.to(dtype)[:, None, :, None]).view(rows, columns)
@@ -119,20 +119,20 @@ def amax(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with the numbers of each row side by side, as a GEMM reads them: a function for `Fusion`."""
+    """Return a matrix with contiguous rows, as a GEMM reads them: a function for `Fusion`."""
     return x.contiguous()
 
 
 def scale_of(largest: torch.Tensor, into: Fp8Format, *, has_powers: bool) -> torch.Tensor:
-    """Return the factor that maps numbers up to `largest` (any shape, the dtype of scales) to the range of a format.
+    """Compute the factor that maps numbers up to `largest` (any shape, the dtype of scales) to the range of a format.
 
-    It is 1 where all numbers are zero, and finite where they are tiny; an infinity or NaN stays in the result.
+    It is 1 for `largest` = 0 and finite for tiny values; an infinity or NaN in `largest` stays visible in the quantised matrix.
     """
     if not has_powers:
         scale = (into.largest / largest).clamp(max=torch.finfo(SCALE_DTYPE).max)
         return torch.where(largest == 0, torch.ones_like(scale), scale)
-    # Bits of a quotient that is rounded down to a power of two are a difference of bits, exact where a GPU's division is not.
-    # The reciprocal of the largest, 2^-126, is not subnormal.
+    # A quotient rounded down to a power of two is the difference of the operands' fp32 bits with the mantissa cleared. This is
+    # exact, unlike a division on a GPU. The clamp bounds the factor by 2^126, whose reciprocal is not subnormal.
     bits = largest.view(torch.int32)
     powers = ((into.largest_bits - bits).clamp(max=126 << _MANTISSA_BITS) + _BITS_OF_1) & _EXPONENT_BITS
     powers = torch.where(bits == 0, _BITS_OF_1, powers).view(SCALE_DTYPE)
@@ -151,12 +151,12 @@ def quantise(
     """Round a matrix to FP8.
 
     Args:
-        x: [rows, columns] in any dtype; both are multiples of the block's.
-        into: the format.
-        block: rows and columns that share a scale; None: all do.
-        has_powers: round scales down to powers of two.
-        largest: the largest absolute value of the whole tensor where all share a scale; None: of this matrix, or of each block.
-        fusion: runs the function: compiled, x is read once and each FP8 number written once, where its row wants it.
+        x: matrix [rows, columns] in any dtype; both sizes are multiples of the block's.
+        into: format of the result.
+        block: (rows, columns) that share a scale; None for the whole matrix.
+        has_powers: whether scales are rounded down to powers of two.
+        largest: amax of the whole tensor if it has one scale; None to compute it from this matrix, or per block.
+        fusion: runner of the function; compiled, it writes each FP8 number once, in contiguous rows.
     """
     kernel = fusion(round_to_fp8, variant=(*x.shape, *x.stride(), x.dtype, into, block, has_powers))
     return Quantised(*kernel(x, largest, into, block, has_powers))
@@ -169,30 +169,31 @@ def round_to_fp8(
     block: tuple[int, int] | None,
     has_powers: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the fields of `Quantised`, the values contiguous: a function for `Fusion`, with the arguments of `quantise`."""
+    """Compute the fields of `Quantised`, with contiguous values: a function for `Fusion`, with the arguments of `quantise`."""
     rows, columns = x.shape
+    # Block (i, j) is blocks[i, :, j, :], so one reduction over dims 1 and 3 gives all scales.
     r, c = block or (rows, columns)
     blocks = x.reshape(rows // r, r, columns // c, c)
     if largest is None:
         largest = blocks.abs().amax((1, 3)).to(SCALE_DTYPE)
     scale = scale_of(largest.expand(rows // r, columns // c), into, has_powers=has_powers)
     wide = accumulate(blocks) * scale[:, None, :, None]
-    # A number beyond the range is the largest, not an infinity; NaN stays.
+    # Numbers beyond the range become the largest, not an infinity; NaN stays NaN.
     values = wide.clamp(-into.largest, into.largest).to(into.dtype)
     return values.view(rows, columns).contiguous(), scale.reciprocal()
 
 
 def is_bytes(x: torch.Tensor) -> bool:
-    """Return whether numbers are in FP8 as bytes, which travel and are kept without a format; no run has this dtype."""
+    """Return whether a tensor holds FP8 numbers as bytes (uint8, no run's dtype), the form that is sent and saved."""
     return x.dtype == torch.uint8
 
 
 def from_bytes(x: torch.Tensor, into: Fp8Format, largest: torch.Tensor | None, fusion: Fusion) -> Quantised:
-    """Return bytes [rows, columns] as numbers of the format they are in, with the one scale that `largest` gives them."""
+    """View bytes [rows, columns] as numbers of a format, with the one scale that `largest` implies."""
     assert largest is not None, "numbers that share no scale are not kept as bytes"
     return Quantised(x.view(into.dtype), fusion(inverse_of, variant=into)(largest, into))
 
 
 def inverse_of(largest: torch.Tensor, into: Fp8Format) -> torch.Tensor:
-    """Return the one factor [1, 1] from numbers of a format to those of a tensor up to `largest`: a function for `Fusion`."""
+    """Compute the factor [1, 1] from FP8 to real values for a tensor with amax `largest`: a function for `Fusion`."""
     return scale_of(largest.view(1, 1), into, has_powers=False).reciprocal()
