@@ -50,6 +50,7 @@ from triaxis.engine.pipeline.executor import Executor, InstructionObserver
 from triaxis.engine.pipeline.programs import Programs
 from triaxis.engine.step_limits import NO_LIMITS, StepLimits
 from triaxis.engine.step_result import (
+    LEAST_LABELS,
     SKIPS,
     BatchLosses,
     PendingResult,
@@ -136,7 +137,7 @@ class Engine:
         """Return the load of this rank's experts, one for all chunks; None: the model has none."""
         return self.chunks[0].load
 
-    def post_labels(self, num_labels: Sequence[int]) -> Pending:
+    def post_labels(self, num_labels: Sequence[float]) -> Pending:
         """Post the sum over the world of this rank's `count_labels`, for `forward_backward`; every rank calls it."""
         vector = to_device(num_labels, AGREEMENT_DTYPE, self.topology.device)
         return self._world.all_reduce(vector, LABELS)
@@ -220,7 +221,7 @@ class Engine:
 
         loss_sum, square_sum, num_tokens = agreed["loss_sum"], agreed["square_sum"], losses.labels[0]
         # A global batch without a counted label reports a loss of zero.
-        divisors = losses.labels.clamp(min=1.0)
+        divisors = losses.labels.clamp(min=LEAST_LABELS)
         loss, unscale = loss_sum / divisors[0], 1.0 / used
         # Main grads still contain the loss scale: the norm is divided by it here, the gradients in the pass of the update below.
         grad_norm = square_sum.sqrt() * unscale

@@ -61,12 +61,16 @@ class BatchLosses(NamedTuple):
     labels: torch.Tensor
 
 
+LEAST_LABELS = 1e-6
+"""By which a loss is divided where no label counts: far below one label, since a loss may weigh labels."""
+
+
 def loss_divisors(num_labels: torch.Tensor, seq_length: int) -> torch.Tensor:
-    """Compute n0 .. nD [1 + D] of `BatchLosses` from the numbers of counted labels; at least 1."""
+    """Compute n0 .. nD [1 + D] of `BatchLosses` from the numbers of counted labels; at least `LEAST_LABELS`."""
     in_a_row = torch.arange(
         seq_length, seq_length - len(num_labels), -1, dtype=num_labels.dtype, device=num_labels.device
     )
-    return (num_labels * seq_length / in_a_row).clamp(min=1.0)
+    return (num_labels * seq_length / in_a_row).clamp(min=LEAST_LABELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +80,7 @@ class StepResult:
     Attributes:
         loss: loss per token, in nats.
         grad_norm: global gradient norm, before clipping, without the loss scale.
-        num_tokens: number of counted labels in the global batch; at 0 the step has updated nothing.
+        num_tokens: number of counted labels in the global batch, or the sum of their weights; at 0 the step has updated nothing.
         flags: number of ranks that raised each flag.
         skip: reason why the step updated nothing; "": it did update.
         why: the numbers behind `skip`, in words; "" for an update, an overflow of fp16 or a batch without labels.
@@ -88,7 +92,7 @@ class StepResult:
 
     loss: float
     grad_norm: float
-    num_tokens: int
+    num_tokens: float
     flags: StepFlags = NO_FLAGS
     skip: Skip = ""
     why: str = ""
@@ -96,6 +100,11 @@ class StepResult:
     dropped: int = 0
     ahead: tuple[float, ...] = ()
     loss_scale: float | None = None
+
+
+def _plain(number: float) -> float:
+    """Return a whole number as one, as a count is written."""
+    return int(number) if number.is_integer() else number
 
 
 class PendingResult:
@@ -123,7 +132,7 @@ class PendingResult:
         return StepResult(
             numbers["loss"],
             numbers["grad_norm"],
-            int(numbers["num_tokens"]),
+            _plain(numbers["num_tokens"]),
             StepFlags.of(numbers["flags"]),
             skip,
             self._why(skip, numbers),
@@ -146,8 +155,8 @@ class PendingResult:
             return ""
         if numbers["dropped"]:
             return without_room(int(numbers["dropped"]))
-        loss_sum, square_sum, tokens = numbers["loss_sum"], numbers["square_sum"], int(numbers["num_tokens"])
-        sums = f"loss sum {loss_sum} and squared gradient norm {square_sum} over {tokens} tokens are"
+        loss_sum, square_sum, tokens = numbers["loss_sum"], numbers["square_sum"], numbers["num_tokens"]
+        sums = f"loss sum {loss_sum} and squared gradient norm {square_sum} over {tokens:g} tokens are"
         if not (math.isfinite(loss_sum) and math.isfinite(square_sum)):
             scale = numbers.get("loss_scale") if math.isfinite(loss_sum) else None
             at = (
@@ -157,7 +166,7 @@ class PendingResult:
             )
             return f"{sums} not finite{at}"
         if loss > limits.divergence:
-            return f"loss {loss:.4f} over {tokens} tokens is above the limit of {limits.divergence:.4f}"
+            return f"loss {loss:.4f} over {tokens:g} tokens is above the limit of {limits.divergence:.4f}"
         return f"{sums} finite, but those of a step before were not"
 
     def wait(self) -> StepResult:

@@ -41,7 +41,7 @@ from triaxis.engine.data.datasets import (
 from triaxis.engine.data.document_statistics import DocumentStatistics
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.data.run_tokenizer import recorded_end
-from triaxis.engine.errors import CheckpointError, DataError
+from triaxis.engine.errors import CheckpointError, DataError, ModelError
 from triaxis.engine.resilience.guard import Guard
 from triaxis.engine.resilience.rollback import Rollback
 from triaxis.engine.run.directory import RunDirectory
@@ -343,10 +343,10 @@ def _report(
 
 @contextmanager
 def _summarizing(telemetry: Telemetry) -> Iterator[None]:
-    """Report data that a part of the summary cannot be made of: the run has finished and is saved, so it ends as such."""
+    """Report why a part of the summary cannot be made: the run has finished and is saved, so it ends as such."""
     try:
         yield
-    except (DataError, OSError) as error:
+    except (DataError, ModelError, OSError) as error:
         telemetry.say(f"a part of the summary is missing: {error}", "yellow")
 
 

@@ -18,53 +18,53 @@ from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.layout.shard_spec import Init, ParamSpec
 
 
-def heads_specs(model: ModelConfig, layer: int, attention: str) -> Iterator[ParamSpec]:
-    """List the parameters of a layer between its first norm and its output projection; `attention` begins their names."""
-    yield from _qkv(model, attention) if model.mla is None else _through_latents(model, model.mla, attention)
+def heads_specs(model: ModelConfig, layer: int, at: str) -> Iterator[ParamSpec]:
+    """List the parameters of a layer between its first norm and its output projection; `at` begins their names."""
+    yield from _qkv(model, at) if model.mla is None else _through_latents(model, model.mla, at)
     if model.layer_kind(layer).sinks:
         initial = Init("normal", model.init_std)
-        yield ParamSpec(f"{attention}.sinks", (model.num_attention_heads,), initial, decay=False, tp_dim=0)
-    yield from _qk_norms(model, attention)
+        yield ParamSpec(f"{at}sinks", (model.num_attention_heads,), initial, decay=False, tp_dim=0)
+    yield from _qk_norms(model, at)
 
 
-def _qkv(model: ModelConfig, attention: str) -> Iterator[ParamSpec]:
+def _qkv(model: ModelConfig, at: str) -> Iterator[ParamSpec]:
     heads, kv_heads, d, h = model.num_attention_heads, model.kv_heads, model.head_size, model.hidden_size
     normal = Init("normal", model.init_std)
-    yield ParamSpec(f"{attention}.q.weight", (heads, d, h), normal, tp_dim=0)
-    yield ParamSpec(f"{attention}.kv.weight", (2, kv_heads, d, h), normal, tp_dim=1, fused_with_previous=True)
+    yield ParamSpec(f"{at}q.weight", (heads, d, h), normal, tp_dim=0)
+    yield ParamSpec(f"{at}kv.weight", (2, kv_heads, d, h), normal, tp_dim=1, fused_with_previous=True)
     if model.bias in ("all", "qkv"):
-        yield ParamSpec(f"{attention}.q.bias", (heads, d), Init("zeros"), decay=False, tp_dim=0)
+        yield ParamSpec(f"{at}q.bias", (heads, d), Init("zeros"), decay=False, tp_dim=0)
         yield ParamSpec(
-            f"{attention}.kv.bias", (2, kv_heads, d), Init("zeros"), decay=False, tp_dim=1, fused_with_previous=True
+            f"{at}kv.bias", (2, kv_heads, d), Init("zeros"), decay=False, tp_dim=1, fused_with_previous=True
         )
 
 
-def _through_latents(model: ModelConfig, mla: MLAConfig, attention: str) -> Iterator[ParamSpec]:
+def _through_latents(model: ModelConfig, mla: MLAConfig, at: str) -> Iterator[ParamSpec]:
     """List the projections of latent attention. Those down to latents act on a part of the sequence, as norms do."""
     heads, h, gain = model.num_attention_heads, model.hidden_size, initial_gain(model)
     normal = Init("normal", model.init_std)
     down = {"q_a": mla.q_lora_rank or 0, "kv_a": mla.cached_size}
     for name, size in down.items():
         if size:
-            yield ParamSpec(f"{attention}.{name}.weight", (size, h), normal, grad_is_partial="sequence")
+            yield ParamSpec(f"{at}{name}.weight", (size, h), normal, grad_is_partial="sequence")
     for name, size in {"q_a_norm": mla.q_lora_rank or 0, "kv_a_norm": mla.kv_lora_rank}.items():
         if size:
-            yield ParamSpec(f"{attention}.{name}.weight", (size,), gain, decay=False, grad_is_partial="sequence")
+            yield ParamSpec(f"{at}{name}.weight", (size,), gain, decay=False, grad_is_partial="sequence")
     query = ("q", h) if mla.q_lora_rank is None else ("q_b", mla.q_lora_rank)
-    yield ParamSpec(f"{attention}.{query[0]}.weight", (heads, mla.qk_head_dim, query[1]), normal, tp_dim=0)
+    yield ParamSpec(f"{at}{query[0]}.weight", (heads, mla.qk_head_dim, query[1]), normal, tp_dim=0)
     out = mla.qk_nope_head_dim + mla.v_head_dim
-    yield ParamSpec(f"{attention}.kv_b.weight", (heads, out, mla.kv_lora_rank), normal, tp_dim=0)
+    yield ParamSpec(f"{at}kv_b.weight", (heads, out, mla.kv_lora_rank), normal, tp_dim=0)
 
 
-def _qk_norms(model: ModelConfig, attention: str) -> Iterator[ParamSpec]:
+def _qk_norms(model: ModelConfig, at: str) -> Iterator[ParamSpec]:
     d = model.head_size
     if model.qk_norm == "all_heads":
         for name, count in (("q_norm", model.num_attention_heads), ("k_norm", model.kv_heads)):
-            yield ParamSpec(f"{attention}.{name}.weight", (count, d), initial_gain(model), decay=False, tp_dim=0)
+            yield ParamSpec(f"{at}{name}.weight", (count, d), initial_gain(model), decay=False, tp_dim=0)
     elif model.qk_norm:
         for name in ("q_norm", "k_norm"):
             gain = initial_gain(model)
-            yield ParamSpec(f"{attention}.{name}.weight", (d,), gain, decay=False, grad_is_partial="always")
+            yield ParamSpec(f"{at}{name}.weight", (d,), gain, decay=False, grad_is_partial="always")
 
 
 def initial_gain(model: ModelConfig) -> Init:

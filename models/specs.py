@@ -37,11 +37,13 @@ layers of multi-token prediction are numbered on, and have besides:
     final_norm.{weight,bias}             [h]
     head.weight                          [V, h]              untied only
 
-Models with latent attention have others in place of q and kv (`models/attention_specs.py`).
+Models with latent attention have others in place of q and kv (`models/attention_specs.py`). An extension's parts list theirs
+(`engine/config/extension.py`).
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from triaxis.engine.config.model import ModelConfig
@@ -106,31 +108,65 @@ def embedding_specs(model: ModelConfig) -> Iterator[ParamSpec]:
 
 
 def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
-    h = model.hidden_size
-    normal = Init("normal", model.init_std)
-    # GPT-2's rule: the two projections that write to the residual stream start smaller, by the number of writes.
-    residual = Init("normal", model.init_std / math.sqrt(2 * model.num_layers))
-    attention, mlp = f"layers.{layer}.attention", f"layers.{layer}.mlp"
-
+    at, block = f"layers.{layer}.", model.own.block
     if layer >= model.num_layers:
-        yield from _joining(model, f"layers.{layer}.mtp", normal)
-    if model.norms_before:
-        yield from _norm(model, f"{attention}.norm")
-    yield from heads_specs(model, layer, attention)
-    yield ParamSpec(f"{attention}.proj.weight", (h, model.num_attention_heads, model.value_size), residual, tp_dim=1)
-    if model.bias == "all":
-        yield ParamSpec(f"{attention}.proj.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
+        yield from _joining(model, f"{at}mtp", Init("normal", model.init_std))
+    yield from _block(model, layer, at) if block is None else within(at, block.specs(model, layer))
 
-    if model.norms_after:
-        yield from _norm(model, f"{attention}.post_norm")
+
+def block_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
+    """List the parameters of a layer by their names inside it, such as `mlp.down.weight`."""
+    return _block(model, layer, "")
+
+
+def attention_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
+    """List the parameters of a layer's attention by their names inside it, such as `proj.weight`."""
+    return _attention(model, layer, "")
+
+
+def mlp_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
+    """List the parameters of the MLP of a layer without experts by their names inside it, such as `down.weight`."""
+    return _mlp(model, "", model.ffn_size)
+
+
+def within(at: str, specs: Iterable[ParamSpec]) -> Iterator[ParamSpec]:
+    """Put `at` before the names of a part's parameters."""
+    return (replace(spec, name=f"{at}{spec.name}") for spec in specs)
+
+
+def _block(model: ModelConfig, layer: int, at: str) -> Iterator[ParamSpec]:
+    attention, mlp, own = f"{at}attention.", f"{at}mlp.", model.own
     if model.norms_before:
-        yield from _norm(model, f"{mlp}.norm")
-    if model.moe is not None and model.layer_kind(layer).has_experts:
-        yield from _experts(model, model.moe, mlp, normal, residual)
+        yield from _norm(model, f"{attention}norm")
+    if own.attention is None:
+        yield from _attention(model, layer, attention)
     else:
-        yield from _mlp(model, mlp, model.ffn_size, normal, residual)
+        yield from within(attention, own.attention.specs(model, layer))
     if model.norms_after:
-        yield from _norm(model, f"{mlp}.post_norm")
+        yield from _norm(model, f"{attention}post_norm")
+    if model.norms_before:
+        yield from _norm(model, f"{mlp}norm")
+    if model.moe is not None and model.layer_kind(layer).has_experts:
+        yield from _experts(model, model.moe, mlp)
+    elif own.mlp is None:
+        yield from _mlp(model, mlp, model.ffn_size)
+    else:
+        yield from within(mlp, own.mlp.specs(model, layer))
+    if model.norms_after:
+        yield from _norm(model, f"{mlp}post_norm")
+
+
+def _residual(model: ModelConfig) -> Init:
+    """Return GPT-2's start of a projection that writes to the residual stream: smaller, by the number of writes."""
+    return Init("normal", model.init_std / math.sqrt(2 * model.num_layers))
+
+
+def _attention(model: ModelConfig, layer: int, at: str) -> Iterator[ParamSpec]:
+    h = model.hidden_size
+    yield from heads_specs(model, layer, at)
+    yield ParamSpec(f"{at}proj.weight", (h, model.num_attention_heads, model.value_size), _residual(model), tp_dim=1)
+    if model.bias == "all":
+        yield ParamSpec(f"{at}proj.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
 
 
 def up_name(model: ModelConfig) -> str:
@@ -138,29 +174,30 @@ def up_name(model: ModelConfig) -> str:
     return "gate_up" if model.activation_kind.is_gated else "up"
 
 
-def _mlp(model: ModelConfig, name: str, f: int, normal: Init, residual: Init) -> Iterator[ParamSpec]:
+def _mlp(model: ModelConfig, at: str, f: int) -> Iterator[ParamSpec]:
     h, up = model.hidden_size, up_name(model)
     rows = (2, f) if model.activation_kind.is_gated else (f,)
-    yield ParamSpec(f"{name}.{up}.weight", (*rows, h), normal, tp_dim=len(rows) - 1)
+    yield ParamSpec(f"{at}{up}.weight", (*rows, h), Init("normal", model.init_std), tp_dim=len(rows) - 1)
     if model.bias == "all":
-        yield ParamSpec(f"{name}.{up}.bias", rows, Init("zeros"), decay=False, tp_dim=len(rows) - 1)
-    yield ParamSpec(f"{name}.down.weight", (h, f), residual, tp_dim=1)
+        yield ParamSpec(f"{at}{up}.bias", rows, Init("zeros"), decay=False, tp_dim=len(rows) - 1)
+    yield ParamSpec(f"{at}down.weight", (h, f), _residual(model), tp_dim=1)
     if model.bias == "all":
-        yield ParamSpec(f"{name}.down.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
+        yield ParamSpec(f"{at}down.bias", (h,), Init("zeros"), decay=False, grad_is_partial="sequence")
 
 
-def _experts(model: ModelConfig, moe: MoEConfig, name: str, normal: Init, residual: Init) -> Iterator[ParamSpec]:
+def _experts(model: ModelConfig, moe: MoEConfig, at: str) -> Iterator[ParamSpec]:
     h, f, count = model.hidden_size, moe.ffn_hidden_size, moe.num_experts
+    normal = Init("normal", model.init_std)
     # Tokens are cut over tp in front of the router, whatever sequence parallelism is.
-    yield ParamSpec(f"{name}.router.weight", (count, h), normal, grad_is_partial="always")
+    yield ParamSpec(f"{at}router.weight", (count, h), normal, grad_is_partial="always")
     if moe.has_bias:
-        yield ParamSpec(f"{name}.router.bias", (count,), Init("zeros"), decay=False, is_trained=False)
+        yield ParamSpec(f"{at}router.bias", (count,), Init("zeros"), decay=False, is_trained=False)
     rows = (2, f) if model.activation_kind.is_gated else (f,)
-    experts, up = f"{name}.experts", up_name(model)
+    experts, up = f"{at}experts", up_name(model)
     yield ParamSpec(f"{experts}.{up}.weight", (count, *rows, h), normal, tp_dim=len(rows), ep_dim=0)
-    yield ParamSpec(f"{experts}.down.weight", (count, h, f), residual, tp_dim=2, ep_dim=0)
+    yield ParamSpec(f"{experts}.down.weight", (count, h, f), _residual(model), tp_dim=2, ep_dim=0)
     if moe.shared_size:
-        yield from _mlp(model, f"{name}.shared", moe.shared_size, normal, residual)
+        yield from _mlp(model, f"{at}shared.", moe.shared_size)
 
 
 def _joining(model: ModelConfig, name: str, normal: Init) -> Iterator[ParamSpec]:
@@ -192,6 +229,10 @@ def _vocabulary_matrix(model: ModelConfig, name: str, *, tied_ends: bool) -> Par
 
 
 def _norm(model: ModelConfig, name: str) -> Iterator[ParamSpec]:
+    """List the parameters of a norm over h, wherever it stands."""
+    if model.own.norm is not None:
+        yield from within(f"{name}.", model.own.norm.specs(model))
+        return
     initial = {"weight": initial_gain(model), "bias": Init("zeros")}
     for each in model.norm_kind.parameters:
         yield ParamSpec(f"{name}.{each}", (model.hidden_size,), initial[each], decay=False, grad_is_partial="sequence")

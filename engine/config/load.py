@@ -18,6 +18,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from triaxis.engine.config.earlier import translated
+from triaxis.engine.config.extension import extension_problem, placed
 from triaxis.engine.config.foreign_names import AND_FIELD, has_our_name, our_value, unknown_key
 from triaxis.engine.config.phases import PhaseFields, fields_of, get_field, put_fields, refused_field
 from triaxis.engine.config.section import Rule, Section
@@ -99,7 +100,9 @@ def load_config(
         reading.tree = _read_yaml(config_path(path))
         if reading.tree.get("format_version", FORMAT_VERSION) != FORMAT_VERSION:
             reading.tree = translated(reading.tree)
+        _place_extension(reading, config_path(path).absolute().parent)
     _apply(reading, overrides, environment or {})
+    _place_extension(reading, Path.cwd())
     _check_format(reading)
     for name, field_info in Config.model_fields.items():
         if field_info.is_required():
@@ -114,7 +117,10 @@ def load_config(
         config.__dict__.pop("phases", None)
     else:
         config = _complete_phases(reading, config)
-    reading.problems += broken_rules(config, world_size, ranks_per_node, more_rules)
+    unknown_model = extension_problem(getattr(config, "model", None))
+    reading.problems += (
+        [unknown_model] if unknown_model else broken_rules(config, world_size, ranks_per_node, more_rules)
+    )
     if reading.problems:
         raise ConfigError(reading.problems, source)
     return config
@@ -136,6 +142,13 @@ def override(sections: Mapping[str, Any], overrides: Sequence[str], source: str)
     if reading.problems:
         raise ConfigError(reading.problems, source)
     return reading.tree
+
+
+def _place_extension(reading: _Reading, folder: Path) -> None:
+    """Make the path of an extension absolute: in the file it is relative to the file, as an override to the working directory."""
+    model = reading.tree.get("model")
+    if isinstance(model, dict) and "extension" in model:
+        model["extension"] = placed(model["extension"], folder)
 
 
 def _complete_phases(reading: _Reading, config: Config) -> Config:

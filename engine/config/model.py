@@ -15,6 +15,7 @@ from triaxis.engine.config.attention_kinds import (
     Share,
     Window,
 )
+from triaxis.engine.config.extension import EXTENSION_RULES, OURS, Extension, ExtensionConfig
 from triaxis.engine.config.layer_kinds import Activation, Norm, Position
 from triaxis.engine.config.mla import MLA_RULES, MLAConfig
 from triaxis.engine.config.moe import MOE_RULES, MoEConfig
@@ -135,6 +136,14 @@ class ModelConfig(Section):
     mtp: MTPConfig | None = Field(
         None, description="multi-token prediction: layers that predict tokens further ahead; null: none"
     )
+    extension: ExtensionConfig | None = Field(
+        None, description="your Python module that replaces parts of the model (docs/your-model.md); null: none"
+    )
+
+    @property
+    def own(self) -> Extension:
+        """Return the parts of the model that its extension gives."""
+        return OURS if self.extension is None else self.extension.parts()
 
     @property
     def kv_heads(self) -> int:
@@ -360,6 +369,7 @@ MODEL_RULES: tuple[Rule, ...] = (
     dropout_on_probabilities,
     *ATTENTION_KIND_RULES,
     *MLA_RULES,
+    *EXTENSION_RULES,
     *MOE_RULES,
     *MTP_RULES,
 )

@@ -8,6 +8,8 @@ Every cp rank of a replica reads the same samples. A document may lie on several
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
+
 from triaxis.engine.config.context_parallel import gathers_keys
 from triaxis.engine.config.tree import Config
 from triaxis.engine.context_parallel.deal import Windows, even_runs, runs_of_ranks, windows_of
@@ -60,7 +62,7 @@ class ContextCut:
             labels=labels,
             loss_mask=loss_mask,
             position_ids=position_ids,
-            num_tokens=int(loss_mask.sum()),
+            num_tokens=loss_mask.sum(dtype=torch.float64).item(),
             part=part,
             rank_work=work,
         )

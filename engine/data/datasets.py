@@ -17,11 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from triaxis.engine.config.data import DataConfig
+from triaxis.engine.config.extension import OURS, Extension
 from triaxis.engine.config.phases import DataSegment, data_segments
 from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.blend import Blend, counts_of
-from triaxis.engine.data.corpus.indexed import IndexedTokens, refuse_repeated
+from triaxis.engine.data.corpus.indexed import refuse_repeated
+from triaxis.engine.data.corpus.own import Corpus, open_corpus
 from triaxis.engine.data.corpus.record import read_record
 from triaxis.engine.data.corpus.tokenizers import BYTES
 from triaxis.engine.data.document_statistics import UNBROKEN
@@ -61,6 +63,7 @@ def open_datasets(
     cache_dir: str | Path | None = None,
     *,
     vocab_size: int,
+    own: Extension = OURS,
     segments: Sequence[DataSegment] = (),
     progress: Progress | None = None,
 ) -> Datasets:
@@ -72,6 +75,7 @@ def open_datasets(
         seed: of all orders.
         cache_dir: folder of index caches, instead of `data.cache_dir`; without both, PREFIX.cache next to each corpus.
         vocab_size: of the model, without padding; a corpus with larger ids is refused.
+        own: gives the corpora of `extension:NAME`.
         segments: parts of the run up to the present one, where its samples change on the way (`data_segments`).
         progress: follows the building of orders.
 
@@ -97,7 +101,7 @@ def open_datasets(
         digest = _digest("synthetic", seed, vocab_size, seq_length, *choices)
         return Datasets(train, valid, test, digest, lambda skipped: train)
     named = [source.path for source in [*data_config.train, *(data_config.valid or [])]]
-    corpora = {prefix: _open_corpus(prefix, vocab_size, data_config.tokenizer or BYTES) for prefix in named}
+    corpora = {prefix: _open_corpus(prefix, vocab_size, data_config.tokenizer or BYTES, own) for prefix in named}
     again = "each of its samples would come again as another. Name it once, with the sum of the weights."
     for field, blended in (("data.train", data_config.train), ("data.valid", data_config.valid or [])):
         refuse_repeated(field, [corpora[source.path] for source in blended], again)
@@ -111,7 +115,7 @@ def open_datasets(
             documents[prefix],
             seq_length=length,
             seed=seed,
-            cache_dir=Path(folder or f"{prefix}.cache"),
+            cache_dir=Path(folder or corpora[prefix].cache_dir),
             vocab_size=vocab_size,
             count_document_starts=data_config.count_document_starts,
             progress=progress,
@@ -160,6 +164,7 @@ def open_run_datasets(config: Config, progress: Progress | None = None) -> Datas
         config.model.seq_length,
         config.train.seed,
         vocab_size=config.model.vocab_size,
+        own=config.model.own,
         segments=data_segments(config),
         progress=progress,
     )
@@ -275,8 +280,8 @@ def read_again(source: SampleSource, num_samples: int) -> list[ReadAgain]:
     ]
 
 
-def _open_corpus(prefix: str, vocab_size: int, tokenizer: str) -> IndexedTokens:
-    corpus = IndexedTokens(prefix, tokenizer)
+def _open_corpus(prefix: str, vocab_size: int, tokenizer: str, own: Extension) -> Corpus:
+    corpus = open_corpus(prefix, own, tokenizer)
     record = read_record(prefix)
     if record is not None and record.num_embeddings > vocab_size:
         raise DataError(

@@ -36,13 +36,13 @@ class MicroBatch:
     labels: torch.Tensor
     """int64 [b, s]: the next tokens"""
     loss_mask: torch.Tensor
-    """bool [b, s]: False where the label is left out of the loss"""
+    """bool [b, s]: False where the label is left out of the loss; float32 where an extension's loss weighs labels"""
     position_ids: torch.Tensor
     """int64 [b, s]: 0 .. s - 1 in each row, or from 0 in each document"""
     sample_ids: list[int]
     """The sample id of each row."""
-    num_tokens: int
-    """Number of counted labels, known on the host."""
+    num_tokens: float
+    """Number of counted labels or sum of their weights, known on the host."""
     documents: Documents | None = None
     """The documents within which tokens attend; None: each token attends to all before it in its row."""
     part: SequencePart | None = None
@@ -57,7 +57,7 @@ class MicroBatch:
     """Keys that the queries of each rank that shares the rows see, over all layers; None: rows are not cut, or are one document."""
 
 
-def count_labels(microbatches: Sequence[MicroBatch]) -> list[int]:
+def count_labels(microbatches: Sequence[MicroBatch]) -> list[float]:
     """Return the counted labels of a rank's microbatches, by distance: of the next tokens, then of those ahead."""
     return [sum(counts) for counts in zip(*((each.num_tokens, *each.num_ahead) for each in microbatches), strict=True)]
 
@@ -74,6 +74,7 @@ class Batches:
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
         attention, positions: `data.attention` and `data.positions`.
         num_ahead: D, tokens beyond the next that each position predicts (`model.mtp.num_layers`).
+        weigh: returns weights [b, s] of labels from tokens, labels and the mask (`triaxis.engine.config.extension.LossPart`).
         cut: takes this rank's part of a microbatch (`triaxis.engine.context_parallel.cut`); None: ranks hold whole rows.
 
     Raises:
@@ -95,6 +96,7 @@ class Batches:
         attention: AttentionScope = "across",
         positions: PositionOrigin = "sample",
         num_ahead: int = 0,
+        weigh: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         cut: Callable[[MicroBatch], MicroBatch] | None = None,
     ) -> None:
         if prefetch_steps < 1:
@@ -104,7 +106,7 @@ class Batches:
         self.global_batch_size, self.micro_batch_size = global_batch_size, micro_batch_size
         self.dp, self.dp_rank = dp, dp_rank
         self.attention, self.positions = attention, positions
-        self._num_ahead, self._cut = num_ahead, cut
+        self._num_ahead, self._weigh, self._cut = num_ahead, weigh, cut
         self.skipped = skipped
         self.device = torch.device(device)
         self.consumed_samples = consumed_samples
@@ -129,7 +131,7 @@ class Batches:
         self.consumed_samples += self.global_batch_size
         return [self._to_device(microbatch) for microbatch in microbatches]
 
-    def next_labels(self) -> list[int]:
+    def next_labels(self) -> list[float]:
         """Return `count_labels` of the step that comes next; zeros where it cannot be read, since `next_step` raises that error."""
         upcoming = self._ahead[0]
         return [0] * (1 + self._num_ahead) if upcoming.exception() else count_labels(upcoming.result())
@@ -166,6 +168,8 @@ class Batches:
             documents=Documents.of(lengths) if self.attention == "within" else None,
         )
         microbatch = self._with_tokens_ahead(microbatch, samples)
+        if self._weigh is not None:
+            microbatch = _weighted(microbatch, self._weigh)
         # Labels were shifted above, in the whole row: a part's last label is the first token of another rank.
         microbatch = microbatch if self._cut is None else self._cut(microbatch)
         # Only a copy from pinned memory overlaps with work of the GPU.
@@ -200,3 +204,20 @@ class Batches:
             ahead=None if microbatch.ahead is None else change(microbatch.ahead),
             mask_ahead=None if microbatch.mask_ahead is None else change(microbatch.mask_ahead),
         )
+
+
+def _weighted(
+    microbatch: MicroBatch, weigh: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+) -> MicroBatch:
+    """Return the microbatch with weights in place of its mask.
+
+    Raises:
+        DataError: weights of another shape, below 0, or not finite.
+    """
+    weights = weigh(microbatch.tokens, microbatch.labels, microbatch.loss_mask).to(torch.get_default_dtype())
+    if weights.shape != microbatch.labels.shape or not bool((weights.isfinite() & (weights >= 0)).all()):
+        raise DataError(
+            f"the weights of the extension's loss are {list(weights.shape)} from {float(weights.min())} to {float(weights.max())}: "
+            f"they must be {list(microbatch.labels.shape)}, finite and at least 0, because the loss is divided by their sum."
+        )
+    return replace(microbatch, loss_mask=weights, num_tokens=weights.sum(dtype=torch.float64).item())

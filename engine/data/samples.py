@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from triaxis.engine.data import order_pieces
-from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.own import Corpus
 from triaxis.engine.data.epoch_index import EpochIndex, EpochKey, open_epoch
 from triaxis.engine.data.index_cache import Progress
 from triaxis.engine.errors import DataError
@@ -104,7 +104,7 @@ class SampleStream:
 
     def __init__(
         self,
-        corpus: IndexedTokens,
+        corpus: Corpus,
         documents: range,
         *,
         seq_length: int,

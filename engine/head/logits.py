@@ -43,6 +43,10 @@ class LogitOptions:
         for rows in chunks(flat):
             flat[rows] = _shaped(flat[rows], self.divisor, self.softcap)
 
+    def shaped(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the logits of y as a tensor of its own, with a gradient."""
+        return y if self.is_plain else _shaped(y, self.divisor, self.softcap)
+
 
 PLAIN_LOGITS = LogitOptions()
 

@@ -2,6 +2,7 @@
 
     runs/<name>/                  name: runtime.name, or the config's stem; <stem>-<jobid> under SLURM, kept over requeues
         config.yaml               resolved, with every default, from the last attempt that began
+        extension/0123456789abcdef/   sources of `model.extension`, by the first 16 digits of their digest
         metrics.jsonl             one object per step, appended over all attempts
         events/node_00000.jsonl   starts, ends, validations, faults; a file per node (`triaxis.engine.telemetry.record.events`)
         logs/attempt_00/rank_00003.log
@@ -42,6 +43,7 @@ from triaxis.engine.run import entries as run_entries
 from triaxis.engine.run.entries import FINISHED, LOGS, METRICS, SAVED, STARTING_OVER, next_name
 from triaxis.engine.storage.files import write_atomically
 from triaxis.engine.storage.state_files import explaining_storage, try_to_write
+from triaxis.engine.storage.user_module import keep
 
 
 def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
@@ -236,6 +238,8 @@ class RunDirectory:
                 self._locks.append(FolderLock(folder, "name another folder by checkpoint.dir"))
 
     def _write_config(self, config: Config) -> None:
+        if (extension := config.model.extension) is not None:
+            keep(self.path, extension.source, extension.digest)
         write_atomically(self.path / CONFIG, [to_yaml(config, describe=True).encode()])
 
     @property

@@ -23,6 +23,7 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.config.yaml_text import read_yaml
 from triaxis.engine.errors import CheckpointError, TriaxisError
 from triaxis.engine.storage.state_files import kind_of, read_object, read_regular
+from triaxis.engine.storage.user_module import EXTENSION
 
 METRICS = "metrics.jsonl"
 EVENTS = "events"
@@ -40,7 +41,7 @@ FILES = (
     *(CONFIG, METRICS, SAVED, FINISHED, STARTING_OVER, WANDB_ID, WANDB_ALERTED, LOCK, OLD_FILE),
     *("timeline.json", "slurm.json"),
 )
-FOLDERS = (EVENTS, LOGS, CHECKPOINTS, "profile", "timeline", "memory", "hangs", "wandb", "tensorboard")
+FOLDERS = (EVENTS, LOGS, CHECKPOINTS, "profile", "timeline", "memory", "hangs", "wandb", "tensorboard", EXTENSION)
 
 _ATTEMPT = re.compile(r"attempt_(\d{1,9})")
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from triaxis.engine.checkpoint.inspect.recorded import recorded_config
 from triaxis.engine.checkpoint.inspect.weights import check_weights
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.data.corpus.tokenizers import SENTENCEPIECE, TOKENIZER_JSON, check_tokenizer
@@ -41,6 +42,7 @@ from triaxis.models.interop.huggingface.tokenizer import (
     tokenizer_files,
     tokenizer_of,
 )
+from triaxis.models.interop.own_parts import refuse_own_parts
 from triaxis.models.specs import num_parameters
 
 if TYPE_CHECKING:
@@ -137,12 +139,13 @@ def export_huggingface(args: argparse.Namespace) -> None:
     candidate = find(args.source)
     check_weights(candidate, args.weights)
     try:
-        model = ModelConfig.model_validate(candidate.manifest.config.get("model", {}))
+        model = ModelConfig.model_validate(recorded_config(candidate).get("model", {}))
     except ValidationError as error:
         raise CheckpointError(
             f"{candidate.folder} does not say what model it is: model.{error.errors()[0]['loc'][0]}: {error.errors()[0]['msg']}. "
             "Its tensors could not be named. Make the checkpoint again."
         ) from None
+    refuse_own_parts(model, "transformers")
     name, tokenizer, notes = tokenizer_of(candidate, args.tokenizer, model.vocab_size)
     record = record_of_checkpoint(candidate, None if name is None else tokenizer_file(name), name)
     if record is not None and tokenizer is not None and not record.ends_with(tokenizer.eod_id):

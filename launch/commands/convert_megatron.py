@@ -15,6 +15,7 @@ import yaml
 from pydantic import ValidationError
 from rich.console import Console
 
+from triaxis.engine.checkpoint.inspect.recorded import recorded_config
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.config.optimizer_kinds import EMA, MASTER
@@ -26,6 +27,7 @@ from triaxis.engine.program import triaxis
 from triaxis.launch.start.command_line import refuse
 from triaxis.models.interop.megatron.config import differences, megatron_args, model_section, training_sections
 from triaxis.models.interop.megatron.schedule import export_notes, schedule_args
+from triaxis.models.interop.own_parts import refuse_own_parts
 from triaxis.models.specs import num_parameters
 
 TRAIN_CONFIG = "train.yaml"
@@ -111,17 +113,18 @@ def export_megatron(args: argparse.Namespace) -> None:
         refuse(
             ["--weights ema: the optimizer's state is that of the trained weights. Export them alone: --weights-only."]
         )
-    manifest = candidate.manifest
+    manifest, saved = candidate.manifest, recorded_config(candidate)
     has_moments = manifest.content == "training" and not args.weights_only
-    model = _validated(ModelConfig, manifest.config.get("model"), candidate.folder)
+    model = _validated(ModelConfig, saved.get("model"), candidate.folder)
+    refuse_own_parts(model, "Megatron-Core")
     theirs, common, dtype = megatron_args(model), weights_state(), args.dtype
     notes: list[str] = []
     resume = "--no-load-optim --no-load-rng"
     theirs |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "no_save_rng": True}
     if manifest.content == "training":
-        dtype = dtype or manifest.config.get("precision", {}).get("dtype")
+        dtype = dtype or saved.get("precision", {}).get("dtype")
     if has_moments:
-        run = _validated(Config, manifest.config, candidate.folder)
+        run = _validated(Config, saved, candidate.folder)
         theirs |= training_args(manifest.state, run)
         notes = export_notes(theirs, run)
         if EMA in manifest.kinds:

@@ -47,7 +47,7 @@ def _evaluate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
     )
     started = time.monotonic()
     num_steps = -(-windows.num_windows // config.train.global_batch_size)
-    with closing(open_batches(config, topology, windows)) as batches:
+    with closing(open_batches(config, topology, windows, weighs=False)) as batches:
         loss_sum, num_tokens = loss_of(model, _steps(batches, num_steps, show=rank.number == 0))
     assert num_tokens == text.num_tokens, f"{num_tokens} tokens counted of {text.num_tokens}"
     if rank.number == 0:

@@ -25,7 +25,12 @@ from typing import Any
 import yaml
 
 from triaxis.engine.checkpoint.directory import Candidate, find
-from triaxis.engine.checkpoint.inspect.recorded import end_of_documents, recorded_tokenizer, trained_tokenizer
+from triaxis.engine.checkpoint.inspect.recorded import (
+    end_of_documents,
+    recorded_config,
+    recorded_tokenizer,
+    trained_tokenizer,
+)
 from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weights
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.tree import Config
@@ -95,7 +100,7 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
 def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, Any]:
     """Build the sections for the model and its computation from a manifest; the layout of the run that wrote it is left out."""
     manifest = candidate.manifest
-    saved = manifest.config
+    saved = recorded_config(candidate)
     if not isinstance(saved.get("model"), dict):
         raise CheckpointError(
             f"the checkpoint of {manifest.run!r} has no `model` section in its manifest: its tensors have no meaning without "

@@ -8,15 +8,17 @@ import hashlib
 import json
 import socket
 from collections.abc import Callable
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 from triaxis.engine.checkpoint.resume_rules import flat
 from triaxis.engine.comm.runtime import RankEnvironment
 from triaxis.engine.comm.store_agreement import Facts, compare_details, is_alone, naming_the_silent, run_store
+from triaxis.engine.config.extension import Extension
 from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
-from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.own import open_corpus
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
 from triaxis.engine.data.run_tokenizer import corpora_of
 from triaxis.engine.errors import DataError
@@ -27,8 +29,8 @@ PACKAGES = ("torch", "triton", "transformer-engine", "apex")
 """What computes a step."""
 
 PRODUCT = ("engine", "models", "launch")
-NODE_FIELDS = ("data.cache_dir", "data.tokenizer", "runtime.runs_dir")
-"""Places that may differ from node to node; the tokenizer and the corpora are compared by their content."""
+NODE_FIELDS = ("data.cache_dir", "data.tokenizer", "model.extension.source", "runtime.runs_dir")
+"""Places that may differ from node to node; the tokenizer, the corpora and an extension are compared by their content."""
 
 MOST_CHARACTERS = 200
 """Of a value in the message."""
@@ -114,7 +116,7 @@ def _node_facts(config: Config, *, trains: bool) -> dict[str, Any]:
             facts[f"the version of {name}"] = "not installed"
     if trains:
         for number, prefix in enumerate(corpora_of(config), start=1):
-            facts[f"corpus {number}"] = _read(_corpus, prefix)
+            facts[f"corpus {number}"] = _read(partial(_corpus, config.model.own), prefix)
         if config.data.tokenizer is not None:
             facts["the tokenizer"] = _read(_tokenizer, config.data.tokenizer)
     return facts
@@ -128,8 +130,8 @@ def _read(identity: Callable[[str], str], name: str) -> str:
         return f"cannot be read: {error}"
 
 
-def _corpus(prefix: str) -> str:
-    corpus = IndexedTokens(prefix)
+def _corpus(own: Extension, prefix: str) -> str:
+    corpus = open_corpus(prefix, own)
     return f"{corpus.num_tokens:,} tokens, {corpus.fingerprint}"
 
 

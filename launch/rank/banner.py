@@ -6,6 +6,7 @@ import torch
 
 from triaxis.engine.config.fp8 import fp8_line
 from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.own import open_corpus
 from triaxis.engine.data.corpus.stdlib import entropies
 from triaxis.engine.errors import counted
 from triaxis.engine.kernels import registry
@@ -109,5 +110,5 @@ def corpus_entropies(config: Config) -> dict[str, float]:
     """Return what simpler models of the training corpus reach, in nats per token; the first corpus represents a blend."""
     if config.data.synthetic:
         return {}
-    measured = entropies(config.data.train[0].path, config.model.vocab_size)
+    measured = entropies(open_corpus(config.data.train[0].path, config.model.own), config.model.vocab_size)
     return {"uniform": measured.uniform, "unigram entropy": measured.unigram, "bigram entropy": measured.bigram}

@@ -29,8 +29,10 @@ def open_batches(
     dataset: SampleSource,
     consumed_samples: int = 0,
     skipped: SkippedRanges = NOTHING_SKIPPED,
+    *,
+    weighs: bool = True,
 ) -> Batches:
-    """Open this rank's batches of a dataset at the first sample that is not consumed."""
+    """Open this rank's batches of a dataset at the first sample that is not consumed; an extension's loss weighs the labels."""
     at = topology.coordinates
     return Batches(
         dataset,
@@ -45,5 +47,6 @@ def open_batches(
         attention=config.data.attention,
         positions=config.data.positions,
         num_ahead=config.model.num_mtp_layers,
+        weigh=config.model.own.weigh if weighs else None,
         cut=ContextCut.of(config, topology.sizes, at.cp),
     )

@@ -6,10 +6,10 @@ from pathlib import Path
 from triaxis.engine.config.phases import at_phase, run_phases
 from triaxis.engine.config.plan import planned_steps
 from triaxis.engine.config.tree import Config
-from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.matching import find_recorded
+from triaxis.engine.data.corpus.own import open_corpus
 from triaxis.engine.data.corpus.record import read_record
-from triaxis.engine.data.corpus.tokenizers import BYTES, Tokenizer, load_tokenizer
+from triaxis.engine.data.corpus.tokenizers import BYTES, load_tokenizer
 from triaxis.engine.data.datasets import open_run_datasets
 from triaxis.engine.data.samples import DocumentPart
 from triaxis.engine.errors import DataError, attempt_name
@@ -52,7 +52,7 @@ def which_documents(args: argparse.Namespace) -> int:
     config = at_phase(config, phase.name) if config.phases else config
     datasets = open_run_datasets(config)
     reads = list(reads_of_step(args.step, phase, datasets.train_after(skipped), skipped))
-    tokenizers = {read.corpus: _tokenizer(read.corpus, config) for read in reads} if args.text else {}
+    readers = {read.corpus: _Reader(read.corpus, config) for read in reads} if args.text else {}
     print("\n".join(_title(args.step, config, run)))
     names = {source.path: f"{source.name}: " if source.name else "" for source in config.data.train}
     for read in reads:
@@ -61,16 +61,25 @@ def which_documents(args: argparse.Namespace) -> int:
         print(f"sample {read.position:,}{moved}  {names[read.corpus]}{read.corpus}{epoch}")
         for part in read.parts:
             print(f"  document {part.document:,}  tokens {part.first:,} to {part.first + part.length - 1:,}")
-            if read.corpus in tokenizers:
-                print(f"    {_text(read.corpus, part, tokenizers[read.corpus])!r}")
-    print_json(args, [_as_json(read, tokenizers.get(read.corpus)) for read in reads])
+            if read.corpus in readers:
+                print(f"    {readers[read.corpus].text(part)!r}")
+    print_json(args, [_as_json(read, readers.get(read.corpus)) for read in reads])
     return 0
 
 
-def _tokenizer(prefix: str, config: Config) -> Tokenizer:
-    """Open the tokenizer in a corpus's record; if there is no record, the run's."""
-    record = read_record(prefix)
-    return load_tokenizer(find_recorded(prefix, record) if record is not None else config.data.tokenizer or BYTES)
+class _Reader:
+    """A corpus of a run, and the tokenizer in its record; without a record the run's."""
+
+    def __init__(self, prefix: str, config: Config) -> None:
+        record = read_record(prefix)
+        name = find_recorded(prefix, record) if record is not None else config.data.tokenizer or BYTES
+        self._corpus, self._tokenizer = open_corpus(prefix, config.model.own), load_tokenizer(name)
+
+    def text(self, part: DocumentPart) -> str:
+        """Decode the beginning of a part, at most MOST_CHARACTERS."""
+        # A token is usually one character or more, so this many tokens are enough.
+        last = part.first + min(part.length, MOST_CHARACTERS)
+        return self._tokenizer.decode(self._corpus.tokens(part.document, part.first, last).tolist())[:MOST_CHARACTERS]
 
 
 def _title(step: int, config: Config, run: RunRecord) -> list[str]:
@@ -79,11 +88,11 @@ def _title(step: int, config: Config, run: RunRecord) -> list[str]:
     return [f"step {step:,}, {state}: {config.train.global_batch_size:,} samples of {config.model.seq_length:,} tokens"]
 
 
-def _as_json(read: SampleRead, tokenizer: Tokenizer | None) -> dict[str, object]:
+def _as_json(read: SampleRead, reader: _Reader | None) -> dict[str, object]:
     parts = []
     for part in read.parts:
         one: dict[str, object] = {"document": part.document, "first": part.first, "length": part.length}
-        parts.append(one if tokenizer is None else {**one, "text": _text(read.corpus, part, tokenizer)})
+        parts.append(one if reader is None else {**one, "text": reader.text(part)})
     return {
         "position": read.position,
         "sample_id": read.sample_id,
@@ -91,11 +100,3 @@ def _as_json(read: SampleRead, tokenizer: Tokenizer | None) -> dict[str, object]
         "epoch": read.epoch,
         "parts": parts,
     }
-
-
-def _text(prefix: str, part: DocumentPart, tokenizer: Tokenizer) -> str:
-    """Decode the beginning of a part, at most MOST_CHARACTERS."""
-    # A token is usually one character or more, so this many tokens are enough.
-    last = part.first + min(part.length, MOST_CHARACTERS)
-    tokens = IndexedTokens(prefix).tokens(part.document, part.first, last)
-    return tokenizer.decode(tokens.tolist())[:MOST_CHARACTERS]

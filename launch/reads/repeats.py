@@ -9,9 +9,10 @@ compares attempts with other seeds, blends or lengths. A sample predicts all tok
 Once the next epoch has begun, every label of this one must have been read, except skipped samples and less than one sample per cut.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
+from triaxis.engine.config.extension import OWN_CORPUS
 from triaxis.engine.config.phases import RunPhase, at_phase, run_phases
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.corpus.indexed import IndexedTokens
@@ -145,13 +146,18 @@ class _Names:
 
     def __init__(self) -> None:
         self._known: dict[str, str] = {}
-        self._first: dict[tuple[int, int], str] = {}
+        self._first: dict[Hashable, str] = {}
 
     def of(self, prefix: str) -> str:
         """Return the name under which the corpus was read first."""
         if prefix not in self._known:
-            self._known[prefix] = self._first.setdefault(IndexedTokens(prefix).identity, prefix)
+            self._known[prefix] = self._first.setdefault(_identity(prefix), prefix)
         return self._known[prefix]
+
+
+def _identity(prefix: str) -> Hashable:
+    """Return what is equal for two names of a corpus; one of an extension has its path alone."""
+    return prefix if prefix.startswith(OWN_CORPUS) else IndexedTokens(prefix).identity
 
 
 def _add(places: dict[Place, list[tuple[int, int, int]]], corpus: str, one: SampleRead, step: int) -> None:

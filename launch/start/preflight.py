@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triaxis.engine.config.telemetry import gpu_tool_problems
 from triaxis.engine.config.tree import Config
-from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.own import open_corpus
 from triaxis.engine.data.corpus.tokenizers import BYTES
 from triaxis.engine.data.run_tokenizer import corpora_of, with_tokenizer
 from triaxis.engine.errors import ConfigError
@@ -34,7 +34,7 @@ def look_before_training(config: Config, config_path: Path, *, from_scratch: boo
     if finished is not None:
         return finished.finished_message(config)
     for prefix in corpora_of(config):
-        IndexedTokens(prefix, config.data.tokenizer or BYTES)
+        open_corpus(prefix, config.model.own, config.data.tokenizer or BYTES)
     with_tokenizer(config)
     return None
 

@@ -138,7 +138,9 @@ def checksums(microbatch: MicroBatch) -> list[Sample]:
     The checksum is the sum of those of the tokens, each with its label, mask, position and document. So the parts of a sample that
     context-parallel ranks hold add up to that of the whole.
     """
-    parts = [microbatch.tokens, microbatch.labels, microbatch.loss_mask, microbatch.position_ids]
+    mask = microbatch.loss_mask
+    counted = mask if mask.dtype is torch.bool else mask.view(torch.int32)  # weights by their bits
+    parts = [microbatch.tokens, microbatch.labels, counted, microbatch.position_ids]
     if microbatch.documents is not None:
         numbers, part = microbatch.documents.numbers, microbatch.part
         parts.append(numbers if part is None else numbers.gather(1, part.positions))

@@ -1,5 +1,6 @@
 """Training data of a verification: random tokens, or the corpus of a comparison with an oracle (no torch here)."""
 
+from triaxis.engine.config.model import LARGEST_VOCABULARY
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.datasets import open_datasets
 from triaxis.engine.data.samples import Sample, SampleSource
@@ -26,19 +27,22 @@ def masked_samples(config: Config) -> SampleSource:
     )
     if config.data.synthetic:
         return random
-    corpus = open_datasets(config.data, model.seq_length, train.seed, vocab_size=model.vocab_size).train
-    return MaskedSamples(corpus, random)
+    # A small model has fewer ids than a corpus of the user's.
+    most = model.vocab_size if config.model.extension is None else LARGEST_VOCABULARY
+    corpus = open_datasets(config.data, model.seq_length, train.seed, vocab_size=most, own=model.own).train
+    return MaskedSamples(corpus, random, model.vocab_size)
 
 
 class MaskedSamples:
-    """The tokens of one source with the loss masks of another."""
+    """The tokens of one source, modulo a number of ids, with the loss masks of another."""
 
-    def __init__(self, tokens: SampleSource, masks: SampleSource) -> None:
-        self._tokens, self._masks = tokens, masks
+    def __init__(self, tokens: SampleSource, masks: SampleSource, num_ids: int) -> None:
+        self._tokens, self._masks, self._num_ids = tokens, masks, num_ids
 
     def __getitem__(self, sample_id: int) -> Sample:
         sample = self._tokens[sample_id]
-        return sample._replace(loss_mask=sample.loss_mask & self._masks[sample_id].loss_mask)
+        masked = sample.loss_mask & self._masks[sample_id].loss_mask
+        return sample._replace(tokens=sample.tokens % self._num_ids, loss_mask=masked)
 
     def lengths(self, sample_id: int) -> tuple[int, ...]:
         return self._tokens.lengths(sample_id)

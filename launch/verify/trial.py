@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from triaxis.engine.config.data import DataConfig, reads_documents
+from triaxis.engine.config.extension import OWN_CORPUS
 from triaxis.engine.config.fp8 import without_gather
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
@@ -94,7 +95,7 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     tree = asked.model_dump(mode="json")
     for section, values in (shrink(asked) if small else {}).items():
         tree[section] |= values
-    tree["data"] = {"synthetic": True, **_documents(asked.data)}
+    tree["data"] = _data(asked.data)
     as_a_run(tree, num_steps)
     optimizer = asked.optimizer
     tree["optimizer"] |= {
@@ -163,6 +164,15 @@ def layout_words(path: Path, overrides: Sequence[str], layout: str) -> list[str]
     if is_typed or not isinstance(listed, list) or len(listed) == num_stages:
         return words
     return [*words, "parallel.layers_per_stage=null"]
+
+
+def _data(data: DataConfig) -> dict[str, Any]:
+    """Return the corpora of an extension alone, all of them for training; where there are none, random samples."""
+    own = [source.model_dump() for source in data.train if source.path.startswith(OWN_CORPUS)]
+    if not own:
+        return {"synthetic": True, **_documents(data)}
+    asked = data.model_dump(mode="json", include={"attention", "positions", "count_document_starts", "cache_dir"})
+    return {**asked, "train": own, "split": [1.0, 0.0, 0.0]}
 
 
 def _documents(data: DataConfig) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
-from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.models.gpt.attention import Attention
 from triaxis.models.gpt.context import BuildContext, Positions
 from triaxis.models.gpt.hidden_dropout import HiddenDropout
@@ -23,7 +22,7 @@ class FirstNorm:
     """
 
     def __init__(self) -> None:
-        self.norm: Norm | None = None
+        self.norm: nn.Module | None = None
         self._normalised: torch.Tensor | None = None
 
     def put(self, normalised: torch.Tensor | None) -> None:
@@ -49,12 +48,12 @@ class Block(nn.Module):
         self.name = f"layers.{layer}"
         self.attention_norm, self.attention_post_norm = self._norms("attention")
         kind = context.model.layer_kind(layer)
-        form = Attention if context.model.mla is None else LatentAttention
-        self.attention = form(context, f"{self.name}.attention", kind)
+        own, ours = context.model.own, Attention if context.model.mla is None else LatentAttention
+        self.attention = (own.attention or ours)(context, f"{self.name}.attention", kind)
         self.mlp_norm, self.mlp_post_norm = self._norms("mlp")
         self.attention_input, self.mlp_input = self._input(self.attention_norm), self._input(self.mlp_norm)
         mlp = f"{self.name}.mlp"
-        self.mlp = MoE(context, mlp, layer) if kind.has_experts else MLP(context, mlp)
+        self.mlp = MoE(context, mlp, layer) if kind.has_experts else (own.mlp or MLP)(context, mlp)
         self.attention_dropout = context.hidden_dropout(f"{self.name}.attention.residual_dropout")
         self.mlp_dropout = context.hidden_dropout(f"{mlp}.residual_dropout")
 
@@ -92,13 +91,13 @@ class Block(nn.Module):
         follows = None if self.context.model.parallel_block else self.mlp_norm
         return self._added(x, branch, self.attention_post_norm, follows, self.attention_dropout, keys)
 
-    def _norms(self, branch: str) -> tuple[Norm | None, Norm | None]:
+    def _norms(self, branch: str) -> tuple[nn.Module | None, nn.Module | None]:
         """Build the norms before and after a branch; None for one that the model lacks."""
         model, name = self.context.model, f"{self.name}.{branch}"
         before = self.context.norm(f"{name}.norm") if model.norms_before else None
         return before, self.context.norm(f"{name}.post_norm") if model.norms_after else None
 
-    def _input(self, norm: Norm | None) -> Callable[..., torch.Tensor]:
+    def _input(self, norm: nn.Module | None) -> Callable[..., torch.Tensor]:
         """Return the function from the residual stream to a branch's input: the norm, or the identity."""
         return nn.Identity() if norm is None else self.context.saved.recomputed("norm", norm)
 
@@ -106,8 +105,8 @@ class Block(nn.Module):
         self,
         x: torch.Tensor,
         branch: torch.Tensor,
-        norm: Norm | None,
-        follows: Norm | None,
+        norm: nn.Module | None,
+        follows: nn.Module | None,
         dropout: HiddenDropout | None,
         keys: DropoutKeys,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:

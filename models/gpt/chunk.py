@@ -66,11 +66,13 @@ class GPTChunk(nn.Module):
         self.embedding = Embedding(context) if stage.has_embedding else None
         self.rotaries = [context.model.layer_kind(layer).rotary for layer in stage.layers]
         num_own = stage.num_own
-        self.blocks = nn.ModuleList([Block(context, layer) for layer in stage.layers[:num_own]])
+        self.blocks = nn.ModuleList(
+            [(context.model.own.block or Block)(context, layer) for layer in stage.layers[:num_own]]
+        )
         self.ahead = TokensAhead(context, stage.layers[num_own:], num_own) if stage.num_mtp else None
         self.final_norm = context.norm("final_norm") if stage.has_head else None
         self.head: ColumnParallelLinear | None = None
-        self.losses = TokenLosses(context) if stage.has_head else None
+        self.losses = (context.model.own.loss or TokenLosses)(context) if stage.has_head else None
         if stage.has_head:
             name = "embedding.word.weight" if context.model.tie_embeddings else "head.weight"
             weight = context.parameter(name)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from triaxis.engine.activations.saved_tensors import SavedTensors
 from triaxis.engine.config.activations import RecomputeConfig
@@ -26,6 +27,7 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.models.gpt.hidden_dropout import HiddenDropout
+from triaxis.models.gpt.own_norm import OwnNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +89,11 @@ class BuildContext:
             made=made,
         )
 
-    def norm(self, name: str) -> Norm:
+    def norm(self, name: str) -> nn.Module:
         """Build a norm over h; `model.residual_multiplier` times a branch may be added to its input first."""
-        kind, kernels = self.model.norm_kind, self.kernels
+        kind, kernels, own = self.model.norm_kind, self.kernels, self.model.own.norm
+        if own is not None:
+            return OwnNorm(own(self, name), self.model.residual_multiplier)
         weights = [self.parameter(f"{name}.{parameter}") for parameter in kind.parameters]
         return Norm(NormKernel(kind.name, self.model.norm_eps, kernels.fusion), weights, self.model.residual_multiplier)
 
@@ -123,7 +127,7 @@ class BuildContext:
         if left:
             raise LookupError(
                 f"no module took {', '.join(left)}, so these parameters would not be trained. "
-                "Their names differ between models/specs.py and the modules of models/gpt."
+                "Their names differ between the specs (models/specs.py, or those of an extension) and the modules."
             )
 
 

@@ -92,9 +92,9 @@ class TokenAhead(nn.Module):
             f"{name}.projection",
             context.form,
         )
-        self.block = Block(context, layer)
+        self.block = (context.model.own.block or Block)(context, layer)
         self.norm = context.norm(f"{name}.norm")
-        self.losses = TokenLosses(context)
+        self.losses = (context.model.own.loss or TokenLosses)(context)
 
     def inputs(
         self, hidden: torch.Tensor, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys

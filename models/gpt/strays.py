@@ -14,6 +14,7 @@ in layers that no gradient reaches, or in a run without a backward.
 """
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +27,7 @@ from torch.autograd.graph import Node
 from triaxis.engine.activations.recompute import watch_replay
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.errors import ModelError
+from triaxis.engine.storage.user_module import PRIVATE
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -52,7 +54,7 @@ def refuse_strays(chunk: nn.Module, model: ModelConfig, layers: range, held: Map
                 f"{place.path or 'chunk'}, {place.owner.__name__}.{place.attribute}",
                 state,
                 place.name,
-                f"{place.owner.__module__.removeprefix('triaxis.').replace('.', '/')}.py",
+                _file_of(place.owner),
                 place.attribute,
             )
     _refuse(list(strays.values()))
@@ -93,8 +95,8 @@ class _Place:
         return replace(self, attribute=f"{self.attribute}.{name}" if self.attribute else str(name))
 
     def at(self, module: nn.Module) -> "_Place":
-        is_ours = type(module).__module__.startswith("triaxis.models.")
-        return _Place(type(module), self.name) if is_ours else self
+        is_of_models = type(module).__module__.startswith(("triaxis.models.", PRIVATE))
+        return _Place(type(module), self.name) if is_of_models else self
 
 
 def _state(module: nn.Module, place: _Place, seen: set[int]) -> Iterator[tuple[_Place, torch.Tensor]]:
@@ -159,6 +161,13 @@ def _leaf(node: Node) -> torch.Tensor | None:
     return accumulates.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
+def _file_of(owner: type) -> str:
+    """Return the file of a class, of an extension by its whole path."""
+    if owner.__module__.startswith(PRIVATE):
+        return str(sys.modules[owner.__module__].__file__)
+    return f"{owner.__module__.removeprefix('triaxis.').replace('.', '/')}.py"
+
+
 def _entry_of_leaf(sizes: Mapping[int, str], where: str, reader: str, leaf: torch.Tensor) -> str:
     what = f"a tensor that no module holds, read by {reader} in {where}"
     return _entry(sizes, what, leaf, "layers.*.NAME", "the module that reads it", "NAME")
@@ -173,9 +182,12 @@ def _entry(sizes: Mapping[int, str], what: str, state: torch.Tensor, name: str, 
         fields = 'Init("normal", model.init_std)' if state.ndim > 1 else 'Init("ones"), decay=False'
     asked = f'f"{name.replace("*", "{layer}")}"' if "*" in name else f'"{name}"'
     taken = f'f"{{name}}.{attribute}"' if "*" in name else asked
+    listing = "models/specs.py"
+    if file.startswith("/"):  # of an extension, whose parts list names inside them
+        listing, asked = f"{file}, in specs", f'"{attribute}"'
     return (
         f"{what}: {str(state.dtype).removeprefix('torch.')} {list(state.shape)}\n"
-        f"     models/specs.py: yield ParamSpec({asked}, ({shape}), {fields})\n"
+        f"     {listing}: yield ParamSpec({asked}, ({shape}), {fields})\n"
         f"     {file}: self.{attribute.replace('.', '_')} = context.parameter({taken})"
     )
 
@@ -184,7 +196,7 @@ def _refuse(strays: Sequence[str]) -> None:
     if strays:
         entries = "\n".join(f"  {number}. {entry}" for number, entry in enumerate(strays, start=1))
         raise ModelError(
-            f"the model holds state that models/specs.py does not list:\n{entries}\n"
+            f"the model holds state that no list of parameters has:\n{entries}\n"
             "Checkpoints would not have it, and ranks would not add up its gradients: each would train a model of its own.\n"
             "Register each by its two lines, with the start that it needs; the forward reads it by tracked(). A tensor that is\n"
             "cut over ranks, or has a gradient from a part of the tokens, needs one more field (docs/extending.md, A parameter)."

@@ -34,6 +34,14 @@ class DecodingChunk(GPTChunk):
         )
         self.train(False)
 
+    def without_cache(self) -> str:
+        """Return the name of an extension's class that keeps no keys and values of the tokens before; "": none does."""
+        for block in self.blocks:
+            attention = getattr(block, "attention", None)
+            if not isinstance(getattr(attention, "mixer", None), Cached):
+                return type(attention or block).__name__
+        return ""
+
     def caches(self) -> list[Cached]:
         """Return the caches of the layers."""
         return [cast(Cached, cast(Block, block).attention.mixer) for block in self.blocks]

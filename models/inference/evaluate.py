@@ -127,7 +127,7 @@ def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[
     sizes = topology.sizes
     shape = (local_seq_length(config), config.train.micro_batch_size, config.model.hidden_size)
     executor = Executor(topology, [chunk.queue for chunk in model.chunks], shape, DTYPES[config.precision.dtype])
-    loss_sum, num_tokens = 0.0, 0
+    loss_sum, num_tokens = 0.0, 0.0
     load = model.chunks[0].load
     if load is not None:
         load.begin()

@@ -15,9 +15,11 @@ from typing import Protocol
 
 import torch
 
+from triaxis.engine.comm.texts import gather_text
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.errors import ModelError
 from triaxis.engine.numerics.hashing import GOLDEN, key64, mix_words_, shift_right
 from triaxis.engine.numerics.precision import DTYPES
 from triaxis.engine.pipeline.executor import Executor
@@ -108,6 +110,13 @@ class Decoder:
     def __init__(self, model: Model, places: int) -> None:
         config, self._topology = model.config, model.topology
         self._chunks = [DecodingChunk(_gpt(chunk)) for chunk in model.chunks]
+        lacking = max(chunk.without_cache() for chunk in self._chunks)
+        if name := max(gather_text(self._topology.axis("world"), lacking, self._topology.device, "generation")):
+            raise ModelError(
+                f"{name} of model.extension keeps no keys and values of the tokens before, which generation needs. Let the "
+                "attention hold `self.mixer = context.mixer(name, kind)` and call it with queries, keys and values, as "
+                "triaxis.models.gpt.attention does."
+            )
         self._hidden_size, self._vocab_size = config.model.hidden_size, config.model.vocab_size
         self._dtype = DTYPES[config.precision.dtype]
         self._places = places

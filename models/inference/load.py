@@ -25,6 +25,7 @@ from triaxis.engine.numerics.precision import DTYPES, accumulation_dtype
 from triaxis.engine.pipeline.forwards import of_forward
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.models.gpt.chunk import GPTChunk, build_chunks
+from triaxis.models.gpt.losses import TokenLosses
 from triaxis.models.specs import model_specs
 
 
@@ -49,6 +50,11 @@ def load_model(
     mine = [stages[stage] for stage in of_forward(sizes, 1).placement.stages_on(topology.coordinates.pp)]
     forward_only = for_reading(config)
     chunks, parameters = build_chunks(forward_only, topology, open_kernels(forward_only, topology), mine)
+    for chunk in chunks:
+        if chunk.losses is not None:
+            chunk.losses = TokenLosses(
+                chunk.context
+            )  # a text is judged by its cross-entropy, whatever the model was trained with
     refused = ""
     try:
         _refuse_other_tensors(candidate, config)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from triaxis.engine.numerics.hashing import key64
-from triaxis.models.gpt.chunk import Block, GPTChunk
+from triaxis.models.gpt.chunk import GPTChunk
 from triaxis.models.gpt.mtp import TokenAhead
 
 TOKEN_LOSSES, LOSS = "token_losses", "loss"
@@ -91,21 +91,24 @@ class Probes:
 def _sites(chunk: GPTChunk) -> Iterator[tuple[str, nn.Module]]:
     if chunk.embedding is not None:
         yield "embedding", chunk.embedding
-    for block in chunk.blocks:
-        yield from _sites_of(cast(Block, block))
+    for layer, block in zip(chunk.stage.layers, chunk.blocks, strict=False):
+        yield from _sites_of(f"layers.{layer}", block)
     if chunk.losses is not None:
         yield TOKEN_LOSSES, chunk.losses
-    for each in () if chunk.ahead is None else chunk.ahead.layers:
-        ahead = cast(TokenAhead, each)
-        yield f"{ahead.block.name}.embedding", ahead.embedding
-        yield from _sites_of(ahead.block)
-        yield f"{ahead.block.name}.losses", ahead.losses
+    for layer, each in zip(
+        chunk.stage.layers[chunk.stage.num_own :], () if chunk.ahead is None else chunk.ahead.layers, strict=True
+    ):
+        name, ahead = f"layers.{layer}", cast(TokenAhead, each)
+        yield f"{name}.embedding", ahead.embedding
+        yield from _sites_of(name, ahead.block)
+        yield f"{name}.losses", ahead.losses
 
 
-def _sites_of(block: Block) -> Iterator[tuple[str, nn.Module]]:
-    yield f"{block.name}.attention", block.attention
-    yield f"{block.name}.mlp", block.mlp
-    yield block.name, block
+def _sites_of(name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the places of a layer; a block of an extension may have no attention or MLP of its own."""
+    parts = {part: getattr(block, part, None) for part in ("attention", "mlp")}
+    yield from ((f"{name}.{part}", each) for part, each in parts.items() if isinstance(each, nn.Module))
+    yield name, block
 
 
 def _direction(site: str, width: int) -> torch.Tensor:

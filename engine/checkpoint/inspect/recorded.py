@@ -1,4 +1,4 @@
-"""The search for the tokenizer and corpora that a checkpoint names, from any folder, even after a move (no torch here).
+"""The search for the tokenizer, corpora and extension that a checkpoint names, even after a move (no torch here).
 
 import    ../tokenizer.json        relative to the folder of the checkpoint
 run       tok/tokenizer.json       as typed: relative to the folder where the run was started, or absolute
@@ -7,8 +7,10 @@ run       tok/tokenizer.json       as typed: relative to the folder where the ru
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from triaxis.engine.checkpoint.directory import Candidate
+from triaxis.engine.config.extension import placed
 from triaxis.engine.data.corpus.matching import find_recorded, is_recorded, right_spelling
 from triaxis.engine.data.corpus.record import CorpusRecord, read_record
 from triaxis.engine.data.corpus.tokenizers import BYTES, BytesTokenizer, Tokenizer, load_tokenizer, split_name
@@ -19,6 +21,15 @@ TOKENIZER = "tokenizer"
 
 END_OF_DOCUMENTS = "end of documents"
 """Key of the end-of-document id in `TrainingState.data`, as text: `prepare --eod-token` may have chosen it."""
+
+
+def recorded_config(candidate: Candidate) -> dict[str, Any]:
+    """Return a checkpoint's configuration; of an extension whose sources are gone or changed, with the copy that its run keeps."""
+    config = dict(candidate.manifest.config)
+    if (extension := (config.get("model") or {}).get("extension")) is not None:
+        # runs/<name>/checkpoints/step_<number>
+        config["model"] = config["model"] | {"extension": placed(extension, candidate.folder.absolute().parents[1])}
+    return config
 
 
 def recorded_tokenizer(candidate: Candidate) -> str | None:

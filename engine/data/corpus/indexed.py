@@ -21,7 +21,7 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -65,6 +65,15 @@ def _prefixes_near(name: str) -> list[str]:
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the dtype that Megatron's tools choose: uint16 where the ids fit, with its margin, else int32."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
+
+
+class NamedCorpus(Protocol):
+    """A corpus, and what two of its names have alike."""
+
+    prefix: str
+
+    @property
+    def identity(self) -> tuple[int, int]: ...
 
 
 class IndexedTokens:
@@ -173,6 +182,11 @@ class IndexedTokens:
             f"{path} has {found:,} bytes; expected {expected}. It is truncated, damaged or not of the same corpus as its "
             f"partner. Copy the pair again, or prepare the corpus again."
         )
+
+    @property
+    def cache_dir(self) -> Path:
+        """Return where its orders are kept, unless the configuration names another folder."""
+        return Path(f"{self.prefix}.cache")
 
     @property
     def num_sequences(self) -> int:
@@ -290,7 +304,7 @@ def _refuse_pointer(path: Path) -> None:
         raise DataError(f"{path} is not there yet: its tokens would be noise.{how}")
 
 
-def refuse_repeated(where: str, corpora: Sequence[IndexedTokens], harm: str) -> None:
+def refuse_repeated(where: str, corpora: Sequence[NamedCorpus], harm: str) -> None:
     """Refuse a corpus that is named twice, by links and other spellings of its path too.
 
     Args:

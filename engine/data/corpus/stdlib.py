@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.data.corpus.own import Corpus
 from triaxis.engine.errors import DataError
 
 STDLIB_BYTES = 12_000_000
@@ -76,20 +76,22 @@ class Entropies:
     """Entropy of a token given the one before it: the best loss with one token of context."""
 
 
-def entropies(tokens: str | NDArray[np.integer[Any]], vocab_size: int, max_tokens: int = ENTROPY_TOKENS) -> Entropies:
+def entropies(
+    tokens: Corpus | NDArray[np.integer[Any]], vocab_size: int, max_tokens: int = ENTROPY_TOKENS
+) -> Entropies:
     """Compute entropies of the frequencies of a corpus (Shannon 1948, H(X) and H(X_t | X_{t-1})), in nats per token.
 
     They are exact for the counted text, and a little low for other text: the more, the larger the vocabulary.
 
     Args:
-        tokens: a prefix, or the tokens, integers [n].
+        tokens: a corpus, or its tokens, integers [n].
         vocab_size: of the tokenizer, without padding.
         max_tokens: only this many tokens are counted, from the first on.
 
     Raises:
         DataError: fewer than two tokens, or one outside the vocabulary.
     """
-    ids = (_first_tokens(IndexedTokens(tokens), max_tokens) if isinstance(tokens, str) else tokens[:max_tokens]).astype(
+    ids = (tokens[:max_tokens] if isinstance(tokens, np.ndarray) else _first_tokens(tokens, max_tokens)).astype(
         np.int64
     )
     if len(ids) < 2 or ids.min() < 0 or ids.max() >= vocab_size:
@@ -105,11 +107,11 @@ def entropies(tokens: str | NDArray[np.integer[Any]], vocab_size: int, max_token
     return Entropies(uniform=math.log(vocab_size), unigram=_entropy(np.bincount(ids)), bigram=both - first)
 
 
-def _first_tokens(corpus: IndexedTokens, max_tokens: int) -> NDArray[np.integer[Any]]:
+def _first_tokens(corpus: Corpus, max_tokens: int) -> NDArray[np.integer[Any]]:
     parts: list[NDArray[np.integer[Any]]] = []
     missing = max_tokens
-    for index in range(corpus.num_sequences):
-        parts.append(corpus.sequence(index)[:missing])
+    for document in range(corpus.num_documents):
+        parts.append(corpus.tokens(document, 0, missing))
         missing -= len(parts[-1])
         if missing == 0:
             break

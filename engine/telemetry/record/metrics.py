@@ -46,7 +46,7 @@ class StepMetrics:
         unix_time_seconds: when the step ended.
         consumed_samples, consumed_tokens: since the beginning of the run, this step included, masked tokens too.
         loss: nats per unmasked token of the global batch, before the update.
-        loss_tokens: unmasked tokens of the global batch.
+        loss_tokens: unmasked tokens of the global batch, or the sum of their weights.
         lr: with which the weights were updated.
         grad_norm: global, before clipping.
         step_time_seconds: from the end of the last step to the end of this one, without validation.
@@ -70,7 +70,7 @@ class StepMetrics:
     consumed_samples: int
     consumed_tokens: int
     loss: float
-    loss_tokens: int
+    loss_tokens: float
     lr: float
     grad_norm: float
     step_time_seconds: float
@@ -133,7 +133,7 @@ class Meter:
         step: int,
         *,
         loss: float,
-        loss_tokens: int,
+        loss_tokens: float,
         lr: float,
         grad_norm: float,
         spans_seconds: Mapping[StepPart, float],

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from typing import NoReturn, Self
 
 from triaxis.engine.errors import ExitCode, TriaxisError
+from triaxis.engine.storage.user_module import place_in_user_module
 from triaxis.launch.start.process.failure import ExplainedError, code_of
 from triaxis.launch.start.process.front import standard_streams
 from triaxis.launch.start.process.lasting_output import lasting_output
@@ -66,6 +67,8 @@ def print_error(error: BaseException) -> None:
     elif isinstance(error, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
     else:
+        if place := place_in_user_module(error):
+            print(f"error in {place}: {type(error).__name__}: {error}", file=sys.stderr)
         traceback.print_exception(error)
 
 

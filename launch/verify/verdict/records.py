@@ -42,7 +42,7 @@ class StepFacts:
 
     loss: float
     grad_norm: float
-    num_tokens: int
+    num_tokens: float
 
 
 @dataclass(frozen=True, slots=True)

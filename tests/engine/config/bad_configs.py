@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from tests.engine.config.bad_expert_configs import BAD_EXPERTS
+from tests.engine.config.bad_extensions import BAD_EXTENSIONS
 from tests.engine.config.bad_latents import BAD_LATENTS
 from tests.engine.config.bad_phases import BAD_PHASES
 from tests.engine.config.bad_rates import BAD_RATES
@@ -44,6 +45,7 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         {},
         ["model.hidden_size = 60", "multiple of num_attention_heads = 8", "hidden_size = 64 or 48", "head_dim"],
     ),
+    **BAD_EXTENSIONS,
     **BAD_LATENTS,
     **BAD_RATES,
     **BAD_PHASES,
@@ -468,9 +470,7 @@ BAD: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] = {
         ["telemetry.profile={start: 9, steps: 3}"],
         {},
         [
-            "profile.start = 9",
-            "steps 9 to 11",
-            "the run has 10",
+            *("profile.start = 9", "steps 9 to 11", "the run has 10"),
             "profile.start = 8",
             "profile.steps = 2",
             "train.steps = 11",

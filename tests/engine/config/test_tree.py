@@ -22,7 +22,7 @@ def fields(verdict: str, *overrides: str) -> set[str]:
 
 def test_a_speed_setting_may_always_change() -> None:
     assert fields("layout") == {
-        "model.vocab_multiple", "model.init_std", "data.cache_dir", "data.tokenizer",
+        "model.vocab_multiple", "model.init_std", "model.extension.source", "data.cache_dir", "data.tokenizer",
         "train.micro_batch_size", "train.phase", "eval", "optimizer.bucket_bytes",
         "precision.masters", "precision.fp8.backend", "precision.fp8.gather",
         "parallel", "schedule", "recompute", "offload", "kernels", "checkpoint", "telemetry", "resilience", "runtime",
@@ -33,7 +33,13 @@ def test_the_shape_of_the_model_the_samples_of_a_step_and_the_optimizer_never_ch
     kept = {"vocab_multiple", "init_std", "hidden_dropout", "attention_dropout", "rope_base", "rope_scaling", "z_loss"}
     names = type(config_with().model).dotted_names()
     shape = {f"model.{name}" for name in names if name.partition(".")[0] not in kept}
-    of_training = ("model.mtp.loss_weight", "model.moe.balance", "model.moe.row_headroom", "model.moe.force_balanced")
+    of_training = (
+        "model.mtp.loss_weight",
+        "model.moe.balance",
+        "model.moe.row_headroom",
+        "model.moe.force_balanced",
+        "model.extension",
+    )
     shape -= {name for name in shape if name.startswith(of_training)}
     assert fields("never") == shape | {"train.global_batch_size", "optimizer.name"}
 

@@ -32,7 +32,7 @@ def test_a_split_of_the_stdlib_holds_back_text_like_the_rest(tmp_path: Path) -> 
     request = PrepareRequest(stdlib_files(2_000_000), "bytes", prefix)
     record = prepare(request, num_workers=1, progress=lambda done: None).record
     assert record.num_tokens == record.input_bytes + record.num_documents
-    whole = entropies(prefix, 257)
+    whole = entropies(IndexedTokens(prefix), 257)
     assert whole.uniform == math.log(257)
     assert 2.0 < whole.bigram < 2.8 < whole.unigram < 3.6
     held_back = entropies(IndexedTokens(prefix).tokens(record.num_documents - 1), 257)
@@ -60,8 +60,10 @@ def test_both_ways_of_counting_pairs_agree(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_only_the_first_tokens_are_counted(write_corpus: object) -> None:
     prefix = write_corpus([np.zeros(10, np.int64), np.arange(50)])  # type: ignore[operator]
-    assert entropies(prefix, 50, max_tokens=10).unigram == 0
-    assert entropies(prefix, 50, max_tokens=12).unigram == entropies(np.array([0] * 11 + [1]), 50).unigram
+    assert entropies(IndexedTokens(prefix), 50, max_tokens=10).unigram == 0
+    assert (
+        entropies(IndexedTokens(prefix), 50, max_tokens=12).unigram == entropies(np.array([0] * 11 + [1]), 50).unigram
+    )
 
 
 def test_tokens_outside_the_vocabulary_are_refused() -> None:

@@ -1,0 +1,122 @@
+"""Corpora of an extension: documents by number, read as those of a `.bin/.idx` pair are (no torch here).
+
+    data:
+      train: [{path: "extension:memmap:data/tokens.npy", weight: 0.7}, {path: data/web, weight: 0.3}]
+
+The path names the corpus in `Extension.corpora`, and after a second colon an argument for it. Orders, samples, blends, splits and
+the ledger of what was read are the engine's own: `OwnCorpus` is all of `IndexedTokens` that they use.
+"""
+
+import hashlib
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from triaxis.engine.config.extension import OWN_CORPUS, DocumentsPart, Extension
+from triaxis.engine.data.corpus.indexed import IndexedTokens
+from triaxis.engine.errors import DataError
+
+FINGERPRINT_DOCUMENTS = 64
+
+
+class OwnCorpus:
+    """The documents of an extension.
+
+    Args:
+        prefix: the path in the configuration.
+        documents: what the extension opened.
+
+    Raises:
+        DataError: no token, or lengths that are no list of counts.
+    """
+
+    def __init__(self, prefix: str, documents: DocumentsPart) -> None:
+        self.prefix, self._documents = prefix, documents
+        self.num_documents = len(documents)
+        lengths = np.asarray(documents.lengths())
+        if lengths.shape != (self.num_documents,) or lengths.dtype.kind not in "iu" or (lengths < 0).any():
+            raise DataError(
+                f"{prefix}: lengths() gives {lengths.dtype} {list(lengths.shape)}; it must give the number of tokens of each of "
+                f"its {self.num_documents:,} documents, at least 0, since samples are cut by them."
+            )
+        self._lengths = lengths.astype(np.int64)
+        self.num_tokens = int(self._lengths.sum())
+        if not self.num_tokens:
+            raise DataError(f"{prefix} has no token: there is nothing to learn from.")
+
+    @property
+    def cache_dir(self) -> Path:
+        """Return where its orders are kept: beside what its argument names, else in the working folder."""
+        name, _, argument = self.prefix.removeprefix(OWN_CORPUS).partition(":")
+        return Path(f"{argument or name}.cache")
+
+    def document_lengths(self, documents: range) -> NDArray[np.int64]:
+        """Return the tokens of each document of a contiguous range, int64 [len(documents)]."""
+        return self._lengths[documents.start : documents.stop]
+
+    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """Return tokens `start` to `stop` - 1 of a document.
+
+        Raises:
+            DataError: the document is no list of ids, or has not as many as its length says.
+        """
+        tokens = np.asarray(self._documents[document])
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) != self._lengths[document]:
+            raise DataError(
+                f"{self.prefix}: document {document:,} is {tokens.dtype} {list(tokens.shape)}; it must be "
+                f"{self._lengths[document]:,} whole numbers, as lengths() says: samples would begin at other tokens."
+            )
+        return tokens[start:stop]
+
+    def last_tokens(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the last token of each of these documents, int64 [len(documents)]; -1 for a document without any."""
+        return np.array([self.tokens(int(one))[-1] if self._lengths[one] else -1 for one in documents], np.int64)
+
+    def ids(self, most_tokens: int) -> tuple[int, int]:
+        """Return the smallest and the largest id of up to `FINGERPRINT_DOCUMENTS` documents, evenly spaced."""
+        found = [tokens for tokens in self._spaced() if len(tokens)]
+        return min(int(each.min()) for each in found), max(int(each.max()) for each in found)
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Return what is equal for two namings of one corpus: a number of its path; no device has the first one."""
+        return -1, int(hashlib.sha256(self.prefix.encode()).hexdigest()[:15], 16)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return an identity of the corpus, hexadecimal: of all lengths, and of the tokens of some documents."""
+        digest = hashlib.sha256(self._lengths.astype("<i8").tobytes())
+        for tokens in self._spaced():
+            digest.update(tokens.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def _spaced(self) -> list[NDArray[Any]]:
+        filled = np.flatnonzero(self._lengths)
+        places = np.linspace(0, len(filled) - 1, min(len(filled), FINGERPRINT_DOCUMENTS), dtype=np.int64)
+        return [self.tokens(int(document)) for document in filled[places]]
+
+
+Corpus = IndexedTokens | OwnCorpus
+
+
+def open_corpus(prefix: str, own: Extension, tokenizer: str = "bytes") -> Corpus:
+    """Open a corpus that a configuration names.
+
+    Args:
+        prefix: the path of a pair of files without the ending, or `extension:NAME` with or without `:ARGUMENT`.
+        own: of the configuration.
+        tokenizer: that the reader wants, for the advice on a missing pair.
+
+    Raises:
+        DataError: there is none, or it is damaged.
+    """
+    if not prefix.startswith(OWN_CORPUS):
+        return IndexedTokens(prefix, tokenizer)
+    name, _, argument = prefix.removeprefix(OWN_CORPUS).partition(":")
+    try:
+        return OwnCorpus(prefix, own.corpora[name](argument))
+    except OSError as error:
+        raise DataError(f"{prefix} cannot be opened: {error}") from error

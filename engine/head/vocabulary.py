@@ -1,0 +1,82 @@
+"""Logits whose vocabulary is cut over tp, as the loss of an extension reads them.
+
+Each result [s, b] is the same on every tp rank, and each rank continues with it alike. So the gradient of a sum over ranks is the
+gradient that every rank has already (the g of `engine/tensor_parallel/mappings.py`), and no backward communicates.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triaxis.engine.comm.collectives import Axis
+from triaxis.engine.numerics.precision import accumulate
+
+PURPOSE = "loss of an extension"
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyLogits:
+    """The logits of some tokens.
+
+    Attributes:
+        columns: [s, b, v] in the accumulation dtype, this rank's columns without the padding of the vocabulary; v may be 0.
+        axis: the tp axis.
+        first: id of the token of the first column.
+        vocab_size: V, columns of all ranks.
+    """
+
+    columns: torch.Tensor
+    axis: Axis
+    first: int
+    vocab_size: int
+
+    @classmethod
+    def of(cls, logits: torch.Tensor, axis: Axis, vocab_size: int) -> "VocabularyLogits":
+        """Take the logits [s, b, V_padded/t] of this rank."""
+        first = axis.index * logits.shape[-1]
+        return cls(accumulate(logits[..., : max(vocab_size - first, 0)]), axis, first, vocab_size)
+
+    def sum(self, columns: torch.Tensor) -> torch.Tensor:
+        """Sum a function of the logits over the whole vocabulary: this rank's [s, b, v] -> [s, b]."""
+        total: torch.Tensor = _SumOfRanks.apply(columns.sum(-1), self.axis)
+        return total
+
+    def max(self) -> torch.Tensor:
+        """Return each token's largest logit [s, b], without a gradient."""
+        columns = self.columns.detach()
+        if columns.shape[-1]:
+            largest = columns.amax(-1)
+        else:
+            largest = columns.new_full(columns.shape[:-1], torch.finfo(columns.dtype).min)
+        return self.axis.all_reduce(largest, PURPOSE, op="max").wait()
+
+    def log_sum_exp(self) -> torch.Tensor:
+        """Return log(sum_v exp(z_v)) of each token [s, b]."""
+        largest = self.max()
+        return self.sum((self.columns - largest.unsqueeze(-1)).exp()).log() + largest
+
+    def at(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return each token's logit [s, b] of one token of the vocabulary, int64 [s, b]."""
+        local = ids - self.first
+        held = (local >= 0) & (local < self.columns.shape[-1])
+        if not self.columns.shape[-1]:
+            return self.sum(self.columns)
+        found = self.columns.gather(-1, local.where(held, 0).unsqueeze(-1))
+        return self.sum(found * held.unsqueeze(-1))
+
+    def cross_entropy(self, labels: torch.Tensor) -> torch.Tensor:
+        """Return -log softmax(z)_label of each token [s, b], from labels int64 [s, b]."""
+        return self.log_sum_exp() - self.at(labels)
+
+
+class _SumOfRanks(torch.autograd.Function):
+    """g: all-reduce forward, identity backward."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return axis.all_reduce(part.clone(), PURPOSE).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None

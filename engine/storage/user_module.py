@@ -1,0 +1,208 @@
+"""A Python module of the user's: where its sources are, their digest, and the module itself (no torch here).
+
+    scaled_mlp.py        a file, under a private name: one called `models` or `engine` hides nothing
+    mylab/               a package, the folder that holds `__init__.py`, under a private name too
+    mylab.layers         a module that Python finds by this name
+
+A run keeps a copy of the sources in its directory, `extension/<16 digits>/`, for those who read it after they have changed.
+
+A module is loaded once for each digest. The folder of its file or package comes first on `sys.path`, so that it may import its
+neighbours; the digest does not cover these.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from triaxis.engine.errors import TriaxisError
+from triaxis.engine.storage.files import write_atomically
+
+PRIVATE = "triaxis_extension_"
+"""Beginning of the names under which modules of users are loaded; 16 digits of the digest follow."""
+
+
+EXTENSION = "extension"
+"""The folder of a run's directory that holds copies."""
+
+
+class UserModuleError(TriaxisError):
+    """A module that cannot be found, read or run. The message says why, and begins with file and line where it has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The sources of a module.
+
+    Attributes:
+        entry: the file that runs first: `__init__.py` of a package.
+        name: by which Python finds it; "": it is given by its path.
+    """
+
+    entry: Path
+    name: str = ""
+
+    @property
+    def is_package(self) -> bool:
+        return self.entry.name == "__init__.py"
+
+    @property
+    def root(self) -> Path:
+        """Return the file, or the folder of the package."""
+        return self.entry.parent if self.is_package else self.entry
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """Yield the module's .py files in order of their paths inside it, each after that path."""
+        if not self.is_package:
+            yield "", self.entry
+            return
+        inside = {path.relative_to(self.root).as_posix(): path for path in self.root.rglob("*.py")}
+        yield from sorted(inside.items())
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the files, in hexadecimal; the names of a package's files are part of it.
+
+        Raises:
+            UserModuleError: a file cannot be read.
+        """
+        whole = hashlib.sha256()
+        for inside, path in self.files():
+            try:
+                content = path.read_bytes()
+            except OSError as error:
+                raise UserModuleError(f"{path} cannot be read ({error.strerror})") from error
+            whole.update(f"{inside}\0{len(content)}\0".encode() + content)
+        return whole.hexdigest()
+
+
+def is_path(source: str) -> bool:
+    """Return whether a source is the path of a file or package; else it is the name of a module."""
+    return "/" in source or source.endswith(".py")
+
+
+def find_sources(source: str) -> Sources:
+    """Find the sources of a module by a path or a name.
+
+    Raises:
+        UserModuleError: there is none.
+    """
+    if not is_path(source):
+        try:
+            spec = importlib.util.find_spec(source)
+        except Exception as error:  # finding `a.b` runs `a`
+            raise UserModuleError(f"Python fails to look for it ({type(error).__name__}: {error})") from error
+        if spec is None or not spec.has_location or spec.origin is None:
+            raise UserModuleError(
+                "Python finds no module of this name, and it is no path: that has a / or ends with .py"
+            )
+        return Sources(Path(spec.origin), source)
+    path = Path(source)
+    if path.is_dir():
+        path = path / "__init__.py"
+    if not path.is_file():
+        raise UserModuleError(
+            "there is no such file" if path.suffix == ".py" else "it is neither a .py file nor a package"
+        )
+    return Sources(path)
+
+
+def loaded(digest: str) -> ModuleType | None:
+    """Return the module with this digest if it is loaded."""
+    return sys.modules.get(_private(digest))
+
+
+def load(source: str, digest: str) -> ModuleType:
+    """Return the module with this digest; run it unless it is loaded.
+
+    Raises:
+        UserModuleError: there is no such module, its sources are others, or running it fails.
+    """
+    if (module := loaded(digest)) is not None:
+        return module
+    sources = find_sources(source)
+    if (found := sources.digest()) != digest:
+        raise UserModuleError(f"its sources were changed: their digest is {found[:16]}, not {digest[:16]}")
+    try:
+        module = importlib.import_module(source) if sources.name else _run(sources, _private(digest))
+    except Exception as error:
+        raise UserModuleError(f"{_place(error, sources)}{type(error).__name__}: {error}") from error
+    sys.modules[_private(digest)] = module
+    return module
+
+
+def place_in_user_module(error: BaseException) -> str:
+    """Return file, line and function of an error that passed through a module of a user; "": it did not."""
+    roots = [
+        Sources(Path(str(module.__file__))).root for name, module in [*sys.modules.items()] if name.startswith(PRIVATE)
+    ]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if any(path == root or root in path.parents for root in roots):
+            return f"{frame.filename}, line {frame.lineno}, in {frame.name}"
+    return ""
+
+
+def keep(run: Path, source: str, digest: str) -> None:
+    """Copy the sources of a module to a run's directory.
+
+    Raises:
+        UserModuleError: they cannot be found or read, or are others by now.
+        OSError: the copy cannot be written.
+    """
+    sources = find_sources(source)
+    if sources.digest() != digest:
+        raise UserModuleError(f"{source} has changed since it was loaded: the run would keep what it does not train")
+    for inside, path in sources.files():
+        copy = _kept(run, digest) / sources.root.name / inside
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(copy, [path.read_bytes()])
+
+
+def available_source(source: str, digest: str, run: Path) -> str:
+    """Return a source of a module that has this digest: the one given, else the run's copy of it, else the one given."""
+    with suppress(UserModuleError):
+        if find_sources(source).digest() == digest:
+            return source
+    kept = next(iter(sorted(_kept(run, digest).glob("*"))), None)
+    return source if kept is None else str(kept.absolute())
+
+
+def _kept(run: Path, digest: str) -> Path:
+    return run / EXTENSION / digest[:16]
+
+
+def _private(digest: str) -> str:
+    return PRIVATE + digest[:16]
+
+
+def _run(sources: Sources, name: str) -> ModuleType:
+    folder = str(sources.root.parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    inside = [str(sources.root)] if sources.is_package else None
+    spec = importlib.util.spec_from_file_location(name, sources.entry, submodule_search_locations=inside)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses, pickles and relative imports look a module up by its name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _place(error: BaseException, sources: Sources) -> str:
+    """Return the last place of an error in the sources, or the place where Python could not read them."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}: "
+    files = {str(path) for _, path in sources.files()}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
