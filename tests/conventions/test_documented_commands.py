@@ -22,7 +22,7 @@ from triaxis.launch import cli
 AS_WRITTEN = ROOT / "docs" / "checkpoints.md", "## The commands"
 """A page and its part that `tests/launch/runs/test_checkpoints_page.py` runs for real, from the first command to the last."""
 
-CODE = ("engine", "models", "launch", "tests", "benchmarks")
+CODE = ("engine", "models", "launch", "tests", "benchmarks", "examples")
 EXAMPLES = {"engine/telemetry/outlets/mlflow.py"}
 """Files that a page tells the reader to write."""
 
