@@ -27,7 +27,7 @@ from triaxis.engine.layout.shard_spec import REDUCE_AXES
 from triaxis.engine.numerics.precision import DTYPES, main_grad_dtype
 from triaxis.engine.optimizer.distributed import DistributedOptimizer
 from triaxis.engine.optimizer.grad_buffer import GradBuffers
-from triaxis.engine.optimizer.lr import learning_rate
+from triaxis.engine.optimizer.lr import rate_of
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.executor import Executor, InstructionObserver
 from triaxis.engine.pipeline.forwards import of_forward
@@ -226,9 +226,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
 
             observer.enter(StepPart.OPTIMIZER)
             run.guard.before_update(step)
-            lr = learning_rate(
-                phase.tokens_before(step), plan.tokens_per_step, engine.config.optimizer, plan.num_tokens
-            )
+            lr = rate_of(engine.config, phase.tokens_before(step), plan.tokens_per_step, plan.num_tokens)
             flags = StepFlags(checkpoints.flags(), stop.flags())
             in_flight.post(step, lr, engine.update(losses, lr, flags, run.guard.limits(step)))
             reads_all = is_last or validates or checkpoints.is_due(step + 1, is_last=is_last)

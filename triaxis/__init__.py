@@ -2,6 +2,7 @@
 
     triaxis.load_config("gpt_tiny", ["train.steps=20"])     a configuration, with every rule checked
     triaxis.open_checkpoint("runs/gpt_tiny")["embedding.word.weight"]     a whole tensor, whatever layout saved it
+    triaxis.train("gpt_tiny", ["train.steps=20"]).losses     what `triaxis train` does, on torchrun's ranks or in this process
     triaxis.Extension, triaxis.ParamSpec, triaxis.Init     parts of a model of your own (docs/your-model.md)
     triaxis.__version__
 
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
     from triaxis.engine.config.extension import Extension
     from triaxis.engine.config.load import load_config
     from triaxis.engine.layout.shard_spec import Init, ParamSpec
+    from triaxis.launch.train_run import train
 
     __version__: str
 
-__all__ = ["Extension", "Init", "ParamSpec", "__version__", "load_config", "open_checkpoint"]
+__all__ = ["Extension", "Init", "ParamSpec", "__version__", "load_config", "open_checkpoint", "train"]
 
 
 def __getattr__(name: str) -> Any:
@@ -43,6 +45,10 @@ def __getattr__(name: str) -> Any:
         from triaxis.engine.layout import shard_spec
 
         return getattr(shard_spec, name)
+    if name == "train":
+        from triaxis.launch.train_run import train
+
+        return train
     raise AttributeError(f"module 'triaxis' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

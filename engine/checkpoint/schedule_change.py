@@ -7,7 +7,8 @@ from pydantic import ValidationError
 
 from triaxis.engine.config.plan import planned_tokens
 from triaxis.engine.config.tree import Config
-from triaxis.engine.optimizer.lr import Fall, fall_of, learning_rate
+from triaxis.engine.optimizer.lr import Fall, fall_of, rate_of
+from triaxis.engine.storage.user_module import UserModuleError
 
 
 def schedule_change(there: Mapping[str, Any], config: Config, consumed_tokens: int) -> Iterator[str]:
@@ -28,8 +29,11 @@ def schedule_change(there: Mapping[str, Any], config: Config, consumed_tokens: i
     # A step has as many tokens in both: only phases may change that, and then no length is given in steps.
     step_tokens = config.train.global_batch_size * config.model.seq_length
     falls = fall_of(saved.optimizer, step_tokens, tokens_there), fall_of(config.optimizer, step_tokens, tokens_here)
-    rate_there = learning_rate(consumed_tokens, step_tokens, saved.optimizer, tokens_there)
-    rate_here = learning_rate(consumed_tokens, step_tokens, config.optimizer, tokens_here)
+    try:
+        rate_there = rate_of(saved, consumed_tokens, step_tokens, tokens_there)
+    except UserModuleError:
+        return  # of sources that are gone
+    rate_here = rate_of(config, consumed_tokens, step_tokens, tokens_here)
     unit, size = ("token", 1) if config.phases else ("step", step_tokens)
     if falls[0] != falls[1]:
         yield "learning rate: falls {} there, {} here".format(*(_in_words(fall, unit, size) for fall in falls))

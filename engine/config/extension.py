@@ -12,7 +12,7 @@ must be accepted, and a configuration with the digest of other sources is refuse
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -25,6 +25,7 @@ from triaxis.engine.storage.user_module import UserModuleError, available_source
 
 if TYPE_CHECKING:  # the model's section has this one
     from triaxis.engine.config.model import ModelConfig
+    from triaxis.engine.config.training import OptimizerConfig
 
 Weigh = Callable[[Any, Any, Any], Any]
 """`LossPart`'s `weights`."""
@@ -114,6 +115,26 @@ class LossPart(Protocol):
         """Build the loss: the class itself."""
 
 
+class Schedule(Protocol):
+    """The learning rate of a step, after the warm-up of `optimizer.warmup_steps`: a function of tokens alone.
+
+        def one_cycle(consumed_tokens, step_tokens, optimizer, num_tokens):
+            place = consumed_tokens / num_tokens                              # of the run
+            rise = min(place / 0.3, 1.0)
+            fall = max(0.0, (place - 0.3) / 0.7)
+            return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * (rise if rise < 1 else (1 + cos(pi * fall)) / 2)
+
+        def range_test(consumed_tokens, step_tokens, optimizer, num_tokens):  # from min_lr to lr, the same factor in every step
+            return optimizer.min_lr * (optimizer.lr / optimizer.min_lr) ** (consumed_tokens / (num_tokens - step_tokens))
+
+    Arguments and result are those of `triaxis.engine.optimizer.lr.learning_rate`.
+    """
+
+    def __call__(
+        self, consumed_tokens: int, step_tokens: int, optimizer: "OptimizerConfig", num_tokens: int
+    ) -> float: ...
+
+
 class DocumentsPart(Protocol):
     """The documents of a corpus, as lists of token ids by number: the same on every rank, at every call.
 
@@ -151,6 +172,8 @@ class Extension:
         norm: every norm over the hidden size.
         block: a whole layer.
         loss: of each token.
+        schedule: the learning rate behind the warm-up, with `optimizer.lr_schedule: extension`.
+        meters: what make the measurements of a step, `of` of a `triaxis.engine.telemetry.meters.step_meter.StepMeter`.
         corpora: by name, what opens the documents of `extension:NAME` in `data.train` and `data.valid`.
     """
 
@@ -159,6 +182,8 @@ class Extension:
     norm: NormPart | None = None
     block: LayerPart | None = None
     loss: LossPart | None = None
+    schedule: Schedule | None = None
+    meters: Sequence[Callable[[Any], Any]] = ()
     corpora: Mapping[str, Callable[[str], DocumentsPart]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -176,7 +201,7 @@ class Extension:
 
     def with_parameters(self) -> dict[str, Any]:
         """Return the given parts that list parameters, by name."""
-        return {name: given for name, given in self.parts().items() if name not in ("loss", "corpora")}
+        return {name: given for name, given in self.parts().items() if name in ("attention", "mlp", "norm", "block")}
 
     @property
     def weigh(self) -> Weigh | None:
@@ -214,10 +239,7 @@ class ExtensionConfig(Section):
             return tree  # `extension_problem` says why
 
     def __str__(self) -> str:
-        given = ", ".join(
-            f"{part} {' '.join(each) if isinstance(each, Mapping) else each.__name__}"
-            for part, each in self.parts().parts().items()
-        )
+        given = ", ".join(f"{part} {_name(each)}" for part, each in self.parts().parts().items())
         return f"{self.source} ({self.digest[:8]}): {given}"
 
     def parts(self) -> Extension:
@@ -236,6 +258,13 @@ class ExtensionConfig(Section):
         if not given.parts():
             raise UserModuleError(f"its Extension gives no part, so it would have no effect. It may give {_names()}")
         return given
+
+
+def _name(given: Any) -> str:
+    """Return the name of a given part, or the names of several."""
+    if isinstance(given, Sequence):
+        return " ".join(getattr(each, "__qualname__", type(each).__name__) for each in given)
+    return " ".join(given) if isinstance(given, Mapping) else str(given.__name__)
 
 
 def _names() -> str:
@@ -327,6 +356,19 @@ def loss_is_the_whole_loss(subject: Subject) -> Iterator[Problem]:
             yield subject.problem(key, rule, {key: [without]})
 
 
+def schedule_is_given_and_asked_for(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem where the extension gives a schedule and the configuration names another one, or the reverse."""
+    config, key = subject.config, "optimizer.lr_schedule"
+    is_asked, is_given = config.optimizer.lr_schedule == "extension", config.model.own.schedule is not None
+    if is_asked and not is_given:
+        yield subject.problem(
+            key, "needs an Extension(schedule=..) in model.extension: no rate is known", {key: ["cosine"]}
+        )
+    if is_given and not is_asked:
+        rule = "is not the schedule of model.extension, which would have no effect"
+        yield subject.problem(key, rule, {key: ["extension"]})
+
+
 def corpora_are_given(subject: Subject) -> Iterator[Problem]:
     """Yield a problem for each path of a corpus that the extension does not give."""
     config = subject.config
@@ -341,4 +383,9 @@ def corpora_are_given(subject: Subject) -> Iterator[Problem]:
                 )
 
 
-EXTENSION_RULES: tuple[Rule, ...] = (parts_list_their_parameters, loss_is_the_whole_loss, corpora_are_given)
+EXTENSION_RULES: tuple[Rule, ...] = (
+    parts_list_their_parameters,
+    loss_is_the_whole_loss,
+    schedule_is_given_and_asked_for,
+    corpora_are_given,
+)

@@ -47,7 +47,7 @@ def _length_is_free(subject: Subject) -> bool:
     optimizer = subject.config.optimizer
     if optimizer.lr_schedule in DECAYS:
         return optimizer.decay_steps is not None
-    return optimizer.cooldown_tokens is None
+    return optimizer.lr_schedule != "extension" and optimizer.cooldown_tokens is None
 
 
 LENGTH = OnResume("meant", is_layout=_length_is_free)
@@ -87,8 +87,9 @@ class OptimizerConfig(Section):
     )
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    lr_schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = Field(
-        "cosine", description="decay to min_lr behind the warm-up; wsd: constant, and a fall at the end"
+    lr_schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd", "extension"] = Field(
+        "cosine",
+        description="decay to min_lr after the warm-up; wsd: constant, then a fall; extension: model.extension's",
     )
     warmup_steps: Count = Field(0, ge=0, description="steps of linear warm-up to lr")
     warmup_tokens: Count | None = Field(None, gt=0, description="the warm-up in tokens; null: warmup_steps")
@@ -239,6 +240,8 @@ def cooldown_ends_the_run(subject: Subject) -> Iterator[Problem]:
     """Yield a problem for each field of a fall at the end that has no effect, or no room."""
     config, optimizer = subject.config, subject.config.optimizer
     name, cooldown = optimizer.lr_schedule, optimizer.cooldown_tokens
+    if name == "extension":
+        return  # it may read any field
     if name not in DECAYS and optimizer.decay_steps is not None:
         yield subject.problem(
             "optimizer.decay_steps",
@@ -289,7 +292,11 @@ def decay_goes_down(subject: Subject) -> Iterator[Problem]:
             f"must be at most lr = {optimizer.lr:g}: the learning rate would rise at the end",
             {"optimizer.min_lr": [optimizer.lr / 10], "optimizer.lr": [optimizer.min_lr]},
         )
-    if optimizer.min_lr > 0 and optimizer.lr_schedule not in DECAYS and optimizer.cooldown_tokens is None:
+    if (
+        optimizer.min_lr > 0
+        and optimizer.lr_schedule not in (*DECAYS, "extension")
+        and optimizer.cooldown_tokens is None
+    ):
         yield subject.problem(
             "optimizer.min_lr",
             f"has no effect with lr_schedule = {optimizer.lr_schedule} without a cooldown: the learning rate does not fall to it",

@@ -15,6 +15,8 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from triaxis.engine.config.training import DECAYS, OptimizerConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import ConfigError
 
 SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
     {
@@ -51,6 +53,26 @@ def learning_rate(consumed_tokens: int, step_tokens: int, optimizer: OptimizerCo
     rate = _undecayed(min(consumed_tokens, fall.start), optimizer, max(warmup, step_tokens))
     # An inverse root may be below min_lr by then, and stays there.
     return _fallen(rate, min(rate, optimizer.min_lr), fall.shape, done, length)
+
+
+def rate_of(config: Config, consumed_tokens: int, step_tokens: int, num_tokens: int) -> float:
+    """Compute the learning rate of one step of a run, by the schedule of its extension where that is asked for.
+
+    Raises:
+        ConfigError: the extension's rate is below 0, or not finite.
+    """
+    optimizer, own = config.optimizer, config.model.own.schedule
+    if own is None or consumed_tokens < warmup_tokens(optimizer, step_tokens):
+        return learning_rate(consumed_tokens, step_tokens, optimizer, num_tokens)
+    rate = float(own(consumed_tokens, step_tokens, optimizer, num_tokens))
+    if not 0 <= rate < math.inf:
+        raise ConfigError(
+            [
+                f"the schedule of model.extension gives the learning rate {rate} at {consumed_tokens:,} tokens: it must be finite "
+                "and at least 0, or the update would ruin the weights. Mend the function."
+            ]
+        )
+    return rate
 
 
 class Fall(NamedTuple):

@@ -35,6 +35,8 @@ CLIP = 0.5
 
 LEARNING_RATE = 1e-2
 
+NO_WARMUP = {"warmup_steps": 0, "warmup_tokens": None}
+
 NARROW_EPS = 1e-3
 """Adam's eps in fp32 and below, near the size of a clipped gradient's elements. With 1e-8 the first update is lr x sign(g), and
 where a gradient is zero up to rounding, its sign is a draw: one such element would be an error of 2 lr, however small the
@@ -99,7 +101,7 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     as_a_run(tree, num_steps)
     optimizer = asked.optimizer
     tree["optimizer"] |= {
-        **CONSTANT_RATE,
+        **(NO_WARMUP if optimizer.lr_schedule == "extension" else CONSTANT_RATE),
         "lr": LEARNING_RATE,
         "clip_grad": CLIP,
         "weight_decay": optimizer.weight_decay or 0.1,

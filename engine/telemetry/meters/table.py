@@ -1,4 +1,4 @@
-"""The meters of a run: a new number of a step is a file of this room and a row here."""
+"""The meters of a run: a new number of a step is a file of this room and a row here, or one of an extension."""
 
 from collections.abc import Callable, Sequence
 
@@ -22,4 +22,4 @@ METERS: Sequence[Callable[[Engine], StepMeter | None]] = (
 
 def open_meters(engine: Engine) -> list[StepMeter]:
     """Make the meters of this rank's run; every rank calls it."""
-    return [meter for make in METERS if (meter := make(engine)) is not None]
+    return [meter for make in (*METERS, *engine.config.model.own.meters) if (meter := make(engine)) is not None]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from triaxis.engine.config.plan import planned_steps
 from triaxis.engine.config.training import DECAYS, OptimizerConfig
 from triaxis.engine.config.tree import Config
-from triaxis.engine.errors import shown
+from triaxis.engine.errors import ConfigError, shown
 from triaxis.engine.optimizer.lr import SHAPES, learning_rate
 
 STYLES = {
@@ -148,6 +148,13 @@ def schedule_fields(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
 def schedule_args(config: Config) -> dict[str, Any]:
     """Return Megatron's arguments for our learning rate; tokens become whole iterations, rounded up."""
     optimizer = config.optimizer
+    if optimizer.lr_schedule == "extension":
+        raise ConfigError(
+            [
+                "optimizer.lr_schedule = extension: Megatron-LM has no name for a schedule of yours, and would go on with another "
+                "rate. Export the weights alone: --weights-only."
+            ]
+        )
     step_tokens = config.train.global_batch_size * config.model.seq_length
     warmup = optimizer.warmup_steps if optimizer.warmup_tokens is None else -(-optimizer.warmup_tokens // step_tokens)
     if optimizer.lr_schedule == "inverse_sqrt":

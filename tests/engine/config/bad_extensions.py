@@ -22,6 +22,11 @@ BAD_EXTENSIONS: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] =
         {},
         ["model.z_loss = 0.1", "is read by the engine's own loss", "model.z_loss = 0"],
     ),
+    "a schedule that no extension gives": (
+        ["optimizer.lr_schedule=extension"],
+        {},
+        ["lr_schedule = extension", "needs an Extension(schedule=..)", "lr_schedule = cosine"],
+    ),
     "a corpus that no extension gives": (
         ["data.train=extension:mine"],
         {},

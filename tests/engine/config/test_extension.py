@@ -6,9 +6,10 @@ import pytest
 
 from triaxis.engine.checkpoint.resume_rules import changes
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.tree import Config
+from triaxis.engine.config.tree import Config, resume_verdict
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError
+from triaxis.engine.optimizer.lr import rate_of
 from triaxis.launch.rank.agreement import _config_facts
 
 BASE = """\
@@ -127,3 +128,18 @@ def test_a_corpus_that_nothing_gives_is_refused(tmp_path: Path) -> None:
     assert load_config(path, ["data={train: extension:mine, synthetic: false}"]).model.own.corpora == {"mine": list}
     said = refused(path, "data={train: extension:other:x, synthetic: false}")
     assert "names the corpus 'other' of model.extension, which gives mine" in said
+
+
+def test_a_schedule_is_used_where_it_is_named_and_only_there(tmp_path: Path) -> None:
+    path = written(
+        tmp_path, "schedule=lambda consumed, step, optimizer, num_tokens: optimizer.lr * (consumed - 1024) / 512"
+    )
+    assert "would have no effect" in refused(path)
+    words = ["optimizer={lr_schedule: extension, lr: 0.5, min_lr: 0.1, warmup_steps: 2}"]
+    config = load_config(path, words)
+    rates = [rate_of(config, tokens, 512, 5120) for tokens in (0, 512, 1024, 1536)]
+    assert rates == [0.25, 0.5, 0.0, 0.5]
+    assert resume_verdict(config, "train.steps") == "meant", "the rates depend on the length of the run"
+    below = load_config(written(tmp_path, "schedule=lambda *arguments: -1.0"), words)
+    with pytest.raises(ConfigError, match=r"gives the learning rate -1\.0 at 2,048 tokens"):
+        rate_of(below, 2048, 512, 5120)
