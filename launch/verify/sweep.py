@@ -17,7 +17,7 @@ from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.launch.verify.trial import ONE_PROCESS, checked
 from triaxis.launch.verify.verdict.causes import cause_of
-from triaxis.launch.verify.verdict.evidence import Evidence, SublayoutVerdict
+from triaxis.launch.verify.verdict.evidence import ALONE, Evidence, SublayoutVerdict
 from triaxis.launch.verify.verdict.judge import Verdict
 
 EXPERT_AXES = ("ep", "etp")
@@ -115,7 +115,7 @@ def _features(config: Config, steps: int, vanished: set[str | None], num_axes: i
         changes["vpp=1"] = {"parallel": {"vpp": 1, "layers_per_stage": None}}
     if not vanished:
         if num_axes > 1:
-            changes["one process"] = {"parallel": ONE_PROCESS, "schedule": {"name": "auto"}}
+            changes[ALONE] = {"parallel": ONE_PROCESS, "schedule": {"name": "auto"}}
         if config.recompute.is_any:
             changes["recompute.granularity=none"] = {
                 "recompute": {"granularity": "none", "method": "uniform", "num_layers": 1, "modules": None}

@@ -10,7 +10,7 @@ from tests.verify.trials import observe
 from triaxis.launch.verify.run import evidence, trial
 from triaxis.launch.verify.verdict.judge import judge
 
-DRIFTING = Path(__file__).with_name("drifting.py")
+DRIFTING = Path(__file__).with_name("mistakes") / "drifting.py"
 
 
 @pytest.mark.distributed

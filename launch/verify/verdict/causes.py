@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from triaxis.engine.config.optimizer_kinds import EMA, STATE_KINDS
 from triaxis.launch.verify.verdict.deviation import Deviation
-from triaxis.launch.verify.verdict.evidence import Cause, Difference, Evidence, SublayoutVerdict
+from triaxis.launch.verify.verdict.evidence import ALONE, Cause, Difference, Evidence, SublayoutVerdict
 from triaxis.launch.verify.verdict.records import RankReport, together
 
 AXES = ("tp", "pp", "cp", "dp", "ep", "etp")
@@ -94,6 +94,10 @@ def _said_by(outcomes: Sequence[SublayoutVerdict]) -> list[str]:
     for equal, verb in ((True, "vanishes"), (False, "stays"), (None, "is unknown (the run failed)")):
         changes = [one.change for one in outcomes if one.equal is equal]
         said += [f"it {verb} with {', with '.join(changes)}"] if changes else []
+    if any(one.change == ALONE and one.equal is False for one in outcomes):
+        said.append(
+            "one process differs from itself: random numbers that no seed of the run makes, or input from outside of it"
+        )
     return said
 
 

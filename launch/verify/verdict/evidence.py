@@ -17,6 +17,9 @@ from triaxis.launch.verify.verdict.records import (
     together,
 )
 
+ALONE = "one process"
+"""`SublayoutVerdict.change` of the run without any axis: the reference's own layout, once more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Difference:

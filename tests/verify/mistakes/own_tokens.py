@@ -1,0 +1,15 @@
+"""A loss that is divided by the tokens that a rank has."""
+
+import torch
+
+from triaxis import Extension
+from triaxis.engine.head.vocabulary import VocabularyLogits
+from triaxis.models.gpt.own_loss import LogitLosses
+
+
+class Mean(LogitLosses):
+    def of_logits(self, logits: VocabularyLogits, labels: torch.Tensor) -> torch.Tensor:
+        return logits.cross_entropy(labels) / labels.numel()
+
+
+extension = Extension(loss=Mean)

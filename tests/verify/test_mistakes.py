@@ -1,0 +1,33 @@
+"""The mistakes of docs/your-model.md, made in extensions, and what the shipped command says of each."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.documented import ROOT, section
+from tests.launch.command_line import TRIAXIS, run
+
+MISTAKES = Path(__file__).with_name("mistakes")
+CP = ("--layout", "tp=1,pp=1,vpp=1,cp=2,dp=2,sp=false")
+SAID: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "first_entries": ((), ("likely cause: tp: layers.0.mlp is the first wrong output", "it vanishes with tp=1")),
+    "seed_of_rank": ((), ("likely cause: tp: layers.0.mlp", "ranks with tp 1 are wrong", "it vanishes with tp=1")),
+    "no_seed": ((), ("layers.0.mlp is the first wrong output", "one process differs from itself")),
+    "own_tokens": (CP, ("likely cause: cp: every hidden state is right and the tokens' losses are not", "   2 ")),
+    "drifting": ((), ("master", "layers.0.mlp.sum")),
+}
+
+
+def test_each_mistake_is_on_the_page() -> None:
+    rows = section((ROOT / "docs" / "your-model.md").read_text(), "## Mistakes that verify names").splitlines()
+    examples = [path.parent.name for path in (ROOT / "examples").glob("*/wrong.py")]
+    assert sum(row.startswith("| ") for row in rows) - 1 == len(SAID) + len(examples)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAID)
+def test_verify_names_a_mistake(name: str, tmp_path: Path) -> None:
+    words, wanted = SAID[name]
+    found = run(tmp_path, *TRIAXIS, "verify", "gpt_tiny", f"model.extension={MISTAKES / name}.py", *words)
+    assert found.exit_code == 1, found.err
+    assert all(one in " ".join(found.out.split()) or one in found.out for one in wanted), found.out
