@@ -45,7 +45,7 @@ class LayerPart(Protocol):
 
         mlp         __init__(context, name)          forward(x) -> x's shape            triaxis.models.gpt.mlp.MLP
         attention   __init__(context, name, kind)    forward(x, positions, keys)        triaxis.models.gpt.attention.Attention
-        block       __init__(context, layer)         forward(x, positions, keys, first) triaxis.models.gpt.block.Block
+        block       __init__(context, layer)         forward(x, positions, keys)        triaxis.models.gpt.block.Block
 
     An MLP whose output has a learned scale:
 
@@ -170,7 +170,7 @@ class Extension:
         attention: of every layer, from a branch's input to its output.
         mlp: of every layer without experts.
         norm: every norm over the hidden size.
-        block: a whole layer.
+        block: a whole layer; a subclass of our `Block` has the extension's attention and MLP.
         loss: of each token.
         schedule: the learning rate behind the warm-up, with `optimizer.lr_schedule: extension`.
         meters: what make the measurements of a step, `of` of a `triaxis.engine.telemetry.meters.step_meter.StepMeter`.
@@ -192,8 +192,6 @@ class Extension:
                 raise TypeError(
                     f"Extension({part}={given!r}): a part is a class with a static method `specs` that lists its parameters"
                 )
-        if self.block is not None and (self.attention or self.mlp):
-            raise TypeError("Extension(block=..): a block has its own attention and MLP. Give the block, or its parts")
 
     def parts(self) -> dict[str, Any]:
         """Return the given parts by name."""

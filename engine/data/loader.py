@@ -214,7 +214,9 @@ def _weighted(
     Raises:
         DataError: weights of another shape, below 0, or not finite.
     """
-    weights = weigh(microbatch.tokens, microbatch.labels, microbatch.loss_mask).to(torch.get_default_dtype())
+    # Row by row, so that no weight depends on the samples that happen to share a microbatch.
+    rows = zip(microbatch.tokens.split(1), microbatch.labels.split(1), microbatch.loss_mask.split(1), strict=True)
+    weights = torch.cat([weigh(*row) for row in rows]).to(torch.get_default_dtype())
     if weights.shape != microbatch.labels.shape or not bool((weights.isfinite() & (weights >= 0)).all()):
         raise DataError(
             f"the weights of the extension's loss are {list(weights.shape)} from {float(weights.min())} to {float(weights.max())}: "

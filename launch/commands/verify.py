@@ -257,6 +257,8 @@ def show_certificate(console: Console, asked: Trial, verdict: Verdict, against: 
     """Print the certificate for people."""
     config, model = asked.config, asked.config.model
     assert config.train.steps is not None, "a trial has its length in steps"
+    if model.extension is not None:
+        console.print(f"extension {model.extension}")
     table = Table(
         title=f"{_layout(config)} against {against}: {counted(config.train.steps, 'step')} in {config.precision.dtype}",
         title_justify="left",

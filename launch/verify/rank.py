@@ -187,10 +187,14 @@ def _sites(
                 continue
             parts = []
             for samples, got in found.items():
-                if (key := f"{site}|{samples}") not in known:
+                keys = (
+                    [key] if (key := f"{site}|{samples}") in known else [f"{site}|{one}" for one in samples.split(",")]
+                )
+                if not known.issuperset(keys):
                     parts.append(UNKNOWN)
                     continue
-                wanted = reference.get_tensor(key)
+                # The loss of a microbatch is the sum of those of its samples, where the reference has one in each.
+                wanted = torch.stack([reference.get_tensor(key) for key in keys]).sum(0)
                 if site == LOSS:
                     got = cp.all_reduce(got.to(topology.device), "loss").wait().cpu()
                 elif samples in places:

@@ -125,6 +125,9 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
     if (moe := tree["model"]["moe"]) is not None:
         # One process has room for every row.
         one["model"]["moe"] = moe | {"row_headroom": None}
+    if asked.model.own.loss is not None and asked.model.moe is None:
+        # Then a loss that is divided by what its microbatch holds differs. (Those of routers are over a microbatch by definition.)
+        one["train"]["micro_batch_size"] = 1
     without_gather(one)
     reference = checked(one)
     # Settled like the layout, so that a layout of one process is equal to it.

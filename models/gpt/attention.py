@@ -14,7 +14,7 @@ from triaxis.engine.config.attention_kinds import LayerKind
 from triaxis.engine.kernels.masked_attention import Mask
 from triaxis.engine.kernels.qkv import SplitQkv
 from triaxis.engine.layout.shard_spec import cut
-from triaxis.engine.linear.layers import ColumnParallelLinear, RowParallelLinear
+from triaxis.engine.linear.layers import ColumnParallelLinear
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.models.gpt.context import BuildContext, Positions
 from triaxis.models.gpt.qk_norm import NormalisedAndRotated
@@ -43,7 +43,7 @@ class Attention(nn.Module):
         split = SplitQkv(heads, model.head_size, context.kernels.fusion, self.qkv.takes_bias_total)
         self.rotated = NormalisedAndRotated.of(context, name, split)
         self.mixer = context.mixer(name, kind)
-        self.proj = projection_back(context, name)
+        self.proj = context.row(f"{name}.proj")
 
     def forward(self, x: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
         """Attend within x [s(/t), b, h] -> [s(/t), b, h]."""
@@ -53,15 +53,3 @@ class Attention(nn.Module):
         q, k, v = self.rotated(qkv, tables=rope)  # [s, b, heads/t, d], [s, b, kv_heads/t, d] twice
         mixed = self.mixer(q, (k, v), mask, keys if self.training else None)  # [s, b, heads/t * d]
         return self.proj(mixed)  # [s(/t), b, h]
-
-
-def projection_back(context: BuildContext, name: str) -> RowParallelLinear:
-    """Build the output projection of an attention, [s, b, heads/t * d] -> [s(/t), b, h]."""
-    return RowParallelLinear(
-        context.parameter(f"{name}.proj.weight"),
-        context.optional_parameter(f"{name}.proj.bias"),
-        context.region,
-        context.queue,
-        f"{name}.proj",
-        context.form,
-    )

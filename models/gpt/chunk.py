@@ -69,6 +69,7 @@ class GPTChunk(nn.Module):
         self.blocks = nn.ModuleList(
             [(context.model.own.block or Block)(context, layer) for layer in stage.layers[:num_own]]
         )
+        self.run_blocks = _run if context.model.own.block is None else _run_own
         self.ahead = TokensAhead(context, stage.layers[num_own:], num_own) if stage.num_mtp else None
         self.final_norm = context.norm("final_norm") if stage.has_head else None
         self.head: ColumnParallelLinear | None = None
@@ -134,7 +135,7 @@ class GPTChunk(nn.Module):
         assert x is not None, "only the first stage starts from tokens"
         shared = positions.tables.values()
         for group in self._groups():
-            run = partial(_run, group.blocks, positions=positions, keys=keys)
+            run = partial(self.run_blocks, group.blocks, positions=positions, keys=keys)
             x = self.saved.run_layer(run, x, moves=group.is_moved, whole=group.is_recomputed, shared=shared)
         return x
 
@@ -180,6 +181,13 @@ def _run(blocks: Sequence[Block], x: torch.Tensor, *, positions: Positions, keys
     for block, follows in zip_longest(blocks, blocks[1:]):
         first.norm = None if follows is None else follows.attention_norm
         x = block(x, positions, keys, first)
+    return x
+
+
+def _run_own(blocks: Sequence[nn.Module], x: torch.Tensor, *, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
+    """Run the blocks of an extension: none computes a norm of the next one, whose input it may change."""
+    for block in blocks:
+        x = block(x, positions, keys)
     return x
 
 

@@ -15,11 +15,13 @@ from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.context_parallel.mixer import Made, Mixer, as_they_are
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.sequence_part import SequencePart
+from triaxis.engine.errors import ModelError
 from triaxis.engine.expert_parallel.region import ExpertRegion
 from triaxis.engine.kernels.norms import NormKernel
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.layout.shard_spec import cut
 from triaxis.engine.linear.fp8_shares import Fp8Counts
+from triaxis.engine.linear.layers import ColumnParallelLinear, RowParallelLinear
 from triaxis.engine.linear.products import IN_RUN_DTYPE, LinearForm
 from triaxis.engine.linear.weight_grads import WeightGradQueue
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
@@ -28,6 +30,9 @@ from triaxis.engine.tensor_parallel.norm import Norm
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 from triaxis.models.gpt.hidden_dropout import HiddenDropout
 from triaxis.models.gpt.own_norm import OwnNorm
+
+MOST_LISTED = 12
+"""Parameters that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +109,53 @@ class BuildContext:
             return None
         return HiddenDropout(model.hidden_dropout, site, self.region, self.kernels.fusion, model.residual_multiplier)
 
+    def column(self, *names: str) -> ColumnParallelLinear:
+        """Build a column-parallel layer, x [s(/t), b, h] -> [s, b, rows/t], of `NAME.weight` [rows, h] and `NAME.bias` if listed.
+
+        Several names are one layer, whose outputs follow each other: `fused_with_previous` in the specs of all but the first.
+
+        Raises:
+            ModelError: the specs lack a weight, or do not cut it by rows (`tp_dim`).
+        """
+        weights = [self._cut_weight(name, by_rows=True) for name in names]
+        biases = self.optional_parameters(*(f"{name}.bias" for name in names))
+        return ColumnParallelLinear(weights, biases, self.region, self.queue, names[0], self.form)
+
+    def row(self, name: str) -> RowParallelLinear:
+        """Build a row-parallel layer, x [s, b, f/t] -> [s(/t), b, h], of `NAME.weight` [h, f] and `NAME.bias` if listed.
+
+        Raises:
+            ModelError: the specs lack the weight, or do not cut it by columns (`tp_dim`).
+        """
+        weight, bias = self._cut_weight(name, by_rows=False), self.optional_parameter(f"{name}.bias")
+        return RowParallelLinear(weight, bias, self.region, self.queue, name, self.form)
+
+    def _cut_weight(self, name: str, *, by_rows: bool) -> ShardedParameter:
+        weight = self.parameter(f"{name}.weight")
+        spec = weight.record.spec
+        is_right = spec.tp_dim is not None and (spec.tp_dim < len(spec.shape) - 1 if by_rows else spec.tp_dim > 0)
+        if not is_right:
+            kind, wanted = ("column", "its rows: tp_dim=0") if by_rows else ("row", "its columns: tp_dim=1")
+            raise ModelError(
+                f"{spec.name} {list(spec.shape)} has tp_dim={spec.tp_dim} in its specs, and is the weight of a {kind}-parallel "
+                f"layer, of which each tp rank has a part of {wanted}. Its products would have the wrong shape."
+            )
+        return weight
+
     def parameter(self, name: str) -> ShardedParameter:
-        """Return a parameter of the chunk, and note that a module took it."""
+        """Return a parameter of the chunk, and note that a module took it.
+
+        Raises:
+            ModelError: the specs do not list it.
+        """
         self.taken.add(name)
+        if name not in self.parameters:
+            part = f"{name.rpartition('.')[0]}."
+            listed = [other for other in self.parameters if other.startswith(part)] or list(self.parameters)
+            raise ModelError(
+                f"a module asks for the parameter {name}, which no specs list: it would have no weights. Listed are "
+                f"{', '.join(listed[:MOST_LISTED])}. Mend the name, or yield a ParamSpec of that name."
+            )
         return self.parameters[name]
 
     def optional_parameter(self, name: str) -> ShardedParameter | None:

@@ -30,7 +30,6 @@ from triaxis.engine.linear.layers import ColumnParallelLinear
 from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 from triaxis.engine.tensor_parallel.entered import entered, outside_of
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
-from triaxis.models.gpt.attention import projection_back
 from triaxis.models.gpt.context import BuildContext, Positions
 
 
@@ -96,7 +95,7 @@ class LatentAttention(nn.Module):
         first, stop = cut(context.model.num_attention_heads, context.region.axis.size, context.region.axis.index)
         self.num_heads = stop - first
         self.mixer = context.mixer(name, kind, LatentKeys(self.mla, self.num_heads, kv_b, self.kv_up))
-        self.proj = projection_back(context, name)
+        self.proj = context.row(f"{name}.proj")
 
     def forward(self, x: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
         """Attend within x [s(/t), b, h] -> [s(/t), b, h]."""

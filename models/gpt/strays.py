@@ -199,5 +199,5 @@ def _refuse(strays: Sequence[str]) -> None:
             f"the model holds state that no list of parameters has:\n{entries}\n"
             "Checkpoints would not have it, and ranks would not add up its gradients: each would train a model of its own.\n"
             "Register each by its two lines, with the start that it needs; the forward reads it by tracked(). A tensor that is\n"
-            "cut over ranks, or has a gradient from a part of the tokens, needs one more field (docs/extending.md, A parameter)."
+            "cut over ranks, or has a gradient from a part of the tokens, needs one more field: tp_dim, or grad_is_partial."
         )

@@ -1,5 +1,6 @@
 """The mistakes of docs/your-model.md, made in extensions, and what the shipped command says of each."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ SAID: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seed_of_rank": ((), ("likely cause: tp: layers.0.mlp", "ranks with tp 1 are wrong", "it vanishes with tp=1")),
     "no_seed": ((), ("layers.0.mlp is the first wrong output", "one process differs from itself")),
     "own_tokens": (CP, ("likely cause: cp: every hidden state is right and the tokens' losses are not", "   2 ")),
+    "of_microbatch": ((), ("every hidden state is right and the tokens' losses are not", "what its microbatch holds")),
     "drifting": ((), ("master", "layers.0.mlp.sum")),
 }
 
@@ -31,3 +33,15 @@ def test_verify_names_a_mistake(name: str, tmp_path: Path) -> None:
     found = run(tmp_path, *TRIAXIS, "verify", "gpt_tiny", f"model.extension={MISTAKES / name}.py", *words)
     assert found.exit_code == 1, found.err
     assert all(one in " ".join(found.out.split()) or one in found.out for one in wanted), found.out
+
+
+@pytest.mark.slow
+def test_each_whole_module_on_the_page_is_equal(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "your-model.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    modules = [block for block in blocks if re.match(r"import |from ", block) and "extension = Extension(" in block]
+    assert len(modules) == 4
+    for number, text in enumerate(modules):
+        (tmp_path / f"page_{number}.py").write_text(text)
+        found = run(tmp_path, *TRIAXIS, "verify", "gpt_tiny", f"model.extension=page_{number}.py")
+        assert found.exit_code == 0 and f"page_{number}.py" in found.out, found.out + found.err

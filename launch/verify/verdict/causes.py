@@ -96,7 +96,8 @@ def _said_by(outcomes: Sequence[SublayoutVerdict]) -> list[str]:
         said += [f"it {verb} with {', with '.join(changes)}"] if changes else []
     if any(one.change == ALONE and one.equal is False for one in outcomes):
         said.append(
-            "one process differs from itself: random numbers that no seed of the run makes, or input from outside of it"
+            "one process differs from itself: random numbers that no seed of the run makes, input from outside of it, or a loss "
+            "that is divided by what its microbatch holds"
         )
     return said
 

@@ -83,7 +83,6 @@ def test_a_resume_names_another_digest_and_takes_another_place(tmp_path: Path) -
         ("", "gives no part"),
         ("mpl=Part", "unexpected keyword argument 'mpl'"),
         ("mlp=3", "static method `specs`"),
-        ("mlp=Part, block=Part", "a block has its own attention and MLP"),
         ("mlp=Part)\ndel(extension", "assigns no Extension"),
         ("mlp=Part, norm=(", "line 9: SyntaxError"),
     ],

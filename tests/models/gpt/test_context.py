@@ -10,6 +10,7 @@ from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.layer_kinds import NORMS
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.config.section import with_value
+from triaxis.engine.errors import ModelError
 from triaxis.engine.kernels.fusion import EAGER
 from triaxis.engine.kernels.registry import Kernels
 from triaxis.engine.layout.rank_grid import ParallelSizes, RankGrid
@@ -48,7 +49,7 @@ def test_a_norm_without_one_of_its_parameters_is_an_error_and_no_other_norm(kind
     model = ModelConfig.model_validate({**sizes, "norm": kind.name})
     for parameter in kind.parameters:
         name = f"final_norm.{parameter}"
-        with pytest.raises(KeyError, match=name):
+        with pytest.raises(ModelError, match=name):
             context_of(model, without=name).norm("final_norm")
     assert len(context_of(model).norm("final_norm").weights) == len(kind.parameters)
 
