@@ -236,6 +236,14 @@ class ExtensionConfig(Section):
         except UserModuleError:
             return tree  # `extension_problem` says why
 
+    @property
+    def lines(self) -> list[str]:
+        """Return what it gives, and what no prediction knows of that."""
+        rows = [str(self)]
+        if self.parts().with_parameters():
+            rows.append("predicted memory and FLOPs are those of our parts in their place; footprint counts yours")
+        return rows
+
     def __str__(self) -> str:
         given = ", ".join(f"{part} {_name(each)}" for part, each in self.parts().parts().items())
         return f"{self.source} ({self.digest[:8]}): {given}"

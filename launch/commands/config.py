@@ -210,6 +210,8 @@ def _derived(
     _check_programs(config, sizes)
     if parallel.cp > 1:
         lines.append(("attention", method_line(config)))
+    if config.model.extension is not None:
+        lines += [("extension" if not number else "", line) for number, line in enumerate(config.model.extension.lines)]
     resolved = resolve_recompute(config, sizes)
     chosen = resolved.recompute
     if config.recompute.is_any:

@@ -94,6 +94,11 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
             config = load_config(_write_config(Path(folder), candidate, tree), overrides, os.environ)
         except ConfigError as error:
             raise ConfigError(error.problems, f"the configuration for {candidate.folder}") from None
+    extension, recorded = config.model.extension, candidate.manifest.config["model"].get("extension")
+    if extension is not None and recorded is not None and extension.source != recorded["source"]:
+        print(
+            f"model.extension: {extension.source}, since {recorded['source']} is not what was trained", file=sys.stderr
+        )
     return Asked(candidate, args.weights, tree, tuple(overrides), config)
 
 

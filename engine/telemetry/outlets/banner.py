@@ -87,7 +87,7 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
         ("kernels", start.kernels),
         ("batch", str(start.plan)),
         *([("attention", method_line(start.config))] if start.config.parallel.cp > 1 else []),
-        *_extension(start.config),
+        *([("extension", "\n".join(extension.lines))] if (extension := start.config.model.extension) else []),
         ("memory" if start.device_type == "cpu" else MEMORY[start.device_type], start.memory),
         *_documents(start),
         *(("validation", _again(each)) for each in start.read_again),
@@ -114,17 +114,6 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
     else:
         report.block(f"Triaxis: {directory.path.name}{attempt}, as before but for", _changes(before, rows))
     report.say()
-
-
-def _extension(config: Config) -> list[tuple[str, str]]:
-    """Return the row of the model's own parts, which no formula knows."""
-    extension = config.model.extension
-    if extension is None:
-        return []
-    rows = [str(extension)]
-    if config.model.own.with_parameters():
-        rows.append("predicted memory and FLOPs are those of our parts in their place; footprint counts yours")
-    return [("extension", "\n".join(rows))]
 
 
 def _rows_path(directory: RunDirectory, attempt: int) -> Path:

@@ -12,11 +12,12 @@ from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import parallel_sizes, rank_grid
 from triaxis.engine.data.loader import Batches
 from triaxis.engine.data.synthetic import SyntheticDataset
-from triaxis.engine.errors import ConfigError, DataError
+from triaxis.engine.errors import ConfigError, DataError, ModelError
 from triaxis.engine.head.vocabulary import VocabularyLogits
 from triaxis.engine.train import build
 from triaxis.launch.rank.batches import open_batches
 from triaxis.models.gpt.chunk import build_chunks
+from triaxis.models.inference.generate import Decoder
 from triaxis.models.interop.own_parts import refuse_own_parts
 from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.specs import block_specs, layer_specs, num_parameters
@@ -78,6 +79,49 @@ def plain_loss(rank: int, words: list[str]) -> tuple[float, int]:
     theirs = plain_smoothed(z[..., :21], labels)
     (one,), (other,) = (torch.autograd.grad(each.sum(), z, retain_graph=True) for each in (ours, theirs))
     return float(max((ours - theirs).abs().max(), (one - other).abs().max())), 0
+
+
+def refusal(rank: int) -> str:
+    """What generation says of a model whose attention has no cache."""
+    config = load_config("gpt_tiny", [f"model.extension={PARTS.with_name('uncached.py')}", *MODEL[1:], *ONE])
+    sizes = parallel_sizes(config, 1)
+    topology = Topology(rank_grid(config, sizes, 1), rank, torch.device("cpu"), kv_heads=4, has_experts=False)
+    engine = build(resolve_recompute(config, sizes), topology, build_chunks)
+    with pytest.raises(ModelError) as caught:
+        Decoder(engine, 8)
+    return str(caught.value)
+
+
+@pytest.mark.distributed
+def test_generation_names_an_attention_without_a_cache() -> None:
+    (said,) = run_ranks(refusal, 1)
+    assert "Uncached of model.extension keeps no keys and values" in said and "self.mixer = context.mixer" in said
+
+
+WRONG = {
+    'context.column("layers.0.mlp.down")': "has tp_dim=1 in its specs, and is the weight of a column-parallel layer",
+    'context.row("layers.0.attention.q")': "has tp_dim=0 in its specs, and is the weight of a row-parallel layer",
+    'context.parameter("layers.0.mlp.uq")': "asks for the parameter layers.0.mlp.uq, which no specs list",
+}
+
+
+def refusals(rank: int) -> dict[str, str]:
+    config = load_config("gpt_tiny", [*MODEL[1:], *ONE])
+    sizes, said = parallel_sizes(config, 1), {}
+    topology = Topology(rank_grid(config, sizes, 1), rank, torch.device("cpu"), kv_heads=4, has_experts=False)
+    context = build(resolve_recompute(config, sizes), topology, build_chunks).chunks[0].context  # type: ignore[attr-defined]
+    assert context.row("layers.0.mlp.down").name == "layers.0.mlp.down"
+    for call in WRONG:
+        with pytest.raises(ModelError) as caught:
+            eval(call, {"context": context})
+        said[call] = str(caught.value)
+    return said
+
+
+@pytest.mark.distributed
+def test_matrices_and_parameters_that_the_specs_do_not_have_are_named() -> None:
+    (said,) = run_ranks(refusals, 1)
+    assert not {call: text for call, text in said.items() if WRONG[call] not in text}
 
 
 def test_lists_of_parameters_hold_the_parts() -> None:
