@@ -169,7 +169,7 @@ class Batches:
         )
         microbatch = self._with_tokens_ahead(microbatch, samples)
         if self._weigh is not None:
-            microbatch = _weighted(microbatch, self._weigh)
+            microbatch = weighted(microbatch, self._weigh)
         # Labels were shifted above, in the whole row: a part's last label is the first token of another rank.
         microbatch = microbatch if self._cut is None else self._cut(microbatch)
         # Only a copy from pinned memory overlaps with work of the GPU.
@@ -206,7 +206,7 @@ class Batches:
         )
 
 
-def _weighted(
+def weighted(
     microbatch: MicroBatch, weigh: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> MicroBatch:
     """Return the microbatch with weights in place of its mask.

@@ -1,9 +1,11 @@
 """`triaxis verify`: proof that a layout trains the same model as one process, or the first thing that differs."""
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Literal
 
 from rich.box import SIMPLE_HEAD
@@ -28,7 +30,15 @@ from triaxis.launch.start.command_line import (
 )
 from triaxis.launch.verify.covering import Row
 from triaxis.launch.verify.matrix import MOST_RANKS, matrix
-from triaxis.launch.verify.oracle import NUM_STEPS, ORACLES, oracle_trial, show_oracle_plan, verify_against
+from triaxis.launch.verify.oracle import (
+    NUM_STEPS,
+    ORACLES,
+    is_own,
+    oracle_trial,
+    show_oracle_plan,
+    verify_against,
+    what_is,
+)
 from triaxis.launch.verify.run import Trial, VerificationError, show_plan, trial, verify_layout
 from triaxis.launch.verify.trial import layout_words
 from triaxis.launch.verify.verdict.bounds import noise_factor
@@ -78,8 +88,9 @@ def add_arguments(parser: CommandParser) -> None:
     )
     parser.add_argument(
         "--oracle",
-        choices=list(ORACLES),
-        help="compare with another library's model in place of our own one process: "
+        type=_oracle,
+        metavar="ORACLE",
+        help="compare with another library's model, or FILE.py:FUNCTION of yours, in place of our own one process: "
         + "; ".join(f"{name}: {what}" for name, (_, what) in ORACLES.items()),
     )
     parser.add_argument(
@@ -95,6 +106,12 @@ def add_arguments(parser: CommandParser) -> None:
     add_dry_run(parser, "print both launch lines; start nothing")
     add_json(parser)
     add_output(parser)
+
+
+def _oracle(word: str) -> str:
+    if word not in ORACLES and not is_own(word):
+        raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(ORACLES)}, and no FILE.py:FUNCTION")
+    return os.path.normpath(Path.cwd() / word) if word.partition(":")[0].endswith(".py") else word
 
 
 def run(args: argparse.Namespace) -> int:
@@ -208,7 +225,7 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
     except VerificationError as error:
         print(f"error: {error}; not everything was compared", file=sys.stderr)
         return UNUSABLE
-    oracle = {"name": asked.oracle, "version": asked.version, "what": ORACLES[asked.oracle][1]}
+    oracle = {"name": asked.oracle, "version": asked.version, "what": what_is(asked.oracle)}
     print_json(args, {"equal": is_equal, "oracle": oracle, "trials": certificates}, args.output)
     return EQUAL if is_equal else DIFFERENT
 

@@ -27,6 +27,7 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.program import pip_install
+from triaxis.engine.storage.user_module import UserModuleError
 from triaxis.launch.inference.request import JOB
 from triaxis.launch.start.command_line import refuse
 from triaxis.launch.start.import_path import import_variables
@@ -79,7 +80,7 @@ class OracleTrial:
     """A comparison with an oracle.
 
     Attributes:
-        oracle: one of `ORACLES`.
+        oracle: one of `ORACLES`, or SOURCE:NAME of a function.
         trials: our one process, then layouts; all of one model, batch and optimizer.
     """
 
@@ -90,6 +91,11 @@ class OracleTrial:
     @property
     def against(self) -> str:
         return f"{self.oracle} {self.version}"
+
+
+def is_own(oracle: str) -> bool:
+    """Return whether an oracle is a function of the user's, SOURCE:NAME; else it is a library's model."""
+    return ":" in oracle
 
 
 def oracle_trial(
@@ -172,8 +178,10 @@ def installed_version(oracle: str) -> str:
     """Return the version of an oracle's package.
 
     Raises:
-        ConfigError: it is not installed, or not one that is known here.
+        ConfigError: it is not installed, or not one that is known here; a function of the user's cannot be read.
     """
+    if is_own(oracle):
+        return _digest(oracle)
     requirement, _ = ORACLES[oracle]
     try:
         found = version(oracle)
@@ -187,6 +195,24 @@ def installed_version(oracle: str) -> str:
             "version it could compute something else in silence"
         )
     raise ConfigError([f"--oracle {oracle}: {problem}. Run  {pip_install(requirement)}"], "the command line")
+
+
+def _digest(oracle: str) -> str:
+    from triaxis.launch.verify.oracles.own import module_of
+
+    source, _, name = oracle.rpartition(":")
+    try:
+        module, digest = module_of(oracle)
+    except UserModuleError as error:
+        raise ConfigError([f"--oracle {oracle}: {error}."], "the command line") from error
+    if not callable(getattr(module, name, None)):
+        raise ConfigError([f"--oracle {oracle}: {source} has no function {name!r}."], "the command line")
+    return digest[:8]
+
+
+def what_is(oracle: str) -> str:
+    """Return what an oracle is, in words."""
+    return "a function of whole tensors, and torch's AdamW" if is_own(oracle) else ORACLES[oracle][1]
 
 
 def refusals(oracle: str, config: Config) -> Iterator[str]:
@@ -217,6 +243,10 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
                 )
     if oracle == "megatron-core":
         yield from _documents_of_megatron(config)
+    if is_own(oracle):
+        return
+    if config.model.own.with_parameters() or config.model.own.loss:
+        yield f"model.extension: {oracle} has no code for it. Give a function of yours: --oracle mine.py:reference."
     try:
         if oracle == "megatron-core":
             if megatron_args(config.model)["apply_layernorm_1p"]:

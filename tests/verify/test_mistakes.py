@@ -7,6 +7,7 @@ import pytest
 
 from tests.documented import ROOT, section
 from tests.launch.command_line import TRIAXIS, run
+from triaxis.launch.cli import main
 
 MISTAKES = Path(__file__).with_name("mistakes")
 CP = ("--layout", "tp=1,pp=1,vpp=1,cp=2,dp=2,sp=false")
@@ -45,3 +46,31 @@ def test_each_whole_module_on_the_page_is_equal(tmp_path: Path) -> None:
         (tmp_path / f"page_{number}.py").write_text(text)
         found = run(tmp_path, *TRIAXIS, "verify", "gpt_tiny", f"model.extension=page_{number}.py")
         assert found.exit_code == 0 and f"page_{number}.py" in found.out, found.out + found.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("function", "exit_code"), [("reference", 0), ("another", 1)])
+def test_a_function_of_whole_tensors_is_an_oracle(function: str, exit_code: int, tmp_path: Path) -> None:
+    scaled = ROOT / "examples" / "scaled_mlp" / "scaled_mlp.py"
+    oracle = f"{Path(__file__).with_name('plain_reference.py')}:{function}"
+    words = (f"model.extension={scaled}", "model.position=none", "--oracle", oracle)
+    found = run(tmp_path, *TRIAXIS, "verify", "gpt_tiny", *words)
+    assert found.exit_code == exit_code, found.err
+    assert found.out.count("equal: this layout trains the same model") == (0 if exit_code else 4)
+    assert ("our one process differs from" in found.out) == bool(exit_code)
+
+
+@pytest.mark.parametrize(
+    ("oracle", "says"),
+    [
+        ("transformer", "is none of megatron-core, transformers, and no FILE.py:FUNCTION"),
+        ("/nowhere.py:reference", "there is no such file"),
+        (f"{Path(__file__).with_name('plain_reference.py')}:referenc", "has no function 'referenc'"),
+    ],
+)
+def test_an_oracle_that_is_none_is_refused(oracle: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(["verify", "gpt_tiny", "--oracle", oracle, "--dry-run"])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2 and says in " ".join(capsys.readouterr().err.split())

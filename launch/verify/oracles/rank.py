@@ -21,13 +21,14 @@ from triaxis.engine.config.load import load_config
 from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.documents import Documents
-from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.data.loader import MicroBatch, weighted
 from triaxis.engine.layout.shard_spec import ParamRecord, ParamSpec, localize
 from triaxis.engine.numerics.precision import DTYPES
 from triaxis.launch.inference.request import read_job
 from triaxis.launch.start.process.ending import run_rank
 from triaxis.launch.start.process.parent_death import end_with_parent
 from triaxis.launch.verify.measure import HeldElements, Writing, starting_values
+from triaxis.launch.verify.oracle import is_own
 from triaxis.launch.verify.oracles.corpus import OracleBatch, rows_of_steps
 from triaxis.launch.verify.oracles.model import Oracle
 from triaxis.launch.verify.rank import REFERENCE_SITES, checksums
@@ -68,6 +69,10 @@ def build_oracle(name: str, config: Config, stack: ExitStack) -> Oracle:
 
         stack.enter_context(on_cpu())
         return MegatronCore(config)
+    if is_own(name):
+        from triaxis.launch.verify.oracles.own import OwnFunction
+
+        return OwnFunction(name, config)
     from triaxis.launch.verify.oracles.hugging_face import HuggingFace
 
     return HuggingFace(config)
@@ -89,6 +94,8 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
     sites: dict[str, torch.Tensor] = {}
     for step, rows in enumerate(rows_of_steps(config, MASKED_FRACTION)):
         microbatches = [microbatch_of(one, within=config.data.attention == "within") for one in rows]
+        if (weigh := config.model.own.weigh) is not None:
+            microbatches = [weighted(one, weigh) for one in microbatches]
         samples.append([sample for one in microbatches for sample in checksums(one)])
         oracle.begin_step()
         loss_sum, num_tokens = 0.0, sum(microbatch.num_tokens for microbatch in microbatches)

@@ -1,0 +1,110 @@
+"""A plain function of the user's as an oracle, with torch's AdamW: `--oracle mine.py:reference`.
+
+    def reference(model, weights, batch):
+        x = weights["embedding.word.weight"][batch.tokens]              # [b, s, h]
+        ...
+        return losses                                                   # [b, s], of every label
+
+`model` is the section of the configuration, `weights` has whole tensors by our names, in their specs' shapes, and `batch` is a
+`triaxis.engine.data.loader.MicroBatch` of the one process: tokens, labels and positions, int64 [b, s]. The function knows nothing
+of layouts, and shares no code with the modules that it judges.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from triaxis.engine.config.model import ModelConfig
+from triaxis.engine.config.tree import Config
+from triaxis.engine.data.loader import MicroBatch
+from triaxis.engine.layout.shard_spec import ParamSpec
+from triaxis.engine.numerics.precision import DTYPES
+from triaxis.engine.storage.user_module import find_sources, load
+from triaxis.launch.verify.verdict.records import TensorKind
+from triaxis.models.specs import model_specs
+
+Reference = Callable[[ModelConfig, Mapping[str, torch.Tensor], MicroBatch], torch.Tensor]
+
+
+def module_of(oracle: str) -> tuple[ModuleType, str]:
+    """Return the module of `SOURCE:NAME`, and the digest of its sources.
+
+    Raises:
+        UserModuleError: there is none, or running it fails.
+    """
+    source = oracle.rpartition(":")[0]
+    digest = find_sources(source).digest()
+    return load(source, digest), digest
+
+
+class _Same:
+    """A parameter that both know by one name and shape."""
+
+    def __init__(self, spec: ParamSpec) -> None:
+        self.ours, self.theirs = (spec,), (spec.name,)
+
+    def to_theirs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(tensors)
+
+    def to_ours(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(tensors)
+
+
+class OwnFunction:
+    """An oracle (`model.Oracle`): the function of `SOURCE:NAME`."""
+
+    def __init__(self, oracle: str, config: Config) -> None:
+        self._function: Reference = getattr(module_of(oracle)[0], oracle.rpartition(":")[2])
+        self._model, optimizer = config.model, config.optimizer
+        specs = model_specs(config.model)
+        self.pairs = [_Same(spec) for spec in specs]
+        dtype = DTYPES[config.precision.dtype]
+        self._named = {
+            spec.name: nn.Parameter(torch.zeros(spec.shape, dtype=dtype), requires_grad=spec.is_trained)
+            for spec in specs
+        }
+        trained = [spec for spec in specs if spec.is_trained]
+        self._weights = [self._named[spec.name] for spec in trained]
+        self._clip = optimizer.clip_grad or float("inf")
+        self._optimizer = torch.optim.AdamW(
+            [
+                {
+                    "params": [self._named[spec.name] for spec in trained if spec.decay is decays],
+                    "weight_decay": optimizer.weight_decay if decays else 0.0,
+                }
+                for decays in (True, False)
+            ],
+            lr=optimizer.lr,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+        )
+
+    def parameter(self, name: str) -> torch.Tensor:
+        return self._named[name]
+
+    def begin_step(self) -> None:
+        self._optimizer.zero_grad()
+
+    def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
+        return self._function(self._model, self._named, microbatch)
+
+    def end_backward(self) -> None:
+        """Do nothing: the gradients are complete."""
+
+    def gradient(self, name: str) -> torch.Tensor:
+        weight = self._named[name]
+        # A parameter that the function does not read has a gradient of zero, which the comparison shows.
+        return torch.zeros_like(weight) if weight.grad is None else weight.grad
+
+    def update(self) -> float:
+        for weight in self._weights:
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        grad_norm = nn.utils.clip_grad_norm_(self._weights, self._clip)
+        self._optimizer.step()
+        return float(grad_norm)
+
+    def state(self, kind: TensorKind, name: str) -> torch.Tensor:
+        weight = self._named[name]
+        return weight if kind == "master" else self._optimizer.state[weight][kind]
