@@ -34,6 +34,7 @@ from tests.launch.forked_ranks import fork_ranks_of, train_in
 from tests.log_lines import without_times
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.tree import Config
+from triaxis.engine.data.corpus.indexed import IndexedTokens
 from triaxis.engine.data.corpus.stdlib import Entropies, entropies
 from triaxis.engine.telemetry.record.metrics import OPTIONAL, StepMetrics
 from triaxis.engine.telemetry.timing.time_split import PARTS
@@ -83,7 +84,7 @@ class Finished:
     @property
     def corpus_entropies(self) -> Entropies:
         prefix = self.folder / self.config.data.train[0].path
-        return entropies(str(prefix), self.config.model.vocab_size)
+        return entropies(IndexedTokens(prefix), self.config.model.vocab_size)
 
 
 def finished(folder: Path, name: str, said: Ended) -> Finished:
