@@ -1,4 +1,4 @@
-"""A loss that is divided by the tokens that a rank has."""
+"""A loss that is divided by the tokens that a rank has of a row."""
 
 import torch
 
@@ -9,7 +9,7 @@ from triaxis.models.gpt.own_loss import LogitLosses
 
 class Mean(LogitLosses):
     def of_logits(self, logits: VocabularyLogits, labels: torch.Tensor) -> torch.Tensor:
-        return logits.cross_entropy(labels) / labels.numel()
+        return logits.cross_entropy(labels) / len(labels)
 
 
 extension = Extension(loss=Mean)
