@@ -13,12 +13,14 @@ must be accepted, and a configuration with the digest of other sources is refuse
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 from pydantic import Field, model_validator
 
+from triaxis.engine.config.places import LocalPath, local_path
 from triaxis.engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.engine.storage.user_module import UserModuleError, available_source, find_sources, is_path, load
@@ -217,7 +219,7 @@ class ExtensionConfig(Section):
 
     on_resume = MEANT
 
-    source: Annotated[str, LAYOUT] = Field(
+    source: Annotated[LocalPath, LAYOUT] = Field(
         min_length=1, description="Python file, folder of a package, or name of a module with an `Extension`"
     )
     digest: str = Field(
@@ -285,7 +287,8 @@ def placed(section: object, folder: Path) -> object:
             source = available_source(source, digest, folder)
         return {**section, "source": source}
     if isinstance(section, str) and is_path(section):
-        return os.path.normpath(folder / Path(section).expanduser())
+        with suppress(ValueError):  # of a path that the field refuses
+            return os.path.normpath(folder / local_path(section))
     return section
 
 
@@ -362,15 +365,19 @@ def loss_is_the_whole_loss(subject: Subject) -> Iterator[Problem]:
             yield subject.problem(key, rule, {key: [without]})
 
 
-def schedule_is_given_and_asked_for(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem where the extension gives a schedule and the configuration names another one, or the reverse."""
+def schedule_is_given(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem where the configuration asks for the extension's schedule, and there is none."""
     config, key = subject.config, "optimizer.lr_schedule"
-    is_asked, is_given = config.optimizer.lr_schedule == "extension", config.model.own.schedule is not None
-    if is_asked and not is_given:
+    if config.optimizer.lr_schedule == "extension" and config.model.own.schedule is None:
         yield subject.problem(
             key, "needs an Extension(schedule=..) in model.extension: no rate is known", {key: ["cosine"]}
         )
-    if is_given and not is_asked:
+
+
+def schedule_is_asked_for(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem where a run would not use its extension's schedule. Who only reads the model has no schedule."""
+    config, key = subject.config, "optimizer.lr_schedule"
+    if config.model.own.schedule is not None and config.optimizer.lr_schedule != "extension":
         rule = "is not the schedule of model.extension, which would have no effect"
         yield subject.problem(key, rule, {key: ["extension"]})
 
@@ -392,6 +399,6 @@ def corpora_are_given(subject: Subject) -> Iterator[Problem]:
 EXTENSION_RULES: tuple[Rule, ...] = (
     parts_list_their_parameters,
     loss_is_the_whole_loss,
-    schedule_is_given_and_asked_for,
+    schedule_is_given,
     corpora_are_given,
 )

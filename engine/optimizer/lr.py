@@ -61,7 +61,8 @@ def rate_of(config: Config, consumed_tokens: int, step_tokens: int, num_tokens: 
     Raises:
         ConfigError: the extension's rate is below 0, or not finite.
     """
-    optimizer, own = config.optimizer, config.model.own.schedule
+    optimizer = config.optimizer
+    own = config.model.own.schedule if optimizer.lr_schedule == "extension" else None
     if own is None or consumed_tokens < warmup_tokens(optimizer, step_tokens):
         return learning_rate(consumed_tokens, step_tokens, optimizer, num_tokens)
     rate = float(own(consumed_tokens, step_tokens, optimizer, num_tokens))

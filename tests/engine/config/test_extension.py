@@ -11,6 +11,7 @@ from triaxis.engine.config.write import to_yaml
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.optimizer.lr import rate_of
 from triaxis.launch.rank.agreement import _config_facts
+from triaxis.models.run_rules import RULES_OF_A_RUN
 
 BASE = """\
 model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, seq_length: 32, vocab_size: 300, EXTENSION}
@@ -92,6 +93,13 @@ def test_a_module_that_gives_no_extension_is_refused(tmp_path: Path, given: str,
     assert says in said and "model.extension.source = " in said and "1 problem" in said
 
 
+def test_a_path_is_expanded_as_every_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", str(tmp_path))
+    config = load_config(written(tmp_path, extension="extension: $MINE/mine.py"))
+    assert config.model.extension is not None and config.model.extension.source == str(tmp_path / "mine.py")
+    assert "no such user" in refused(written(tmp_path, extension="extension: ~nobody_at_all/mine.py"))
+
+
 def test_a_missing_module_is_one_problem(tmp_path: Path) -> None:
     said = refused(written(tmp_path, extension="extension: other.py"))
     assert f"model.extension.source = {tmp_path}/other.py: there is no such file" in said
@@ -133,7 +141,10 @@ def test_a_schedule_is_used_where_it_is_named_and_only_there(tmp_path: Path) -> 
     path = written(
         tmp_path, "schedule=lambda consumed, step, optimizer, num_tokens: optimizer.lr * (consumed - 1024) / 512"
     )
-    assert "would have no effect" in refused(path)
+    unused = load_config(path)  # as who reads the model does
+    assert rate_of(unused, 0, 512, 5120) == unused.optimizer.lr
+    with pytest.raises(ConfigError, match="would have no effect"):
+        load_config(path, more_rules=RULES_OF_A_RUN)
     words = ["optimizer={lr_schedule: extension, lr: 0.5, min_lr: 0.1, warmup_steps: 2}"]
     config = load_config(path, words)
     rates = [rate_of(config, tokens, 512, 5120) for tokens in (0, 512, 1024, 1536)]
