@@ -8,6 +8,7 @@ from torch import nn
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.numerics.precision import DTYPES
+from triaxis.launch.verify.oracles.adamw import ClippedAdamW
 from triaxis.launch.verify.verdict.records import TensorKind
 from triaxis.models.interop.huggingface.config import family_of, to_hugging_face
 from triaxis.models.interop.huggingface.families import FAMILIES
@@ -34,24 +35,15 @@ class HuggingFace:
         self._named: dict[str, torch.Tensor] = weights | {
             name: buffer for name, buffer in self._gpt.named_buffers() if name in names
         }
-        self._weights = list(weights.values())
-        optimizer = config.optimizer
-        self._clip = optimizer.clip_grad or float("inf")
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": [one for one in self._weights if one.dim() > 1], "weight_decay": optimizer.weight_decay},
-                {"params": [one for one in self._weights if one.dim() == 1], "weight_decay": 0.0},
-            ],
-            lr=optimizer.lr,
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.eps,
-        )
+        trained = list(weights.values())
+        decayed, others = ([one for one in trained if (one.dim() > 1) is decays] for decays in (True, False))
+        self._adamw = ClippedAdamW(decayed, others, config.optimizer)
 
     def parameter(self, name: str) -> torch.Tensor:
         return self._named[name]
 
     def begin_step(self) -> None:
-        self._optimizer.zero_grad()
+        self._adamw.begin_step()
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
         numbers = None if microbatch.documents is None else microbatch.documents.numbers
@@ -71,10 +63,7 @@ class HuggingFace:
         return gradient
 
     def update(self) -> float:
-        grad_norm = nn.utils.clip_grad_norm_(self._weights, self._clip)
-        self._optimizer.step()
-        return float(grad_norm)
+        return self._adamw.update()
 
     def state(self, kind: TensorKind, name: str) -> torch.Tensor:
-        weight = self._named[name]
-        return weight if kind == "master" else self._optimizer.state[weight][kind]
+        return self._adamw.state(kind, self._named[name])

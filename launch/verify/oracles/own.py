@@ -22,6 +22,7 @@ from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.engine.numerics.precision import DTYPES
 from triaxis.engine.storage.user_module import find_sources, load
+from triaxis.launch.verify.oracles.adamw import ClippedAdamW
 from triaxis.launch.verify.verdict.records import TensorKind
 from triaxis.models.specs import model_specs
 
@@ -57,7 +58,7 @@ class OwnFunction:
 
     def __init__(self, oracle: str, config: Config) -> None:
         self._function: Reference = getattr(module_of(oracle)[0], oracle.rpartition(":")[2])
-        self._model, optimizer = config.model, config.optimizer
+        self._model = config.model
         specs = model_specs(config.model)
         self.pairs = [_Same(spec) for spec in specs]
         dtype = DTYPES[config.precision.dtype]
@@ -66,45 +67,33 @@ class OwnFunction:
             for spec in specs
         }
         trained = [spec for spec in specs if spec.is_trained]
-        self._weights = [self._named[spec.name] for spec in trained]
-        self._clip = optimizer.clip_grad or float("inf")
-        self._optimizer = torch.optim.AdamW(
-            [
-                {
-                    "params": [self._named[spec.name] for spec in trained if spec.decay is decays],
-                    "weight_decay": optimizer.weight_decay if decays else 0.0,
-                }
-                for decays in (True, False)
-            ],
-            lr=optimizer.lr,
-            betas=(optimizer.beta1, optimizer.beta2),
-            eps=optimizer.eps,
+        decayed, others = (
+            [self._named[spec.name] for spec in trained if spec.decay is decays] for decays in (True, False)
         )
+        self._weights = [*decayed, *others]
+        self._adamw = ClippedAdamW(decayed, others, config.optimizer)
 
     def parameter(self, name: str) -> torch.Tensor:
         return self._named[name]
 
     def begin_step(self) -> None:
-        self._optimizer.zero_grad()
+        self._adamw.begin_step()
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
         return self._function(self._model, self._named, microbatch)
 
     def end_backward(self) -> None:
-        """Do nothing: the gradients are complete."""
-
-    def gradient(self, name: str) -> torch.Tensor:
-        weight = self._named[name]
-        # A parameter that the function does not read has a gradient of zero, which the comparison shows.
-        return torch.zeros_like(weight) if weight.grad is None else weight.grad
-
-    def update(self) -> float:
+        """Give a gradient of zero to a parameter that the function does not read: the comparison shows it."""
         for weight in self._weights:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        grad_norm = nn.utils.clip_grad_norm_(self._weights, self._clip)
-        self._optimizer.step()
-        return float(grad_norm)
+
+    def gradient(self, name: str) -> torch.Tensor:
+        gradient = self._named[name].grad
+        assert gradient is not None, f"{name} is not trained"
+        return gradient
+
+    def update(self) -> float:
+        return self._adamw.update()
 
     def state(self, kind: TensorKind, name: str) -> torch.Tensor:
-        weight = self._named[name]
-        return weight if kind == "master" else self._optimizer.state[weight][kind]
+        return self._adamw.state(kind, self._named[name])
