@@ -28,6 +28,7 @@ from triaxis.engine.numerics.precision import DTYPES, main_grad_dtype
 from triaxis.engine.optimizer.distributed import DistributedOptimizer
 from triaxis.engine.optimizer.grad_buffer import GradBuffers
 from triaxis.engine.optimizer.lr import rate_of
+from triaxis.engine.optimizer.own_rule import own_rule
 from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.executor import Executor, InstructionObserver
 from triaxis.engine.pipeline.forwards import of_forward
@@ -154,7 +155,12 @@ def build(
         parameters=parameters,
         buffers=buffers,
         optimizer=DistributedOptimizer(
-            buffers, config.optimizer, config.precision, kernels.choices.optimizer == "compiled", kernels.apex
+            buffers,
+            config.optimizer,
+            config.precision,
+            kernels.choices.optimizer == "compiled",
+            kernels.apex,
+            own_rule(config),
         ),
         executor=Executor(topology, [chunk.queue for chunk in chunks], activation_shape, dtype, tuple(observers)),
         train_programs=Programs(train_schedule),

@@ -12,16 +12,18 @@ must be accepted, and a configuration with the digest of other sources is refuse
 """
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Protocol
 
 from pydantic import Field, model_validator
 
+from triaxis.engine.config.optimizer_kinds import EMA, KIND_PATTERN, MASTER
 from triaxis.engine.config.places import LocalPath, local_path
-from triaxis.engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject
+from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.engine.storage.user_module import UserModuleError, available_source, find_sources, is_path, load
 
@@ -34,6 +36,9 @@ Weigh = Callable[[Any, Any, Any], Any]
 
 OWN_CORPUS = "extension:"
 """Beginning of the paths of corpora that an extension gives."""
+
+NOT_MOMENTS = ("start", "gradient", MASTER, EMA, "parameter")
+"""Names that a moment cannot have: other tensors of a parameter in checkpoints or in `triaxis verify`, in the order of a step."""
 
 NAME = "extension"
 """The variable of the module that holds its `Extension`."""
@@ -137,6 +142,41 @@ class Schedule(Protocol):
     ) -> float: ...
 
 
+class UpdatePart(Protocol):
+    """The update of each element by its own gradient and state, with `optimizer.name: extension`: a class that is never built.
+
+        class Lion:                                                               # 2302.06675
+            moments = ("exp_avg",)
+
+            @staticmethod
+            def factors(optimizer, lr, step):
+                return [torch.full_like(step, lr)]
+
+            @staticmethod
+            def elementwise(master, moments, grad, factors, optimizer, decay):
+                (mean,), (lr,) = moments, factors
+                direction = torch.sign(mean * optimizer.beta1 + grad * (1 - optimizer.beta1))
+                mean = mean * optimizer.beta2 + grad * (1 - optimizer.beta2)
+                return master - lr * (direction + decay * master), (mean,)
+
+    Arguments are those of `triaxis.engine.optimizer.updates.Update`. A rank owns a flat part of the parameters, cut anywhere, so an
+    element may depend on no other. `step` counts from 1; a factor is the same for all elements with one learning rate.
+
+    Attributes:
+        moments: names of the state beside the master, each of the parameter's size, from zero.
+    """
+
+    moments: ClassVar[tuple[str, ...]]
+
+    @staticmethod
+    def factors(optimizer: "OptimizerConfig", lr: float, step: Any) -> list[Any]: ...
+
+    @staticmethod
+    def elementwise(
+        master: Any, moments: Any, grad: Any, factors: Any, optimizer: "OptimizerConfig", decay: Any
+    ) -> tuple[Any, Any]: ...
+
+
 class DocumentsPart(Protocol):
     """The documents of a corpus, as lists of token ids by number: the same on every rank, at every call.
 
@@ -175,6 +215,7 @@ class Extension:
         block: a whole layer; a subclass of our `Block` has the extension's attention and MLP.
         loss: of each token.
         schedule: the learning rate behind the warm-up, with `optimizer.lr_schedule: extension`.
+        update: the optimizer's rule, with `optimizer.name: extension`.
         meters: what make the measurements of a step, `of` of a `triaxis.engine.telemetry.meters.step_meter.StepMeter`.
         corpora: by name, what opens the documents of `extension:NAME` in `data.train` and `data.valid`.
     """
@@ -185,6 +226,7 @@ class Extension:
     block: LayerPart | None = None
     loss: LossPart | None = None
     schedule: Schedule | None = None
+    update: type[UpdatePart] | None = None
     meters: Sequence[Callable[[Any], Any]] = ()
     corpora: Mapping[str, Callable[[str], DocumentsPart]] = field(default_factory=dict)
 
@@ -193,6 +235,16 @@ class Extension:
             if not callable(getattr(given, "specs", None)):
                 raise TypeError(
                     f"Extension({part}={given!r}): a part is a class with a static method `specs` that lists its parameters"
+                )
+        for name in ("moments", "factors", "elementwise") if self.update is not None else ():
+            if not hasattr(self.update, name):
+                raise TypeError(f"Extension(update={self.update!r}): an update rule is a class with {name}")
+        moments = [] if self.update is None else list(self.update.moments)
+        for name in moments:
+            if not re.fullmatch(KIND_PATTERN, name) or moments.count(name) > 1 or name in NOT_MOMENTS:
+                raise TypeError(
+                    f"Extension(update={self.update!r}): a moment named {name!r}: checkpoints need small letters, each name once, "
+                    f"and none of {', '.join(NOT_MOMENTS)}"
                 )
 
     def parts(self) -> dict[str, Any]:
@@ -225,6 +277,9 @@ class ExtensionConfig(Section):
     digest: str = Field(
         "", description="SHA-256 of the module's .py files, filled in when it is read; other sources are refused"
     )
+    moments: Annotated[tuple[str, ...], OnResume("never")] = Field(
+        (), description="state of its update rule beside the master, filled in when it is read"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -234,7 +289,9 @@ class ExtensionConfig(Section):
         if not isinstance(tree, Mapping) or tree.get("digest") or not isinstance(tree.get("source"), str):
             return tree
         try:
-            return {**tree, "digest": find_sources(tree["source"]).digest()}
+            tree = {**tree, "digest": find_sources(tree["source"]).digest()}
+            rule = given_by(tree["source"], tree["digest"]).update
+            return {**tree, "moments": () if rule is None else rule.moments}
         except UserModuleError:
             return tree  # `extension_problem` says why
 
@@ -242,30 +299,31 @@ class ExtensionConfig(Section):
     def lines(self) -> list[str]:
         """Return what it gives, and what no prediction knows of that."""
         rows = [str(self)]
-        if self.parts().with_parameters():
+        if self.read().with_parameters():
             rows.append("predicted memory and FLOPs are those of our parts in their place; footprint counts yours")
         return rows
 
     def __str__(self) -> str:
-        given = ", ".join(f"{part} {_name(each)}" for part, each in self.parts().parts().items())
+        given = ", ".join(f"{part} {_name(each)}" for part, each in self.read().parts().items())
         return f"{self.source} ({self.digest[:8]}): {given}"
 
-    def parts(self) -> Extension:
-        """Return the parts that the module gives.
+    def read(self) -> Extension:
+        """Return what the module gives; raise UserModuleError as `given_by`."""
+        return given_by(self.source, self.digest or find_sources(self.source).digest())
 
-        Raises:
-            UserModuleError: it cannot be found, read or run, its sources are others, or it gives none.
-        """
-        if not self.digest:
-            find_sources(self.source).digest()
-        given = getattr(load(self.source, self.digest), NAME, None)
-        if not isinstance(given, Extension):
-            raise UserModuleError(
-                f"it assigns no Extension to the name `{NAME}`: {NAME} = Extension(mlp=ScaledMLP), say"
-            )
-        if not given.parts():
-            raise UserModuleError(f"its Extension gives no part, so it would have no effect. It may give {_names()}")
-        return given
+
+def given_by(source: str, digest: str) -> Extension:
+    """Return the extension of a module.
+
+    Raises:
+        UserModuleError: it cannot be found, read or run, its sources are others, or it gives no part.
+    """
+    given = getattr(load(source, digest), NAME, None)
+    if not isinstance(given, Extension):
+        raise UserModuleError(f"it assigns no Extension to the name `{NAME}`: {NAME} = Extension(mlp=ScaledMLP), say")
+    if not given.parts():
+        raise UserModuleError(f"its Extension gives no part, so it would have no effect. It may give {_names()}")
+    return given
 
 
 def _name(given: Any) -> str:
@@ -298,7 +356,7 @@ def extension_problem(model: "ModelConfig | None") -> str | None:
     if extension is None:
         return None
     try:
-        extension.parts()
+        extension.read()
     except UserModuleError as error:
         return (
             f"model.extension.source = {extension.source}: {error}. The model would be another one. "
@@ -365,21 +423,27 @@ def loss_is_the_whole_loss(subject: Subject) -> Iterator[Problem]:
             yield subject.problem(key, rule, {key: [without]})
 
 
-def schedule_is_given(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem where the configuration asks for the extension's schedule, and there is none."""
-    config, key = subject.config, "optimizer.lr_schedule"
-    if config.optimizer.lr_schedule == "extension" and config.model.own.schedule is None:
-        yield subject.problem(
-            key, "needs an Extension(schedule=..) in model.extension: no rate is known", {key: ["cosine"]}
-        )
+CHOSEN = (("schedule", "lr_schedule", "cosine"), ("update", "name", "adamw"))
+"""What an extension gives to the optimizer, the field that asks for it, and a value without it."""
 
 
-def schedule_is_asked_for(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem where a run would not use its extension's schedule. Who only reads the model has no schedule."""
-    config, key = subject.config, "optimizer.lr_schedule"
-    if config.model.own.schedule is not None and config.optimizer.lr_schedule != "extension":
-        rule = "is not the schedule of model.extension, which would have no effect"
-        yield subject.problem(key, rule, {key: ["extension"]})
+def chosen_is_given(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem where the configuration asks for a schedule or an update of the extension, and there is none."""
+    for part, field_name, other in CHOSEN:
+        key, chosen = f"optimizer.{field_name}", getattr(subject.config.optimizer, field_name)
+        if chosen == "extension" and getattr(subject.config.model.own, part) is None:
+            yield subject.problem(
+                key, f"needs an Extension({part}=..) in model.extension: there is none", {key: [other]}
+            )
+
+
+def given_is_chosen(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem where a run would not use the schedule or update of its extension. Who only reads the model has neither."""
+    for part, field_name, _ in CHOSEN:
+        key, chosen = f"optimizer.{field_name}", getattr(subject.config.optimizer, field_name)
+        if chosen != "extension" and getattr(subject.config.model.own, part) is not None:
+            rule = f"is not the {part} of model.extension, which would have no effect"
+            yield subject.problem(key, rule, {key: ["extension"]})
 
 
 def corpora_are_given(subject: Subject) -> Iterator[Problem]:
@@ -399,6 +463,6 @@ def corpora_are_given(subject: Subject) -> Iterator[Problem]:
 EXTENSION_RULES: tuple[Rule, ...] = (
     parts_list_their_parameters,
     loss_is_the_whole_loss,
-    schedule_is_given,
+    chosen_is_given,
     corpora_are_given,
 )

@@ -265,7 +265,10 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
     "data.attention": dict.fromkeys(("document", "block_diagonal", "reset", "varlen"), "within"),
     "data.positions": {"reset": "document"},
     "parallel.cp_method": {"a2a": "ulysses", "all_to_all": "ulysses", "allgather": "all_gather"},
-    "optimizer.name": {"adamw_torch": "adamw", **{kind.megatron: name for name, kind in OPTIMIZERS.items()}},
+    "optimizer.name": {
+        "adamw_torch": "adamw",
+        **{kind.megatron: name for name, kind in OPTIMIZERS.items() if kind.megatron},
+    },
     "optimizer.lr_schedule": {
         "inverse-square-root": "inverse_sqrt",
         "constant_with_warmup": "constant",

@@ -143,7 +143,7 @@ class ModelConfig(Section):
     @property
     def own(self) -> Extension:
         """Return the parts of the model that its extension gives."""
-        return OURS if self.extension is None else self.extension.parts()
+        return OURS if self.extension is None else self.extension.read()
 
     @property
     def kv_heads(self) -> int:

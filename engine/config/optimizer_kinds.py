@@ -4,15 +4,18 @@ An optimizer is a record here, its arithmetic in `updates.py`, and its own field
 `triaxis.engine.config.training.OptimizerConfig` (docs/extending.md, "An optimizer").
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-OptimizerName = Literal["adamw", "sgd"]
+OptimizerName = Literal["adamw", "sgd", "extension"]
 
 StateKind = str
 """`master`, the name of a moment, or `ema`: a kind of state that a rank keeps of its parameters and a checkpoint holds."""
+
+KIND_PATTERN = "[a-z][a-z0-9_]{0,31}"
+"""What a state kind looks like."""
 
 MASTER: StateKind = "master"
 """The exact weights, state of every optimizer; in fp32 and float64 runs they are the parameters themselves."""
@@ -42,13 +45,13 @@ class OptimizerKind:
         title: name in messages.
         moments: by name in checkpoints. Each has the size of the parameter and starts at zero.
         fields: the `optimizer` fields that only this one reads, with their names elsewhere, Megatron-LM's first.
-        megatron: value of Megatron-LM's `--optimizer`.
+        megatron: value of Megatron-LM's `--optimizer`; None: it has none.
     """
 
     title: str
     moments: Mapping[StateKind, Moment]
     fields: Mapping[str, tuple[str, ...]]
-    megatron: str
+    megatron: str | None
 
     @property
     def state_kinds(self) -> tuple[StateKind, ...]:
@@ -70,19 +73,15 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = MappingProxyType(
             fields={"momentum": ("sgd_momentum",)},
             megatron="sgd",
         ),
+        # Its moments are recorded in `model.extension.moments`, and its rule may read every field.
+        "extension": OptimizerKind(title="the extension's update rule", moments={}, fields={}, megatron=None),
     }
 )
 
-STATE_KINDS: tuple[StateKind, ...] = (
-    *dict.fromkeys(one for kind in OPTIMIZERS.values() for one in kind.state_kinds),
-    EMA,
-)
-"""The state kinds of all optimizers, each once, and the average."""
 
-
-def state_kinds(name: OptimizerName, *, has_ema: bool) -> tuple[StateKind, ...]:
-    """Return the state kinds of a trained parameter, in the order of saving."""
-    kinds = OPTIMIZERS[name].state_kinds
+def state_kinds(name: OptimizerName, own: Sequence[StateKind], *, has_ema: bool) -> tuple[StateKind, ...]:
+    """Return the state kinds of a trained parameter, in the order of saving; `own` are an extension's moments."""
+    kinds = (MASTER, *own) if name == "extension" else OPTIMIZERS[name].state_kinds
     return (*kinds, EMA) if has_ema else kinds
 
 

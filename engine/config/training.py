@@ -11,7 +11,7 @@ from triaxis.engine.config.ema import EmaConfig
 from triaxis.engine.config.fp8 import FP8_RULES, Fp8Config
 from triaxis.engine.config.groups import GROUP_RULES, GroupFields
 from triaxis.engine.config.loss_scale import LOSS_SCALE_RULES, LossScaleConfig
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName, StateKind, state_kinds
+from triaxis.engine.config.optimizer_kinds import OPTIMIZERS, OptimizerName
 from triaxis.engine.config.plan import partial_batch, planned_steps, planned_tokens
 from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
 
@@ -83,7 +83,7 @@ class OptimizerConfig(Section):
     on_resume: ClassVar[OnResume | None] = MEANT
 
     name: Annotated[OptimizerName, OnResume("never")] = Field(
-        "adamw", description="adamw: AdamW (1711.05101); sgd: SGD with momentum"
+        "adamw", description="adamw: AdamW (1711.05101); sgd: SGD with momentum; extension: model.extension's"
     )
     lr: float = Field(3e-4, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
@@ -113,11 +113,6 @@ class OptimizerConfig(Section):
     )
     ema: EmaConfig | None = Field(None, description="moving average of the weights; null: none")
     bucket_bytes: Annotated[int, LAYOUT] = Field(64 * 2**20, gt=0, description="bytes of main grads per reduce-scatter")
-
-    @property
-    def state_kinds(self) -> tuple[StateKind, ...]:
-        """Return the state kinds of a trained parameter, the master first."""
-        return state_kinds(self.name, has_ema=self.ema is not None)
 
 
 class PrecisionConfig(Section):
@@ -339,6 +334,8 @@ def narrow_state_fits(subject: Subject) -> Iterator[Problem]:
 
 def fields_are_of_the_optimizer(subject: Subject) -> Iterator[Problem]:
     optimizer = subject.config.optimizer
+    if optimizer.name == "extension":
+        return
     for other in OPTIMIZERS.values():
         for key in sorted(other.fields.keys() - OPTIMIZERS[optimizer.name].fields.keys()):
             value, default = getattr(optimizer, key), OptimizerConfig.model_fields[key].default

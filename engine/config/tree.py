@@ -27,6 +27,7 @@ from triaxis.engine.config.activations import ACTIVATION_RULES, KernelsConfig, O
 from triaxis.engine.config.data import DATA_RULES, DataConfig
 from triaxis.engine.config.layout import LAYOUT_RULES, ParallelConfig, ScheduleConfig
 from triaxis.engine.config.model import MODEL_RULES, ModelConfig
+from triaxis.engine.config.optimizer_kinds import StateKind, state_kinds
 from triaxis.engine.config.phase_rules import PHASE_RULES
 from triaxis.engine.config.phases import PhaseFields, at_phase
 from triaxis.engine.config.run import RUN_RULES, CheckpointConfig, ResilienceConfig, RuntimeConfig
@@ -66,6 +67,12 @@ class Config(Section):
     phases: Annotated[list[PhaseFields], MEANT] = Field(
         default_factory=list, description="parts of the run in order, each to `until` tokens, with fields of its own"
     )
+
+    @property
+    def state_kinds(self) -> tuple[StateKind, ...]:
+        """Return the kinds of optimizer state of a trained parameter, the master first."""
+        own = () if self.model.extension is None else self.model.extension.moments
+        return state_kinds(self.optimizer.name, own, has_ema=self.optimizer.ema is not None)
 
 
 RULES: tuple[Rule, ...] = (

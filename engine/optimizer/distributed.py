@@ -7,7 +7,8 @@ A step scales the owned gradients (loss scale and clipping), and updates the mas
 average. Then it rounds the masters to the parameters, and all-gathers the buckets. Three kernels (`kernels.optimizer`):
 
     torch      torch's fused operator; scaling and narrow state take passes of their own
-    compiled   `_update`, everything in one pass over a stretch of a bucket, whatever its rules (`stretches.py`)
+    compiled   `_update`, everything in one pass over a stretch of a bucket, whatever its rules (`stretches.py`); an extension's
+               rule has this form alone, and runs it operator by operator where the kernel is `torch`
     apex       FusedAdam's, in one launch for all runs with one `UpdateRule` (`apex_update.py`)
 """
 
@@ -17,8 +18,9 @@ from types import MappingProxyType
 
 import torch
 
+from triaxis.engine.config.extension import UpdatePart
 from triaxis.engine.config.groups import update_rule
-from triaxis.engine.config.optimizer_kinds import MASTER
+from triaxis.engine.config.optimizer_kinds import MASTER, state_kinds
 from triaxis.engine.config.training import OptimizerConfig, PrecisionConfig
 from triaxis.engine.device.host_copy import to_device
 from triaxis.engine.kernels.apex import Apex
@@ -79,6 +81,7 @@ class DistributedOptimizer:
         config: hyperparameters.
         precision: stored form of the state.
         is_compiled, apex: choice of the kernel, as above; torch's if neither is given.
+        own: an extension's rule, whose only form is `_update`, compiled or not.
 
     Attributes:
         owned, trained: the owned buckets, and those of them that updates change.
@@ -93,11 +96,12 @@ class DistributedOptimizer:
         precision: PrecisionConfig,
         is_compiled: bool = False,
         apex: Apex | None = None,
+        own: type[UpdatePart] | None = None,
     ) -> None:
         self.buffers = buffers
         self.config = config
-        self.state_kinds = config.state_kinds
-        self._arithmetic = UPDATES[config.name]
+        self.state_kinds = state_kinds(config.name, () if own is None else own.moments, has_ema=config.ema is not None)
+        self._arithmetic: type[Update] | type[UpdatePart] = UPDATES[config.name] if own is None else own
         self._fusion = Fusion("compiled" if is_compiled else "eager")
         self._apex = apex
         # From the buffers, not from a first bucket: a pipeline stage without layers owns none.
@@ -128,8 +132,8 @@ class DistributedOptimizer:
         # Copied to the device once: a copy in each step would make the host wait for the backward.
         self._decays = to_device([rule.weight_decay for rule in self._rules], AGREEMENT_DTYPE, buffers.device)
         numbers = {rule: number for number, rule in enumerate(self._rules)}
-        self._stretches: list[list[Stretch]] = []
-        if self._fusion.is_compiled:
+        self._stretches: list[list[Stretch]] | None = None
+        if is_compiled or own is not None:
             self._stretches = [stretches(runs, numbers, buffers.device) for runs in self._runs]
 
     def grad_square_sum(self) -> torch.Tensor:
@@ -158,8 +162,8 @@ class DistributedOptimizer:
         """
         # A factor that is not finite would turn padding's zero gradient into nan, and nothing rewrites padding.
         grad_scale = grad_scale.to(self.wide).masked_fill(skip, 1.0)
-        if self._fusion.is_compiled:
-            self._update_compiled(lr, grad_scale, skip)
+        if self._stretches is not None:
+            self._update_elementwise(self._stretches, lr, grad_scale, skip)
         elif self._apex is not None:
             update_by_apex(self._apex, self.trained, self._runs, self.config, lr, grad_scale, self._num_updates, skip)
         else:
@@ -189,7 +193,7 @@ class DistributedOptimizer:
             # The operator takes one learning rate and one decay for all its tensors, hence a call for each rule.
             for rule in dict.fromkeys(rule for _, rule in runs):
                 own = [where for where, others in runs if others == rule]
-                self._arithmetic.by_torch(
+                UPDATES[self.config.name].by_torch(
                     {kind: [values[where] for where in own] for kind, values in state.items()},
                     [grads[where] for where in own],
                     self.config,
@@ -202,7 +206,9 @@ class DistributedOptimizer:
                 owned.state.update_average(state[MASTER], self.config.ema.decay, skip)
             owned.state.write(state)
 
-    def _update_compiled(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
+    def _update_elementwise(
+        self, of_buckets: Sequence[Sequence[Stretch]], lr: float, grad_scale: torch.Tensor, skip: torch.Tensor
+    ) -> None:
         # Changing scalars stay tensors: a Python number would become part of the kernel.
         step = self._num_updates.to(AGREEMENT_DTYPE) + 1
         rows = [
@@ -212,7 +218,7 @@ class DistributedOptimizer:
         # [rules, factors + 1]; each block of a stretch takes its rule's row. A stage without layers has no rules and no stretches.
         factors = torch.stack(rows).to(self.wide) if rows else grad_scale
         update = self._fusion(_update, lengths="all")
-        for owned, of_bucket in zip(self.trained, self._stretches, strict=True):
+        for owned, of_bucket in zip(self.trained, of_buckets, strict=True):
             for stretch in of_bucket:
                 parameters, kept, moments, average = owned.state.part(stretch.where)
                 update(
@@ -254,7 +260,7 @@ def _update(
     grad_scale: torch.Tensor,
     factors: torch.Tensor,
     skip: torch.Tensor,
-    arithmetic: type[Update],
+    arithmetic: type[Update] | type[UpdatePart],
     config: OptimizerConfig,
 ) -> None:
     """Update tensors [blocks, n] in their stored forms, in place; nothing changes if `skip`.

@@ -20,7 +20,10 @@ State = Mapping[StateKind, Tensors]
 
 
 class Update(Protocol):
-    """The update rule of one optimizer, element by element, so that any cut of the flat buffers gives the same bits."""
+    """The update rule of one optimizer, element by element, so that any cut of the flat buffers gives the same bits.
+
+    An extension's rule (`triaxis.engine.config.extension.UpdatePart`) has the last two methods alone.
+    """
 
     @staticmethod
     def by_torch(

@@ -90,7 +90,7 @@ def needs(config: Config, backend: str) -> Needs:
     saved_to = CHECKPOINT_DIR if config.checkpoint.dir is not None else RUNS_DIR
     # A checkpoint holds every state kind of each parameter in the accumulation dtype.
     numel = num_parameters(config.model)
-    bytes_each = len(config.optimizer.state_kinds) * accumulation_bytes(BYTES_PER_ELEMENT[config.precision.dtype])
+    bytes_each = len(config.state_kinds) * accumulation_bytes(BYTES_PER_ELEMENT[config.precision.dtype])
     return Needs(
         backend,
         save_bytes=numel * bytes_each if saves else 0,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from triaxis.engine.config.fp8 import BLOCKS, fp8_layers
 from triaxis.engine.config.groups import is_frozen
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
+from triaxis.engine.config.optimizer_kinds import EMA, MASTER
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.param_layout import layout_parameters
 from triaxis.engine.layout.partition import StageLayers
@@ -80,8 +80,9 @@ def _of_owned(config: Config, element: int, wide: int) -> int:
     precision = config.precision
     moment = element if precision.moments == "bf16" else wide
     master = wide - element if precision.masters == "split" else 0 if wide == element else wide
-    average = 0 if config.optimizer.ema is None else wide
-    return len(OPTIMIZERS[config.optimizer.name].moments) * moment + master + average
+    moments = len([kind for kind in config.state_kinds if kind not in (MASTER, EMA)])
+    average = wide if EMA in config.state_kinds else 0
+    return moments * moment + master + average
 
 
 def _records(config: Config, sizes: ParallelSizes, mine: Sequence[StageLayers]) -> list[ParamRecord]:

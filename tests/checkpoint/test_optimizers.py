@@ -1,4 +1,5 @@
-"""Checkpoints of a run with SGD: it resumes to the bit, changes its layout, and no other optimizer goes on from it."""
+"""Checkpoints of runs with SGD and with a rule of an extension: they resume to the bit, change their layout, and no other
+optimizer goes on from them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,16 +17,21 @@ SGD = Case("gpt", dp=2, num_layers=2, global_batch_size=4, optimizer="sgd")
 SAVING = {"interval": 2}
 
 
-def test_a_run_with_sgd_resumes_to_the_bit_and_in_another_layout(tmp_path: Path) -> None:
-    straight = run_ranks(run, 2, SGD, str(tmp_path / "straight"), 4, 0, {}, (2, 4))[0]
-    before = run_ranks(run, 2, SGD, str(tmp_path / "cut"), 2, 0, SAVING, (2,))[0]
+@pytest.mark.parametrize(
+    ("case", "moments"),
+    [(SGD, {"momentum_buffer"}), (replace(SGD, optimizer="extension"), {"mean", "square"})],
+    ids=["sgd", "extension"],
+)
+def test_a_run_resumes_to_the_bit_and_in_another_layout(case: Case, moments: set[str], tmp_path: Path) -> None:
+    straight = run_ranks(run, 2, case, str(tmp_path / "straight"), 4, 0, {}, (2, 4))[0]
+    before = run_ranks(run, 2, case, str(tmp_path / "cut"), 2, 0, SAVING, (2,))[0]
     manifest = find(tmp_path / "cut").manifest
-    assert set(before.fingerprints[2]) == {"master", "momentum_buffer"} == set(manifest.kinds)
+    assert set(before.fingerprints[2]) == {"master", *moments} == set(manifest.kinds)
     assert before.fingerprints[2] == manifest.fingerprint
-    other = replace(SGD, dp=1, tp=2)
+    other = replace(case, dp=1, tp=2)
     load = {"load": str(tmp_path / "cut"), "interval": 100}
     elsewhere = run_ranks(run, 2, other, str(tmp_path / "elsewhere"), 4, 0, load, (2,))[0]
-    after = run_ranks(run, 2, SGD, str(tmp_path / "cut"), 4, 1, SAVING, (2, 4))[0]
+    after = run_ranks(run, 2, case, str(tmp_path / "cut"), 4, 1, SAVING, (2, 4))[0]
     assert (after.began, [*before.losses, *after.losses]) == (2, straight.losses)
     assert after.fingerprints == straight.fingerprints
     assert elsewhere.fingerprints[2] == straight.fingerprints[2]

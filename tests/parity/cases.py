@@ -76,6 +76,7 @@ class Case:
     compiled_update: bool = False
     """The optimizer alone."""
     optimizer: str = "adamw"
+    """`extension`: AdamW as the rule of one."""
     groups: bool = False
     """Parameters are in `GROUPS`."""
     ema: float | None = None
@@ -168,6 +169,8 @@ class Case:
     def config(self) -> Config:
         granularity, method, num_layers = self.recompute
         model = MODELS[self.model] | ({"num_layers": self.num_layers} if self.num_layers else {})
+        if self.optimizer == "extension":
+            model = model | {"extension": str(Path(__file__).with_name("own_rule.py"))}
         return Config.model_validate(
             {
                 "model": model,

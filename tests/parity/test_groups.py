@@ -8,7 +8,7 @@ from tests.parity.test_parity import check, compare
 STEPS = 3
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "extension"])
 def test_factors_and_decays_equal_the_oracles(optimizer: str) -> None:
     case = Case("llama", num_layers=3, optimizer=optimizer, groups=True, global_batch_size=2)
     weights = weights_of(case.model, case.num_layers)
@@ -24,6 +24,9 @@ def test_factors_and_decays_equal_the_oracles(optimizer: str) -> None:
     "case",
     [
         Case("gpt", tp=2, dp=2, num_layers=3, groups=True, bucket_bytes=300, global_batch_size=4),
+        Case(
+            "gpt", pp=2, dp=2, num_layers=2, groups=True, bucket_bytes=300, global_batch_size=4, optimizer="extension"
+        ),
         pytest.param(
             Case("gpt", tp=2, pp=2, dp=2, num_layers=4, groups=True, bucket_bytes=300), marks=pytest.mark.slow
         ),

@@ -26,7 +26,14 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from triaxis.engine.checkpoint.format.boxes import box_shape, flat_boxes, intersect
 from triaxis.engine.config.earlier import translated
-from triaxis.engine.config.optimizer_kinds import MASTER, OPTIMIZERS, STATE_KINDS, OptimizerName, StateKind, state_kinds
+from triaxis.engine.config.optimizer_kinds import (
+    KIND_PATTERN,
+    MASTER,
+    OPTIMIZERS,
+    OptimizerName,
+    StateKind,
+    state_kinds,
+)
 from triaxis.engine.config.training import MOST_STEPS
 from triaxis.engine.data.skipped import Ranges
 from triaxis.engine.errors import CheckpointError
@@ -53,8 +60,8 @@ MOST_MANIFEST_BYTES = 2**30
 PIECE_BYTES = 32 * 2**20
 """Largest piece: the memory of a reader."""
 
-Kind = Annotated[StateKind, Field(pattern=f"^({'|'.join(STATE_KINDS)})$")]
-"""Exact weights (the parameters themselves in fp32 and float64), a moment of one of our optimizers, or the average of weights."""
+Kind = Annotated[StateKind, Field(pattern=f"^{KIND_PATTERN}$")]
+"""Exact weights (the parameters themselves in fp32 and float64), a moment of the optimizer, or the average of weights."""
 
 DType = Literal["bfloat16", "float16", "float32", "float64"]
 DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -199,9 +206,14 @@ class Manifest(_Record):
     files: Annotated[tuple[DataFile, ...], Field(strict=False)]
 
     @model_validator(mode="after")
-    def _its_optimizer_is_known(self) -> "Manifest":
+    def _its_state_is_known(self) -> "Manifest":
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"config.optimizer.name = {self.optimizer!r} is none of {', '.join(OPTIMIZERS)}")
+        kinds_of = {"fingerprint": set(self.fingerprint)}
+        kinds_of |= {f"files.{number}": {one.kind for one in file.pieces} for number, file in enumerate(self.files)}
+        for where, kinds in kinds_of.items():
+            if unknown := kinds - {*self.kinds}:
+                raise ValueError(f"{where} has the state {min(unknown)!r}: the optimizer's is {', '.join(self.kinds)}")
         return self
 
     @property
@@ -215,7 +227,8 @@ class Manifest(_Record):
         """Return the state kinds of its trained tensors."""
         if self.content != "training":
             return (MASTER,)
-        return state_kinds(self.optimizer, has_ema=self.config.get("optimizer", {}).get("ema") is not None)
+        own = (self.config.get("model", {}).get("extension") or {}).get("moments", ())
+        return state_kinds(self.optimizer, tuple(own), has_ema=self.config.get("optimizer", {}).get("ema") is not None)
 
     def kinds_of(self, tensor: TensorInfo) -> tuple[StateKind, ...]:
         """Return the state kinds of one tensor."""

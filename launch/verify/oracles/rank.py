@@ -18,7 +18,6 @@ import torch
 from safetensors.torch import save_file
 
 from triaxis.engine.config.load import load_config
-from triaxis.engine.config.optimizer_kinds import OPTIMIZERS
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.documents import Documents
 from triaxis.engine.data.loader import MicroBatch, weighted
@@ -112,7 +111,7 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
         oracle.end_backward()
         book.write(step, "gradient", oracle.gradient)
         grad_norm = oracle.update()
-        for kind in OPTIMIZERS[config.optimizer.name].state_kinds:
+        for kind in config.state_kinds:
             book.write(step, kind, partial(oracle.state, kind))
         book.write(step, "parameter", oracle.parameter)
         book.step_done(step)

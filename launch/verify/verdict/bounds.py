@@ -19,6 +19,7 @@ error in small elements, which a square hides. So e of a moment is at least p ti
 import math
 from collections.abc import Mapping
 
+from triaxis.engine.config.extension import NOT_MOMENTS
 from triaxis.engine.config.optimizer_kinds import MOMENTS
 from triaxis.launch.verify.verdict.deviation import Deviation
 from triaxis.launch.verify.verdict.evidence import Evidence, relative, relative_errors
@@ -54,10 +55,12 @@ class Bounds:
         if self._evidence.noise is None:
             return self._constant(self._evidence.tensors.get((step, kind), {}))
         rounding = self._rounding(step, kind)
-        if kind in MOMENTS:
+        if kind not in NOT_MOMENTS:
+            # A moment of an extension's rule counts as a mean of gradients.
+            power = MOMENTS[kind].power if kind in MOMENTS else 1
             for at in range(step + 1):
                 gradients = self._rounding(at, "gradient")
-                rounding = {name: max(e, MOMENTS[kind].power * gradients[name]) for name, e in rounding.items()}
+                rounding = {name: max(e, power * gradients[name]) for name, e in rounding.items()}
         return {name: self._factor * e for name, e in rounding.items()}
 
     def sites(self) -> Mapping[str, float]:

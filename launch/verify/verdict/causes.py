@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from triaxis.engine.config.optimizer_kinds import EMA, STATE_KINDS
+from triaxis.engine.config.optimizer_kinds import EMA
 from triaxis.launch.verify.verdict.deviation import Deviation
 from triaxis.launch.verify.verdict.evidence import ALONE, Cause, Difference, Evidence, SublayoutVerdict
 from triaxis.launch.verify.verdict.records import RankReport, together
@@ -181,9 +181,7 @@ def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
         return _of_routing(first)
     if first.what == "gradient":
         return _of_gradients(evidence, differing)
-    if first.what in STATE_KINDS:
-        return _of_update(evidence, differing)
-    return {
+    texts = {
         "samples": "samples of the step are read twice, by no rank, or with other contents: the deal of samples to dp ranks, "
         "labels and masks, or where documents end",
         "start": "initial weights depend on the layout: a parameter is drawn from its part, not from the whole tensor",
@@ -193,7 +191,8 @@ def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
         "parameter are counted more than once, or an owned part not at all; clipping then scales every update",
         "parameter": "masters are right and the weights that the next forward uses are not: the all-gather after the update is "
         "missing, or ran before the owner had written its part",
-    }[first.what]
+    }
+    return texts[first.what] if first.what in texts else _of_update(evidence, differing)
 
 
 def _of_output(evidence: Evidence, first: Difference) -> str:
@@ -303,7 +302,7 @@ def _of_update(evidence: Evidence, differing: Sequence[Difference]) -> str:
         return "gradients and their norm are right, and only weights without decay are not: decay on norms or biases"
     return (
         f"gradients and their norm are right and {kind} is not: masters that do not follow the weights, another learning rate "
-        "or bias correction, or decay on the wrong weights"
+        "or bias correction, decay on the wrong weights, or an update that reads more than its own element"
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from triaxis.engine.config.extension import NOT_MOMENTS
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.launch.verify.verdict.deviation import Deviation
 from triaxis.launch.verify.verdict.records import (
@@ -95,6 +96,11 @@ class Evidence:
     def tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
         """Return every tensor over all ranks, in forward order, by step and kind."""
         return self._tensors(self.ranks)
+
+    def kinds(self, step: int) -> list[TensorKind]:
+        """Return the kinds that a step makes, in its order; moments have the names that their optimizer gives them."""
+        moments = [kind for at, kind in self.tensors if at == step and kind not in NOT_MOMENTS]
+        return [*NOT_MOMENTS[1:3], *moments, *NOT_MOMENTS[3:]]
 
     @cached_property
     def sites(self) -> dict[str, Deviation]:

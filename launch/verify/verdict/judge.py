@@ -14,7 +14,7 @@ from triaxis.launch.verify.verdict.bounds import TOLERANCES, Bounds
 from triaxis.launch.verify.verdict.causes import cause_of
 from triaxis.launch.verify.verdict.deviation import Deviation
 from triaxis.launch.verify.verdict.evidence import Cause, Difference, Evidence, relative, relative_errors
-from triaxis.launch.verify.verdict.records import KINDS, RoutingReport, Sample, StepFacts
+from triaxis.launch.verify.verdict.records import RoutingReport, Sample, StepFacts
 
 __all__ = ["TOLERANCES", "Cause", "Difference", "Evidence", "Verdict", "judge"]
 
@@ -78,7 +78,7 @@ def judge(evidence: Evidence, tolerance: float | None) -> Verdict:
             look(routing)
         got = [rank.steps[step] for rank in evidence.ranks]
         look(_scalars(step, "loss", wanted, got, lambda facts: facts.loss, bounds.loss(step)))
-        for kind in KINDS[1:]:
+        for kind in evidence.kinds(step):
             look(_of(step, kind, evidence.tensors.get((step, kind), {}), bounds.tensors(step, kind)))
             if kind == "gradient":
                 look(

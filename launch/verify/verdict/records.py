@@ -9,14 +9,10 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from triaxis.engine.config.optimizer_kinds import STATE_KINDS
 from triaxis.launch.verify.verdict.deviation import NOTHING, Deviation
 
 TensorKind = str
-"""One of `KINDS`."""
-
-KINDS: tuple[TensorKind, ...] = ("start", "gradient", *STATE_KINDS, "parameter")
-"""In the order in which a step makes them, with the moments of every optimizer.
+"""`gradient`, a kind of optimizer state, or one of these two:
 
 start: weights before the first step. parameter: what the next forward uses, on every rank that holds a copy."""
 

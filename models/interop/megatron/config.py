@@ -69,7 +69,9 @@ _LOSS_SCALE = {
 }
 """Their argument -> our field of `precision.loss_scale`."""
 
-_OPTIMIZER_NAMES: Mapping[str, OptimizerName] = {kind.megatron: name for name, kind in OPTIMIZERS.items()}
+_OPTIMIZER_NAMES: Mapping[str, OptimizerName] = {
+    kind.megatron: name for name, kind in OPTIMIZERS.items() if kind.megatron
+}
 """Their `optimizer` -> our `optimizer.name`."""
 
 _LESS_ONE = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")

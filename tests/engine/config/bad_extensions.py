@@ -27,6 +27,11 @@ BAD_EXTENSIONS: dict[str, tuple[Sequence[str], dict[str, int], Sequence[str]]] =
         {},
         ["lr_schedule = extension", "needs an Extension(schedule=..)", "lr_schedule = cosine"],
     ),
+    "an update that no extension gives": (
+        ["optimizer.name=extension"],
+        {},
+        ["optimizer.name = extension", "needs an Extension(update=..)", "name = adamw"],
+    ),
     "a corpus that no extension gives": (
         ["data.train=extension:mine"],
         {},

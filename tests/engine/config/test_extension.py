@@ -137,6 +137,42 @@ def test_a_corpus_that_nothing_gives_is_refused(tmp_path: Path) -> None:
     assert "names the corpus 'other' of model.extension, which gives mine" in said
 
 
+RULE = """\
+class Rule:
+    moments = ("mean", "square")
+    def factors(): ...
+    def elementwise(): ...
+"""
+
+
+def test_the_moments_of_a_rule_are_recorded_and_count_as_state(tmp_path: Path) -> None:
+    path = written(tmp_path, "update=Rule")
+    (tmp_path / "mine.py").write_text(RULE + (tmp_path / "mine.py").read_text())
+    config = load_config(path, ["optimizer.name=extension", "optimizer.beta2=0.5"])
+    assert config.state_kinds == ("master", "mean", "square")
+    other = load_config(path, ["optimizer.name=adamw", "optimizer.ema={}"])  # as who reads the model does
+    assert other.state_kinds == ("master", "exp_avg", "exp_avg_sq", "ema")
+    with pytest.raises(ConfigError, match=r"is not the update of model\.extension, which would have no effect"):
+        load_config(path, more_rules=RULES_OF_A_RUN)
+    assert resume_verdict(config, "model.extension.moments") == "never"
+    assert load_config(written(tmp_path), []).model.extension.moments == ()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (RULE.replace("def factors(): ...", ""), "an update rule is a class with factors"),
+        (RULE.replace('"mean"', '"square"'), "a moment named 'square'"),
+        (RULE.replace('"mean"', '"ema"'), "a moment named 'ema'"),
+        (RULE.replace('"mean"', '"../x"'), "a moment named '../x'"),
+    ],
+)
+def test_a_rule_that_no_checkpoint_could_hold_is_refused(rule: str, says: str, tmp_path: Path) -> None:
+    path = written(tmp_path, "update=Rule")
+    (tmp_path / "mine.py").write_text(rule + (tmp_path / "mine.py").read_text())
+    assert says in refused(path)
+
+
 def test_a_schedule_is_used_where_it_is_named_and_only_there(tmp_path: Path) -> None:
     path = written(
         tmp_path, "schedule=lambda consumed, step, optimizer, num_tokens: optimizer.lr * (consumed - 1024) / 512"

@@ -41,7 +41,7 @@ def test_the_shape_of_the_model_the_samples_of_a_step_and_the_optimizer_never_ch
         "model.extension",
     )
     shape -= {name for name in shape if name.startswith(of_training)}
-    assert fields("never") == shape | {"train.global_batch_size", "optimizer.name"}
+    assert fields("never") == shape | {"train.global_batch_size", "optimizer.name", "model.extension.moments"}
 
 
 def test_the_length_of_a_run_may_change_where_no_learning_rate_depends_on_it() -> None:

@@ -14,6 +14,7 @@ STEPS, SKIPPED = 6, 3
 FORMS = {
     "float64": (Case("gpt", dtype="float64"), 1e-14),
     "sgd in float64, averaged": (Case("gpt", dtype="float64", optimizer="sgd", ema=0.9), 1e-14),
+    "an extension's rule": (Case("gpt", dtype="float64", optimizer="extension"), 1e-14),
     "bf16": (Case("gpt", dtype="bf16"), 2e-6),
     "narrow, averaged": (
         Case("gpt", dtype="bf16", narrow=True, ema=0.9),

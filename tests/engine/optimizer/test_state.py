@@ -113,7 +113,9 @@ def test_bytes_per_parameter() -> None:
     for precision, expected in ((FULL, 12), (SPLIT, 10), (NARROW, 6)):
         _, state = made(precision, torch.zeros(64))
         assert sum(tensor.nbytes for tensor in state.tensors) == 64 * expected
-        averaged = OptimizerState(torch.zeros(64, dtype=torch.bfloat16), precision, state_kinds("adamw", has_ema=True))
+        averaged = OptimizerState(
+            torch.zeros(64, dtype=torch.bfloat16), precision, state_kinds("adamw", (), has_ema=True)
+        )
         assert sum(tensor.nbytes for tensor in averaged.tensors) == 64 * (expected + 4)
     exact = torch.zeros(64)
     state = OptimizerState(exact, PrecisionConfig(dtype="fp32"), STATE_KINDS)

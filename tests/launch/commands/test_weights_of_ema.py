@@ -43,7 +43,7 @@ def saved(folder: Path, seeds: Sequence[int], *, has_ema: bool) -> Path:
     shapes = {spec.name: spec.shape for spec in model_specs(config.model)}
     shards = [
         whole(name, tensor.detach().float().abs() if kind == "exp_avg_sq" else tensor.detach().float(), kind)
-        for kind, seed in zip(config.optimizer.state_kinds, seeds, strict=True)
+        for kind, seed in zip(config.state_kinds, seeds, strict=True)
         for name, tensor in oracle_weights(shapes, seed=seed).items()
     ]
     tree = config.model_dump(mode="json")

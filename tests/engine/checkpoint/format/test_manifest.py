@@ -96,7 +96,9 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "state.rng": lambda tree: tree["state"].update(rng=[]),
     "state.surprise": lambda tree: tree["state"].update(surprise=1),
     "fingerprint.master": lambda tree: tree["fingerprint"].update(master="xyz"),
-    "fingerprint": lambda tree: tree["fingerprint"].update(gradients="0" * 16),
+    "the file: Value error, fingerprint has the state 'gradients'": lambda tree: tree["fingerprint"].update(
+        gradients="0" * 16
+    ),
     "layout": lambda tree: tree.update(layout=3),
     "config": lambda tree: tree.update(config=None),
     "lineage.0": lambda tree: tree.update(lineage=[{"path": "x"}]),
@@ -105,7 +107,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "files.0.name": lambda tree: tree["files"][0].update(name="../secret.safetensors"),
     "files.0.num_bytes": lambda tree: tree["files"][0].update(num_bytes=-1),
     "files.0.pieces.0.name": lambda tree: first_piece(tree).update(name=5),
-    "files.0.pieces.0.kind": lambda tree: first_piece(tree).update(kind="grad"),
+    "the file: Value error, files.0 has the state 'grad'": lambda tree: first_piece(tree).update(kind="grad"),
     "files.0.pieces.0.dtype": lambda tree: first_piece(tree).update(dtype="object"),
     "files.0.pieces.0.box": lambda tree: first_piece(tree).update(box=[[0, 1, 2]]),
     "files.0.pieces.0.start": lambda tree: first_piece(tree).update(start=-1),
