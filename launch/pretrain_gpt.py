@@ -54,6 +54,7 @@ from triaxis.engine.telemetry.outlets.notices import CheckpointNotices, TroubleN
 from triaxis.engine.telemetry.outlets.rank_log import RankStreams, rank_log
 from triaxis.engine.telemetry.record.metrics import Meter
 from triaxis.engine.train import TrainingRun, build, train
+from triaxis.launch.footprint.own_costs import OwnCostsMeter
 from triaxis.launch.rank.banner import (
     corpus_entropies,
     count_parameters,
@@ -98,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
     first = is_first_start(RankEnvironment.from_variables(os.environ))
     orders = FirstOrders(stem, from_scratch=from_scratch, is_first_start=first)
-    joining = join_run(words, trains=True, choose_phase=choose_phase, before=orders.build)
+    joining = join_run(words, trains=True, choose_phase=choose_phase, before=orders.build, measure=OwnCostsMeter())
     with WayOut() as way_out, joining as rank:
         refuse_without_gpu(rank.config, has_gpu=rank.topology.device.type == "cuda")
         directory = open_directory(rank, stem, from_scratch=from_scratch, is_first_start=first)

@@ -1,6 +1,6 @@
 """The rules of those who start a run or check one, besides those of every configuration (no torch here)."""
 
-from triaxis.engine.config.extension import given_is_chosen
+from triaxis.engine.config.extension_section import given_is_chosen
 from triaxis.engine.config.section import Rule
 from triaxis.engine.pipeline.programs import schedule_file_runs
 from triaxis.models.parameter_groups import groups_have_parameters

@@ -53,6 +53,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
         "torch.utils._python_dispatch.TorchDispatchMode",
         "torch.utils._pytree.tree_iter",
     ),
+    "launch/footprint/own_costs.py": ("torch.ops.aten.addmm_", "torch.utils.flop_counter.FlopCounterMode"),
     "launch/footprint/run.py": (
         "torch._subclasses.fake_tensor.FakeTensorMode",
         "torch.testing._internal.distributed.fake_pg.FakeStore",

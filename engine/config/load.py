@@ -18,7 +18,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from triaxis.engine.config.earlier import translated
-from triaxis.engine.config.extension import extension_problem, placed
+from triaxis.engine.config.extension_section import extension_problem, placed
 from triaxis.engine.config.foreign_names import AND_FIELD, has_our_name, our_value, unknown_key
 from triaxis.engine.config.phases import PhaseFields, fields_of, get_field, put_fields, refused_field
 from triaxis.engine.config.section import Rule, Section

@@ -15,7 +15,8 @@ from triaxis.engine.config.attention_kinds import (
     Share,
     Window,
 )
-from triaxis.engine.config.extension import EXTENSION_RULES, OURS, Extension, ExtensionConfig
+from triaxis.engine.config.extension import NO_COSTS, OURS, Extension, OwnCosts
+from triaxis.engine.config.extension_section import EXTENSION_RULES, ExtensionConfig
 from triaxis.engine.config.layer_kinds import Activation, Norm, Position
 from triaxis.engine.config.mla import MLA_RULES, MLAConfig
 from triaxis.engine.config.moe import MOE_RULES, MoEConfig
@@ -144,6 +145,11 @@ class ModelConfig(Section):
     def own(self) -> Extension:
         """Return the parts of the model that its extension gives."""
         return OURS if self.extension is None else self.extension.read()
+
+    @property
+    def own_costs(self) -> OwnCosts:
+        """Return what a layer takes more than ours because of the extension's parts, as far as it was measured."""
+        return NO_COSTS if self.extension is None else self.extension.costs
 
     @property
     def kv_heads(self) -> int:

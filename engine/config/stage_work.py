@@ -48,7 +48,7 @@ def layer_weights(model: "ModelConfig", kind: "LayerKind") -> int:
     """Count the weights of a layer's GEMMs that a token is multiplied with: of experts, those of its own."""
     router = 0 if model.moe is None or not kind.has_experts else model.moe.num_experts * model.hidden_size
     mlp = (model.activation_kind.num_inputs + 1) * mlp_width(model, kind) * model.hidden_size
-    return attention_weights(model) + router + mlp
+    return attention_weights(model) + router + mlp + model.own_costs.weights
 
 
 def projection_weights(model: "ModelConfig", kind: "LayerKind") -> int:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from triaxis.engine.config.context_parallel import gathers_keys, method_line
+from triaxis.engine.config.extension_section import with_costs
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.phases import at_phase, run_phases, with_fields
 from triaxis.engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
@@ -28,6 +29,7 @@ from triaxis.engine.pipeline.programs import Programs
 from triaxis.engine.storage.redaction import tree_without_secrets
 from triaxis.engine.telemetry.outlets.banner import cp_imbalance_line
 from triaxis.engine.telemetry.record.parameters import num_active
+from triaxis.launch.footprint.own_costs import OwnCostsMeter
 from triaxis.launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, print_json, refuse
 from triaxis.models.mup import mup_fields
 from triaxis.models.parameter_groups import GroupedParameter, grouped_parameters, groups_have_parameters
@@ -210,6 +212,7 @@ def _derived(
     _check_programs(config, sizes)
     if parallel.cp > 1:
         lines.append(("attention", method_line(config)))
+    config = with_costs(config, OwnCostsMeter()(config, sizes))
     if config.model.extension is not None:
         lines += [("extension" if not number else "", line) for number, line in enumerate(config.model.extension.lines)]
     resolved = resolve_recompute(config, sizes)

@@ -111,12 +111,15 @@ def run(args: argparse.Namespace) -> int:
     if args.races:
         return _races(config, args)
     # torch is imported where it is needed: `--help` and mistakes are answered at once.
+    from triaxis.engine.config.extension_section import with_costs
+    from triaxis.launch.footprint.own_costs import OwnCostsMeter
     from triaxis.launch.footprint.run import Footprints
     from triaxis.models.gpt.chunk import build_chunks
     from triaxis.models.predict.rank_memory import resolve_recompute
 
     begin = time.monotonic()
     footprints = Footprints(config, build_chunks, full=args.full)
+    config = with_costs(config, OwnCostsMeter()(config, footprints.sizes))
     config = resolve_recompute(config, footprints.sizes)
     console = wide_console()
     tree: dict[str, object] = {"layout": str(footprints.sizes)}

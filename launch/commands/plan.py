@@ -12,6 +12,7 @@ from triaxis.engine.config.counts import count
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.program import triaxis
+from triaxis.launch.footprint.own_costs import OwnCostsMeter
 from triaxis.launch.planning.page import render
 from triaxis.launch.planning.search import Found, search
 from triaxis.launch.planning.text import as_json, plan_console, show
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if load < 1 or (args.expert_load is not None and not config.model.has_experts):
         refuse([f"--expert-load = {load:g}: it is at least 1, of the experts of a model that has some."])
     print(f"looking for the fastest layouts of {cluster.num_gpus:,} GPUs ...", file=sys.stderr, flush=True)
-    plan = search(config, cluster, expert_load=load, margin_bytes=round(args.margin * GB))
+    plan = search(config, cluster, expert_load=load, margin_bytes=round(args.margin * GB), measure=OwnCostsMeter())
     console = plan_console()
     show(console, plan, str(args.config), args.top)
     budget = "" if tokens is None else _budget(plan.best, cluster, tokens)

@@ -9,7 +9,7 @@ program of the whole step (`triaxis.launch.footprint.parts`). The tests prove it
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -196,6 +196,12 @@ class Footprints:
             samples = num_microbatches * config.train.micro_batch_size * self.sizes.dp
             train = config.train.model_copy(update={"global_batch_size": samples})
             config = config.model_copy(update={"train": train})
+        with self.watched_engine(config, rank) as (engine, watch):
+            return watch_step(engine, microbatches(engine), watch)
+
+    @contextmanager
+    def watched_engine(self, config: Config, rank: int) -> Iterator[tuple[Engine, MemoryWatch]]:
+        """Build the engine of a rank without data, under the entered watch that sees it."""
         # Where they come from are tensors with values.
         counts = self.counts_of(rank)
         with fake_world(rank, self.sizes.world_size), FakeTensorMode(allow_non_fake_inputs=True):
@@ -208,9 +214,8 @@ class Footprints:
                 )
                 if counts is not None:
                     know_rows(engine, known_rows(counts, self.grid, rank))
-                measured = watch_step(engine, microbatches(engine), watch)
+                yield engine, watch
             topology.close()
-        return measured
 
     def _added_up(self, ran: Footprint, book: PartBook, at: Coordinates) -> Footprint:
         total = book.add_up(self.program, at.pp)
@@ -313,8 +318,7 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
     watch.forget_peak()
     recorder = Recorder(watch, topology.ledger, program, at.pp)
     watch.phase = "gradients"
-    modules, saving = [cast(nn.Module, chunk) for chunk in engine.chunks], {chunk.saved for chunk in engine.chunks}
-    with watch.looking_at(modules, list(saving), HEAD_MODULES, PLACES):
+    with looking_at(engine, watch):
         losses = engine.forward_backward(batches, observers=[recorder])
     recorder.begin_update()
     watch.phase = "optimizer"
@@ -333,6 +337,12 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
         [event for event in topology.ledger.events if event.phase != "mark"],
     )
     return found, recorder
+
+
+def looking_at(engine: Engine, watch: MemoryWatch) -> AbstractContextManager[None]:
+    """Let the watch see what the engine's chunks save, and for whom operators work."""
+    modules, saving = [cast(nn.Module, chunk) for chunk in engine.chunks], {chunk.saved for chunk in engine.chunks}
+    return watch.looking_at(modules, list(saving), HEAD_MODULES, PLACES)
 
 
 def _footprint(

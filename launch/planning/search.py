@@ -19,6 +19,8 @@ from math import floor
 from typing import Literal
 
 from triaxis.engine.config.activations import RecomputeConfig
+from triaxis.engine.config.extension import NO_COSTS, Measure, as_ours
+from triaxis.engine.config.extension_section import with_costs
 from triaxis.engine.config.layout import (
     IS_INTERLEAVED,
     RUNS_IN_A_V,
@@ -234,6 +236,7 @@ def search(
     implementation: Implementation = OURS,
     expert_load: float = 1.0,
     margin_bytes: int = 0,
+    measure: Measure = as_ours,
 ) -> Plan:
     """Find the fastest layouts of a run on a cluster.
 
@@ -244,6 +247,7 @@ def search(
         simulated: number of layouts to find.
         implementation: the software whose steps are timed; memory is this engine's.
         expert_load, margin_bytes: as of `Plan`.
+        measure: measures an extension's parts in a layout; called for each that is the fastest left.
 
     Raises:
         ConfigError: the margin leaves no memory, no layout is legal, or none fits; the one with the least memory is named.
@@ -256,9 +260,12 @@ def search(
         raise ConfigError([f"a margin of {gigabytes(margin_bytes)} leaves nothing of {most}. Give a smaller --margin."])
     order = count()
     memo: Memo = {}
+    trials = list(layouts(config, cluster, plan))
+    # Near enough to order all layouts; each of the fastest is measured.
+    costs = measure(*trials[0]) if trials else NO_COSTS
     waiting = [
         _Waiting(estimator.closed_form(trial, sizes, memo=memo), next(order), trial, sizes)
-        for trial, sizes in layouts(config, cluster, plan)
+        for trial, sizes in ((with_costs(trial, costs), sizes) for trial, sizes in trials)
     ]
     plan.num_legal = len(waiting)
     if not waiting:
@@ -272,6 +279,11 @@ def search(
     closest: tuple[int, str] | None = None
     while waiting and len(plan.found) < simulated:
         fastest = heapq.heappop(waiting)
+        measured = with_costs(fastest.config, measure(fastest.config, fastest.sizes))
+        if measured.model.own_costs != fastest.config.model.own_costs:
+            time = estimator.closed_form(measured, fastest.sizes, memo=memo)
+            heapq.heappush(waiting, _Waiting(time, fastest.number, measured, fastest.sizes))
+            continue
         if fastest.choices is None and ruled_out.holds(fastest):
             plan.num_too_large += 1
             continue

@@ -8,6 +8,8 @@ from datetime import timedelta
 
 from triaxis.engine.comm.runtime import RankEnvironment, Runtime, start
 from triaxis.engine.comm.topology import Topology
+from triaxis.engine.config.extension import Measure, as_ours
+from triaxis.engine.config.extension_section import with_costs
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.phases import at_phase
 from triaxis.engine.config.plan import parallel_sizes, rank_grid
@@ -69,6 +71,7 @@ def join_run(
     trains: bool = False,
     choose_phase: Callable[[Config, RankEnvironment], Config] | None = None,
     before: Callable[[Config], None] = lambda config: None,
+    measure: Measure = as_ours,
 ) -> Iterator[Rank]:
     """Read the configuration of a worker from its words, and join its run; arguments and errors are those of `read_config`.
 
@@ -77,7 +80,7 @@ def join_run(
     Args:
         words: of the worker.
         trains: as in `read_config`.
-        choose_phase: as in `join`.
+        choose_phase, measure: as in `join`.
         before: called with the configuration before any rank waits for another one; it may take long.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -89,7 +92,7 @@ def join_run(
         if note is not None and environment.rank == 0:
             print(f"note: {note}")
     before(config)
-    with join(config, environment, choose_phase) as rank:
+    with join(config, environment, choose_phase, measure) as rank:
         yield rank
 
 
@@ -98,6 +101,7 @@ def join(
     config: Config,
     environment: RankEnvironment,
     choose_phase: Callable[[Config, RankEnvironment], Config] | None = None,
+    measure: Measure = as_ours,
 ) -> Iterator[Rank]:
     """Join the process group and build the topology; leave both after success.
 
@@ -105,17 +109,22 @@ def join(
 
     Args:
         choose_phase: returns the config in the phase that the ranks train, the same on every rank; None: the config is of it.
+        measure: measures an extension's parts in a phase, before any rank connects.
 
     After an exception neither is left, because destroying a NCCL communicator waits for sends and receives that no peer will
     meet any more: the process has to end (`triaxis.launch.start.process.ending.run_rank`).
     """
-    phases = [at_phase(config, phase["name"]) for phase in config.phases] if choose_phase else [config]
-    for phase in phases:
-        resolve_recompute(phase, parallel_sizes(phase, environment.world_size))
+    phases = [at_phase(config, phase["name"]) for phase in config.phases] if choose_phase else []
+    costs = {}
+    for phase in phases or [config]:
+        sizes = parallel_sizes(phase, environment.world_size)
+        costs[phase.train.phase] = measure(phase, sizes)
+        resolve_recompute(with_costs(phase, costs[phase.train.phase]), sizes)
     runtime = start(environment, config.runtime)
     agree(config, environment, trains=choose_phase is not None)
     config = config if choose_phase is None else choose_phase(config, environment)
     sizes = parallel_sizes(config, environment.world_size)
+    config = with_costs(config, costs[config.train.phase])
     resolved = resolve_recompute(config, sizes)
     topology = Topology(
         rank_grid(config, sizes, environment.local_world_size),

@@ -61,6 +61,7 @@ def all_terms(
         *_behind_attention(config, at, mlp),
         *(norm_terms(config, at, "mlp_post_norm") if model.norms_after else []),
         Term("mlp", "residual dropout", dropped, dropout),
+        Term("block", "an extension's parts against ours", nothing, config.model.own_costs.kept, moves=False),
     ]
     return kept_in_fp8(config, at, terms, parts) if sort.is_in_fp8 else terms
 

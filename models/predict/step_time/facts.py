@@ -79,6 +79,8 @@ class LayerWork:
         experts: the work of routed experts; None: the layer has none.
         branches: share of a dense layer's two branches over tp; experts alone are none.
         head_size, keys_length: by which attention's rate is looked up.
+        more: seconds of the GEMMs with an extension's parts over ours; they run at the rate of ours.
+        sent: what these parts send over tp more than ours.
     """
 
     gemms: tuple[Gemm, ...]
@@ -93,6 +95,8 @@ class LayerWork:
     branches: float
     head_size: int
     keys_length: int
+    more: float
+    sent: Wire
 
 
 def element_bytes(config: Config) -> int:
@@ -204,6 +208,7 @@ def layer_work(
         again += experts.activated_bytes
     again += (rotated if "rope" in parts else 0.0) + (scores_forward if "attention" in parts else 0.0)
     core = core_flops_forward(model, documents)[layer] * rows / t
+    own = model.own_costs
     return LayerWork(
         gemms=gemms,
         core_flops=core,
@@ -223,6 +228,8 @@ def layer_work(
         branches=1.0 if f else 0.5,
         head_size=model.head_size,
         keys_length=round(2 * core / (2 * rows * (q + proj.k)) / sizes.cp) if core else model.seq_length,
+        more=1 + 2 * own.weights * rows / t / sum(gemm.flops for gemm in gemms),
+        sent=Wire(float(own.sent) * rows, own.calls),
     )
 
 

@@ -82,9 +82,9 @@ class LayerTimer:
 
     def layer(self, work: LayerWork, *, recomputed: bool) -> Seconds:
         """Return the seconds of one layer; `recomputed`: its forward runs once more before its backward."""
-        forward, input_grad, weight_grad = self.products(work.gemms)
+        forward, input_grad, weight_grad = (work.more * seconds for seconds in self.products(work.gemms))
         if self._in_pieces:
-            forward = self.products(self._pieces(work.gemms))[0] * self.sizes.tp
+            forward = work.more * self.products(self._pieces(work.gemms))[0] * self.sizes.tp
         core, core_back = self.core(work)
         launches = self.launches(self.implementation.kernels_per_layer)
         forward_exposed = self._forward_tp(forward, work.branches)
@@ -107,6 +107,7 @@ class LayerTimer:
             weight_grad={"compute": weight_grad + launches, "tp": 0.0},
         )
         seconds.input_grad["tp"], seconds.weight_grad["tp"] = self._backward_tp(input_grad, weight_grad, work.branches)
+        seconds.forward["tp"] += self._tp_seconds(work.sent)
         if work.experts is not None:
             self._add_experts(seconds, work, work.experts)
         if recomputed:

@@ -53,7 +53,7 @@ def timer_key(config: Config, sizes: ParallelSizes) -> tuple[object, ...]:
     parallel, micro = config.parallel, config.train.micro_batch_size
     defers, recompute = config.schedule.defers_weight_gradients, config.recompute.model_dump_json()
     ranks = sizes.tp, sizes.cp, sizes.ep, sizes.etp
-    return "timer", *ranks, parallel.sequence_parallel, micro, defers, recompute
+    return "timer", *ranks, parallel.sequence_parallel, micro, defers, recompute, config.model.own_costs
 
 
 class StageTimer:

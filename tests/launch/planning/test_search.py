@@ -1,14 +1,18 @@
 """The planner's search: the same layouts as looking at every memory, reasons for the others, and a config that runs."""
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.documented import ROOT
+from triaxis.engine.config.extension import OwnCosts
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.plan import batch_plan, parallel_sizes, stages_of
 from triaxis.engine.config.tree import Config, problems
 from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.telemetry.record.metrics import Meter
 from triaxis.launch.cli import main
@@ -270,3 +274,21 @@ def test_experts_that_one_gpu_cannot_hold_are_cut() -> None:
     assert plan.best.time.components["experts"] > 0 or plan.best.sizes.ep * plan.best.sizes.etp == 1
     loaded = search(config, CLUSTER, simulated=10, expert_load=3.0)
     assert loaded.best.time.seconds > plan.best.time.seconds
+
+
+def test_an_extension_is_measured_in_the_layouts_that_are_fastest() -> None:
+    extension = ROOT / "examples" / "scaled_mlp" / "scaled_mlp.py"
+    config, asked = config_of(extension=str(extension)), list[tuple[int, int]]()
+
+    def measure(config: Config, sizes: ParallelSizes) -> OwnCosts:
+        asked.append((sizes.tp, config.train.micro_batch_size))
+        return OwnCosts(kept=Fraction(60_000, sizes.tp), weights=10**7)
+
+    plain, plan = search(config, CLUSTER, simulated=3), search(config, CLUSTER, simulated=3, measure=measure)
+    assert plan.num_legal == plain.num_legal > len(asked) >= len(plan.found) == 3
+    assert all(one.config.model.own_costs.kept == Fraction(60_000, one.sizes.tp) for one in plan.found)
+    of_plain = {one.layout: one for one in search(config, CLUSTER, simulated=plain.num_legal).found}
+    for one in plan.found:
+        if (before := of_plain.get(one.layout)) is not None:
+            assert one.time.seconds > before.time.seconds and one.memory.fullest.total > before.memory.fullest.total
+    assert any(one.layout in of_plain for one in plan.found)

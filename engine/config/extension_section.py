@@ -1,0 +1,244 @@
+"""The `model.extension` section: where a module of the user's is, and the rules about what it gives (no torch here).
+
+    model:
+      extension: scaled_mlp.py       a file, a package's folder, or a name that Python finds; from the folder of the configuration
+
+The digest of the sources is a field of its own, in every copy of the configuration. So ranks compare it, a resume with another one
+must be accepted, and a configuration with the digest of other sources is refused.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from triaxis.engine.config.extension import NO_COSTS, OWN_CORPUS, Extension, OwnCosts
+from triaxis.engine.config.places import LocalPath, local_path
+from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, with_value
+from triaxis.engine.layout.shard_spec import ParamSpec
+from triaxis.engine.storage.user_module import UserModuleError, available_source, find_sources, is_path, load
+
+if TYPE_CHECKING:  # the model's section has this one
+    from triaxis.engine.config.model import ModelConfig
+    from triaxis.engine.config.tree import Config
+
+NAME = "extension"
+"""The variable of the module that holds its `Extension`."""
+
+
+class ExtensionConfig(Section):
+    """A module of the user's that replaces parts of the model."""
+
+    on_resume = MEANT
+
+    source: Annotated[LocalPath, LAYOUT] = Field(
+        min_length=1, description="Python file, folder of a package, or name of a module with an `Extension`"
+    )
+    digest: str = Field(
+        "", description="SHA-256 of the module's .py files, filled in when it is read; other sources are refused"
+    )
+    moments: Annotated[tuple[str, ...], OnResume("never")] = Field(
+        (), description="state of its update rule beside the master, filled in when it is read"
+    )
+    _costs: OwnCosts = PrivateAttr(NO_COSTS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, given: object) -> object:
+        """Take a source alone, and fill in the digest of sources that can be read."""
+        tree = {"source": given} if isinstance(given, str) else given
+        if not isinstance(tree, Mapping) or tree.get("digest") or not isinstance(tree.get("source"), str):
+            return tree
+        try:
+            tree = {**tree, "digest": find_sources(tree["source"]).digest()}
+            rule = given_by(tree["source"], tree["digest"]).update
+            return {**tree, "moments": () if rule is None else rule.moments}
+        except UserModuleError:
+            return tree  # `extension_problem` says why
+
+    @property
+    def lines(self) -> list[str]:
+        """Return what it gives, and what no prediction knows of that."""
+        return [str(self), *([str(self._costs)] if self._costs != NO_COSTS else [])]
+
+    @property
+    def costs(self) -> OwnCosts:
+        """Return what was measured; nothing where nothing was."""
+        return self._costs
+
+    def __str__(self) -> str:
+        given = ", ".join(f"{part} {_name(each)}" for part, each in self.read().parts().items())
+        return f"{self.source} ({self.digest[:8]}): {given}"
+
+    def read(self) -> Extension:
+        """Return what the module gives; raise UserModuleError as `given_by`."""
+        return given_by(self.source, self.digest or find_sources(self.source).digest())
+
+
+def given_by(source: str, digest: str) -> Extension:
+    """Return the extension of a module.
+
+    Raises:
+        UserModuleError: it cannot be found, read or run, its sources are others, or it gives no part.
+    """
+    given = getattr(load(source, digest), NAME, None)
+    if not isinstance(given, Extension):
+        raise UserModuleError(f"it assigns no Extension to the name `{NAME}`: {NAME} = Extension(mlp=ScaledMLP), say")
+    if not given.parts():
+        raise UserModuleError(f"its Extension gives no part, so it would have no effect. It may give {_names()}")
+    return given
+
+
+def _name(given: Any) -> str:
+    """Return the name of a given part, or the names of several."""
+    if isinstance(given, Sequence):
+        return " ".join(getattr(each, "__qualname__", type(each).__name__) for each in given)
+    return " ".join(given) if isinstance(given, Mapping) else str(given.__name__)
+
+
+def _names() -> str:
+    return ", ".join(one.name for one in fields(Extension))
+
+
+def with_costs(config: "Config", costs: OwnCosts) -> "Config":
+    """Return the configuration with measured costs, which no file has."""
+    if (own := config.model.extension) is None:
+        return config
+    measured = own.model_copy()
+    measured._costs = costs
+    return with_value(config, "model.extension", measured)
+
+
+def placed(section: object, folder: Path) -> object:
+    """Return the section that a file of `folder` has, with an absolute path; of changed sources, with the copy that a run keeps."""
+    if isinstance(section, dict):
+        source, digest = placed(section.get("source"), folder), section.get("digest")
+        if isinstance(source, str) and isinstance(digest, str):
+            source = available_source(source, digest, folder)
+        return {**section, "source": source}
+    if isinstance(section, str) and is_path(section):
+        with suppress(ValueError):  # of a path that the field refuses
+            return os.path.normpath(folder / local_path(section))
+    return section
+
+
+def extension_problem(model: "ModelConfig | None") -> str | None:
+    """Return why a model's extension cannot be read. What the model is is then unknown, so no rule can judge it."""
+    extension = getattr(model, NAME, None)
+    if extension is None:
+        return None
+    try:
+        extension.read()
+    except UserModuleError as error:
+        return (
+            f"model.extension.source = {extension.source}: {error}. The model would be another one. "
+            "Mend it, or leave model.extension out."
+        )
+    return None
+
+
+def parts_list_their_parameters(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem for the first parameter of each part that no layout could hold, and for one that tp cannot cut."""
+    model = subject.config.model
+    if model.extension is None:
+        return
+    for part, given in model.own.with_parameters().items():
+        arguments = (model,) if part == "norm" else (model, 0)
+        try:
+            specs = list(given.specs(*arguments))
+        except Exception as error:
+            yield subject.problem("model.extension.source", f"{part}.specs raises {type(error).__name__}: {error}")
+            continue
+        names: set[str] = set()
+        for spec in specs:
+            if why := _unfit(spec, names, subject.config.parallel.tp):
+                yield subject.problem("model.extension.source", f"{part}.specs lists {why}")
+                break
+            names.add(spec.name)
+
+
+def _unfit(spec: object, names: set[str], tp: int) -> str:
+    """Return what is wrong with a parameter of a part; "": nothing."""
+    if not isinstance(spec, ParamSpec):
+        return f"{spec!r}, which is no ParamSpec"
+    if not spec.name or spec.name in names:
+        return (
+            f"the name {spec.name!r} twice: one of the two tensors would be in no checkpoint"
+            if spec.name
+            else "no name"
+        )
+    if any(not isinstance(size, int) or size < 1 for size in spec.shape):
+        return f"{spec.name} with the shape {spec.shape}, whose sizes must be whole numbers above 0"
+    if spec.ep_dim is not None:
+        return f"{spec.name} with ep_dim: only the parameters of experts are cut over ep"
+    if spec.tp_dim is None:
+        return ""
+    if not 0 <= spec.tp_dim < len(spec.shape):
+        return f"{spec.name} with tp_dim {spec.tp_dim}, and its shape {spec.shape} has no such dim"
+    size = spec.shape[spec.tp_dim]
+    if size % tp and tp % size:
+        return f"{spec.name} whose dim {spec.tp_dim} of {size} cannot be cut evenly over parallel.tp = {tp}"
+    return ""
+
+
+def loss_is_the_whole_loss(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem for each field that only our loss reads."""
+    config = subject.config
+    if config.model.own.loss is None:
+        return
+    for key, value, without in (
+        ("model.z_loss", config.model.z_loss, 0.0),
+        ("recompute.head_tokens", config.recompute.head_tokens, None),
+    ):
+        if value != without:
+            rule = "is read by the engine's own loss, and model.extension gives another one: it would have no effect"
+            yield subject.problem(key, rule, {key: [without]})
+
+
+CHOSEN = (("schedule", "lr_schedule", "cosine"), ("update", "name", "adamw"))
+"""What an extension gives to the optimizer, the field that asks for it, and a value without it."""
+
+
+def chosen_is_given(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem where the configuration asks for a schedule or an update of the extension, and there is none."""
+    for part, field_name, other in CHOSEN:
+        key, chosen = f"optimizer.{field_name}", getattr(subject.config.optimizer, field_name)
+        if chosen == "extension" and getattr(subject.config.model.own, part) is None:
+            yield subject.problem(
+                key, f"needs an Extension({part}=..) in model.extension: there is none", {key: [other]}
+            )
+
+
+def given_is_chosen(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem where a run would not use the schedule or update of its extension. Who only reads the model has neither."""
+    for part, field_name, _ in CHOSEN:
+        key, chosen = f"optimizer.{field_name}", getattr(subject.config.optimizer, field_name)
+        if chosen != "extension" and getattr(subject.config.model.own, part) is not None:
+            rule = f"is not the {part} of model.extension, which would have no effect"
+            yield subject.problem(key, rule, {key: ["extension"]})
+
+
+def corpora_are_given(subject: Subject) -> Iterator[Problem]:
+    """Yield a problem for each path of a corpus that the extension does not give."""
+    config = subject.config
+    for key, sources in (("data.train", config.data.train), ("data.valid", config.data.valid or ())):
+        for path in (source.path for source in sources if source.path.startswith(OWN_CORPUS)):
+            if (name := path.removeprefix(OWN_CORPUS).partition(":")[0]) not in config.model.own.corpora:
+                given = ", ".join(config.model.own.corpora) or "none"
+                yield Problem(
+                    key,
+                    path,
+                    f"names the corpus {name!r} of model.extension, which gives {given}: there is nothing to read",
+                )
+
+
+EXTENSION_RULES: tuple[Rule, ...] = (
+    parts_list_their_parameters,
+    loss_is_the_whole_loss,
+    chosen_is_given,
+    corpora_are_given,
+)

@@ -1,0 +1,128 @@
+"""What a layer with an extension's parts takes more than ours: four steps without data, of one layer and of two, with and without.
+
+A second layer less the first leaves the ends of the model out, and the parts less ours leave what is the same. So the formulas of
+our layers stay the base of every prediction, and the difference is measured where the parts run: on one rank of tp x cp.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
+from triaxis.engine.config.activations import OffloadConfig, RecomputeConfig
+from triaxis.engine.config.extension import NO_COSTS, OwnCosts
+from triaxis.engine.config.layout import ScheduleConfig
+from triaxis.engine.config.plan import part_length
+from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.engine.storage.user_module import place_in_user_module
+from triaxis.models.predict.traffic import measured_traffic
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """Numbers of one step of a rank."""
+
+    kept: int
+    flops: int
+    sent: int
+    calls: int
+
+    def __sub__(self, other: "_Counted") -> "_Counted":
+        return _Counted(
+            self.kept - other.kept, self.flops - other.flops, self.sent - other.sent, self.calls - other.calls
+        )
+
+
+class OwnCostsMeter:
+    """The measured costs of extensions, each once for each size of a layout that they depend on."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, OwnCosts] = {}
+
+    def __call__(self, config: Config, sizes: ParallelSizes) -> OwnCosts:
+        """Return the costs in this layout; none without parts of a layer."""
+        own = config.model.own
+        if not own.with_parameters():
+            return NO_COSTS
+        parallel, recompute = config.parallel, config.recompute
+        key = repr(
+            (
+                *(sizes.tp, sizes.cp, parallel.sequence_parallel, config.train.micro_batch_size, config.model),
+                *(config.kernels, config.precision, config.data, recompute.gathered_inputs, recompute.gathered_kv),
+            )
+        )
+        if key not in self._known:
+            self._known[key] = (own.costs or _measured)(config, sizes)
+        return self._known[key]
+
+
+def _measured(config: Config, sizes: ParallelSizes) -> OwnCosts:
+    most = 2 if len(set(config.model.kinds)) == 1 else config.model.num_layers
+    try:
+        per_layer = [
+            _step(config, sizes, layers, is_own=is_own)
+            for is_own, layers in ((True, most), (True, 1), (False, most), (False, 1))
+        ]
+    except Exception as error:
+        if not (place := place_in_user_module(error)):
+            raise
+        return OwnCosts(unknown=f"{place}: {str(error).strip().splitlines()[0]}")
+    of_all = (per_layer[0] - per_layer[1]) - (per_layer[2] - per_layer[3])
+    tokens, others = config.train.micro_batch_size * part_length(config), most - 1
+    return OwnCosts(
+        kept=Fraction(of_all.kept, tokens * others),
+        weights=round(of_all.flops * sizes.tp / (6 * tokens * others)),
+        sent=Fraction(of_all.sent, tokens * others),
+        calls=round(of_all.calls / others),
+    )
+
+
+def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool) -> _Counted:
+    """Count the first rank's step of one microbatch, with nothing recomputed."""
+    # Few runs have parts to measure.
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from triaxis.launch.footprint.run import Footprints, looking_at, microbatches
+    from triaxis.models.gpt.chunk import build_chunks
+
+    # Of the head nothing is left in the difference, and its loss takes many operators.
+    model = config.model.model_copy(update={"num_layers": num_layers, "mtp": None, "vocab_size": 8 * sizes.tp})
+    parallel = config.parallel.model_copy(
+        update={"pp": 1, "vpp": 1, "dp": 1, "ep": 1, "etp": 1, "layers_per_stage": None}
+    )
+    recompute = RecomputeConfig(
+        gathered_inputs=config.recompute.gathered_inputs, gathered_kv=config.recompute.gathered_kv
+    )
+    small = config.model_copy(
+        update={
+            "model": model if is_own else model.model_copy(update={"extension": None}),
+            "parallel": parallel,
+            "train": config.train.model_copy(update={"global_batch_size": config.train.micro_batch_size}),
+            "schedule": ScheduleConfig(),
+            "recompute": recompute,
+            "offload": OffloadConfig(),
+            "optimizer": config.optimizer.model_copy(update={"name": "adamw", "groups": []}),
+        }
+    )
+    footprints = Footprints(small, build_chunks)
+    with (
+        footprints.watched_engine(footprints.config, 0) as (engine, watch),
+        FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _product_flops}) as counter,
+        looking_at(engine, watch),
+    ):
+        engine.forward_backward(microbatches(engine))
+    flows = measured_traffic(event for event in engine.topology.ledger.events if event.phase == "post")
+    sent = [volume for flow, volume in flows.items() if flow.axis == "tp" and flow.purpose != REPLICA_GRADIENTS]
+    return _Counted(
+        sum(saved.num_bytes for saved in watch.saved),
+        counter.get_total_flops(),
+        sum(volume.wire_bytes for volume in sent),
+        sum(volume.calls for volume in sent),
+    )
+
+
+def _product_flops(total: Sequence[int], left: Sequence[int], right: Sequence[int], **_: object) -> int:
+    """Count total += left @ right from the shapes: torch's own counter knows the forms that return a new tensor."""
+    return 2 * left[0] * left[1] * right[1]
