@@ -12,8 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from triaxis.engine.config.attention_kinds import beyond_plain
 from triaxis.engine.config.load import MOST_UNKNOWN
 from triaxis.engine.config.model import MOST_LAYERS, ModelConfig
@@ -29,6 +27,7 @@ from triaxis.models.interop.huggingface.facts import agrees, is_note
 from triaxis.models.interop.huggingface.families import FAMILIES
 from triaxis.models.interop.huggingface.family import Family
 from triaxis.models.interop.huggingface.record import SPECIAL_IDS
+from triaxis.models.interop.sections import checked_model
 
 Keys = Mapping[str, Any]
 
@@ -230,17 +229,7 @@ def from_hugging_face(
                 f"embd_pdrop = {given} and resid_pdrop = {model['hidden_dropout']}: here both are model.hidden_dropout. Make them "
                 "equal."
             )
-    if problems:
-        raise ConfigError(problems, source)
-    section = {name: value for name, value in model.items() if value is not None}
-    try:
-        built = ModelConfig.model_validate(section)
-    except ValidationError as error:
-        wrong = [
-            f"model.{'.'.join(map(str, detail['loc']))} = {shown(detail['input'])}: {detail['msg']}."
-            for detail in error.errors()
-        ]
-        raise ConfigError(wrong, source) from error
+    section, built = checked_model(model, problems, source)
     if wrong := list(_not_derived(keys, family, built)):
         raise ConfigError(wrong, source)
     if built.attention_scale == built.head_size**-0.5:

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_type_hints
 
-from pydantic import ValidationError
-
 from triaxis.engine.config.attention_kinds import KindFields, beyond_plain
 from triaxis.engine.config.layer_kinds import ACTIVATIONS, NORMS, POSITIONS
 from triaxis.engine.config.loss_scale import LossScaleConfig
@@ -31,6 +29,7 @@ from triaxis.models.interop.megatron.attention_args import (
     attention_differences,
     read_attention,
 )
+from triaxis.models.interop.sections import checked_model
 
 Args = Mapping[str, Any]
 
@@ -188,18 +187,7 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
             f"vocab_size is not in the arguments, and padded_vocab_size = {args.get('padded_vocab_size')} counts rows that no "
             "token has. Give the tokenizer's size: --vocab-size N."
         )
-    if problems:
-        raise ConfigError(problems, source)
-    section = {name: value for name, value in model.items() if value is not None}
-    try:
-        ModelConfig.model_validate(section)
-    except ValidationError as error:
-        wrong = [
-            f"model.{'.'.join(map(str, detail['loc']))} = {shown(detail['input'])}: {detail['msg']}."
-            for detail in error.errors()
-        ]
-        raise ConfigError(wrong, source) from error
-    return section
+    return checked_model(model, problems, source)[0]
 
 
 def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]:
