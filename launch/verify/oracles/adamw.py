@@ -1,6 +1,6 @@
-"""torch's AdamW with clipping, as the optimizer of an oracle."""
+"""What the oracles that torch updates share: weights by name, and torch's AdamW with clipping."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -9,17 +9,23 @@ from triaxis.engine.config.training import OptimizerConfig
 from triaxis.launch.verify.verdict.records import TensorKind
 
 
-class ClippedAdamW:
-    """The updates of a configuration.
+class UpdatedByTorch:
+    """The half of an oracle (`model.Oracle`) that knows weights and their updates.
 
     Args:
-        decayed, others: the trained weights, those with weight decay apart.
+        named: all weights by the oracle's names.
+        decayed, others: those that are trained, with weight decay and without.
         config: rate, betas, eps, weight decay and clipping.
     """
 
     def __init__(
-        self, decayed: Sequence[nn.Parameter], others: Sequence[nn.Parameter], config: OptimizerConfig
+        self,
+        named: Mapping[str, torch.Tensor],
+        decayed: Sequence[torch.Tensor],
+        others: Sequence[torch.Tensor],
+        config: OptimizerConfig,
     ) -> None:
+        self._named = named
         self._weights, self._clip = [*decayed, *others], config.clip_grad or float("inf")
         self._optimizer = torch.optim.AdamW(
             [
@@ -31,9 +37,16 @@ class ClippedAdamW:
             eps=config.eps,
         )
 
+    def parameter(self, name: str) -> torch.Tensor:
+        return self._named[name]
+
     def begin_step(self) -> None:
-        """Set the gradients to zero."""
         self._optimizer.zero_grad()
+
+    def gradient(self, name: str) -> torch.Tensor:
+        gradient = self._named[name].grad
+        assert gradient is not None, f"{name} had no part in the loss"
+        return gradient
 
     def update(self) -> float:
         """Clip and update; return the norm before clipping."""
@@ -41,6 +54,7 @@ class ClippedAdamW:
         self._optimizer.step()
         return float(grad_norm)
 
-    def state(self, kind: TensorKind, weight: torch.Tensor) -> torch.Tensor:
+    def state(self, kind: TensorKind, name: str) -> torch.Tensor:
         """Return the master or a moment of a weight."""
+        weight = self._named[name]
         return weight if kind == "master" else self._optimizer.state[weight][kind]

@@ -8,14 +8,13 @@ from torch import nn
 from triaxis.engine.config.tree import Config
 from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.numerics.precision import DTYPES
-from triaxis.launch.verify.oracles.adamw import ClippedAdamW
-from triaxis.launch.verify.verdict.records import TensorKind
+from triaxis.launch.verify.oracles.adamw import UpdatedByTorch
 from triaxis.models.interop.huggingface.config import family_of, to_hugging_face
 from triaxis.models.interop.huggingface.families import FAMILIES
 from triaxis.models.interop.huggingface.weights import exchanges
 
 
-class HuggingFace:
+class HuggingFace(UpdatedByTorch):
     """An oracle (`model.Oracle`): the family that an export would choose, built from the config that it would write."""
 
     def __init__(self, config: Config) -> None:
@@ -32,18 +31,10 @@ class HuggingFace:
         weights = dict(self._gpt.named_parameters())
         # A bias of the choice of experts is a buffer there.
         names = {name for pair in self.pairs for name in pair.theirs}
-        self._named: dict[str, torch.Tensor] = weights | {
-            name: buffer for name, buffer in self._gpt.named_buffers() if name in names
-        }
+        named = weights | {name: buffer for name, buffer in self._gpt.named_buffers() if name in names}
         trained = list(weights.values())
         decayed, others = ([one for one in trained if (one.dim() > 1) is decays] for decays in (True, False))
-        self._adamw = ClippedAdamW(decayed, others, config.optimizer)
-
-    def parameter(self, name: str) -> torch.Tensor:
-        return self._named[name]
-
-    def begin_step(self) -> None:
-        self._adamw.begin_step()
+        super().__init__(named, decayed, others, config.optimizer)
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
         numbers = None if microbatch.documents is None else microbatch.documents.numbers
@@ -56,14 +47,3 @@ class HuggingFace:
 
     def end_backward(self) -> None:
         """Do nothing: the gradients are complete."""
-
-    def gradient(self, name: str) -> torch.Tensor:
-        gradient = self._named[name].grad
-        assert gradient is not None, f"{name} had no part in the loss"
-        return gradient
-
-    def update(self) -> float:
-        return self._adamw.update()
-
-    def state(self, kind: TensorKind, name: str) -> torch.Tensor:
-        return self._adamw.state(kind, self._named[name])

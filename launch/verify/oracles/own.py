@@ -22,8 +22,7 @@ from triaxis.engine.data.loader import MicroBatch
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.engine.numerics.precision import DTYPES
 from triaxis.engine.storage.user_module import find_sources, load
-from triaxis.launch.verify.oracles.adamw import ClippedAdamW
-from triaxis.launch.verify.verdict.records import TensorKind
+from triaxis.launch.verify.oracles.adamw import UpdatedByTorch
 from triaxis.models.specs import model_specs
 
 Reference = Callable[[ModelConfig, Mapping[str, torch.Tensor], MicroBatch], torch.Tensor]
@@ -53,7 +52,7 @@ class _Same:
         return list(tensors)
 
 
-class OwnFunction:
+class OwnFunction(UpdatedByTorch):
     """An oracle (`model.Oracle`): the function of `SOURCE:NAME`."""
 
     def __init__(self, oracle: str, config: Config) -> None:
@@ -62,22 +61,13 @@ class OwnFunction:
         specs = model_specs(config.model)
         self.pairs = [_Same(spec) for spec in specs]
         dtype = DTYPES[config.precision.dtype]
-        self._named = {
+        named = {
             spec.name: nn.Parameter(torch.zeros(spec.shape, dtype=dtype), requires_grad=spec.is_trained)
             for spec in specs
         }
         trained = [spec for spec in specs if spec.is_trained]
-        decayed, others = (
-            [self._named[spec.name] for spec in trained if spec.decay is decays] for decays in (True, False)
-        )
-        self._weights = [*decayed, *others]
-        self._adamw = ClippedAdamW(decayed, others, config.optimizer)
-
-    def parameter(self, name: str) -> torch.Tensor:
-        return self._named[name]
-
-    def begin_step(self) -> None:
-        self._adamw.begin_step()
+        decayed, others = ([named[spec.name] for spec in trained if spec.decay is decays] for decays in (True, False))
+        super().__init__(named, decayed, others, config.optimizer)
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
         return self._function(self._model, self._named, microbatch)
@@ -86,14 +76,3 @@ class OwnFunction:
         """Give a gradient of zero to a parameter that the function does not read: the comparison shows it."""
         for weight in self._weights:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-
-    def gradient(self, name: str) -> torch.Tensor:
-        gradient = self._named[name].grad
-        assert gradient is not None, f"{name} is not trained"
-        return gradient
-
-    def update(self) -> float:
-        return self._adamw.update()
-
-    def state(self, kind: TensorKind, name: str) -> torch.Tensor:
-        return self._adamw.state(kind, self._named[name])
