@@ -5,33 +5,20 @@ our layers stay the base of every prediction, and the difference is measured whe
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
+
+import numpy as np
+from numpy.typing import NDArray
 
 from triaxis.engine.comm.ledger import REPLICA_GRADIENTS
 from triaxis.engine.config.activations import OffloadConfig, RecomputeConfig
 from triaxis.engine.config.extension import NO_COSTS, OwnCosts
 from triaxis.engine.config.layout import ScheduleConfig
-from triaxis.engine.config.plan import part_length
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.storage.user_module import place_in_user_module
+from triaxis.models.predict.terms import tokens_of_microbatch
 from triaxis.models.predict.traffic import measured_traffic
-
-
-@dataclass(frozen=True, slots=True)
-class _Counted:
-    """Numbers of one step of a rank."""
-
-    kept: int
-    flops: int
-    sent: int
-    calls: int
-
-    def __sub__(self, other: "_Counted") -> "_Counted":
-        return _Counted(
-            self.kept - other.kept, self.flops - other.flops, self.sent - other.sent, self.calls - other.calls
-        )
 
 
 class OwnCostsMeter:
@@ -60,26 +47,26 @@ class OwnCostsMeter:
 def _measured(config: Config, sizes: ParallelSizes) -> OwnCosts:
     most = 2 if len(set(config.model.kinds)) == 1 else config.model.num_layers
     try:
-        per_layer = [
-            _step(config, sizes, layers, is_own=is_own)
-            for is_own, layers in ((True, most), (True, 1), (False, most), (False, 1))
-        ]
+        own, ours = (
+            _step(config, sizes, most, is_own=is_own) - _step(config, sizes, 1, is_own=is_own)
+            for is_own in (True, False)
+        )
     except Exception as error:
         if not (place := place_in_user_module(error)):
             raise
         return OwnCosts(unknown=f"{place}: {str(error).strip().splitlines()[0]}")
-    of_all = (per_layer[0] - per_layer[1]) - (per_layer[2] - per_layer[3])
-    tokens, others = config.train.micro_batch_size * part_length(config), most - 1
+    kept, flops, sent, calls = (own - ours).tolist()
+    tokens, others = tokens_of_microbatch(config), most - 1
     return OwnCosts(
-        kept=Fraction(of_all.kept, tokens * others),
-        weights=round(of_all.flops * sizes.tp / (6 * tokens * others)),
-        sent=Fraction(of_all.sent, tokens * others),
-        calls=round(of_all.calls / others),
+        kept=Fraction(kept, tokens * others),
+        weights=round(flops * sizes.tp / (6 * tokens * others)),
+        sent=Fraction(sent, tokens * others),
+        calls=round(calls / others),
     )
 
 
-def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool) -> _Counted:
-    """Count the first rank's step of one microbatch, with nothing recomputed."""
+def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool) -> NDArray[np.int64]:
+    """Count kept bytes, FLOPs, and bytes and calls over tp, in the first rank's step of one microbatch with nothing recomputed."""
     # Few runs have parts to measure.
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -115,12 +102,9 @@ def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool
         engine.forward_backward(microbatches(engine))
     flows = measured_traffic(event for event in engine.topology.ledger.events if event.phase == "post")
     sent = [volume for flow, volume in flows.items() if flow.axis == "tp" and flow.purpose != REPLICA_GRADIENTS]
-    return _Counted(
-        sum(saved.num_bytes for saved in watch.saved),
-        counter.get_total_flops(),
-        sum(volume.wire_bytes for volume in sent),
-        sum(volume.calls for volume in sent),
-    )
+    kept = sum(saved.num_bytes for saved in watch.saved)
+    messages = sum(volume.wire_bytes for volume in sent), sum(volume.calls for volume in sent)
+    return np.array([kept, counter.get_total_flops(), *messages])
 
 
 def _product_flops(total: Sequence[int], left: Sequence[int], right: Sequence[int], **_: object) -> int:

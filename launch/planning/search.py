@@ -29,7 +29,7 @@ from triaxis.engine.config.layout import (
     sequence_over_cp,
 )
 from triaxis.engine.config.plan import parallel_sizes, stages_of, work_of_cut
-from triaxis.engine.config.section import Subject
+from triaxis.engine.config.section import Subject, divisors
 from triaxis.engine.config.tree import RULES, Config, broken_keys
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -185,8 +185,8 @@ def layouts(config: Config, cluster: Cluster, plan: Plan) -> Iterator[tuple[Conf
     """Yield the run in every legal layout on all devices of a cluster, nothing recomputed; count the illegal ones."""
     n, per_node = cluster.num_gpus, cluster.gpus_per_node
     train, memo = config.train, Memo()
-    of_pp = {pp: list(_stages(config, pp, memo)) for pp in _divisors(n) if pp <= config.model.num_layers}
-    for tp, cp, pp in product(_divisors(per_node), _divisors(n), of_pp):
+    of_pp = {pp: list(_stages(config, pp, memo)) for pp in divisors(n, 1) if pp <= config.model.num_layers}
+    for tp, cp, pp in product(divisors(per_node, 1), divisors(n, 1), of_pp):
         if n % (tp * cp * pp):
             continue
         dp = n // (tp * cp * pp)
@@ -393,23 +393,19 @@ class _Waiting:
         )
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
 def _expert_cuts(config: Config, tp: int, others: int) -> list[tuple[int, int]]:
     """List (ep, etp) that fill the ranks of a stage, tp x others, with whole sets of experts; (1, 1) without experts."""
     moe = config.model.moe
     if moe is None:
         return [(1, 1)]
-    cuts = product(_divisors(moe.num_experts), dict.fromkeys((1, tp)))
+    cuts = product(divisors(moe.num_experts, 1), dict.fromkeys((1, tp)))
     return [(ep, etp) for ep, etp in cuts if tp * others % (ep * etp) == 0]
 
 
 def _micro_batches(config: Config, dp: int, cp: int) -> list[int]:
     """List the micro batches that divide a pipeline's samples and hold at most `MOST_TOKENS`."""
     most = max(1, MOST_TOKENS * cp // config.model.seq_length)
-    return [size for size in _divisors(config.train.global_batch_size // dp) if size <= most]
+    return [size for size in divisors(config.train.global_batch_size // dp, 1) if size <= most]
 
 
 def _stages(config: Config, pp: int, memo: Memo) -> Iterator[Stages]:

@@ -16,7 +16,7 @@ from math import floor
 
 from triaxis.engine.config.activations import RecomputeConfig
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.section import Subject
+from triaxis.engine.config.section import Subject, divisors
 from triaxis.engine.config.tree import RULES, Config, broken_keys, require_legal
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -98,13 +98,13 @@ def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Confi
 def _model_cuts(config: Config, machine: Machine) -> list[tuple[int, int, int]]:
     """List tp, pp and ep of all layouts that deal out a machine's ranks and a model's experts evenly."""
     moe, num_ranks = config.model.moe, machine.num_ranks
-    eps = [1] if moe is None else [ep for ep in _divisors(num_ranks) if moe.num_experts % ep == 0]
+    eps = [1] if moe is None else [ep for ep in divisors(num_ranks, 1) if moe.num_experts % ep == 0]
     tps = [2**power for power in range(machine.ranks_per_node.bit_length())]
     return [
         (tp, pp, ep)
         for tp in tps
         if machine.ranks_per_node % tp == 0
-        for pp in _divisors(num_ranks)
+        for pp in divisors(num_ranks, 1)
         if num_ranks % (tp * pp) == 0
         for ep in eps
         if num_ranks // pp % ep == 0
@@ -229,7 +229,3 @@ def _enough_gpus(config: Config, machine: Machine, usable_bytes: int) -> int | N
             if any(_Least.of(trial, larger).held.total <= usable_bytes for trial in trials):
                 return count
     return None
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -34,7 +34,6 @@ from fractions import Fraction
 
 from triaxis.engine.config.attention_kinds import LayerKind, Rotary
 from triaxis.engine.config.context_parallel import gathers_keys
-from triaxis.engine.config.plan import part_length
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.experts.memory import BACKWARD as MLP_BACKWARD
@@ -50,7 +49,7 @@ from triaxis.models.predict.layer_terms import (
     per_token,
 )
 from triaxis.models.predict.mtp_terms import BEHIND_PROJECTION, INPUTS, deferred_joining, embedding_terms, joining_terms
-from triaxis.models.predict.terms import BYTES_PER_ELEMENT, INDEX_BYTES, Sizes, Term, column_input
+from triaxis.models.predict.terms import BYTES_PER_ELEMENT, INDEX_BYTES, Sizes, Term, column_input, tokens_of_microbatch
 from triaxis.models.specs import StageContents
 
 LOSS_MASK = "mask"
@@ -394,7 +393,7 @@ def _logits_at_a_time(config: Config, sizes: ParallelSizes, stage: StageContents
     head_tokens = config.recompute.head_tokens
     if head_tokens is None or not stage.has_head:
         return 0
-    tokens = min(head_tokens, config.train.micro_batch_size * part_length(config))
+    tokens = min(head_tokens, tokens_of_microbatch(config))
     return tokens * BYTES_PER_ELEMENT[config.precision.dtype] * config.model.padded_vocab_size // sizes.tp
 
 
@@ -411,6 +410,6 @@ def _tables(config: Config, at: Sizes, layers: Sequence[int]) -> list[Term]:
 
 def _bytes(config: Config, terms: Sequence[Term]) -> int:
     """Sum the terms of a microbatch."""
-    total = per_token(terms) * config.train.micro_batch_size * part_length(config)
+    total = per_token(terms) * tokens_of_microbatch(config)
     assert total.denominator == 1, "tensors have whole bytes"
     return total.numerator

@@ -6,14 +6,13 @@ what is kept by then (`models/predict/activation_memory.py`) + what experts hold
 from collections.abc import Sequence
 from fractions import Fraction
 
-from triaxis.engine.config.plan import part_length
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.models.predict.activation_memory import LOSS_MASK, LayerGroup, deferred_terms, head_terms, kept_bytes
 from triaxis.models.predict.experts.temporaries import temporaries
 from triaxis.models.predict.layer_terms import per_token
 from triaxis.models.predict.mtp_terms import embedding_terms
-from triaxis.models.predict.terms import Sizes, Term
+from triaxis.models.predict.terms import Sizes, Term, tokens_of_microbatch
 from triaxis.models.specs import StageContents
 
 
@@ -77,5 +76,5 @@ def _of_terms(config: Config, terms: Sequence[Term]) -> int:
 
 def _bytes(config: Config, per_token: Fraction) -> int:
     """Return the bytes of a microbatch, rounded up: loads need not be of whole rows."""
-    total = per_token * config.train.micro_batch_size * part_length(config)
+    total = per_token * tokens_of_microbatch(config)
     return -(-total.numerator // total.denominator)

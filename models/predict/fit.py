@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from triaxis.engine.config.plan import parallel_sizes
-from triaxis.engine.config.section import Problem, Rule, Subject, with_value
+from triaxis.engine.config.section import Problem, Rule, Subject, divisors, with_value
 from triaxis.engine.config.tree import RULES, Config, broken_keys, is_whole
 from triaxis.engine.errors import ConfigError
 from triaxis.engine.layout.rank_grid import ParallelSizes
@@ -211,8 +211,8 @@ def _layouts(config: Config, sizes: ParallelSizes) -> Iterator[Changes]:
     """List other layouts of the same ranks, those with fewer replicas, from the nearest on."""
     world = sizes.world_size
     found = []
-    for tp in _divisors(world):
-        for pp in _divisors(world // tp):
+    for tp in divisors(world, 1):
+        for pp in divisors(world // tp, 1):
             if tp >= sizes.tp and pp >= sizes.pp and (tp, pp) != (sizes.tp, sizes.pp):
                 found.append((tp * pp, pp, tp))
     for _, pp, tp in sorted(found):
@@ -224,7 +224,3 @@ def _layouts(config: Config, sizes: ParallelSizes) -> Iterator[Changes]:
         yield (*changes, ("parallel.dp", world // (tp * pp)))
         if not config.parallel.sequence_parallel and tp > 1:
             yield (*changes, ("parallel.dp", world // (tp * pp)), ("parallel.sequence_parallel", True))
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

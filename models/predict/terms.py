@@ -3,8 +3,10 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
+from triaxis.engine.config.plan import part_length
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.specs import StageContents
 
 BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
 INDEX_BYTES = 8
@@ -77,6 +79,19 @@ class Sizes:
             b=config.train.micro_batch_size,
             c=sizes.cp,
         )
+
+
+def tokens_of_microbatch(config: Config) -> int:
+    """Return the tokens of a microbatch that a rank multiplies."""
+    return config.train.micro_batch_size * part_length(config)
+
+
+def recomputed_layers(config: Config, stage: StageContents) -> int:
+    """Return the number of a stage's layers that run forward once more, as a whole."""
+    if config.recompute.granularity != "full":
+        return 0
+    num_layers = len(stage.layers)
+    return num_layers if config.recompute.method == "uniform" else min(num_layers, config.recompute.num_layers)
 
 
 def column_input(config: Config, at: Sizes, module: str, part: str = "") -> Term:

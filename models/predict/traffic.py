@@ -54,9 +54,8 @@ from triaxis.engine.pipeline import schedules
 from triaxis.engine.pipeline.actions import Kind
 from triaxis.models.predict.experts.traffic import TOKENS, Choices, Passes, expert_calls, row_calls
 from triaxis.models.predict.rank_memory import resolve_recompute
+from triaxis.models.predict.terms import BYTES_PER_ELEMENT, recomputed_layers, tokens_of_microbatch
 from triaxis.models.specs import StageContents, stage_specs
-
-BYTES_PER_ELEMENT = {"bf16": 2, "fp16": 2, "fp32": 4, "float64": 8}
 
 COUNT_BYTES = 8
 """Bytes of a count of choices."""
@@ -172,8 +171,8 @@ def _tensor_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, number
     t, m = sizes.tp, batch_plan(config, sizes.dp).num_microbatches
     whole = _activation_bytes(config, part_length(config))
     element = BYTES_PER_ELEMENT[config.precision.dtype]
-    tokens = config.train.micro_batch_size * part_length(config)
-    layers, recomputed = stage.layers, _recomputed_layers(config, stage)
+    tokens = tokens_of_microbatch(config)
+    layers, recomputed = stage.layers, recomputed_layers(config, stage)
     # Attention and an MLP are a branch each, of a column- and a row-parallel layer; experts alone are none.
     mlps = [layer for layer in layers if _has_mlp(config, layer)]
     repeated_mlps = [layer for layer in layers[:recomputed] if _has_mlp(config, layer)]
@@ -234,7 +233,7 @@ def _context_parallel(tally: _Tally, config: Config, sizes: ParallelSizes, stage
     # Numbers of one head in all of the rows.
     head = model.head_size * config.train.micro_batch_size * model.seq_length
     num_layers = len(stage.layers)
-    forwards = num_layers + _recomputed_layers(config, stage)
+    forwards = num_layers + recomputed_layers(config, stage)
     if not gathers_keys(config):
         heads = model.num_attention_heads // sizes.tp
         for exchanged in (heads + 2 * kv_heads, heads):
@@ -275,14 +274,6 @@ def _fp8_scales(tally: _Tally, config: Config, sizes: ParallelSizes, stage: Stag
         tally.add("cp", FP8_SCALES, "all_reduce", sizes.cp, num_bytes, products * passes)
 
 
-def _recomputed_layers(config: Config, stage: StageContents) -> int:
-    """Return the number of a stage's layers that run forward once more, as a whole."""
-    if config.recompute.granularity != "full":
-        return 0
-    num_layers = len(stage.layers)
-    return num_layers if config.recompute.method == "uniform" else min(num_layers, config.recompute.num_layers)
-
-
 def _has_mlp(config: Config, layer: int) -> bool:
     """Return whether a layer has an MLP that is cut over tp: a dense one, or shared experts."""
     moe = config.model.moe
@@ -298,7 +289,7 @@ def _experts(
     choices: Choices | None,
 ) -> None:
     """Add what layers with experts send: their tokens and outputs, and the fractions of each sample's choices."""
-    again = stage.layers[: _recomputed_layers(config, stage)]
+    again = stage.layers[: recomputed_layers(config, stage)]
     member = ((at.dp * sizes.cp + at.cp) * sizes.tp + at.tp) % (sizes.ep * sizes.etp)
     axis_sizes = {"experts": sizes.ep * sizes.etp, "sample": sizes.cp * sizes.tp, "tp": sizes.tp}
     m, element = batch_plan(config, sizes.dp).num_microbatches, BYTES_PER_ELEMENT[config.precision.dtype]

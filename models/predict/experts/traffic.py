@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from triaxis.engine.comm.ledger import EXPERTS
 from triaxis.engine.config.moe import MoEConfig, dispatch_of
-from triaxis.engine.config.plan import part_length
 from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.rank_grid import ParallelSizes
+from triaxis.models.predict.terms import tokens_of_microbatch
 
 Choices = Mapping[int, Sequence[Sequence[int]]]
 """Of each layer with experts, by its number: for each rank that shares the experts, how often its tokens chose each of the E."""
@@ -123,7 +123,7 @@ class _Sizes(NamedTuple):
     def of(cls, config: Config, sizes: ParallelSizes, element: int) -> "_Sizes":
         moe = config.model.moe
         assert moe is not None, "a model with experts says which"
-        tokens = config.train.micro_batch_size * part_length(config) // sizes.tp
+        tokens = tokens_of_microbatch(config) // sizes.tp
         return cls(moe, tokens, config.model.hidden_size * element, max(4, element))
 
 

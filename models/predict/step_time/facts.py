@@ -29,7 +29,7 @@ from triaxis.engine.telemetry.record.flops import core_flops_forward
 from triaxis.models.predict.step_time.experts import ExpertWork, expert_work
 from triaxis.models.predict.step_time.implementation import Implementation
 from triaxis.models.predict.step_time.links import Wire
-from triaxis.models.predict.terms import BYTES_PER_ELEMENT
+from triaxis.models.predict.terms import BYTES_PER_ELEMENT, tokens_of_microbatch
 from triaxis.models.specs import StageContents, layer_specs, stage_specs
 
 
@@ -102,11 +102,6 @@ class LayerWork:
 def element_bytes(config: Config) -> int:
     """Return the bytes of an element of the run's dtype."""
     return BYTES_PER_ELEMENT[config.precision.dtype]
-
-
-def tokens_of_microbatch(config: Config) -> int:
-    """Return the tokens of a microbatch that a rank multiplies."""
-    return config.train.micro_batch_size * part_length(config)
 
 
 def layer_gemms(config: Config, sizes: ParallelSizes, layer: int = 0) -> tuple[Gemm, ...]:
@@ -230,17 +225,6 @@ def layer_work(
         keys_length=round(2 * core / (2 * rows * (q + proj.k)) / sizes.cp) if core else model.seq_length,
         more=1 + 2 * own.weights * rows / t / sum(gemm.flops for gemm in gemms),
         sent=Wire(float(own.sent) * rows, own.calls),
-    )
-
-
-def recomputed_layers(config: Config, stage: StageContents) -> int:
-    """Return the number of a stage's layers that run forward once more, as a whole."""
-    if config.recompute.granularity != "full":
-        return 0
-    return (
-        len(stage.layers)
-        if config.recompute.method == "uniform"
-        else min(len(stage.layers), config.recompute.num_layers)
     )
 
 

@@ -18,11 +18,11 @@ from triaxis.models.predict.step_time.facts import (
     layer_work,
     parameters_of_ends,
     parameters_of_layer,
-    recomputed_layers,
 )
 from triaxis.models.predict.step_time.implementation import Implementation
 from triaxis.models.predict.step_time.layer import LayerTimer, Seconds
 from triaxis.models.predict.step_time.links import Links
+from triaxis.models.predict.terms import recomputed_layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from triaxis.engine.telemetry.record.flops import hardware_flops_per_token
 from triaxis.models.predict.step_time.cluster import cluster_of
 from triaxis.models.predict.step_time.estimate import Estimator
 from triaxis.models.predict.step_time.experts import expert_work
-from triaxis.models.predict.step_time.facts import head_gemm, layer_work, parameters_of_layer, recomputed_layers
+from triaxis.models.predict.step_time.facts import head_gemm, layer_work, parameters_of_layer
 from triaxis.models.predict.step_time.implementation import OURS
+from triaxis.models.predict.terms import recomputed_layers
 from triaxis.models.predict.traffic import expected_traffic
 
 EXPERTS = {"num_experts": 16, "top_k": 4, "ffn_hidden_size": 64, "shared_experts": 1}

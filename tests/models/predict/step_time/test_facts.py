@@ -18,10 +18,10 @@ from triaxis.models.predict.step_time.facts import (
     layer_work,
     parameters_of_ends,
     parameters_of_layer,
-    recomputed_layers,
     tensor_parallel_wires,
 )
 from triaxis.models.predict.step_time.implementation import OURS
+from triaxis.models.predict.terms import recomputed_layers
 from triaxis.models.predict.traffic import expected_traffic
 from triaxis.models.specs import stage_specs
 
