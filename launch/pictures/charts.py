@@ -130,6 +130,7 @@ def line_chart(
     marks: Sequence[tuple[float, str]] = (),
     from_zero: bool = False,
     small: bool = False,
+    x_label: str = "step",
 ) -> str:
     """Draw curves over a common axis; two or more get a legend above.
 
@@ -139,13 +140,14 @@ def line_chart(
         marks: (x, text) of vertical lines.
         from_zero: whether the y axis begins at 0.
         small: whether the chart is half as wide as the page.
+        x_label: what the x axis has.
     """
     finite = [(x, y) for line in lines for x, y in line.points if math.isfinite(y)]
     xs = [x for line in lines for x, _ in line.points]
     low, high = min(y for _, y in finite), max(y for _, y in finite)
     room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
     y_range = (0.0, high + room) if from_zero and low >= 0 else (low - room, high + room)
-    frame = _Frame((min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1), y_range, small=small)
+    frame = _Frame((min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1), y_range, small=small, x_label=x_label)
     inside = []
     for x, text in marks:
         place = frame.x(x)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
+from itertools import pairwise
 from statistics import fmean
 
 from triaxis.engine.config.plan import batch_plan, parallel_sizes
@@ -110,7 +111,17 @@ def small_charts(run: RunRecord) -> str:
         else:
             drawn = MISSING.format("No value is recorded.")
         charts.append(f"<div><h3>{escape(title)}</h3>{drawn}</div>")
-    return f'<div class="pair">{"".join(charts)}</div>{group_norms(run)}{fp8_losses(run)}'
+    return f'<div class="pair">{"".join(charts)}</div>{loss_over_rate(run)}{group_norms(run)}{fp8_losses(run)}'
+
+
+def loss_over_rate(run: RunRecord) -> str:
+    """Render the loss over a learning rate that each step raises, ten times or more in all, as a range test does; else ""."""
+    logs = [(math.log10(rate), number(each, "loss")) for each in run.steps if (rate := number(each, "lr")) > 0]
+    if not logs or logs[-1][0] < logs[0][0] + 1 or any(other[0] <= one[0] for one, other in pairwise(logs)):
+        return ""
+    title = "Loss over the learning rate"
+    drawn = line_chart(title, [Line("training loss", logs, "c0")], x_label="log10 of the learning rate")
+    return f"<h3>{title}</h3>{drawn}"
 
 
 def group_norms(run: RunRecord) -> str:

@@ -26,6 +26,7 @@ from triaxis.engine.telemetry.timing.time_split import PARTS, TimeSplit
 from triaxis.launch import cli
 from triaxis.launch.pictures.charts import MOST_POINTS, thinned, ticks
 from triaxis.launch.report.page import render
+from triaxis.launch.report.parts import loss_over_rate
 from triaxis.launch.report.record import RunRecord, read_run
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"
@@ -87,6 +88,16 @@ def make_run(path: Path, like: StepMetrics = STEP, split: TimeSplit = SPLIT) -> 
 
 def page_of(run: Path) -> Page:
     return self_contained(render(read_run(run), 1.7e9))
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_drawn"), [((1e-5, 1e-4, 1e-3), True), ((1e-5, 2e-5, 3e-5), False), ((1, 10, 9), False)]
+)
+def test_a_range_test_has_the_loss_over_the_rate(rates: tuple[float, ...], is_drawn: bool, tmp_path: Path) -> None:
+    steps = [{"step": place, "lr": rate, "loss": 5.0 - place} for place, rate in enumerate([0.0, *rates])]
+    drawn = loss_over_rate(replace(read_run(make_run(tmp_path / "run")), steps=steps))
+    assert ("Loss over the learning rate" in drawn) == is_drawn
+    assert re.findall(r'text-anchor="middle">(-\d)<', drawn) == (["-5", "-4", "-3"] if is_drawn else [])
 
 
 def test_context_parallelism_is_next_to_the_parts_of_a_step(tmp_path: Path) -> None:
