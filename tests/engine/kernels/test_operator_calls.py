@@ -32,7 +32,8 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def test_every_operator_that_is_called_by_name_is_recorded() -> None:
     named = {name.removeprefix(ATEN) for names in NAMES.values() for name in names if name.startswith(ATEN)}
-    assert named == MAKERS.keys()
+    # `launch/footprint/own_costs.py` counts what `Tensor.addmm_` calls.
+    assert named == MAKERS.keys() | {"addmm_"}
 
 
 @pytest.mark.parametrize("window", [None, 5])
