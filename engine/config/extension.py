@@ -269,6 +269,8 @@ class Extension:
                 raise TypeError(
                     f"Extension({part}={given!r}): a part is a class with a static method `specs` that lists its parameters"
                 )
+        if hasattr(self.loss, "specs"):
+            raise TypeError(f"Extension(loss={self.loss!r}): a loss has no parameters, so `specs` would have no effect")
         for name in ("moments", "factors", "elementwise") if self.update is not None else ():
             if not hasattr(self.update, name):
                 raise TypeError(f"Extension(update={self.update!r}): an update rule is a class with {name}")

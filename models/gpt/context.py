@@ -170,11 +170,11 @@ class BuildContext:
         """Check that modules took every parameter of the chunk: one that none takes is misspelt in a module or in the specs.
 
         Raises:
-            LookupError: some were left; they would get no gradient.
+            ModelError: some were left; they would get no gradient.
         """
         left = [name for name in self.parameters if name not in self.taken]
         if left:
-            raise LookupError(
+            raise ModelError(
                 f"no module took {', '.join(left)}, so these parameters would not be trained. "
                 "Their names differ between the specs (models/specs.py, or those of an extension) and the modules."
             )

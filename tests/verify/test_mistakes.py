@@ -16,7 +16,14 @@ SAID: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "seed_of_rank": ((), ("likely cause: tp: layers.0.mlp", "ranks with tp 1 are wrong", "it vanishes with tp=1")),
     "no_seed": ((), ("layers.0.mlp is the first wrong output", "one process differs from itself")),
     "own_tokens": (CP, ("likely cause: cp: every hidden state is right and the tokens' losses are not", "   2 ")),
-    "of_microbatch": ((), ("every hidden state is right and the tokens' losses are not", "what its microbatch holds")),
+    "of_microbatch": (
+        (),
+        (
+            "every hidden state is right and the tokens' losses are not",
+            "what its microbatch holds",
+            "ids are below 37 and samples have 8 tokens",
+        ),
+    ),
     "norm_of_run": (
         ("optimizer.name=extension",),
         ("velocity", "an update that reads more than its own element", "it vanishes with one process"),
