@@ -143,9 +143,10 @@ def run(args: argparse.Namespace) -> int:
         return UNUSABLE
     show_certificate(console, asked, verdict)
     if asked.config.model.own.loss is not None and not args.full_size:
-        model = asked.config.model
-        small = f"ids are below {model.vocab_size} and samples have {model.seq_length} tokens"
-        console.print(f"[yellow]{small}[/]: what your loss does with others was not tried; --full-size tries it")
+        console.print(
+            f"[yellow]ids are below {asked.config.model.vocab_size} and samples have {asked.config.model.seq_length} tokens[/]: "
+            "what your loss does with others was not tried; --full-size tries it"
+        )
     print_json(args, certificate(asked, verdict), args.output)
     return EQUAL if verdict.equal else DIFFERENT
 

@@ -32,12 +32,12 @@ class OwnCostsMeter:
         own = config.model.own
         if not own.with_parameters():
             return NO_COSTS
-        parallel, recompute = config.parallel, config.recompute
         key = repr(
-            (
-                *(sizes.tp, sizes.cp, parallel.sequence_parallel, config.train.micro_batch_size, config.model),
-                *(config.kernels, config.precision, config.data, recompute.gathered_inputs, recompute.gathered_kv),
-            )
+            [
+                *(sizes.tp, sizes.cp, config.parallel.sequence_parallel, config.train.micro_batch_size, config.model),
+                *(config.kernels, config.precision, config.data, config.recompute.gathered_inputs),
+                config.recompute.gathered_kv,
+            ]
         )
         if key not in self._known:
             self._known[key] = (own.costs or _measured)(config, sizes)

@@ -119,9 +119,8 @@ def loss_over_rate(run: RunRecord) -> str:
     logs = [(math.log10(rate), number(each, "loss")) for each in run.steps if (rate := number(each, "lr")) > 0]
     if not logs or logs[-1][0] < logs[0][0] + 1 or any(other[0] <= one[0] for one, other in pairwise(logs)):
         return ""
-    title = "Loss over the learning rate"
-    drawn = line_chart(title, [Line("training loss", logs, "c0")], x_label="log10 of the learning rate")
-    return f"<h3>{title}</h3>{drawn}"
+    drawn = line_chart("loss over rate", [Line("training loss", logs, "c0")], x_label="log10 of the learning rate")
+    return f"<h3>Loss over the learning rate</h3>{drawn}"
 
 
 def group_norms(run: RunRecord) -> str:
