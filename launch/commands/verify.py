@@ -40,8 +40,9 @@ from triaxis.launch.verify.oracle import (
     what_is,
 )
 from triaxis.launch.verify.run import Trial, VerificationError, show_plan, trial, verify_layout
+from triaxis.launch.verify.subject.run import ReportError, subject_trial, verify_subject
 from triaxis.launch.verify.trial import layout_words
-from triaxis.launch.verify.verdict.bounds import noise_factor
+from triaxis.launch.verify.verdict.bounds import TOLERANCES, noise_factor
 from triaxis.launch.verify.verdict.judge import Difference, Verdict
 
 EXAMPLES = """examples:
@@ -94,6 +95,15 @@ def add_arguments(parser: CommandParser) -> None:
         + "; ".join(f"{name}: {what}" for name, (_, what) in ORACLES.items()),
     )
     parser.add_argument(
+        "--subject",
+        type=Path,
+        metavar="ADAPTER.py",
+        help="judge another engine, which this file runs: its one process against its own layouts",
+    )
+    parser.add_argument(
+        "--python", default=sys.executable, metavar="PATH", help="with --subject: the Python that runs the adapter"
+    )
+    parser.add_argument(
         "--steps",
         type=int,
         metavar="K",
@@ -122,6 +132,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     if args.matrix:
         return _run_matrix(console, args)
+    if args.subject is not None:
+        return _run_subject(console, args)
     if args.oracle is not None:
         return _run_oracle(console, args)
     layout = [] if args.layout is None else layout_words(args.config, args.overrides, args.layout)
@@ -163,6 +175,10 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--matrix chooses layouts and uses small sizes: --layout and --full-size would be ignored. Leave them out."
     if args.matrix and args.oracle is not None:
         yield "--matrix compares with our own one process: --oracle would be ignored. Leave one of them out."
+    if args.subject is not None and (args.matrix or args.oracle is not None or args.full_size):
+        yield "--subject runs another engine in small sizes: --matrix, --oracle and --full-size are for ours. Leave them out."
+    if args.subject is not None and args.dtype not in TOLERANCES:
+        yield f"--dtype {args.dtype} with --subject: no rounding of it is known. Give one of {', '.join(TOLERANCES)}."
     if args.max_ranks < 2:
         yield f"--max-ranks {args.max_ranks}: a layout of one rank is the reference itself. At least 2."
     yield from above("max_ranks", args.max_ranks, LARGEST_WORLD, "no run has more ranks")
@@ -232,6 +248,35 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
         return UNUSABLE
     oracle = {"name": asked.oracle, "version": asked.version, "what": what_is(asked.oracle)}
     print_json(args, {"equal": is_equal, "oracle": oracle, "trials": certificates}, args.output)
+    return EQUAL if is_equal else DIFFERENT
+
+
+def _run_subject(console: Console, args: argparse.Namespace) -> int:
+    """Compare another engine's layouts with its one process, and print each certificate as soon as it is decided."""
+    asked = subject_trial(
+        args.config,
+        args.overrides,
+        adapter=args.subject,
+        python=args.python,
+        layout=args.layout,
+        num_steps=args.steps,
+        dtype=args.dtype,
+    )
+    if args.dry_run:
+        console.print("\n".join(f"{args.python} {args.subject} in {_layout(one.config)}" for one in asked.trials))
+        return EQUAL
+    certificates = []
+    is_equal = True
+    try:
+        for one, verdict in verify_subject(asked):
+            console.print(f"subject {asked.adapter}", markup=False)
+            show_certificate(console, one, verdict)
+            certificates.append(certificate(one, verdict))
+            is_equal = is_equal and verdict.equal
+    except (VerificationError, ReportError) as error:
+        print(f"error: {error}; not everything was compared", file=sys.stderr)
+        return UNUSABLE
+    print_json(args, {"equal": is_equal, "subject": str(args.subject), "trials": certificates}, args.output)
     return EQUAL if is_equal else DIFFERENT
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from triaxis.engine.config.optimizer_kinds import EMA
+from triaxis.engine.config.optimizer_kinds import EMA, MASTER
 from triaxis.launch.verify.verdict.deviation import Deviation
 from triaxis.launch.verify.verdict.evidence import ALONE, Cause, Difference, Evidence, SublayoutVerdict
 from triaxis.launch.verify.verdict.records import RankReport, together
@@ -192,7 +192,9 @@ def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
         "parameter": "masters are right and the weights that the next forward uses are not: the all-gather after the update is "
         "missing, or ran before the owner had written its part",
     }
-    return texts[first.what] if first.what in texts else _of_update(evidence, differing)
+    # Another engine may keep no masters to be compared.
+    is_of_update = first.what == "parameter" and (first.step, MASTER) not in evidence.tensors
+    return texts[first.what] if first.what in texts and not is_of_update else _of_update(evidence, differing)
 
 
 def _of_output(evidence: Evidence, first: Difference) -> str:

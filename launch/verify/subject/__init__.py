@@ -1,0 +1,1 @@
+"""`triaxis verify --subject`: another engine in place of ours."""

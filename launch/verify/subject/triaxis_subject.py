@@ -1,0 +1,95 @@
+"""What an adapter of another engine reads and writes. It needs torch and safetensors, and nothing of Triaxis.
+
+`triaxis verify CONFIG --subject ADAPTER.py` starts `ADAPTER.py FOLDER` on every rank of a layout, with torchrun's RANK, WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and this file on PYTHONPATH. An adapter in 15 lines:
+
+    AXES = ("tp", "pp", "dp")                                      # of layouts; a literal, since the file is not imported
+    job = Job()
+    dist.init_process_group("gloo")
+    engine = MyEngine(job.model, **job.layout, dtype=job.dtype)    # a Hugging Face configuration, {"tp": 2, "pp": 1, "dp": 2}
+    engine.load(job.weights())                                     # whole tensors by Hugging Face's names
+    for step in range(job.num_steps):
+        mine = job.microbatches(step)[engine.dp_rank :: job.layout["dp"]]
+        loss = engine.forward_backward(mine)                       # over the counted labels of the global batch
+        job.gradients(step, engine.whole_gradients())              # by name, as this rank has them, before they are clipped
+        grad_norm = engine.update(**job.optimizer)
+        job.done(step, loss, grad_norm, engine.whole_weights())
+    job.close(tp=engine.tp_rank, pp=engine.pp_rank, dp=engine.dp_rank)
+
+A rank reports the tensors that it holds, put together where they are cut. Copies on other ranks are reported there.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+
+class MicroBatch(NamedTuple):
+    """Tokens and labels int64 [b, s], and bool [b, s]: labels that count."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    counted: torch.Tensor
+
+
+class Job:
+    """One layout, on this rank.
+
+    Attributes:
+        layout: ranks of each axis that the adapter declares.
+        model: keys of Hugging Face's `config.json`.
+        optimizer: of AdamW: `lr`, `betas`, `eps`, `weight_decay`, `max_norm`, and `no_decay`, names of weights that do not decay.
+        num_steps: updates.
+        dtype: of weights, gradients and all sums.
+    """
+
+    def __init__(self) -> None:
+        self._folder = Path(sys.argv[1])
+        told: dict[str, Any] = json.loads((self._folder / "job.json").read_text())
+        self.layout: dict[str, int] = told["layout"]
+        self.model: dict[str, Any] = told["model"]
+        self.optimizer: dict[str, Any] = told["optimizer"]
+        self.num_steps: int = told["num_steps"]
+        self.dtype: torch.dtype = getattr(torch, told["dtype"])
+        self._inputs = Path(told["inputs"])
+        self._rank = int(os.environ["RANK"])
+        self._held: dict[str, torch.Tensor] = {}
+        self._steps: list[dict[str, float]] = []
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Return the first weights, whole, by name."""
+        return load_file(self._inputs / "weights.safetensors")
+
+    def microbatches(self, step: int) -> list[MicroBatch]:
+        """Return the microbatches of a step's global batch, in order; data-parallel ranks share them."""
+        with safe_open(self._inputs / "batches.safetensors", framework="pt") as batches:
+            parts = [batches.get_tensor(f"{step}.{name}") for name in MicroBatch._fields]
+        return [MicroBatch(*each) for each in zip(*parts, strict=True)]
+
+    def gradients(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Report gradients of the loss by name, as the optimizer will read them, before clipping."""
+        self._keep("gradient", tensors)
+
+    def done(self, step: int, loss: float, grad_norm: float, weights: Mapping[str, torch.Tensor]) -> None:
+        """Report the end of a step: the mean loss of the counted labels, the norm before clipping, the updated weights."""
+        self._keep("parameter", weights)
+        save_file(self._held, self._folder / f"rank_{self._rank:05d}.step_{step:02d}.safetensors")
+        self._held = {}
+        self._steps.append({"loss": float(loss), "grad_norm": float(grad_norm)})
+
+    def close(self, **place: int) -> None:
+        """Report the rank's place on each axis, which ends the job."""
+        told = {"rank": self._rank, "place": place, "steps": self._steps}
+        (self._folder / f"rank_{self._rank:05d}.json").write_text(json.dumps(told))
+
+    def _keep(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in tensors.items():
+            # A copy: the engine goes on with its own memory, and a file holds no tensor that shares another's.
+            self._held[f"{kind}:{name}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,98 @@
+"""`verify --subject`: another engine in place of ours, and what is said of the mistakes that it is told to make."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.launch.command_line import TRIAXIS, run
+from triaxis.engine.errors import ConfigError
+from triaxis.launch.cli import main
+from triaxis.launch.verify.subject.files import read_reports
+from triaxis.launch.verify.subject.run import ReportError, axes_of, covering_layouts
+from triaxis.launch.verify.verdict.records import ParameterFacts
+
+SUBJECTS = Path(__file__).with_name("subjects")
+PLAIN, CONFIG = SUBJECTS / "plain_torch.py", SUBJECTS / "gpt2.yaml"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("", ("equal: this layout trains the same model.",)),
+        (
+            "no sum in backward",
+            ("gradient:", "likely cause: tp:", "transformer.h.0.ln_1.weight", "vanishes with tp=1; it stays with dp=1"),
+        ),
+        ("averaged", ("gradient:", "likely cause: dp:", "  0.5  ", "vanishes with dp=1; it stays with tp=1")),
+        ("local tokens", ("different, first in step 1, loss", "likely cause: dp:", "2 times what it should be")),
+        ("local norm", ("different, first in step 1, gradient norm", "likely cause: tp:", "every gradient is right")),
+    ],
+)
+def test_a_plain_engine_and_its_mistakes(
+    mistake: str, says: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MISTAKE", mistake)
+    found = run(tmp_path, *TRIAXIS, "verify", str(CONFIG), "--subject", str(PLAIN), "--layout", "tp=2,dp=2")
+    assert found.exit_code == (1 if mistake else 0), found.err
+    said = " ".join(found.out.split())
+    assert all(one in said or one in found.out for one in says), found.out
+
+
+def test_layouts_cover_the_declared_axes() -> None:
+    assert axes_of(PLAIN) == ("tp", "dp")
+    assert covering_layouts(("tp", "dp")) == [{"tp": 2, "dp": 2}, {"tp": 2, "dp": 1}, {"tp": 1, "dp": 2}]
+    four = covering_layouts(("tp", "pp", "dp", "cp"))
+    assert all(1 < one["tp"] * one["pp"] * one["dp"] * one["cp"] <= 8 for one in four)
+    assert any(one["tp"] == one["cp"] == 2 for one in four) and any(one["pp"] == one["dp"] == 2 for one in four)
+
+
+@pytest.mark.parametrize("text", ["", "AXES = ('tp', 'experts')", "AXES = ("])
+def test_a_file_that_declares_no_axes_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match="--subject"):
+        axes_of(tmp_path / "mine.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--layout", "pp=2"], "--layout pp=2: the adapter declares tp, dp"),
+        (["--dtype", "bf16"], "no rounding of it is known"),
+        (["--full-size"], "runs another engine in small sizes"),
+        (["model.hidden_dropout=0.1"], "draws masks from generators of its own"),
+    ],
+)
+def test_what_a_subject_cannot_be_asked_is_refused(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(CONFIG), "--subject", str(PLAIN), "--dry-run", *words]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def reported(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir()
+    told = {"rank": 0, "place": {"tp": 0}, "steps": [{"loss": 1.0, "grad_norm": 2.0}]}
+    (folder / "rank_00000.json").write_text(json.dumps(told))
+    save_file(tensors, folder / "rank_00000.step_00.safetensors")
+
+
+def test_reports_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
+    whole = {"gradient:w": torch.ones(2), "parameter:w": torch.ones(2)}
+    parameters = (ParameterFacts("w", None, None, decay=True, tied_ends=False, stage=0),)
+    reported(tmp_path / "one", whole)
+    for name, tensors, says in (
+        ("half", {**whole, "gradient:w": torch.ones(1)}, r"shape \[1\], and one process \[2\]: whole tensors"),
+        ("other", {**whole, "gradient:x": torch.ones(2)}, "gradient of x, a name that one process has not"),
+        ("less", {"gradient:w": torch.ones(2)}, "no rank reports the parameter of w in step 1"),
+    ):
+        reported(tmp_path / name, tensors)
+        with pytest.raises(ReportError, match=says):
+            read_reports(tmp_path / name, tmp_path / "one", parameters, 1)
+    with pytest.raises(ReportError, match=r"rank 1 has ended without job.close"):
+        read_reports(tmp_path / "one", tmp_path / "one", parameters, 2)
+    (alone,) = read_reports(tmp_path / "one", tmp_path / "one", parameters, 1)
+    assert [one.deviation.error for one in alone.tensors] == [0.0, 0.0]
