@@ -101,7 +101,7 @@ def add_arguments(parser: CommandParser) -> None:
         help="judge another engine, which this file runs: its one process against its own layouts",
     )
     parser.add_argument(
-        "--python", default=sys.executable, metavar="PATH", help="with --subject: the Python that runs the adapter"
+        "--python", metavar="PATH", help="with --subject: the Python that runs the adapter (default: this one)"
     )
     parser.add_argument(
         "--steps",
@@ -177,6 +177,8 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--matrix compares with our own one process: --oracle would be ignored. Leave one of them out."
     if args.subject is not None and (args.matrix or args.oracle is not None or args.full_size):
         yield "--subject runs another engine in small sizes: --matrix, --oracle and --full-size are for ours. Leave them out."
+    if args.subject is None and args.python is not None:
+        yield f"--python {args.python}: it runs the adapter of --subject, and would be ignored. Leave it out."
     if args.subject is not None and args.dtype not in TOLERANCES:
         yield f"--dtype {args.dtype} with --subject: no rounding of it is known. Give one of {', '.join(TOLERANCES)}."
     if args.max_ranks < 2:
@@ -257,13 +259,14 @@ def _run_subject(console: Console, args: argparse.Namespace) -> int:
         args.config,
         args.overrides,
         adapter=args.subject,
-        python=args.python,
+        python=args.python or sys.executable,
         layout=args.layout,
         num_steps=args.steps,
         dtype=args.dtype,
     )
     if args.dry_run:
-        console.print("\n".join(f"{args.python} {args.subject} in {_layout(one.config)}" for one in asked.trials))
+        console.print("\n".join(f"{asked.python} {asked.adapter} in {_layout(one.config)}" for one in asked.trials))
+        print_json(args, planned(asked.trials), args.output)
         return EQUAL
     certificates = []
     is_equal = True

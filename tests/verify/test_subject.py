@@ -1,6 +1,7 @@
 """`verify --subject`: another engine in place of ours, and what is said of the mistakes that it is told to make."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from tests.launch.command_line import TRIAXIS, run
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.cli import main
+from triaxis.launch.verify.subject import run as subject
 from triaxis.launch.verify.subject.files import read_reports
 from triaxis.launch.verify.subject.run import ReportError, axes_of, covering_layouts
 from triaxis.launch.verify.verdict.records import ParameterFacts
@@ -50,7 +52,7 @@ def test_layouts_cover_the_declared_axes() -> None:
     assert any(one["tp"] == one["cp"] == 2 for one in four) and any(one["pp"] == one["dp"] == 2 for one in four)
 
 
-@pytest.mark.parametrize("text", ["", "AXES = ('tp', 'experts')", "AXES = ("])
+@pytest.mark.parametrize("text", ["", "AXES = ('tp', 'experts')", "AXES = (", "AXES = ('tp')", "AXES = sizes"])
 def test_a_file_that_declares_no_axes_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match="--subject"):
@@ -61,6 +63,8 @@ def test_a_file_that_declares_no_axes_is_refused(text: str, tmp_path: Path) -> N
     ("words", "says"),
     [
         (["--layout", "pp=2"], "--layout pp=2: the adapter declares tp, dp"),
+        (["--layout", "tp=2,dp"], "--layout dp: the adapter declares tp, dp"),
+        (["--layout", "tp=0"], "--layout tp=0: the adapter declares tp, dp"),
         (["--dtype", "bf16"], "no rounding of it is known"),
         (["--full-size"], "runs another engine in small sizes"),
         (["model.hidden_dropout=0.1"], "draws masks from generators of its own"),
@@ -73,9 +77,21 @@ def test_what_a_subject_cannot_be_asked_is_refused(
     assert says in " ".join(capsys.readouterr().err.split())
 
 
-def reported(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_a_python_without_a_subject_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(CONFIG), "--python", "python3", "--dry-run"]) == 2
+    assert "it runs the adapter of --subject" in " ".join(capsys.readouterr().err.split())
+
+
+def test_ranks_that_do_not_end_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setattr(subject, "MOST_SECONDS", 0.1)
+    with pytest.raises(ReportError, match=r"ranks \[0, 1\] have not ended in 0.1 seconds"):
+        subject._start(subject.SubjectTrial(tmp_path / "waits.py", sys.executable, ()), tmp_path, 2)
+
+
+def reported(folder: Path, tensors: dict[str, torch.Tensor], steps: int = 1) -> None:
     folder.mkdir()
-    told = {"rank": 0, "place": {"tp": 0}, "steps": [{"loss": 1.0, "grad_norm": 2.0}]}
+    told = {"rank": 0, "place": {"tp": 0}, "steps": [{"loss": 1.0, "grad_norm": 2.0}] * steps}
     (folder / "rank_00000.json").write_text(json.dumps(told))
     save_file(tensors, folder / "rank_00000.step_00.safetensors")
 
@@ -94,5 +110,8 @@ def test_reports_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
             read_reports(tmp_path / name, tmp_path / "one", parameters, 1)
     with pytest.raises(ReportError, match=r"rank 1 has ended without job.close"):
         read_reports(tmp_path / "one", tmp_path / "one", parameters, 2)
+    reported(tmp_path / "none", whole, steps=0)
+    with pytest.raises(ReportError, match="rank 0 reports 0 steps, and one process 1"):
+        read_reports(tmp_path / "none", tmp_path / "one", parameters, 1)
     (alone,) = read_reports(tmp_path / "one", tmp_path / "one", parameters, 1)
     assert [one.deviation.error for one in alone.tensors] == [0.0, 0.0]

@@ -72,6 +72,10 @@ def read_reports(
         ReportError: a rank has not closed its job, or a tensor has no name or shape of the model's, or no rank holds it.
     """
     ranks = [_read(folder, reference, rank) for rank in range(world_size)]
+    wanted = json.loads(read_text(reference / "rank_00000.json"))["steps"]
+    for rank in ranks:
+        if len(rank.steps) != len(wanted):
+            raise ReportError(f"rank {rank.rank} reports {len(rank.steps)} steps, and one process {len(wanted)}")
     held = {(one.step, one.kind, one.name) for rank in ranks for one in rank.tensors}
     for step in range(len(ranks[0].steps)):
         for kind in ("gradient", "parameter"):

@@ -10,11 +10,13 @@ run in another environment (`triaxis_subject.py` is all that it needs).
 import ast
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -40,6 +42,9 @@ AXES = ("tp", "pp", "dp", "cp")
 
 MOST_RANKS = 8
 """Ranks of a covering layout."""
+
+MOST_SECONDS = 1800.0
+"""Longest run of an adapter: ranks that wait for each other for ever are a mistake too."""
 
 
 class ReportError(Exception):
@@ -69,11 +74,13 @@ def axes_of(adapter: Path) -> tuple[str, ...]:
     """
     try:
         tree = ast.parse(read_text(adapter), str(adapter))
+        named = [
+            one.value for one in tree.body if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "AXES"
+        ]
+        declared = ast.literal_eval(named[0]) if named else ()
     except (OSError, SyntaxError, ValueError) as error:
         raise ConfigError([f"--subject {adapter}: it cannot be read ({error})."], "the command line") from error
-    named = [one.value for one in tree.body if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "AXES"]
-    declared = ast.literal_eval(named[0]) if named else ()
-    if not declared or not set(declared) <= set(AXES):
+    if not isinstance(declared, tuple) or not declared or not set(declared) <= set(AXES):
         raise ConfigError(
             [
                 f"--subject {adapter}: AXES = {declared or 'nothing'}: an adapter declares the axes of its layouts, of "
@@ -127,13 +134,13 @@ def _sizes(layout: str, axes: Sequence[str]) -> dict[str, int]:
     Raises:
         ConfigError: a word is no axis of the adapter's with a size.
     """
-    sizes = dict(word.split("=", 1) for word in layout.split(",") if "=" in word)
-    if wrong := [f"{name}={size}" for name, size in sizes.items() if name not in axes or not size.isdecimal()]:
+    words = [word.partition("=") for word in layout.split(",")]
+    if wrong := ["".join(word) for word in words if word[0] not in axes or not re.fullmatch("[1-9][0-9]*", word[2])]:
         raise ConfigError(
             [f"--layout {wrong[0]}: the adapter declares {', '.join(axes)}, each with a number of ranks."],
             "the command line",
         )
-    return {name: int(size) for name, size in sizes.items()}
+    return {name: int(size) for name, _, size in words}
 
 
 def sizes_of(config: Config) -> ParallelSizes:
@@ -216,8 +223,12 @@ def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
         ]
         for rank in ranks:
             stack.callback(rank.kill)
-        waiting = set(ranks)
+        waiting, end = set(ranks), time.monotonic() + MOST_SECONDS
         while waiting:
+            if time.monotonic() > end:
+                raise ReportError(
+                    f"ranks {sorted(map(ranks.index, waiting))} have not ended in {MOST_SECONDS:g} seconds"
+                )
             for rank in [*waiting]:
                 try:
                     code = rank.wait(timeout=0.2)
