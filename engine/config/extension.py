@@ -225,6 +225,7 @@ class OwnCosts:
 
 
 NO_COSTS = OwnCosts()
+"""Nothing was measured, or it is as ours."""
 
 Measure = Callable[["Config", ParallelSizes], OwnCosts]
 """Measures the costs of an extension's parts in a layout."""
@@ -269,6 +270,10 @@ class Extension:
                 raise TypeError(
                     f"Extension({part}={given!r}): a part is a class with a static method `specs` that lists its parameters"
                 )
+        if self.costs is not None and not self.with_parameters():
+            raise TypeError(
+                "Extension(costs=..) without a part of a layer: what ours cost is known, so it would have no effect"
+            )
         if hasattr(self.loss, "specs"):
             raise TypeError(f"Extension(loss={self.loss!r}): a loss has no parameters, so `specs` would have no effect")
         for name in ("moments", "factors", "elementwise") if self.update is not None else ():

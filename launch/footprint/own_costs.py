@@ -15,6 +15,7 @@ from triaxis.engine.config.activations import OffloadConfig, RecomputeConfig
 from triaxis.engine.config.extension import NO_COSTS, OwnCosts
 from triaxis.engine.config.layout import ScheduleConfig
 from triaxis.engine.config.tree import Config
+from triaxis.engine.errors import brief
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.storage.user_module import place_in_user_module
 from triaxis.models.predict.terms import tokens_of_microbatch
@@ -51,10 +52,9 @@ def _measured(config: Config, sizes: ParallelSizes) -> OwnCosts:
             _step(config, sizes, most, is_own=is_own) - _step(config, sizes, 1, is_own=is_own)
             for is_own in (True, False)
         )
-    except Exception as error:
-        if not (place := place_in_user_module(error)):
-            raise
-        return OwnCosts(unknown=f"{place}: {str(error).strip().splitlines()[0]}")
+    except Exception as error:  # what runs with data may fail without: it is said, and keeps no run from its start
+        place = place_in_user_module(error) or type(error).__name__
+        return OwnCosts(unknown=f"{place}: {brief(' '.join(str(error).split()))}")
     kept, flops, sent, calls = (own - ours).tolist()
     tokens, others = tokens_of_microbatch(config), most - 1
     return OwnCosts(

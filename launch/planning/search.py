@@ -282,7 +282,7 @@ def search(
         measured = with_costs(fastest.config, measure(fastest.config, fastest.sizes))
         if measured.model.own_costs != fastest.config.model.own_costs:
             time = estimator.closed_form(measured, fastest.sizes, memo=memo)
-            heapq.heappush(waiting, _Waiting(time, fastest.number, measured, fastest.sizes))
+            heapq.heappush(waiting, _Waiting(time, fastest.number, measured, fastest.sizes, fastest.choices))
             continue
         if fastest.choices is None and ruled_out.holds(fastest):
             plan.num_too_large += 1

@@ -137,6 +137,10 @@ def test_a_corpus_that_nothing_gives_is_refused(tmp_path: Path) -> None:
     assert "names the corpus 'other' of model.extension, which gives mine" in said
 
 
+def test_costs_are_those_of_parts(tmp_path: Path) -> None:
+    assert "would have no effect" in refused(written(tmp_path, "costs=max"))
+
+
 def test_a_loss_has_no_parameters(tmp_path: Path) -> None:
     assert "a loss has no parameters" in refused(written(tmp_path, "loss=Part"))
 

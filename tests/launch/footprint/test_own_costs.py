@@ -57,8 +57,8 @@ def test_memory_and_flops_are_those_of_the_parts() -> None:
         assert more == 6 * config.model.num_layers * costs.weights > 0
 
 
-def costs_of(rank: int, extension: Path, layout: str) -> OwnCosts:
-    config = config_of(extension, layout)
+def costs_of(rank: int, extension: Path, layout: str, *more: str) -> OwnCosts:
+    config = config_of(extension, layout, *more)
     return OwnCostsMeter()(config, parallel_sizes(config))
 
 
@@ -90,6 +90,12 @@ def test_a_part_that_reads_its_data_is_named_and_may_give_its_costs(tmp_path: Pa
     ((path, unknown, given),) = run_ranks(of_data, 1, str(tmp_path))
     assert unknown.unknown.startswith(f"{path}, line 5, in forward: ") and "costs=.." in str(unknown)
     assert given == OwnCosts(weights=1)
+
+
+@pytest.mark.distributed
+def test_a_kernel_that_runs_on_a_card_alone_keeps_no_run_from_its_start() -> None:
+    (costs,) = run_ranks(costs_of, 1, PARTS, "one process", "kernels.attention=cudnn")
+    assert costs.unknown.startswith("ConfigError: ") and "kernels.attention" in costs.unknown
 
 
 def test_costs_change_no_configuration_that_is_written() -> None:
