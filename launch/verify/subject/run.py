@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -201,9 +200,18 @@ def _collapsed(config: Config) -> Iterator[tuple[str, Config]]:
 
 def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
     """Run the adapter on every rank; return the first exit code that is not 0. A rank that fails ends the others."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    around = {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    from torch.distributed import TCPStore
+
+    # The ranks meet in our store, as torchrun's do, so nobody takes the port before rank 0 opens it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    around = {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
     # The module lies beside the job, wherever the adapter's environment is.
     module = Path(__file__).with_name("triaxis_subject.py")
     shutil.copy(module, place)
@@ -214,8 +222,7 @@ def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
             stack.enter_context(
                 subprocess.Popen(
                     [asked.python, str(asked.adapter), str(place)],
-                    env=variables
-                    | {name: str(value) for name, value in (around | {"RANK": rank, "LOCAL_RANK": rank}).items()},
+                    env=variables | around | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=sys.stderr,
                 )
             )
