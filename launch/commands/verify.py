@@ -40,7 +40,7 @@ from triaxis.launch.verify.oracle import (
     what_is,
 )
 from triaxis.launch.verify.run import Trial, VerificationError, show_plan, trial, verify_layout
-from triaxis.launch.verify.subject.run import ReportError, subject_trial, verify_subject
+from triaxis.launch.verify.subject.run import AXES, OURS, ReportError, named, sizes_of, subject_trial, verify_subject
 from triaxis.launch.verify.trial import layout_words
 from triaxis.launch.verify.verdict.bounds import TOLERANCES, noise_factor
 from triaxis.launch.verify.verdict.judge import Difference, Verdict
@@ -72,8 +72,11 @@ def add_arguments(parser: CommandParser) -> None:
     parser.takes(CONFIG, "model and run to be verified", required=False)
     parser.add_argument(
         "--layout",
+        action="append",
+        default=[],
         metavar="tp=N,pp=N,...",
-        help=f"of {', '.join(LAYOUT_WORDS)}; what is not named is 1 (sp: off). Default: the config's own layout",
+        help=f"of {', '.join(LAYOUT_WORDS)}; what is not named is 1 (sp: off). Default: the config's own layout; with --subject, "
+        "layouts in which every two of its axes meet, and it can be given several times",
     )
     parser.add_argument(
         "--matrix",
@@ -99,6 +102,11 @@ def add_arguments(parser: CommandParser) -> None:
         type=Path,
         metavar="ADAPTER.py",
         help="judge another engine, which this file runs: its one process against its own layouts",
+    )
+    parser.add_argument(
+        "--against",
+        choices=(OURS, *ORACLES),
+        help="with --subject: an engine that its one process is compared with too, before its layouts",
     )
     parser.add_argument(
         "--python", metavar="PATH", help="with --subject: the Python that runs the adapter (default: this one)"
@@ -136,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
         return _run_subject(console, args)
     if args.oracle is not None:
         return _run_oracle(console, args)
-    layout = [] if args.layout is None else layout_words(args.config, args.overrides, args.layout)
+    layout = _layout_words(args) or []
     asked = trial(
         args.config,
         (*args.overrides, *layout),
@@ -163,6 +171,11 @@ def run(args: argparse.Namespace) -> int:
     return EQUAL if verdict.equal else DIFFERENT
 
 
+def _layout_words(args: argparse.Namespace) -> list[str] | None:
+    """Return the layout as overrides; None: none was given."""
+    return layout_words(args.config, args.overrides, args.layout[0]) if args.layout else None
+
+
 def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.steps < 1:
         yield f"--steps {args.steps}: at least one step is compared."
@@ -171,14 +184,17 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield "neither a config nor --matrix: nothing says what to verify. Give a config, or --matrix for built-in models."
     if args.config is None and args.overrides:
         yield f"{args.overrides[0]}: without a config there is nothing to override."
-    if args.matrix and (args.layout is not None or args.full_size):
+    if args.matrix and (args.layout or args.full_size):
         yield "--matrix chooses layouts and uses small sizes: --layout and --full-size would be ignored. Leave them out."
     if args.matrix and args.oracle is not None:
         yield "--matrix compares with our own one process: --oracle would be ignored. Leave one of them out."
     if args.subject is not None and (args.matrix or args.oracle is not None or args.full_size):
         yield "--subject runs another engine in small sizes: --matrix, --oracle and --full-size are for ours. Leave them out."
-    if args.subject is None and args.python is not None:
-        yield f"--python {args.python}: it runs the adapter of --subject, and would be ignored. Leave it out."
+    if args.subject is None and len(args.layout) > 1:
+        yield f"--layout {' --layout '.join(args.layout)}: one layout is verified, unless --subject is given. Leave one."
+    for name, given in (("python", args.python), ("against", args.against)):
+        if args.subject is None and given is not None:
+            yield f"--{name} {given}: it is for the adapter of --subject, and would be ignored. Leave it out."
     if args.subject is not None and args.dtype not in TOLERANCES:
         yield f"--dtype {args.dtype} with --subject: no rounding of it is known. Give one of {', '.join(TOLERANCES)}."
     if args.max_ranks < 2:
@@ -204,9 +220,7 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
         except VerificationError as error:
             print(f"error: {error}, in trial {number} ({_features(row)})", file=sys.stderr)
             return UNUSABLE
-        largest = max(error for error, _ in verdict.largest.values())
-        answer = "[green]equal[/]    " if verdict.equal else "[bold red]different[/]"
-        console.print(f"{number:>4}/{len(trials)}  {answer}  {largest:.1e}  {_features(row)}")
+        _show_line(console, number, len(trials), verdict, _features(row))
         if not verdict.equal:
             num_different += 1
             show_certificate(console, asked, verdict)
@@ -229,7 +243,7 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
         args.config,
         args.overrides,
         oracle=args.oracle,
-        layout=None if args.layout is None else layout_words(args.config, args.overrides, args.layout),
+        layout=_layout_words(args),
         small=not args.full_size,
         num_steps=args.steps,
         dtype=args.dtype,
@@ -254,33 +268,50 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
 
 
 def _run_subject(console: Console, args: argparse.Namespace) -> int:
-    """Compare another engine's layouts with its one process, and print each certificate as soon as it is decided."""
+    """Judge another engine, each layout one line as soon as it is decided, and a certificate where it differs."""
     asked = subject_trial(
         args.config,
         args.overrides,
         adapter=args.subject,
         python=args.python or sys.executable,
-        layout=args.layout,
+        layouts=args.layout,
+        against=args.against,
         num_steps=args.steps,
         dtype=args.dtype,
     )
     if args.dry_run:
-        console.print("\n".join(f"{asked.python} {asked.adapter} in {_layout(one.config)}" for one in asked.trials))
+        console.print("\n".join(f"{asked.python} {args.subject} in {_layout(one.config)}" for one in asked.trials))
         print_json(args, planned(asked.trials), args.output)
         return EQUAL
+    console.print(f"subject {args.subject}: {_model(asked.trials[0].config)}", markup=False)
     certificates = []
-    is_equal = True
+    num_trials = len(asked.trials) + bool(asked.against)
     try:
-        for one, verdict in verify_subject(asked):
-            console.print(f"subject {asked.adapter}", markup=False)
-            show_certificate(console, one, verdict)
-            certificates.append(certificate(one, verdict))
-            is_equal = is_equal and verdict.equal
+        for number, (one, verdict, against) in enumerate(verify_subject(asked), start=1):
+            layout = named({axis: sizes_of(one.config).size(axis) for axis in AXES})
+            _show_line(console, number, num_trials, verdict, f"{layout} against {against}")
+            if not verdict.equal:
+                show_certificate(console, one, verdict, against)
+            certificates.append(certificate(one, verdict, against))
     except (VerificationError, ReportError) as error:
         print(f"error: {error}; not everything was compared", file=sys.stderr)
         return UNUSABLE
-    print_json(args, {"equal": is_equal, "subject": str(args.subject), "trials": certificates}, args.output)
-    return EQUAL if is_equal else DIFFERENT
+    num_different = sum(not one["equal"] for one in certificates)
+    print_json(args, {"equal": not num_different, "subject": str(args.subject), "trials": certificates}, args.output)
+    if num_different:
+        console.print(f"[bold red]{num_different} of {num_trials} comparisons show a difference.[/]")
+        return DIFFERENT
+    console.print(
+        f"[bold green]equal[/]: all of {counted(num_trials, 'comparison')} ({counted(args.steps, 'step')} in {args.dtype})."
+    )
+    return EQUAL
+
+
+def _show_line(console: Console, number: int, total: int, verdict: Verdict, words: str) -> None:
+    """Print a verdict of several in a line, with its largest error."""
+    largest = max(error for error, _ in verdict.largest.values())
+    answer = "[green]equal[/]    " if verdict.equal else "[bold red]different[/]"
+    console.print(f"{number:>4}/{total}  {answer}  {largest:.1e}  {words}")
 
 
 def _features(row: Row) -> str:
@@ -340,14 +371,7 @@ def show_certificate(console: Console, asked: Trial, verdict: Verdict, against: 
     for what, (error, name) in verdict.largest.items():
         table.add_row(what, f"{error:.1e}", name, style="bold red" if what in wrong else "")
     console.print(table)
-    kv = f" ({model.kv_heads} kv)" if model.kv_heads != model.num_attention_heads else ""
-    experts = "" if model.moe is None else f"{model.moe.num_experts} experts (a token has {model.moe.top_k}), "
-    console.print(
-        f"{model.num_layers} layers, h {model.hidden_size}, {model.num_attention_heads} heads{kv}, {experts}"
-        f"vocabulary {model.vocab_size} (padded {model.padded_vocab_size}), sequence {model.seq_length}; "
-        f"global batch {config.train.global_batch_size}, micro batch {config.train.micro_batch_size}",
-        style="dim",
-    )
+    console.print(_model(config), style="dim")
     console.print(
         f"errors are relative to a tensor's norm, or to its share of all of its kind; {_rounding(asked)} is rounding",
         style="dim",
@@ -373,6 +397,18 @@ def show_certificate(console: Console, asked: Trial, verdict: Verdict, against: 
     assert verdict.cause is not None
     axis = "" if verdict.cause.axis is None else f" [bold]{verdict.cause.axis}[/]:"
     console.print(f"likely cause:{axis} {verdict.cause.text}.")
+
+
+def _model(config: Config) -> str:
+    """Describe the model and its batch in a line."""
+    model = config.model
+    kv = f" ({model.kv_heads} kv)" if model.kv_heads != model.num_attention_heads else ""
+    experts = "" if model.moe is None else f"{model.moe.num_experts} experts (a token has {model.moe.top_k}), "
+    return (
+        f"{model.num_layers} layers, h {model.hidden_size}, {model.num_attention_heads} heads{kv}, {experts}"
+        f"vocabulary {model.vocab_size} (padded {model.padded_vocab_size}), sequence {model.seq_length}; "
+        f"global batch {config.train.global_batch_size}, micro batch {config.train.micro_batch_size}"
+    )
 
 
 def _add_column(table: Table, name: str, *, is_name: bool, justify: Literal["left", "right"]) -> None:

@@ -287,7 +287,7 @@ def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
     with tempfile.TemporaryDirectory(prefix="triaxis-oracle-") as name:
         folder = Path(name)
         write_corpus(asked.trials[0].reference, folder)
-        if exit_code := _run_oracle(asked, folder):
+        if exit_code := run_oracle(asked.oracle, asked.trials[0].reference, folder):
             raise VerificationError(exit_code)
         for number, one in enumerate(asked.trials):
             for report in folder.glob("rank_*.json"):
@@ -325,13 +325,18 @@ def _oracle_command(path: Path) -> list[str]:
     return [sys.executable, "-m", WORKER, str(path)]
 
 
-def _run_oracle(asked: OracleTrial, folder: Path) -> int:
-    """Run the oracle in its own process: the globals of its code, and the patches that it needs, end with it."""
+def run_oracle(oracle: str, config: Config, folder: Path) -> int:
+    """Run the oracle in its own process: the globals of its code, and the patches that it needs, end with it.
+
+    Args:
+        config: of one process.
+        folder: has the corpus; it gets the files of a reference.
+    """
     place = folder / "oracle"
     place.mkdir()
     path = place / "verify.yaml"
-    path.write_text(to_yaml(with_corpus(asked.trials[0].reference, folder)))
-    (place / JOB).write_text(json.dumps({"folder": str(folder), "oracle": asked.oracle}))
+    path.write_text(to_yaml(with_corpus(config, folder)))
+    (place / JOB).write_text(json.dumps({"folder": str(folder), "oracle": oracle}))
     # On the CPU, on any device of the layouts, and offline.
     variables = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | thread_variables(os.environ)
     variables |= import_variables(os.environ)

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ from tests.launch.command_line import TRIAXIS, run
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.cli import main
 from triaxis.launch.verify.subject import run as subject
-from triaxis.launch.verify.subject.files import read_reports
-from triaxis.launch.verify.subject.run import ReportError, axes_of, covering_layouts
+from triaxis.launch.verify.subject.files import Reference
+from triaxis.launch.verify.subject.run import AXES, Adapter, ReportError, SubjectTrial, covering_layouts, read_adapter
 from triaxis.launch.verify.verdict.records import ParameterFacts
 
 SUBJECTS = Path(__file__).with_name("subjects")
@@ -24,7 +25,7 @@ PLAIN, CONFIG = SUBJECTS / "plain_torch.py", SUBJECTS / "gpt2.yaml"
 @pytest.mark.parametrize(
     ("mistake", "says"),
     [
-        ("", ("equal: this layout trains the same model.",)),
+        ("", ("equal: all of 1 comparison",)),
         (
             "no sum in backward",
             ("gradient:", "likely cause: tp:", "transformer.h.0.ln_1.weight", "vanishes with tp=1; it stays with dp=1"),
@@ -45,18 +46,31 @@ def test_a_plain_engine_and_its_mistakes(
 
 
 def test_layouts_cover_the_declared_axes() -> None:
-    assert axes_of(PLAIN) == ("tp", "dp")
-    assert covering_layouts(("tp", "dp")) == [{"tp": 2, "dp": 2}, {"tp": 2, "dp": 1}, {"tp": 1, "dp": 2}]
-    four = covering_layouts(("tp", "pp", "dp", "cp"))
+    plain = read_adapter(PLAIN)
+    assert plain.axes == ("tp", "dp")
+    assert covering_layouts(plain) == [{"tp": 2, "dp": 2}, {"tp": 2, "dp": 1}, {"tp": 1, "dp": 2}]
+    assert covering_layouts(replace(plain, smallest={**plain.smallest, "dp": 2})) == [{"tp": 2, "dp": 2}]
+    four = covering_layouts(replace(plain, axes=AXES))
     assert all(1 < one["tp"] * one["pp"] * one["dp"] * one["cp"] <= 8 for one in four)
     assert any(one["tp"] == one["cp"] == 2 for one in four) and any(one["pp"] == one["dp"] == 2 for one in four)
 
 
-@pytest.mark.parametrize("text", ["", "AXES = ('tp', 'experts')", "AXES = (", "AXES = ('tp')", "AXES = sizes"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "AXES = ('tp', 'experts')",
+        "AXES = (",
+        "AXES = ('tp')",
+        "AXES = sizes",
+        "AXES = ('tp',)\nSMALLEST = {'dp': 2}",
+        "AXES = ('tp',)\nSMALLEST = {'tp': 3}",
+    ],
+)
 def test_a_file_that_declares_no_axes_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text)
     with pytest.raises(ConfigError, match="--subject"):
-        axes_of(tmp_path / "mine.py")
+        read_adapter(tmp_path / "mine.py")
 
 
 @pytest.mark.parametrize(
@@ -64,7 +78,11 @@ def test_a_file_that_declares_no_axes_is_refused(text: str, tmp_path: Path) -> N
     [
         (["--layout", "pp=2"], "--layout pp=2: the adapter declares tp, dp"),
         (["--layout", "tp=2,dp"], "--layout dp: the adapter declares tp, dp"),
-        (["--layout", "tp=0"], "--layout tp=0: the adapter declares tp, dp"),
+        (["--layout", "dp=2", "--layout", "tp=0"], "--layout tp=0: the adapter declares tp, dp"),
+        (
+            ["--against", "megatron-core", "model.hidden_dropout=0.1"],
+            "megatron-core draws masks from generators of its own",
+        ),
         (["--dtype", "bf16"], "no rounding of it is known"),
         (["--full-size"], "runs another engine in small sizes"),
         (["model.hidden_dropout=0.1"], "draws masks from generators of its own"),
@@ -77,16 +95,20 @@ def test_what_a_subject_cannot_be_asked_is_refused(
     assert says in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_python_without_a_subject_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(CONFIG), "--python", "python3", "--dry-run"]) == 2
-    assert "it runs the adapter of --subject" in " ".join(capsys.readouterr().err.split())
+def test_what_is_of_a_subject_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--python", "python3", "--against", "triaxis", "--layout", "tp=2", "--layout", "dp=2"]
+    assert main(["verify", str(CONFIG), *words, "--dry-run"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "--python python3: it is for the adapter of --subject" in said
+    assert "--against triaxis: it is for the adapter of --subject" in said
+    assert "--layout tp=2 --layout dp=2: one layout is verified" in said
 
 
 def test_ranks_that_do_not_end_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setattr(subject, "MOST_SECONDS", 0.1)
     with pytest.raises(ReportError, match=r"ranks \[0, 1\] have not ended in 0.1 seconds"):
-        subject._start(subject.SubjectTrial(tmp_path / "waits.py", sys.executable, ()), tmp_path, 2)
+        subject._start(SubjectTrial(Adapter(tmp_path / "waits.py", ("tp",), {}), sys.executable, ()), tmp_path, 2)
 
 
 def reported(folder: Path, tensors: dict[str, torch.Tensor], steps: int = 1) -> None:
@@ -100,6 +122,7 @@ def test_reports_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     whole = {"gradient:w": torch.ones(2), "parameter:w": torch.ones(2)}
     parameters = (ParameterFacts("w", None, None, decay=True, tied_ends=False, stage=0),)
     reported(tmp_path / "one", whole)
+    one = Reference(tmp_path / "one", 1)
     for name, tensors, says in (
         ("half", {**whole, "gradient:w": torch.ones(1)}, r"shape \[1\], and one process \[2\]: whole tensors"),
         ("other", {**whole, "gradient:x": torch.ones(2)}, "gradient of x, a name that one process has not"),
@@ -107,11 +130,11 @@ def test_reports_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     ):
         reported(tmp_path / name, tensors)
         with pytest.raises(ReportError, match=says):
-            read_reports(tmp_path / name, tmp_path / "one", parameters, 1)
+            one.reports(tmp_path / name, parameters, 1)
     with pytest.raises(ReportError, match=r"rank 1 has ended without job.close"):
-        read_reports(tmp_path / "one", tmp_path / "one", parameters, 2)
+        one.reports(tmp_path / "one", parameters, 2)
     reported(tmp_path / "none", whole, steps=0)
     with pytest.raises(ReportError, match="rank 0 reports 0 steps, and one process 1"):
-        read_reports(tmp_path / "none", tmp_path / "one", parameters, 1)
-    (alone,) = read_reports(tmp_path / "one", tmp_path / "one", parameters, 1)
+        one.reports(tmp_path / "none", parameters, 1)
+    (alone,) = one.reports(tmp_path / "one", parameters, 1)
     assert [one.deviation.error for one in alone.tensors] == [0.0, 0.0]

@@ -1,7 +1,9 @@
 """The files between us and an adapter: what it starts from, and what its ranks report."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +15,16 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.layout.shard_spec import localize
 from triaxis.engine.numerics.precision import DTYPES
 from triaxis.engine.storage.state_files import read_text
-from triaxis.launch.verify.measure import deviation, starting_values
+from triaxis.launch.verify.measure import deviation, reference_file, starting_values
 from triaxis.launch.verify.oracles.corpus import rows_of_steps, with_corpus, write_corpus
 from triaxis.launch.verify.samples import MASKED_FRACTION
 from triaxis.launch.verify.subject.run import ReportError
-from triaxis.launch.verify.verdict.records import ParameterFacts, RankReport, StepFacts, TensorReport
+from triaxis.launch.verify.verdict.records import REFERENCE_STEPS, ParameterFacts, RankReport, StepFacts, TensorReport
 from triaxis.models.interop.huggingface.config import family_of, to_hugging_face
 from triaxis.models.interop.huggingface.weights import exchanges
+
+KINDS = ("gradient", "parameter")
+"""Tensors that an adapter reports in each step."""
 
 
 def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[ParameterFacts, ...]]:
@@ -63,56 +68,110 @@ def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[Pa
     return job, tuple(facts)
 
 
-def read_reports(
-    folder: Path, reference: Path, parameters: Sequence[ParameterFacts], world_size: int
-) -> tuple[RankReport, ...]:
-    """Compare what the ranks of a layout left in `folder` with the one process's tensors in `reference`.
+def write_as_subject(config: Config, folder: Path) -> Path:
+    """Write a reference of ours or of an oracle's, in `folder`, as an adapter's one process would; return the place.
+
+    Args:
+        config: of one process.
+    """
+    place = folder / "against"
+    place.mkdir()
+    pairs = exchanges(family_of(config.model), config.model)
+    steps = json.loads(read_text(folder / REFERENCE_STEPS))
+    for step in range(len(steps)):
+        with safe_open(reference_file(folder, step), framework="pt") as found:
+            tensors = {
+                f"{kind}:{theirs}": tensor.contiguous()
+                for kind in KINDS
+                for pair in pairs
+                for theirs, tensor in zip(
+                    pair.theirs,
+                    pair.to_theirs([found.get_tensor(f"{kind}:{spec.name}") for spec in pair.ours]),
+                    strict=True,
+                )
+            }
+        save_file(tensors, place / _tensors_of(0, step))
+    (place / _report_of(0)).write_text(json.dumps({"place": {}, "steps": steps}))
+    return place
+
+
+class Reference:
+    """What the ranks of the smallest layout reported, and the comparison of others with it.
+
+    Args:
+        folder: of their reports.
+        world_size: their number.
 
     Raises:
-        ReportError: a rank has not closed its job, or a tensor has no name or shape of the model's, or no rank holds it.
+        ReportError: a rank has not closed its job.
     """
-    ranks = [_read(folder, reference, rank) for rank in range(world_size)]
-    wanted = json.loads(read_text(reference / "rank_00000.json"))["steps"]
-    for rank in ranks:
-        if len(rank.steps) != len(wanted):
-            raise ReportError(f"rank {rank.rank} reports {len(rank.steps)} steps, and one process {len(wanted)}")
-    held = {(one.step, one.kind, one.name) for rank in ranks for one in rank.tensors}
-    for step in range(len(ranks[0].steps)):
-        for kind in ("gradient", "parameter"):
+
+    def __init__(self, folder: Path, world_size: int) -> None:
+        self._folder, self._world_size = folder, world_size
+        self.steps = _steps(_told(folder, 0))
+
+    def reports(self, folder: Path, parameters: Sequence[ParameterFacts], world_size: int) -> tuple[RankReport, ...]:
+        """Compare what the ranks of a layout left in `folder`.
+
+        Raises:
+            ReportError: a rank has not closed its job, or a tensor has no name or shape of the model's, or no rank holds it.
+        """
+        ranks = tuple(self._read(folder, rank) for rank in range(world_size))
+        for rank in ranks:
+            if len(rank.steps) != len(ranks[0].steps) or not 0 < len(rank.steps) <= len(self.steps):
+                raise ReportError(
+                    f"rank {rank.rank} reports {len(rank.steps)} steps, and one process {len(self.steps)}"
+                )
+        held = {(one.step, one.kind, one.name) for rank in ranks for one in rank.tensors}
+        for step, kind in product(range(len(ranks[0].steps)), KINDS):
             if missing := [one.name for one in parameters if (step, kind, one.name) not in held]:
                 raise ReportError(f"no rank reports the {kind} of {missing[0]} in step {step + 1}")
-    return tuple(ranks)
+        return ranks
+
+    def _read(self, folder: Path, rank: int) -> RankReport:
+        told = _told(folder, rank)
+        place = {axis: told["place"].get(axis, 0) for axis in ("pp", "dp", "cp", "tp")}
+        tensors = tuple(
+            one
+            for step in range(len(told["steps"]))
+            for one in self._tensors(folder / _tensors_of(rank, step), rank, step)
+        )
+        return RankReport(rank, place, _steps(told), tensors, (), experts={"edp": 0, "ep": 0, "etp": 0})
+
+    def _tensors(self, path: Path, rank: int, step: int) -> Iterator[TensorReport]:
+        with ExitStack() as stack:
+            ours, *known = (
+                stack.enter_context(safe_open(one, framework="pt"))
+                for one in (path, *(self._folder / _tensors_of(other, step) for other in range(self._world_size)))
+            )
+            # Of copies, that of the first rank: the others are compared with it.
+            holder = {key: one for one in reversed(known) for key in list(one.keys())}
+            for key in sorted(ours.keys()):
+                kind, _, parameter = key.partition(":")
+                if key not in holder:
+                    raise ReportError(f"rank {rank} reports the {kind} of {parameter}, a name that one process has not")
+                wanted, got = holder[key].get_tensor(key), ours.get_tensor(key)
+                if wanted.shape != got.shape:
+                    shapes = f"{list(got.shape)}, and one process {list(wanted.shape)}: whole tensors are compared"
+                    raise ReportError(f"rank {rank} reports the {kind} of {parameter} with the shape {shapes}")
+                yield TensorReport(step, kind, parameter, deviation(wanted, got))
 
 
-def _read(folder: Path, reference: Path, rank: int) -> RankReport:
-    path = folder / f"rank_{rank:05d}.json"
+def _report_of(rank: int) -> str:
+    return f"rank_{rank:05d}.json"
+
+
+def _tensors_of(rank: int, step: int) -> str:
+    return f"rank_{rank:05d}.step_{step:02d}.safetensors"
+
+
+def _told(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / _report_of(rank)
     if not path.exists():
         raise ReportError(f"rank {rank} has ended without job.close()")
-    told = json.loads(read_text(path))
-    place = {axis: told["place"].get(axis, 0) for axis in ("pp", "dp", "cp", "tp")}
-    return RankReport(
-        rank,
-        place,
-        tuple(StepFacts(one["loss"], one["grad_norm"], 0.0) for one in told["steps"]),
-        tuple(one for step in range(len(told["steps"])) for one in _tensors(folder, reference, rank, step)),
-        (),
-        experts={"edp": 0, "ep": 0, "etp": 0},
-    )
+    told: dict[str, Any] = json.loads(read_text(path))
+    return told
 
 
-def _tensors(folder: Path, reference: Path, rank: int, step: int) -> Iterator[TensorReport]:
-    name = f"step_{step:02d}.safetensors"
-    with (
-        safe_open(folder / f"rank_{rank:05d}.{name}", framework="pt") as found,
-        safe_open(reference / f"rank_00000.{name}", framework="pt") as known,
-    ):
-        names = set(known.keys())
-        for key in sorted(found.keys()):
-            kind, _, parameter = key.partition(":")
-            if key not in names:
-                raise ReportError(f"rank {rank} reports the {kind} of {parameter}, a name that one process has not")
-            wanted, got = known.get_tensor(key), found.get_tensor(key)
-            if wanted.shape != got.shape:
-                shapes = f"{list(got.shape)}, and one process {list(wanted.shape)}: whole tensors are compared"
-                raise ReportError(f"rank {rank} reports the {kind} of {parameter} with the shape {shapes}")
-            yield TensorReport(step, kind, parameter, deviation(wanted, got))
+def _steps(told: Mapping[str, Any]) -> tuple[StepFacts, ...]:
+    return tuple(StepFacts(one["loss"], one["grad_norm"], 0.0) for one in told["steps"])

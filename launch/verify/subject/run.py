@@ -2,6 +2,7 @@
 
     our config  ->  a small model, its weights and batches  ->  ADAPTER.py in one process  ->  the reference
                                                                 ADAPTER.py in a layout      ->  the tensors of each rank, compared
+                                                                --against ENGINE            ->  compared with the reference
 
 The judge is that of our own layouts. Weights have Hugging Face's names, and all files are safetensors and JSON, so the adapter may
 run in another environment (`triaxis_subject.py` is all that it needs).
@@ -9,6 +10,7 @@ run in another environment (`triaxis_subject.py` is all that it needs).
 
 import ast
 import json
+import math
 import os
 import re
 import shutil
@@ -18,9 +20,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
@@ -29,11 +32,12 @@ from triaxis.engine.storage.state_files import read_text
 from triaxis.launch.start.command_line import refuse
 from triaxis.launch.start.launcher import thread_variables
 from triaxis.launch.verify.covering import covering_rows
-from triaxis.launch.verify.oracle import refusals
-from triaxis.launch.verify.run import VerificationError
+from triaxis.launch.verify.oracle import installed_version, refusals, run_oracle
+from triaxis.launch.verify.oracles.corpus import with_corpus
+from triaxis.launch.verify.run import VerificationError, layout_job, start_ranks
+from triaxis.launch.verify.sweep import attributed
 from triaxis.launch.verify.trial import ONE_PROCESS, Trial, trial
-from triaxis.launch.verify.verdict.causes import cause_of
-from triaxis.launch.verify.verdict.evidence import Evidence, SublayoutVerdict
+from triaxis.launch.verify.verdict.evidence import Evidence
 from triaxis.launch.verify.verdict.judge import Verdict, judge
 
 AXES = ("tp", "pp", "dp", "cp")
@@ -46,8 +50,27 @@ MOST_SECONDS = 1800.0
 """Longest run of an adapter: ranks that wait for each other for ever are a mistake too."""
 
 
+OURS = "triaxis"
+"""Our one process, as the engine that `--against` names."""
+
+
 class ReportError(Exception):
     """A report that nothing can be compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """An adapter's file, read and not run: its packages may be in another environment.
+
+    Attributes:
+        path: absolute.
+        axes: those of its layouts.
+        smallest: the ranks of each axis in its reference.
+    """
+
+    path: Path
+    axes: tuple[str, ...]
+    smallest: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,91 +78,129 @@ class SubjectTrial:
     """A subject and the layouts in which it is tried.
 
     Attributes:
-        adapter: its file.
         python: the interpreter that runs it.
-        trials: of one small model; each layout against one process.
+        trials: of one small model; each layout against the smallest one.
+        against: the engine that the reference is compared with too, and its version; empty: none.
     """
 
-    adapter: Path
+    adapter: Adapter
     python: str
     trials: tuple[Trial, ...]
+    against: tuple[str, ...] = ()
 
 
-def axes_of(adapter: Path) -> tuple[str, ...]:
-    """Return the axes that an adapter declares; the file is read, not run, since its packages may be in another environment.
+def read_adapter(path: Path) -> Adapter:
+    """Read what an adapter declares.
 
     Raises:
-        ConfigError: it cannot be read, or declares none that is known.
+        ConfigError: it cannot be read, or declares no axes that are known.
     """
     try:
-        tree = ast.parse(read_text(adapter), str(adapter))
-        named = [
-            one.value for one in tree.body if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "AXES"
-        ]
-        declared = ast.literal_eval(named[0]) if named else ()
+        found = {
+            ast.unparse(one.targets[0]): ast.literal_eval(one.value)
+            for one in ast.parse(read_text(path), str(path)).body
+            if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) in ("AXES", "SMALLEST")
+        }
     except (OSError, SyntaxError, ValueError) as error:
-        raise ConfigError([f"--subject {adapter}: it cannot be read ({error})."], "the command line") from error
-    if not isinstance(declared, tuple) or not declared or not set(declared) <= set(AXES):
-        raise ConfigError(
-            [
-                f"--subject {adapter}: AXES = {declared or 'nothing'}: an adapter declares the axes of its layouts, of "
-                f"{', '.join(AXES)}, such as AXES = ('tp', 'dp')."
-            ],
-            "the command line",
+        raise ConfigError([f"--subject {path}: it cannot be read ({error})."], "the command line") from error
+    axes: Any = found.get("AXES")
+    smallest: Any = found.get("SMALLEST", {})
+    problems = []
+    if not isinstance(axes, tuple) or not axes or not set(axes) <= set(AXES):
+        problems.append(
+            f"--subject {path}: AXES = {axes or 'nothing'}: an adapter declares the axes of its layouts, of "
+            f"{', '.join(AXES)}, such as AXES = ('tp', 'dp')."
         )
-    return tuple(declared)
+    elif not isinstance(smallest, dict) or not all(at in axes and size in (1, 2) for at, size in smallest.items()):
+        problems.append(f"--subject {path}: SMALLEST = {smallest}: it has 1 or 2 ranks for some of {', '.join(axes)}.")
+    refuse(problems)
+    return Adapter(path.absolute(), axes, dict.fromkeys(AXES, 1) | smallest)
 
 
-def covering_layouts(axes: Sequence[str]) -> list[dict[str, int]]:
-    """Return layouts with 1 or 2 ranks on each axis, in which every two axes meet in every way, without the one process."""
+def covering_layouts(adapter: Adapter) -> list[dict[str, int]]:
+    """Return layouts with 1 or 2 ranks on each axis, in which every two axes meet in every way, without the smallest."""
+    sizes = {axis: (2, 1) if adapter.smallest[axis] == 1 else (2,) for axis in adapter.axes}
+    smallest = math.prod(adapter.smallest.values())
 
     def is_legal(row: Mapping[str, object]) -> bool:
-        return 1 < 2 ** sum(size == 2 for size in row.values()) <= MOST_RANKS
+        return smallest < 2 ** sum(size == 2 for size in row.values()) <= MOST_RANKS
 
-    return [
-        {axis: int(str(size)) for axis, size in row.items()}
-        for row in covering_rows(dict.fromkeys(axes, (2, 1)), is_legal)
-    ]
+    return [{axis: int(str(size)) for axis, size in row.items()} for row in covering_rows(sizes, is_legal)]
 
 
 def subject_trial(
-    path: Path, overrides: Sequence[str], *, adapter: Path, python: str, layout: str | None, num_steps: int, dtype: str
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    adapter: Path,
+    python: str,
+    layouts: Sequence[str],
+    against: str | None,
+    num_steps: int,
+    dtype: str,
 ) -> SubjectTrial:
     """Build the layouts of a subject and a small model that fits them all.
 
     Args:
         path, overrides: as for training; the layout there is not read.
-        adapter, python: as of `SubjectTrial`.
-        layout: one, in words such as `tp=2,dp=2`; None: covering ones of the axes that the adapter declares.
+        adapter: its file.
+        python: as of `SubjectTrial`.
+        layouts: in words such as `tp=2,dp=2`; empty: covering ones of the axes that the adapter declares.
+        against: the name of an engine; None: none.
         num_steps, dtype: of every run.
 
     Raises:
         ConfigError: the adapter cannot be read, the model has no name at Hugging Face, or the config is wrong.
     """
-    axes = axes_of(adapter)
-    layouts = covering_layouts(axes) if layout is None else [_sizes(layout, axes)]
-    largest = {axis: max(one.get(axis, 1) for one in layouts) for axis in AXES}
+    subject = read_adapter(adapter)
+    chosen = [_sizes(one, subject) for one in layouts] or covering_layouts(subject)
+    largest = {axis: math.lcm(subject.smallest[axis], *(one.get(axis, 1) for one in chosen)) for axis in AXES}
     words = [f"parallel.{name}={json.dumps(value)}" for name, value in (ONE_PROCESS | largest).items()]
     asked = trial(path, (*overrides, *words, "schedule.name=auto"), small=True, num_steps=num_steps, dtype=dtype)
-    refuse(refusals("transformers", asked.reference), "a subject's model")
-    alone = asked.reference.parallel
-    configs = [asked.reference.model_copy(update={"parallel": alone.model_copy(update=one)}) for one in layouts]
-    return SubjectTrial(adapter.absolute(), python, tuple(Trial(one, asked.reference) for one in configs))
+    compared = {"transformers", against or OURS} - {OURS}
+    refuse(
+        dict.fromkeys(said for name in sorted(compared) for said in refusals(name, asked.reference)),
+        "a subject's model",
+    )
+    alone = _with_sizes(asked.reference, subject.smallest)
+    trials = tuple(Trial(_with_sizes(alone, one), alone) for one in chosen)
+    named = () if against is None else (against,) if against == OURS else (against, installed_version(against))
+    return SubjectTrial(subject, python, trials, named)
 
 
-def _sizes(layout: str, axes: Sequence[str]) -> dict[str, int]:
+def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
     """Return the sizes of a layout in words.
 
     Raises:
-        ConfigError: a word is no axis of the adapter's with a size.
+        ConfigError: a word is no axis of the adapter's with a size that its smallest layout divides.
     """
     words = [word.partition("=") for word in layout.split(",")]
-    if wrong := ["".join(word) for word in words if word[0] not in axes or not re.fullmatch("[1-9][0-9]*", word[2])]:
+    wrong = [
+        "".join(word)
+        for word in words
+        if word[0] not in adapter.axes
+        or not re.fullmatch("[1-9][0-9]*", word[2])
+        or int(word[2]) % adapter.smallest[word[0]]
+    ]
+    if wrong:
+        smallest = f" that is a multiple of its smallest layout's, {named(adapter.smallest)}"
         raise ConfigError(
-            [f"--layout {wrong[0]}: the adapter declares {', '.join(axes)}, each with a number of ranks."],
+            [
+                f"--layout {wrong[0]}: the adapter declares {', '.join(adapter.axes)}, each with a number of ranks"
+                f"{smallest if max(adapter.smallest.values()) > 1 else ''}."
+            ],
             "the command line",
         )
     return {name: int(size) for name, _, size in words}
+
+
+def named(sizes: Mapping[str, int]) -> str:
+    """Return a layout in words; axes of one rank are left out."""
+    return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
+
+
+def _with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
+    return config.model_copy(update={"parallel": config.parallel.model_copy(update=dict(sizes))})
 
 
 def sizes_of(config: Config) -> ParallelSizes:
@@ -147,8 +208,8 @@ def sizes_of(config: Config) -> ParallelSizes:
     return ParallelSizes(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1, cp=parallel.cp)
 
 
-def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict]]:
-    """Run the subject in one process, then in one layout after another; yield each verdict as soon as it is there.
+def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
+    """Run the subject in its smallest layout, then in the others; yield each verdict, and against what, as soon as it is there.
 
     Where a layout differs, it runs again with one axis after the other collapsed.
 
@@ -156,46 +217,66 @@ def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict]]:
         VerificationError: a run did not end well.
         ReportError: a report cannot be compared.
     """
-    from triaxis.launch.verify.subject.files import read_reports, write_inputs
+    from triaxis.launch.verify.subject.files import Reference, write_as_subject, write_inputs
 
     with tempfile.TemporaryDirectory(prefix="triaxis-subject-") as name:
-        folder, runs = Path(name), count()
-        job, parameters = write_inputs(asked.trials[0].reference, folder)
+        folder, runs, alone = Path(name), count(), asked.trials[0].reference
+        job, parameters = write_inputs(alone, folder)
 
         def run(config: Config) -> Path:
             place = folder / f"run_{next(runs)}"
             place.mkdir()
             sizes = sizes_of(config)
-            layout = {axis: sizes.size(axis) for axis in AXES}
-            (place / "job.json").write_text(json.dumps(job | {"layout": layout}))
+            told = {"layout": {axis: sizes.size(axis) for axis in AXES}, "num_steps": config.train.steps}
+            (place / "job.json").write_text(json.dumps(job | told))
             if exit_code := _start(asked, place, sizes.world_size):
                 raise VerificationError(exit_code)
             return place
 
-        reference = run(asked.trials[0].reference)
-        (alone,) = read_reports(reference, reference, parameters, 1)
+        def seen(place: Path, config: Config, reference: Reference) -> Evidence:
+            sizes = sizes_of(config)
+            ranks = reference.reports(place, parameters, sizes.world_size)
+            return Evidence(sizes, False, parameters, reference.steps[: config.train.steps], ranks)
 
-        def seen(config: Config) -> Evidence:
-            ranks = read_reports(run(config), reference, parameters, sizes_of(config).world_size)
-            return Evidence(sizes_of(config), False, parameters, alone.steps, ranks)
-
+        smallest = run(alone)
+        reference = Reference(smallest, sizes_of(alone).world_size)
+        of_reference = judge(seen(smallest, alone, reference), asked.trials[0].tolerance)
+        if not of_reference.equal:
+            raise ReportError(f"its ranks disagree in its smallest layout: {of_reference.differences[0]}")
+        if asked.against:
+            _run_against(asked, folder)
+            other = Reference(write_as_subject(alone, folder), 1)
+            yield (
+                asked.trials[0],
+                judge(seen(smallest, alone, other), asked.trials[0].tolerance),
+                " ".join(asked.against),
+            )
         for one in asked.trials:
-            found = seen(one.config)
-            verdict = judge(found, one.tolerance)
-            if not verdict.equal:
-                outcomes = [
-                    SublayoutVerdict(f"{axis}=1", axis, judge(seen(smaller), one.tolerance).equal)
-                    for axis, smaller in _collapsed(one.config)
-                ]
-                verdict = replace(verdict, cause=cause_of(found, verdict.differences, outcomes))
-            yield one, verdict
+            found = seen(run(one.config), one.config, reference)
+
+            def is_equal(config: Config, tolerance: float | None = one.tolerance) -> bool | None:
+                if any(sizes_of(config).size(axis) % size for axis, size in asked.adapter.smallest.items()):
+                    return None
+                return judge(seen(run(config), config, reference), tolerance).equal
+
+            verdict = attributed(one.config, found, judge(found, one.tolerance), is_equal)
+            yield one, verdict, named(asked.adapter.smallest)
 
 
-def _collapsed(config: Config) -> Iterator[tuple[str, Config]]:
-    """Yield the layout with one rank on each of its axes in turn."""
-    for axis in AXES:
-        if sizes_of(config).size(axis) > 1:
-            yield axis, config.model_copy(update={"parallel": config.parallel.model_copy(update={axis: 1})})
+def _run_against(asked: SubjectTrial, folder: Path) -> None:
+    """Run the engine that `--against` names in one process.
+
+    Raises:
+        VerificationError: it did not end well.
+    """
+    config = _with_sizes(asked.trials[0].reference, dict.fromkeys(AXES, 1))
+    if asked.against[0] == OURS:
+        job = layout_job(folder) | {"is_reference": True}
+        exit_code = start_ranks(with_corpus(config, folder), folder / OURS, job)
+    else:
+        exit_code = run_oracle(asked.against[0], config, folder)
+    if exit_code:
+        raise VerificationError(exit_code)
 
 
 def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
@@ -221,7 +302,7 @@ def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
         ranks = [
             stack.enter_context(
                 subprocess.Popen(
-                    [asked.python, str(asked.adapter), str(place)],
+                    [asked.python, str(asked.adapter.path), str(place)],
                     env=variables | around | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=sys.stderr,
                 )

@@ -31,6 +31,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 
+def gathered(part: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    """Return the whole of a tensor whose equal parts are cut along `dim` over the ranks of a process group of torch's."""
+    parts = [torch.empty_like(part) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(parts, part.detach().contiguous(), group=group)
+    return torch.cat(parts, dim)
+
+
 class MicroBatch(NamedTuple):
     """Tokens and labels int64 [b, s], and bool [b, s]: labels that count."""
 
@@ -72,6 +79,20 @@ class Job:
         with safe_open(self._inputs / "batches.safetensors", framework="pt") as batches:
             parts = [batches.get_tensor(f"{step}.{name}") for name in MicroBatch._fields]
         return [MicroBatch(*each) for each in zip(*parts, strict=True)]
+
+    def num_counted(self, step: int) -> int:
+        """Return the counted labels of a step's global batch, by which its loss is divided."""
+        return sum(int(one.counted.sum()) for one in self.microbatches(step))
+
+    def adamw(self, weights: Mapping[str, torch.Tensor]) -> torch.optim.AdamW:
+        """Return torch's AdamW with the job's settings for weights by name, for an engine that has no optimizer of its own."""
+        plain, decayed = (
+            [one for name, one in weights.items() if (name in self.optimizer["no_decay"]) is chosen]
+            for chosen in (True, False)
+        )
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": plain, "weight_decay": 0.0}]
+        settings = {key: self.optimizer[key] for key in ("lr", "betas", "eps", "weight_decay")}
+        return torch.optim.AdamW(groups, **settings)
 
     def gradients(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
         """Report gradients of the loss by name, as the optimizer will read them, before clipping."""

@@ -25,6 +25,10 @@ LOOSEST_SUM = 0.05
 """Projections that add up to 1 within this speak for partial sums, where the bound is not tighter."""
 
 
+FP32_ROUNDING = 1e-6
+"""Of a tensor: a few times the rounding of its elements, 6e-8."""
+
+
 def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[SublayoutVerdict] = ()) -> Cause:
     """Return the axis that measurements name, and what was measured.
 
@@ -175,6 +179,8 @@ def _along(evidence: Evidence, axis: str) -> list[list[RankReport]]:
 
 def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
     first = differing[0]
+    if first.bound < max(one.error for one in differing) < FP32_ROUNDING:
+        return "differences have the size of fp32's rounding: part of the computation is made in fp32"
     if first.what == "output":
         return _of_output(evidence, first)
     if first.what == "routing":
