@@ -2,7 +2,7 @@
 
     triaxis verify configs/llama3_8b.yaml --subject examples/subjects/torch_fsdp2.py
 
-The sequence is cut between the linear layers of tp. It needs torch >= 2.6 and transformers >= 5.
+The sequence is cut between the linear layers of tp. It needs torch >= 2.11 and transformers >= 5.
 """
 
 import logging
@@ -26,9 +26,8 @@ job = Job()
 dist.init_process_group("gloo")
 torch.set_default_dtype(job.dtype)
 logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # a sum over two axes is two messages, it warns
-mesh = init_device_mesh(
-    "cpu", tuple(job.layout[axis] for axis in ("pp", "dp", "tp")), mesh_dim_names=("pp", "dp", "tp")
-)
+axes = ("pp", "dp", "tp")
+mesh = init_device_mesh("cpu", tuple(job.layout[axis] for axis in axes), mesh_dim_names=axes)
 at = {axis: mesh.get_local_rank(axis) for axis in AXES}
 modeling_llama.LlamaRMSNorm = nn.RMSNorm  # theirs computes in fp32, whatever the dtype
 

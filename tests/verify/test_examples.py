@@ -16,7 +16,7 @@ from tests.harness import run_ranks
 from tests.launch.command_line import TRIAXIS, run
 from tests.launch.forked_ranks import work
 
-EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/README.md"))
+EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/run.yaml"))
 
 
 def commands(page: Path) -> Iterator[tuple[str, str]]:

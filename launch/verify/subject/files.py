@@ -96,7 +96,7 @@ def write_as_subject(config: Config, folder: Path) -> Path:
 
 
 class Reference:
-    """What the ranks of the smallest layout reported, and the comparison of others with it.
+    """Reports of the smallest layout's ranks, and the comparison of others with them.
 
     Args:
         folder: of their reports.

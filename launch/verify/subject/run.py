@@ -246,11 +246,8 @@ def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
         if asked.against:
             _run_against(asked, folder)
             other = Reference(write_as_subject(alone, folder), 1)
-            yield (
-                asked.trials[0],
-                judge(seen(smallest, alone, other), asked.trials[0].tolerance),
-                " ".join(asked.against),
-            )
+            verdict = judge(seen(smallest, alone, other), asked.trials[0].tolerance)
+            yield Trial(alone, alone), verdict, " ".join(asked.against)
         for one in asked.trials:
             found = seen(run(one.config), one.config, reference)
 

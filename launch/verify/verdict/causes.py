@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from triaxis.engine.config.optimizer_kinds import EMA, MASTER
 from triaxis.launch.verify.verdict.deviation import Deviation
-from triaxis.launch.verify.verdict.evidence import ALONE, Cause, Difference, Evidence, SublayoutVerdict
+from triaxis.launch.verify.verdict.evidence import ALONE, Cause, Difference, Evidence, SublayoutVerdict, relative_errors
 from triaxis.launch.verify.verdict.records import RankReport, together
 
 AXES = ("tp", "pp", "cp", "dp", "ep", "etp")
@@ -187,6 +187,8 @@ def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
         return _of_routing(first)
     if first.what == "gradient":
         return _of_gradients(evidence, differing)
+    if first.what == "loss" and not evidence.sites:
+        return _of_forward(evidence, first)
     texts = {
         "samples": "samples of the step are read twice, by no rank, or with other contents: the deal of samples to dp ranks, "
         "labels and masks, or where documents end",
@@ -248,6 +250,32 @@ def _of_routing(first: Difference) -> str:
     )
 
 
+def _of_forward(evidence: Evidence, first: Difference) -> str:
+    """Describe a wrong loss by the gradients of its step, where no outputs were reported."""
+    gradients = evidence.tensors[first.step, "gradient"]
+    errors = relative_errors(gradients)
+    wrong = sorted((name for name, error in errors.items() if not error <= first.bound), key=lambda name: -errors[name])
+    times = f"the loss is {_times(first.factor)} what it should be"
+    if not wrong:
+        return (
+            f"{times} and every gradient is right: only the number that is reported is wrong, such as a sum over ranks"
+        )
+    factors = [one.factor if one.is_multiple else None for one in gradients.values()]
+    if all(factor is not None and math.isclose(factor, first.factor or 0.0, rel_tol=1e-3) for factor in factors):
+        return f"{times}, and so is every gradient: the loss is divided by another number of tokens, or added twice"
+    most = ", ".join(f"{name} ({errors[name]:.1e})" for name in wrong[:3])
+    if first.step:
+        return (
+            f"step {first.step} ended with the right weights and the next loss is {_times(first.factor)} what it should be: a "
+            f"forward that uses other weights (not gathered, or of an earlier step), or other samples; of the gradients, {most} "
+            "differ most"
+        )
+    return (
+        f"{times}, and not by one factor for every gradient: a forward that computes otherwise (a wrong cut, positions, a sum over "
+        f"ranks), samples that are left out or read twice, or weights of a mean; of the gradients, {most} differ most"
+    )
+
+
 def _begins_a_stage(evidence: Evidence, site: str) -> bool:
     """Return whether a site is of the first layer of a stage that has a stage before it."""
     stages = {".".join(facts.name.split(".")[:2]): facts.stage for facts in evidence.parameters}
@@ -278,9 +306,12 @@ def _of_gradients(evidence: Evidence, differing: Sequence[Difference]) -> str:
         return f"{which}: {factor:.4g} times what it should be{equal_to}: {reason}"
     if is_of_all:
         return "loss and outputs are right and every gradient is wrong: the backward of the head or of the loss"
+    order = [facts.name for facts in evidence.parameters]
+    right = "right outputs" if evidence.sites else "a right loss"
+    first_reached = max((one.name for one in differing), key=order.index)
     return (
-        f"{which}: wrong in a way that no factor explains, with right outputs: a backward, a sum that has not seen "
-        "every microbatch, or an owned part that another rank's sum went to"
+        f"{which}: wrong in a way that no factor explains, with {right}; backward reaches {first_reached} first: a backward, a "
+        "sum that has not seen every microbatch, or an owned part that another rank's sum went to"
     )
 
 
