@@ -29,6 +29,7 @@ logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # a sum o
 axes = ("pp", "dp", "tp")
 mesh = init_device_mesh("cpu", tuple(job.layout[axis] for axis in axes), mesh_dim_names=axes)
 at = {axis: mesh.get_local_rank(axis) for axis in AXES}
+assert job.model["model_type"] == "llama" and not job.model.get("rope_scaling"), "this adapter builds a plain Llama"
 modeling_llama.LlamaRMSNorm = nn.RMSNorm  # theirs computes in fp32, whatever the dtype
 
 BLOCK = {
@@ -51,6 +52,12 @@ ENDS = {
 }
 
 
+def frequencies():
+    """RoPE's; theirs are of fp32, too."""
+    d = job.model["head_dim"]
+    return job.model["rope_theta"] ** -(torch.arange(0, d, 2) / d)
+
+
 class Stage(nn.Module):
     """This stage's layers, by their names in the whole model."""
 
@@ -62,7 +69,7 @@ class Stage(nn.Module):
         mine = range(at["pp"] * count, (at["pp"] + 1) * count)
         self.model, self.lm_head = gpt.model, gpt.lm_head
         self.model.layers = nn.ModuleDict({str(i): gpt.model.layers[i] for i in mine})
-        self.positions = torch.arange(seq_length).unsqueeze(0)
+        self.angles = torch.arange(seq_length).outer(frequencies()).repeat(1, 2).unsqueeze(0)
         if at["pp"] > 0:
             self.model.embed_tokens = nn.Identity()
         if at["pp"] < job.layout["pp"] - 1:
@@ -70,7 +77,7 @@ class Stage(nn.Module):
 
     def forward(self, x):
         x = self.model.embed_tokens(x)
-        rope = self.model.rotary_emb(x, self.positions)
+        rope = self.angles.cos(), self.angles.sin()
         for layer in self.model.layers.values():
             x = layer(x, position_embeddings=rope)
         return self.lm_head(self.model.norm(x))

@@ -80,8 +80,8 @@ modeling_llama.LlamaRMSNorm = LocalNorm  #""",
         parameters=(),
         changes=(
             (
-                "torch.arange(seq_length).unsqueeze(0)",
-                'torch.arange(seq_length // job.layout["tp"]).repeat(job.layout["tp"]).unsqueeze(0)',
+                "torch.arange(seq_length)",
+                'torch.arange(seq_length // job.layout["tp"]).repeat(job.layout["tp"])',
             ),
         ),
     ),
