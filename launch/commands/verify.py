@@ -40,7 +40,16 @@ from triaxis.launch.verify.oracle import (
     what_is,
 )
 from triaxis.launch.verify.run import Trial, VerificationError, show_plan, trial, verify_layout
-from triaxis.launch.verify.subject.run import AXES, OURS, ReportError, named, sizes_of, subject_trial, verify_subject
+from triaxis.launch.verify.subject.run import (
+    AXES,
+    MOST_SECONDS,
+    OURS,
+    ReportError,
+    named,
+    sizes_of,
+    subject_trial,
+    verify_subject,
+)
 from triaxis.launch.verify.trial import layout_words
 from triaxis.launch.verify.verdict.bounds import TOLERANCES, noise_factor
 from triaxis.launch.verify.verdict.judge import Difference, Verdict
@@ -60,6 +69,7 @@ its own; without --layout, our one process and three layouts of 4 ranks are comp
 """
 
 SHOWN = 12
+PIPE_WIDTH = 120
 DEFAULT_STEPS = 3
 ONE_PROCESS = "one process"
 DTYPES = ("float64", "fp32", "bf16", "fp16")
@@ -112,6 +122,13 @@ def add_arguments(parser: CommandParser) -> None:
         "--python", metavar="PATH", help="with --subject: the Python that runs the adapter (default: this one)"
     )
     parser.add_argument(
+        "--timeout",
+        type=int,
+        default=MOST_SECONDS,
+        metavar="SECONDS",
+        help=f"with --subject: the longest run of an adapter (default: {MOST_SECONDS})",
+    )
+    parser.add_argument(
         "--steps",
         type=int,
         metavar="K",
@@ -137,7 +154,8 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is None:
         args.steps = DEFAULT_STEPS if args.oracle is None else NUM_STEPS
     refuse(_problems(args))
-    console = Console(highlight=False, soft_wrap=True)
+    # A pipe has room for the names of another engine's parameters.
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     if args.matrix:
         return _run_matrix(console, args)
     if args.subject is not None:
@@ -197,6 +215,8 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
             yield f"--{name} {given}: it is for the adapter of --subject, and would be ignored. Leave it out."
     if args.subject is not None and args.dtype not in TOLERANCES:
         yield f"--dtype {args.dtype} with --subject: no rounding of it is known. Give one of {', '.join(TOLERANCES)}."
+    if args.timeout < 1:
+        yield f"--timeout {args.timeout}: a run takes at least a second."
     if args.max_ranks < 2:
         yield f"--max-ranks {args.max_ranks}: a layout of one rank is the reference itself. At least 2."
     yield from above("max_ranks", args.max_ranks, LARGEST_WORLD, "no run has more ranks")
@@ -278,6 +298,7 @@ def _run_subject(console: Console, args: argparse.Namespace) -> int:
         against=args.against,
         num_steps=args.steps,
         dtype=args.dtype,
+        most_seconds=args.timeout,
     )
     if args.dry_run:
         console.print("\n".join(f"{asked.python} {args.subject} in {_layout(one.config)}" for one in asked.trials))

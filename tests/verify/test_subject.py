@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from tests.launch.command_line import TRIAXIS, run
 from triaxis.engine.errors import ConfigError
+from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.launch.cli import main
 from triaxis.launch.verify.subject import run as subject
 from triaxis.launch.verify.subject.files import Reference
@@ -77,7 +78,8 @@ def test_a_file_that_declares_no_axes_is_refused(text: str, tmp_path: Path) -> N
     ("words", "says"),
     [
         (["--layout", "pp=2"], "--layout pp=2: the adapter declares tp, dp"),
-        (["--layout", "tp=2,dp"], "--layout dp: the adapter declares tp, dp"),
+        (["--layout", "tp=2 dp"], "--layout dp: the adapter declares tp, dp"),
+        (["--timeout", "0"], "--timeout 0: a run takes at least a second"),
         (["--layout", "dp=2", "--layout", "tp=0"], "--layout tp=0: the adapter declares tp, dp"),
         (
             ["--against", "megatron-core", "model.hidden_dropout=0.1"],
@@ -104,16 +106,17 @@ def test_what_is_of_a_subject_alone_is_refused(capsys: pytest.CaptureFixture[str
     assert "--layout tp=2 --layout dp=2: one layout is verified" in said
 
 
-def test_ranks_that_do_not_end_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_end_are_named(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\n")
-    monkeypatch.setattr(subject, "MOST_SECONDS", 0.1)
-    with pytest.raises(ReportError, match=r"ranks \[0, 1\] have not ended in 0.1 seconds"):
-        subject._start(SubjectTrial(Adapter(tmp_path / "waits.py", ("tp",), {}), sys.executable, ()), tmp_path, 2)
+    with pytest.raises(ReportError, match=r"ranks \[0, 1\] have not ended in 1 seconds"):
+        subject._start(
+            SubjectTrial(Adapter(tmp_path / "waits.py", ("tp",), {}), sys.executable, (), most_seconds=1), tmp_path, 2
+        )
 
 
 def reported(folder: Path, tensors: dict[str, torch.Tensor], steps: int = 1) -> None:
     folder.mkdir()
-    told = {"rank": 0, "place": {"tp": 0}, "steps": [{"loss": 1.0, "grad_norm": 2.0}] * steps}
+    told = {"rank": 0, "place": {"tp": 0}, "steps": [{"loss": 1.0, "grad_norm": 2.0, "num_tokens": 8}] * steps}
     (folder / "rank_00000.json").write_text(json.dumps(told))
     save_file(tensors, folder / "rank_00000.step_00.safetensors")
 
@@ -130,11 +133,18 @@ def test_reports_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
     ):
         reported(tmp_path / name, tensors)
         with pytest.raises(ReportError, match=says):
-            one.reports(tmp_path / name, parameters, 1)
+            one.reports(tmp_path / name, parameters, ParallelSizes())
     with pytest.raises(ReportError, match=r"rank 1 has ended without job.close"):
-        one.reports(tmp_path / "one", parameters, 2)
+        one.reports(tmp_path / "one", parameters, ParallelSizes(tp=2))
     reported(tmp_path / "none", whole, steps=0)
     with pytest.raises(ReportError, match="rank 0 reports 0 steps, and one process 1"):
-        one.reports(tmp_path / "none", parameters, 1)
-    (alone,) = one.reports(tmp_path / "one", parameters, 1)
+        one.reports(tmp_path / "none", parameters, ParallelSizes())
+    reported(tmp_path / "beside", whole)
+    (tmp_path / "beside" / "rank_00001.json").write_text((tmp_path / "one" / "rank_00000.json").read_text())
+    (tmp_path / "beside" / "rank_00001.step_00.safetensors").write_bytes(
+        (tmp_path / "one" / "rank_00000.step_00.safetensors").read_bytes()
+    )
+    with pytest.raises(ReportError, match=r"rank 1 closes its job at the place .*, and rank 0 has it too"):
+        one.reports(tmp_path / "beside", parameters, ParallelSizes(tp=2))
+    (alone,) = one.reports(tmp_path / "one", parameters, ParallelSizes())
     assert [one.deviation.error for one in alone.tensors] == [0.0, 0.0]

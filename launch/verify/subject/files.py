@@ -1,8 +1,10 @@
 """The files between us and an adapter: what it starts from, and what its ranks report."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from triaxis.engine.config.tree import Config
+from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.layout.shard_spec import localize
 from triaxis.engine.numerics.precision import DTYPES
 from triaxis.engine.storage.state_files import read_text
@@ -22,6 +25,7 @@ from triaxis.launch.verify.subject.run import ReportError
 from triaxis.launch.verify.verdict.records import REFERENCE_STEPS, ParameterFacts, RankReport, StepFacts, TensorReport
 from triaxis.models.interop.huggingface.config import family_of, to_hugging_face
 from triaxis.models.interop.huggingface.weights import exchanges
+from triaxis.models.specs import model_specs
 
 KINDS = ("gradient", "parameter")
 """Tensors that an adapter reports in each step."""
@@ -34,7 +38,8 @@ def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[Pa
     family = family_of(model)
     weights: dict[str, torch.Tensor] = {}
     facts = []
-    for pair in exchanges(family, model):
+    order = {spec.name: place for place, spec in enumerate(model_specs(model))}
+    for pair in sorted(exchanges(family, model), key=lambda pair: order[pair.ours[0].name]):
         records = [localize(spec, tp=1, tp_index=0, sequence_parallel=False) for spec in pair.ours]
         values = [starting_values(record, config.train.seed, dtype).view(record.spec.shape) for record in records]
         for theirs, tensor in zip(pair.theirs, pair.to_theirs(values), strict=True):
@@ -110,13 +115,23 @@ class Reference:
         self._folder, self._world_size = folder, world_size
         self.steps = _steps(_told(folder, 0))
 
-    def reports(self, folder: Path, parameters: Sequence[ParameterFacts], world_size: int) -> tuple[RankReport, ...]:
-        """Compare what the ranks of a layout left in `folder`.
+    def reports(
+        self, folder: Path, parameters: Sequence[ParameterFacts], sizes: ParallelSizes
+    ) -> tuple[RankReport, ...]:
+        """Compare what the ranks of a layout left in `folder`; a tensor's sums are those of a mean copy, however many report it.
 
         Raises:
-            ReportError: a rank has not closed its job, or a tensor has no name or shape of the model's, or no rank holds it.
+            ReportError: a rank has not closed its job, or has another's place, or a tensor has no name or shape of the model's, or
+                no rank holds it.
         """
-        ranks = tuple(self._read(folder, rank) for rank in range(world_size))
+        ranks = [self._read(folder, rank) for rank in range(sizes.world_size)]
+        places: dict[tuple[int, ...], int] = {}
+        for rank in ranks:
+            outside = [axis for axis, at in rank.coordinates.items() if not 0 <= at < sizes.size(axis)]
+            other = places.setdefault(tuple(rank.coordinates.values()), rank.rank)
+            if outside or other != rank.rank:
+                why = f"{outside[0]} has {sizes.size(outside[0])} ranks" if outside else f"rank {other} has it too"
+                raise ReportError(f"rank {rank.rank} closes its job at the place {rank.coordinates}, and {why}")
         for rank in ranks:
             if len(rank.steps) != len(ranks[0].steps) or not 0 < len(rank.steps) <= len(self.steps):
                 raise ReportError(
@@ -126,7 +141,17 @@ class Reference:
         for step, kind in product(range(len(ranks[0].steps)), KINDS):
             if missing := [one.name for one in parameters if (step, kind, one.name) not in held]:
                 raise ReportError(f"no rank reports the {kind} of {missing[0]} in step {step + 1}")
-        return ranks
+        copies = Counter((one.step, one.kind, one.name) for rank in ranks for one in rank.tensors)
+        return tuple(
+            replace(
+                rank,
+                tensors=tuple(
+                    replace(one, deviation=one.deviation.shared(copies[one.step, one.kind, one.name]))
+                    for one in rank.tensors
+                ),
+            )
+            for rank in ranks
+        )
 
     def _read(self, folder: Path, rank: int) -> RankReport:
         told = _told(folder, rank)
@@ -174,4 +199,4 @@ def _told(folder: Path, rank: int) -> dict[str, Any]:
 
 
 def _steps(told: Mapping[str, Any]) -> tuple[StepFacts, ...]:
-    return tuple(StepFacts(one["loss"], one["grad_norm"], 0.0) for one in told["steps"])
+    return tuple(StepFacts(one["loss"], one["grad_norm"], one["num_tokens"]) for one in told["steps"])

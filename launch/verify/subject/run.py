@@ -46,8 +46,8 @@ AXES = ("tp", "pp", "dp", "cp")
 MOST_RANKS = 8
 """Ranks of a covering layout."""
 
-MOST_SECONDS = 1800.0
-"""Longest run of an adapter: ranks that wait for each other for ever are a mistake too."""
+MOST_SECONDS = 600
+"""Longest run of an adapter without another word: ranks that wait for each other for ever are a mistake too."""
 
 
 OURS = "triaxis"
@@ -81,12 +81,14 @@ class SubjectTrial:
         python: the interpreter that runs it.
         trials: of one small model; each layout against the smallest one.
         against: the engine that the reference is compared with too, and its version; empty: none.
+        most_seconds: of one run.
     """
 
     adapter: Adapter
     python: str
     trials: tuple[Trial, ...]
     against: tuple[str, ...] = ()
+    most_seconds: int = MOST_SECONDS
 
 
 def read_adapter(path: Path) -> Adapter:
@@ -138,6 +140,7 @@ def subject_trial(
     against: str | None,
     num_steps: int,
     dtype: str,
+    most_seconds: int,
 ) -> SubjectTrial:
     """Build the layouts of a subject and a small model that fits them all.
 
@@ -147,7 +150,7 @@ def subject_trial(
         python: as of `SubjectTrial`.
         layouts: in words such as `tp=2,dp=2`; empty: covering ones of the axes that the adapter declares.
         against: the name of an engine; None: none.
-        num_steps, dtype: of every run.
+        num_steps, dtype, most_seconds: of every run.
 
     Raises:
         ConfigError: the adapter cannot be read, the model has no name at Hugging Face, or the config is wrong.
@@ -164,8 +167,8 @@ def subject_trial(
     )
     alone = _with_sizes(asked.reference, subject.smallest)
     trials = tuple(Trial(_with_sizes(alone, one), alone) for one in chosen)
-    named = () if against is None else (against,) if against == OURS else (against, installed_version(against))
-    return SubjectTrial(subject, python, trials, named)
+    compared_with = () if against is None else (against,) if against == OURS else (against, installed_version(against))
+    return SubjectTrial(subject, python, trials, compared_with, most_seconds)
 
 
 def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
@@ -174,7 +177,7 @@ def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
     Raises:
         ConfigError: a word is no axis of the adapter's with a size that its smallest layout divides.
     """
-    words = [word.partition("=") for word in layout.split(",")]
+    words = [word.partition("=") for word in re.split("[, ]+", layout.strip())]
     wrong = [
         "".join(word)
         for word in words
@@ -186,7 +189,8 @@ def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
         smallest = f" that is a multiple of its smallest layout's, {named(adapter.smallest)}"
         raise ConfigError(
             [
-                f"--layout {wrong[0]}: the adapter declares {', '.join(adapter.axes)}, each with a number of ranks"
+                f"--layout {wrong[0]}: the adapter declares {', '.join(adapter.axes)}, each with a number of ranks such as "
+                f"{adapter.axes[0]}=2"
                 f"{smallest if max(adapter.smallest.values()) > 1 else ''}."
             ],
             "the command line",
@@ -235,8 +239,8 @@ def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
 
         def seen(place: Path, config: Config, reference: Reference) -> Evidence:
             sizes = sizes_of(config)
-            ranks = reference.reports(place, parameters, sizes.world_size)
-            return Evidence(sizes, False, parameters, reference.steps[: config.train.steps], ranks)
+            ranks = reference.reports(place, parameters, sizes)
+            return Evidence(sizes, False, parameters, reference.steps[: config.train.steps], ranks, are_whole=True)
 
         smallest = run(alone)
         reference = Reference(smallest, sizes_of(alone).world_size)
@@ -295,6 +299,7 @@ def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
     shutil.copy(module, place)
     paths = [str(place), os.environ.get("PYTHONPATH", "")]
     variables = {**os.environ, **thread_variables(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    variables.pop("PYTHONSAFEPATH", None)  # modules beside the adapter are found first
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(
@@ -308,11 +313,12 @@ def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
         ]
         for rank in ranks:
             stack.callback(rank.kill)
-        waiting, end = set(ranks), time.monotonic() + MOST_SECONDS
+        waiting, end = set(ranks), time.monotonic() + asked.most_seconds
         while waiting:
             if time.monotonic() > end:
                 raise ReportError(
-                    f"ranks {sorted(map(ranks.index, waiting))} have not ended in {MOST_SECONDS:g} seconds"
+                    f"ranks {sorted(map(ranks.index, waiting))} have not ended in {asked.most_seconds} seconds: --timeout gives "
+                    "them more"
                 )
             for rank in [*waiting]:
                 try:

@@ -103,15 +103,18 @@ class Job:
         self._keep("parameter", weights)
         save_file(self._held, self._folder / f"rank_{self._rank:05d}.step_{step:02d}.safetensors")
         self._held = {}
-        self._steps.append({"loss": float(loss), "grad_norm": float(grad_norm)})
+        num_tokens = self.num_counted(step)
+        self._steps.append({"loss": float(loss), "grad_norm": float(grad_norm), "num_tokens": num_tokens})
 
     def close(self, **place: int) -> None:
         """Report the rank's place on each axis that has several ranks, and end the process groups, where torch has any.
 
         A rank that leaves before its peers have read its last message, or with a group's threads running, can break a good run.
         """
-        if wrong := [axis for axis, size in self.layout.items() if size > 1 and not 0 <= place.get(axis, -1) < size]:
-            raise ValueError(f"close({place}): the place on {wrong[0]} is one of 0 to {self.layout[wrong[0]] - 1}")
+        if missing := [axis for axis, size in self.layout.items() if size > 1 and axis not in place]:
+            raise ValueError(
+                f"close({place}): {missing[0]} has {self.layout[missing[0]]} ranks, and this one's place is missing"
+            )
         told = {"rank": self._rank, "place": place, "steps": self._steps}
         (self._folder / f"rank_{self._rank:05d}.json").write_text(json.dumps(told))
         if torch.distributed.is_available() and torch.distributed.is_initialized():

@@ -286,12 +286,14 @@ def _begins_a_stage(evidence: Evidence, site: str) -> bool:
 def _of_gradients(evidence: Evidence, differing: Sequence[Difference]) -> str:
     is_of_all, num_gradients = _are_all(evidence, differing), len(_of_same_kind(evidence, differing))
     which = "every gradient" if is_of_all else f"{len(differing)} of {num_gradients} gradients"
-    for axis in AXES[:2]:
-        if evidence.sizes.size(axis) > 1 and are_partial_sums(evidence, differing, axis):
-            return (
-                f"{which}: each rank along {axis} has a part of the gradient, and these parts add up to the right one: they are "
-                f"not added over {axis}"
-            )
+    parts = (
+        "each rank along {axis} has a part of the gradient, and these parts add up to the right one: they are not added over "
+        "{axis}"
+    )
+    axes = [axis for axis in AXES[: 4 if evidence.are_whole else 2] if evidence.sizes.size(axis) > 1]
+    for axis in axes:
+        if are_partial_sums(evidence, differing, axis):
+            return f"{which}: {parts.format(axis=axis)}"
     factor = common_factor(differing)
     if factor is not None:
         sizes = [
@@ -302,16 +304,25 @@ def _of_gradients(evidence: Evidence, differing: Sequence[Difference]) -> str:
             "the loss is scaled twice or not at all, or a mean is taken where a sum belongs (or the other way round)"
             if is_of_all
             else "replicas that hold the whole gradient are added, or it is added twice"
+            if factor > 1
+            else "a mean is taken where a sum belongs, or it is scaled already, as by clipping"
         )
         return f"{which}: {factor:.4g} times what it should be{equal_to}: {reason}"
-    if is_of_all:
-        return "loss and outputs are right and every gradient is wrong: the backward of the head or of the loss"
+    # Of a wrong gradient, all that backward reaches after it is wrong, too.
     order = [facts.name for facts in evidence.parameters]
+    reached = max(differing, key=lambda one: order.index(one.name))
+    if evidence.are_whole:
+        for axis in axes:
+            if are_partial_sums(evidence, [reached], axis):
+                return f"{which}: backward reaches {reached.name} first, and of it {parts.format(axis=axis)}"
+    if is_of_all:
+        right = "loss and outputs are" if evidence.sites else "the loss is"
+        return f"{right} right and every gradient is wrong: the backward of the head or of the loss"
     right = "right outputs" if evidence.sites else "a right loss"
-    first_reached = max((one.name for one in differing), key=order.index)
+    times = "" if reached.factor is None else f", where it is {reached.factor:.4g} times what it should be"
     return (
-        f"{which}: wrong in a way that no factor explains, with {right}; backward reaches {first_reached} first: a backward, a "
-        "sum that has not seen every microbatch, or an owned part that another rank's sum went to"
+        f"{which}: wrong in a way that no factor explains, with {right}; backward reaches {reached.name} first{times}: a "
+        "backward, a sum that has not seen every microbatch, or an owned part that another rank's sum went to"
     )
 
 

@@ -27,6 +27,11 @@ class Deviation:
             self.error_square + other.error_square,
         )
 
+    def shared(self, copies: int) -> "Deviation":
+        """Return the share of one of several copies, whose sum is then that of a mean copy."""
+        squares = (self.wanted_square, self.got_square, self.product, self.error_square)
+        return Deviation(self.numel, *(square / copies for square in squares))
+
     @property
     def wanted_norm(self) -> float:
         return math.sqrt(self.wanted_square)

@@ -81,6 +81,7 @@ class Evidence:
         samples: of the one process's steps; empty: the reference has not written them.
         noise: the report of one process in a wider dtype; None: the bound is a constant.
         routings: the one process's choices of experts; empty: the reference has not written them.
+        are_whole: each rank reports whole gradients, so those of dp ranks can be parts of a sum; ours are then owned parts.
     """
 
     sizes: ParallelSizes
@@ -91,6 +92,7 @@ class Evidence:
     samples: tuple[tuple[Sample, ...], ...] = ()
     noise: RankReport | None = None
     routings: tuple[RoutingReport, ...] = ()
+    are_whole: bool = False
 
     @cached_property
     def tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
