@@ -107,7 +107,9 @@ def test_cases_have_every_activation_norm_and_optimizer(records: list[tuple[Case
     configs = [case.config for case, _ in records]
     assert {config.model.activation for config in configs} == set(ACTIVATIONS)
     assert {config.model.norm for config in configs} == set(NORMS)
-    assert {config.optimizer.name for config in configs} == set(OPTIMIZERS)
+    assert {config.optimizer.name for config in configs} == set(OPTIMIZERS) - {
+        "extension"
+    }  # a user's rule has code of its own
 
 
 def test_each_kernel_can_do_without_spills_and_each_card_has_every_function() -> None:

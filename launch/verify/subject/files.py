@@ -101,7 +101,7 @@ def write_as_subject(config: Config, folder: Path) -> Path:
 
 
 class Reference:
-    """Reports of the smallest layout's ranks, and the comparison of others with them.
+    """Base of the comparisons: the reports of the smallest layout's ranks.
 
     Args:
         folder: of their reports.

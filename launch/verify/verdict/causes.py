@@ -252,7 +252,7 @@ def _of_routing(first: Difference) -> str:
 
 def _of_forward(evidence: Evidence, first: Difference) -> str:
     """Describe a wrong loss by the gradients of its step, where no outputs were reported."""
-    gradients = evidence.tensors[first.step, "gradient"]
+    gradients = evidence.tensors.get((first.step, "gradient"), {})
     errors = relative_errors(gradients)
     wrong = sorted((name for name, error in errors.items() if not error <= first.bound), key=lambda name: -errors[name])
     times = f"the loss is {_times(first.factor)} what it should be"

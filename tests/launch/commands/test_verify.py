@@ -313,7 +313,7 @@ def test_layouts_are_not_run_when_our_one_process_differs(
         started.append(parallel_sizes(config).world_size)
         return 0
 
-    monkeypatch.setattr(verify_oracle, "_run_oracle", lambda asked, folder: 0)
+    monkeypatch.setattr(verify_oracle, "run_oracle", lambda *_: 0)
     monkeypatch.setattr(verify_oracle, "start_ranks", start)
     monkeypatch.setattr(verify_oracle, "verdict_against", lambda asked, one, folder: one_process)
     is_installed(monkeypatch)
@@ -334,7 +334,7 @@ def test_an_oracle_that_breaks_is_neither_equal_nor_different(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_installed(monkeypatch)
-    monkeypatch.setattr(verify_oracle, "_run_oracle", lambda asked, folder: 1)
+    monkeypatch.setattr(verify_oracle, "run_oracle", lambda *_: 1)
     assert main([*CONFIG, "--oracle", "transformers", "--layout", "tp=1"]) == 2
     assert "not everything was compared" in capsys.readouterr().err
 
