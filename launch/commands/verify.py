@@ -46,7 +46,6 @@ from triaxis.launch.verify.subject.run import (
     OURS,
     ReportError,
     named,
-    sizes_of,
     subject_trial,
     verify_subject,
 )
@@ -124,7 +123,6 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument(
         "--timeout",
         type=int,
-        default=MOST_SECONDS,
         metavar="SECONDS",
         help=f"with --subject: the longest run of an adapter (default: {MOST_SECONDS})",
     )
@@ -210,12 +208,12 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
         yield "--subject runs another engine in small sizes: --matrix, --oracle and --full-size are for ours. Leave them out."
     if args.subject is None and len(args.layout) > 1:
         yield f"--layout {' --layout '.join(args.layout)}: one layout is verified, unless --subject is given. Leave one."
-    for name, given in (("python", args.python), ("against", args.against)):
+    for name, given in (("python", args.python), ("against", args.against), ("timeout", args.timeout)):
         if args.subject is None and given is not None:
             yield f"--{name} {given}: it is for the adapter of --subject, and would be ignored. Leave it out."
     if args.subject is not None and args.dtype not in TOLERANCES:
         yield f"--dtype {args.dtype} with --subject: no rounding of it is known. Give one of {', '.join(TOLERANCES)}."
-    if args.timeout < 1:
+    if args.timeout is not None and args.timeout < 1:
         yield f"--timeout {args.timeout}: a run takes at least a second."
     if args.max_ranks < 2:
         yield f"--max-ranks {args.max_ranks}: a layout of one rank is the reference itself. At least 2."
@@ -298,7 +296,7 @@ def _run_subject(console: Console, args: argparse.Namespace) -> int:
         against=args.against,
         num_steps=args.steps,
         dtype=args.dtype,
-        most_seconds=args.timeout,
+        most_seconds=args.timeout or MOST_SECONDS,
     )
     if args.dry_run:
         console.print("\n".join(f"{asked.python} {args.subject} in {_layout(one.config)}" for one in asked.trials))
@@ -309,7 +307,7 @@ def _run_subject(console: Console, args: argparse.Namespace) -> int:
     num_trials = len(asked.trials) + bool(asked.against)
     try:
         for number, (one, verdict, against) in enumerate(verify_subject(asked), start=1):
-            layout = named({axis: sizes_of(one.config).size(axis) for axis in AXES})
+            layout = named({axis: parallel_sizes(one.config).size(axis) for axis in AXES})
             _show_line(console, number, num_trials, verdict, f"{layout} against {against}")
             if not verdict.equal:
                 show_certificate(console, one, verdict, against)

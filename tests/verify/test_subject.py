@@ -98,10 +98,11 @@ def test_what_a_subject_cannot_be_asked_is_refused(
 
 
 def test_what_is_of_a_subject_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--python", "python3", "--against", "triaxis", "--layout", "tp=2", "--layout", "dp=2"]
+    words = ["--python", "python3", "--against", "triaxis", "--timeout", "9", "--layout", "tp=2", "--layout", "dp=2"]
     assert main(["verify", str(CONFIG), *words, "--dry-run"]) == 2
     said = " ".join(capsys.readouterr().err.split())
     assert "--python python3: it is for the adapter of --subject" in said
+    assert "--timeout 9: it is for the adapter of --subject" in said
     assert "--against triaxis: it is for the adapter of --subject" in said
     assert "--layout tp=2 --layout dp=2: one layout is verified" in said
 
@@ -110,7 +111,9 @@ def test_ranks_that_do_not_end_are_named(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(ReportError, match=r"ranks \[0, 1\] have not ended in 1 seconds"):
         subject._start(
-            SubjectTrial(Adapter(tmp_path / "waits.py", ("tp",), {}), sys.executable, (), most_seconds=1), tmp_path, 2
+            SubjectTrial(Adapter(tmp_path / "waits.py", ("tp",), {}), sys.executable, (), (), most_seconds=1),
+            tmp_path,
+            2,
         )
 
 

@@ -25,9 +25,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from triaxis.engine.config.plan import parallel_sizes
 from triaxis.engine.config.tree import Config
 from triaxis.engine.errors import ConfigError
-from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.storage.state_files import read_text
 from triaxis.launch.start.command_line import refuse
 from triaxis.launch.start.launcher import thread_variables
@@ -48,7 +48,6 @@ MOST_RANKS = 8
 
 MOST_SECONDS = 600
 """Longest run of an adapter without another word: ranks that wait for each other for ever are a mistake too."""
-
 
 OURS = "triaxis"
 """Our one process, as the engine that `--against` names."""
@@ -87,8 +86,8 @@ class SubjectTrial:
     adapter: Adapter
     python: str
     trials: tuple[Trial, ...]
-    against: tuple[str, ...] = ()
-    most_seconds: int = MOST_SECONDS
+    against: tuple[str, ...]
+    most_seconds: int
 
 
 def read_adapter(path: Path) -> Adapter:
@@ -207,11 +206,6 @@ def _with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
     return config.model_copy(update={"parallel": config.parallel.model_copy(update=dict(sizes))})
 
 
-def sizes_of(config: Config) -> ParallelSizes:
-    parallel = config.parallel
-    return ParallelSizes(tp=parallel.tp, pp=parallel.pp, dp=parallel.dp or 1, cp=parallel.cp)
-
-
 def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
     """Run the subject in its smallest layout, then in the others; yield each verdict, and against what, as soon as it is there.
 
@@ -230,7 +224,7 @@ def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
         def run(config: Config) -> Path:
             place = folder / f"run_{next(runs)}"
             place.mkdir()
-            sizes = sizes_of(config)
+            sizes = parallel_sizes(config)
             told = {"layout": {axis: sizes.size(axis) for axis in AXES}, "num_steps": config.train.steps}
             (place / "job.json").write_text(json.dumps(job | told))
             if exit_code := _start(asked, place, sizes.world_size):
@@ -238,12 +232,12 @@ def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
             return place
 
         def seen(place: Path, config: Config, reference: Reference) -> Evidence:
-            sizes = sizes_of(config)
+            sizes = parallel_sizes(config)
             ranks = reference.reports(place, parameters, sizes)
             return Evidence(sizes, False, parameters, reference.steps[: config.train.steps], ranks, are_whole=True)
 
         smallest = run(alone)
-        reference = Reference(smallest, sizes_of(alone).world_size)
+        reference = Reference(smallest, parallel_sizes(alone).world_size)
         of_reference = judge(seen(smallest, alone, reference), asked.trials[0].tolerance)
         if not of_reference.equal:
             raise ReportError(f"its ranks disagree in its smallest layout: {of_reference.differences[0]}")
@@ -256,9 +250,12 @@ def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
             found = seen(run(one.config), one.config, reference)
 
             def is_equal(config: Config, tolerance: float | None = one.tolerance) -> bool | None:
-                if any(sizes_of(config).size(axis) % size for axis, size in asked.adapter.smallest.items()):
+                if any(parallel_sizes(config).size(axis) % size for axis, size in asked.adapter.smallest.items()):
                     return None
-                return judge(seen(run(config), config, reference), tolerance).equal
+                try:
+                    return judge(seen(run(config), config, reference), tolerance).equal
+                except (VerificationError, ReportError):
+                    return None
 
             verdict = attributed(one.config, found, judge(found, one.tolerance), is_equal)
             yield one, verdict, named(asked.adapter.smallest)

@@ -24,7 +24,6 @@ AXES = ("tp", "pp", "cp", "dp", "ep", "etp")
 LOOSEST_SUM = 0.05
 """Projections that add up to 1 within this speak for partial sums, where the bound is not tighter."""
 
-
 FP32_ROUNDING = 1e-6
 """Of a tensor: a few times the rounding of its elements, 6e-8."""
 
