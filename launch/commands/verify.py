@@ -241,7 +241,7 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
         _show_line(console, number, len(trials), verdict, _features(row))
         if not verdict.equal:
             num_different += 1
-            show_certificate(console, asked, verdict)
+            _show_tables(console, asked, verdict)
         certificates.append({"features": row} | certificate(asked, verdict))
     print_json(args, {"equal": not num_different, "trials": certificates}, args.output)
     steps = counted(args.steps, "step")
@@ -305,12 +305,16 @@ def _run_subject(console: Console, args: argparse.Namespace) -> int:
     console.print(f"subject {args.subject}: {_model(asked.trials[0].config)}", markup=False)
     certificates = []
     num_trials = len(asked.trials) + bool(asked.against)
+    if asked.against:
+        console.print(
+            f"{' '.join(asked.against)} runs first, in one process; its log goes to standard error", style="dim"
+        )
     try:
         for number, (one, verdict, against) in enumerate(verify_subject(asked), start=1):
             layout = named({axis: parallel_sizes(one.config).size(axis) for axis in AXES})
             _show_line(console, number, num_trials, verdict, f"{layout} against {against}")
             if not verdict.equal:
-                show_certificate(console, one, verdict, against)
+                _show_tables(console, one, verdict, against)
             certificates.append(certificate(one, verdict, against))
     except (VerificationError, ReportError) as error:
         print(f"error: {error}; not everything was compared", file=sys.stderr)
@@ -327,10 +331,12 @@ def _run_subject(console: Console, args: argparse.Namespace) -> int:
 
 
 def _show_line(console: Console, number: int, total: int, verdict: Verdict, words: str) -> None:
-    """Print a verdict of several in a line, with its largest error."""
+    """Print a verdict of several in a line, with its largest error, and the cause of a difference below it."""
     largest = max(error for error, _ in verdict.largest.values())
     answer = "[green]equal[/]    " if verdict.equal else "[bold red]different[/]"
     console.print(f"{number:>4}/{total}  {answer}  {largest:.1e}  {words}")
+    if not verdict.equal:
+        _show_cause(console, verdict)
 
 
 def _features(row: Row) -> str:
@@ -374,7 +380,22 @@ def _layout(config: Config) -> str:
 
 
 def show_certificate(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> None:
-    """Print the certificate for people."""
+    """Print the certificate for people: what was compared, then the verdict."""
+    _show_tables(console, asked, verdict, against)
+    if verdict.equal:
+        console.print("[bold green]equal[/]: this layout trains the same model.")
+    else:
+        _show_cause(console, verdict)
+
+
+def _show_cause(console: Console, verdict: Verdict) -> None:
+    assert verdict.cause is not None
+    axis = "" if verdict.cause.axis is None else f" [bold]{verdict.cause.axis}[/]:"
+    console.print(f"likely cause:{axis} {verdict.cause.text}.")
+
+
+def _show_tables(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> None:
+    """Print the largest error of each kind of tensor, and the tensors that differ."""
     config, model = asked.config, asked.config.model
     assert config.train.steps is not None, "a trial has its length in steps"
     if model.extension is not None:
@@ -392,7 +413,7 @@ def show_certificate(console: Console, asked: Trial, verdict: Verdict, against: 
     console.print(table)
     console.print(_model(config), style="dim")
     console.print(
-        f"errors are relative to a tensor's norm, or to its share of all of its kind; {_rounding(asked)} is rounding",
+        f"error: |difference| / the tensor's norm (or the RMS norm of its kind, if larger); {_rounding(asked)} is rounding",
         style="dim",
     )
     if "routing" in verdict.largest and asked.noise is not None:
@@ -409,13 +430,8 @@ def show_certificate(console: Console, asked: Trial, verdict: Verdict, against: 
             f"[yellow]clipping was not at work[/] in {len(unclipped)} of {len(verdict.reference)} steps: the gradient norm was "
             f"{max(unclipped):.3g}, and {clip} is the limit; an error in it would not have been seen there",
         )
-    if verdict.equal:
-        console.print("[bold green]equal[/]: this layout trains the same model.")
-        return
-    _show_differences(console, verdict.differences, against)
-    assert verdict.cause is not None
-    axis = "" if verdict.cause.axis is None else f" [bold]{verdict.cause.axis}[/]:"
-    console.print(f"likely cause:{axis} {verdict.cause.text}.")
+    if not verdict.equal:
+        _show_differences(console, verdict.differences, against)
 
 
 def _model(config: Config) -> str:
