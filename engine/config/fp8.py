@@ -32,11 +32,11 @@ class Fp8Config(Section):
     recipe: Fp8RecipeName = Field("tensorwise", description="numbers that share a scale: a tensor, or blocks of it")
     format: Literal["auto", "hybrid", "e4m3"] = Field(
         "auto",
-        description="of gradients: e5m2 (hybrid) or e4m3, as all else is; auto: hybrid with one scale per tensor",
+        description="gradients: e5m2 (hybrid) or e4m3; all other tensors are e4m3; auto: hybrid with one scale per tensor",
     )
     backend: Annotated[Literal["auto", "te", "torch", "emulated"], LAYOUT] = Field(
         "auto",
-        description="GEMMs by Transformer Engine's, by torch's scaled GEMM, or by plain operators on rounded numbers",
+        description="te: Transformer Engine's GEMMs; torch: scaled GEMMs; emulated: plain operators on rounded numbers",
     )
     gather: Annotated[Literal["bf16", "fp8"], LAYOUT] = Field(
         "bf16", description="sequence parallelism: what linear layers gather travels in the run's dtype, or in FP8"

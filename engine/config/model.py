@@ -138,7 +138,7 @@ class ModelConfig(Section):
         None, description="multi-token prediction: layers that predict tokens further ahead; null: none"
     )
     extension: ExtensionConfig | None = Field(
-        None, description="your Python module that replaces parts of the model (docs/your-model.md); null: none"
+        None, description="your Python module that replaces parts of the model (docs/extending.md); null: none"
     )
 
     @property

@@ -132,7 +132,7 @@ class PrecisionConfig(Section):
         "full", description="sums and reductions of gradients: accumulation dtype (full), or bf16, each sum rounded"
     )
     loss_scale: Annotated[LossScaleConfig | None, MEANT] = Field(
-        None, description="of an fp16 run; null: dynamic from 2^16, with the defaults of this section"
+        None, description="loss scaling of an fp16 run; null: dynamic, from 2^16, with the defaults of this section"
     )
     fp8: Annotated[Fp8Config | None, MEANT] = Field(
         None, description="GEMMs of linear layers with FP8 operands; null: in the run's dtype"

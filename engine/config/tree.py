@@ -170,10 +170,13 @@ def is_whole(config: Config) -> bool:
 
 
 def resume_verdict(config: Config, key: str) -> Verdict:
-    """Return the verdict on a resume under `config` that changes the field `key`, such as `telemetry.nvtx`.
+    """Return the verdict on a resume under `config` that changes the field `key`, such as `telemetry.nvtx`."""
+    found = on_resume(key)
+    return "layout" if found.is_layout is not None and found.is_layout(Subject(config, None, None)) else found.verdict
 
-    The field's own `OnResume` counts, else that of the nearest section around it, else the value may never change.
-    """
+
+def on_resume(key: str) -> OnResume:
+    """Return the rule of a field: its own, else that of the nearest section around it, else the value may never change."""
     found = OnResume("never")
     section: type[Section] | None = Config
     for name in key.split("."):
@@ -182,4 +185,4 @@ def resume_verdict(config: Config, key: str) -> Verdict:
         found = next((one for one in section.model_fields[name].metadata if isinstance(one, OnResume)), found)
         section = section.section_type(name)
         found = found if section is None else section.on_resume or found
-    return "layout" if found.is_layout is not None and found.is_layout(Subject(config, None, None)) else found.verdict
+    return found

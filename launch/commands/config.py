@@ -1,6 +1,7 @@
 """`triaxis config`: check a configuration before anything starts; no GPU, no process group, no torch.
 
 print     YAML < environment < overrides  ->  the resolved tree, with the meaning of every field
+explain   a field or section              ->  type, legal values, default, rule on resume and meaning
 check     the same, and the cluster       ->  every problem at once, or the derived values
 params    the same                        ->  every parameter, its shape and group (`optimizer.groups`)
 mup       the same, and a base width      ->  the config with the fields of muP
@@ -9,7 +10,7 @@ mup       the same, and a base width      ->  the config with the fields of muP
 import argparse
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import groupby
 
 from triaxis.engine.config.context_parallel import gathers_keys, method_line
@@ -17,6 +18,7 @@ from triaxis.engine.config.extension_section import with_costs
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.phases import at_phase, run_phases, with_fields
 from triaxis.engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
+from triaxis.engine.config.reference import chosen, entries, to_markdown
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.data.datasets import open_datasets
@@ -45,6 +47,10 @@ PRINT_EXAMPLES = """examples:
   triaxis config print configs/gpt_tiny.yaml
   TP=4 triaxis config print configs/gpt_tiny.yaml train.steps=20 > mine.yaml
 """
+EXPLAIN_EXAMPLES = """examples:
+  triaxis config explain train.micro_batch_size
+  triaxis config explain model.moe
+"""
 CHECK_EXAMPLES = """examples:
   triaxis config check configs/gpt_tiny.yaml
   triaxis config check configs/llama3_8b.yaml --gpus 128 --ranks-per-node 8 --gpu-memory 80 parallel.tp=4
@@ -62,6 +68,10 @@ def add_arguments(parser: CommandParser) -> None:
     parser.renamed = {"from-hf": "`triaxis new --from`", "from-megatron": "`triaxis new --from`"}
     summary = "print the resolved configuration, each field with its meaning"
     parser.add_verb("print", summary, "CONFIG [section.key=value ...]", PRINT_EXAMPLES).takes(CONFIG, "the file")
+    summary = "explain a field, or every field of a section: type, legal values, default, rule on resume, meaning"
+    explain = parser.add_verb("explain", summary, "[FIELD] [--markdown]", EXPLAIN_EXAMPLES)
+    explain.add_argument("field", nargs="?", metavar="FIELD", help="such as train.steps, or a section (default: all)")
+    explain.add_argument("--markdown", action="store_true", help="print tables, as in docs/config.md")
     summary = "report every problem of a configuration at once, or the values that follow from it"
     words = "CONFIG [--gpus N] [--ranks-per-node N] [--gpu-memory GB] [section.key=value ...]"
     check = parser.add_verb("check", summary, words, CHECK_EXAMPLES)
@@ -92,6 +102,11 @@ def run(args: argparse.Namespace) -> int:
         config = load_config(args.config, args.overrides, os.environ)
         print(to_yaml(config, describe=True), end="")
         print_json(args, tree_without_secrets(config.model_dump(mode="json")))
+        return 0
+    if args.verb == "explain":
+        found = entries() if args.field is None else chosen(args.field)
+        print(to_markdown(found) if args.markdown else "\n".join(map(str, found)), end="")
+        print_json(args, [asdict(one) for one in found])
         return 0
     if args.verb == "mup":
         config = load_config(args.config, args.overrides, os.environ)
