@@ -1,4 +1,4 @@
-"""The committed numbers as a Markdown table, a row for each function (no torch here)."""
+"""The committed numbers as a Markdown table, a row for each function."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The contenders and their requirements (no torch here; each imports its packages in its own process)."""
+"""The contenders and their requirements (each imports its packages in its own process)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Time of a traced step by class of kernel, from a trace of torch's profiler (no torch here).
+"""Time of a traced step by class of kernel, from a trace of torch's profiler.
 
 A kernel's class is what launched it where that says more than its name (the optimizer's part of a step; cross-entropy, norms and
 attention by their operator), else its name. Idle is what is left of a step that was not traced: tracing makes the host slow, not

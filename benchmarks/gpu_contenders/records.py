@@ -1,4 +1,4 @@
-"""The request to one process, its answer, and the numbers that follow from it (no torch here).
+"""The request to one process, its answer, and the numbers that follow from it.
 
     Job  --process-->  Row  --appended-->  results.jsonl        one JSON object per line
 

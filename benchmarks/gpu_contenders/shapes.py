@@ -1,4 +1,4 @@
-"""The shapes that are measured, ours in each of them, and the optimisations that are turned off one by one (no torch here)."""
+"""The shapes that are measured, ours in each of them, and the optimisations that are turned off one by one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

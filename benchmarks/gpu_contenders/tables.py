@@ -1,4 +1,4 @@
-"""The tables that people read, as Markdown, from the rows of a results file (no torch here)."""
+"""The tables that people read, as Markdown, from the rows of a results file."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

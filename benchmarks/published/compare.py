@@ -1,4 +1,4 @@
-"""The cost model against published runs: `python -m benchmarks.published` (no torch here).
+"""The cost model against published runs: `python -m benchmarks.published`.
 
     Run -> Setup -> seconds of each choice that fits -> those that the model cannot tell from the fastest -> their middle is scored
 

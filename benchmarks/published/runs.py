@@ -1,4 +1,4 @@
-"""Published training runs of a CSV file, and the configuration, cluster and software that stand for each (no torch here).
+"""Published training runs of a CSV file, and the configuration, cluster and software that stand for each.
 
     a row  ->  Run: numbers and words, and what it lacks  ->  Setup: cluster, software, a configuration per value of open fields
 

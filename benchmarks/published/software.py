@@ -1,4 +1,4 @@
-"""The software of published runs, by its authors' papers and repositories (no torch here)."""
+"""The software of published runs, by its authors' papers and repositories."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The place that the planner gives to published layouts, on the same cluster and with the same software (no torch here).
+"""The place that the planner gives to published layouts, on the same cluster and with the same software.
 
 The layout of a run is (tp, cp, pp, dp); the planner chooses micro batch, chunks and recomputation for each. Published software has
 1F1B and interleaved schedules, so others of this engine stand aside.

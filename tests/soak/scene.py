@@ -1,4 +1,4 @@
-"""Where the soak happens: one small run of 4 ranks on two hosts, its configuration, and how long what may take (no torch here).
+"""Where the soak happens: one small run of 4 ranks on two hosts, its configuration, and how long what may take.
 
 host 0   rank 0 (pp 0, dp 0)   rank 1 (pp 0, dp 1)      layers 0, 1      replicas on one host
   ===== the link =====                                                   the pipeline across it
