@@ -1,4 +1,4 @@
-"""The errors of Triaxis (no torch here).
+"""The errors of Triaxis.
 
 Each message has four parts: the given value, the rule, what would have broken, what to do. The exit code tells a batch script
 whether trying again makes sense.

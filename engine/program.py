@@ -1,4 +1,4 @@
-"""Command lines that messages offer, as they can be typed where this process was started (no torch here).
+"""Command lines that messages offer, as they can be typed where this process was started.
 
     triaxis("train run.yaml")  ->  triaxis train run.yaml                                  the command is on the path
                                    .venv/bin/triaxis train run.yaml                        it is beside this Python

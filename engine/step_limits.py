@@ -1,4 +1,4 @@
-"""The largest loss and gradient norm with which a step may update the weights (no torch here)."""
+"""The largest loss and gradient norm with which a step may update the weights."""
 
 import math
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: complete, newest, half-written and retained ones (no torch here).
+"""The folder of a run's checkpoints: complete, newest, half-written and retained ones.
 
     checkpoints/
         step_00000900/                  complete: renamed to this name when every byte was on the disk

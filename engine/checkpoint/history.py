@@ -1,4 +1,4 @@
-"""The faults that a run remembers: part of every checkpoint, so that a resumed run continues alike (no torch here).
+"""The faults that a run remembers: part of every checkpoint, so that a resumed run continues alike.
 
     skipped, num_rollbacks    also in checkpoints/skipped.json, written before a rollback: a kill before the next save loses none
     recent losses             of the last steps that were made, for the limits of the next ones; with

@@ -1,4 +1,4 @@
-"""An exclusive lock on a folder, so that one process at a time writes in it (no torch here).
+"""An exclusive lock on a folder, so that one process at a time writes in it.
 
     runs/demo/lock                 held by rank 0 of the run while it lives
     runs/demo/checkpoints/lock     held by the run that saves there, whatever its name, or by a conversion that writes there

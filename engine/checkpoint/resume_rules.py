@@ -1,4 +1,4 @@
-"""The rules for differences between a saved run and the one that continues it (no torch here).
+"""The rules for differences between a saved run and the one that continues it.
 
     layout    tp, pp, dp, schedule, recompute, kernels, telemetry, ...    only speed: always allowed, and printed
     meant     learning rate, data, dtype, length of the run, ...          another run, but a sane one: named in `checkpoint.accept`

@@ -1,4 +1,4 @@
-"""The learning rate of a run that goes on under another schedule, or to another length, than it was saved with (no torch here)."""
+"""The learning rate of a run that goes on under another schedule, or to another length, than it was saved with."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The flags that all ranks sum in a step's one small all-reduce, known to the host; 0.0 or 1.0 before the sum (no torch here).
+"""The flags that all ranks sum in a step's one small all-reduce, known to the host; 0.0 or 1.0 before the sum.
 
 They travel between numbers that are made on the device: before them the squared gradient norm, the loss sum and rows of experts'
 buffers that were too few, after them the sum of losses of each token ahead (`triaxis.engine.step.Engine.update` names them).

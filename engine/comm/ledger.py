@@ -1,4 +1,4 @@
-"""The ledger: what one rank called since its last reset, in order (no torch here).
+"""The ledger: what one rank called since its last reset, in order.
 
     post   op, axis, purpose, dtype, numel of the tensor handed in, group size; of a send or receive the peer and the group call
     wait   the same number, when the result was asked for

@@ -1,4 +1,4 @@
-"""Which network interface leads to the other ranks; sockets that listen there and nowhere else (no torch here).
+"""Which network interface leads to the other ranks; sockets that listen there and nowhere else.
 
 The cluster interface of a node is the one over which it reaches MASTER_ADDR. A run of one node meets at 127.0.0.1, so all of
 it stays on the loopback.

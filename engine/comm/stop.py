@@ -1,4 +1,4 @@
-"""A run that is asked to stop before its last step: signals on any rank, agreed by all (no torch here).
+"""A run that is asked to stop before its last step: signals on any rank, agreed by all.
 
     SIGTERM, SIGUSR1    preempted      finish the step, save, end with the requeue code: the run goes on later
     SIGHUP              the same       the terminal or the connection is gone; under nohup it stays ignored

@@ -1,4 +1,4 @@
-"""The `recompute`, `offload` and `kernels` sections and their rules: what is kept for the backward (no torch here)."""
+"""The `recompute`, `offload` and `kernels` sections and their rules: what is kept for the backward."""
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal

@@ -1,4 +1,4 @@
-"""One record per choice of `kernels.attention`: what it has, where, and when `auto` takes it (no torch here)."""
+"""One record per choice of `kernels.attention`: what it has, where, and when `auto` takes it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

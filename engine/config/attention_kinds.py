@@ -1,4 +1,4 @@
-"""Kinds of layers: what differs between them, resolved into one record per layer (no torch here).
+"""Kinds of layers: what differs between them, resolved into one record per layer.
 
     layers: [local*5, global]                         repeated, and cut at num_layers
     layer_kinds:

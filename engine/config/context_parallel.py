@@ -1,4 +1,4 @@
-"""How attention reaches the tokens of other context-parallel ranks, and in what pieces (no torch here).
+"""How attention reaches the tokens of other context-parallel ranks, and in what pieces.
 
     all_gather   each rank's queries attend to the gathered keys and values of the row (2407.21783, section 3.3.2)
     ulysses      an all-to-all gives each rank whole rows of some heads, another one brings the output back (2309.14509, section 3)

@@ -1,4 +1,4 @@
-"""Whole numbers in the forms that people write: 8e12, 8T, 20B, 500M, 10k (no torch here).
+"""Whole numbers in the forms that people write: 8e12, 8T, 20B, 500M, 10k.
 
     10k  ->  10_000      1.5B  ->  1_500_000_000      8e12  ->  8_000_000_000_000      1.5  ->  refused
 

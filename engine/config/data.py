@@ -1,4 +1,4 @@
-"""The `data` section and its rules (no torch here)."""
+"""The `data` section and its rules."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal

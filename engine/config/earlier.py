@@ -1,4 +1,4 @@
-"""Today's names of what earlier versions have written (no torch here).
+"""Today's names of what earlier versions have written.
 
 config.yaml of format_version 1, manifest.json, events of a run      translated when they are read
 a file without format_version, section.key=value                     typed by a user: refused, with today's name

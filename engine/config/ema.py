@@ -1,4 +1,4 @@
-"""The `optimizer.ema` section (no torch here)."""
+"""The `optimizer.ema` section."""
 
 from typing import ClassVar
 

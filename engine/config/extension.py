@@ -1,4 +1,4 @@
-"""What a module of the user's may give in place of ours, as typed protocols (no torch here).
+"""What a module of the user's may give in place of ours, as typed protocols.
 
 The module assigns an `Extension` to the name `extension`. A part is one class for two things: `specs` lists its parameters, without
 a rank and without torch, and an instance computes. `LayerPart` and `NormPart` say how, docs/your-model.md goes through an example.

@@ -1,4 +1,4 @@
-"""The `model.extension` section: where a module of the user's is, and the rules about what it gives (no torch here).
+"""The `model.extension` section: where a module of the user's is, and the rules about what it gives.
 
     model:
       extension: scaled_mlp.py       a file, a package's folder, or a name that Python finds; from the folder of the configuration

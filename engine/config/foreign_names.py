@@ -1,4 +1,4 @@
-"""Names that users of other engines type, with ours, and features that are not built (no torch here).
+"""Names that users of other engines type, with ours, and features that are not built.
 
 An unknown key is refused with the name that was probably meant:
 

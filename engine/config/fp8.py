@@ -1,4 +1,4 @@
-"""The `precision.fp8` section and its rules: linear layers whose GEMMs take FP8 operands (no torch here)."""
+"""The `precision.fp8` section and its rules: linear layers whose GEMMs take FP8 operands."""
 
 from collections.abc import Iterator, Mapping
 from itertools import islice

@@ -1,4 +1,4 @@
-"""Groups of parameters: `optimizer.groups` and its rules (no torch here).
+"""Groups of parameters: `optimizer.groups` and its rules.
 
     groups:                                                     the first group whose pattern matches a parameter's name has it
       - {match: "embedding.*", weight_decay: 0.0}

@@ -1,4 +1,4 @@
-"""Records of the kinds of activation, norm and position, read by sizes, predictions and interop (no torch here).
+"""Records of the kinds of activation, norm and position, read by sizes, predictions and interop.
 
 The functions have the same names in `engine/kernels/activations.py` and `norms.py`; docs/extending.md is the recipe for another.
 """

@@ -1,4 +1,4 @@
-"""The `parallel` and `schedule` sections and their rules: how the model and a step are cut over ranks (no torch here)."""
+"""The `parallel` and `schedule` sections and their rules: how the model and a step are cut over ranks."""
 
 import math
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Reading a configuration; `write.py` writes it back (no torch here).
+"""Reading a configuration; `write.py` writes it back.
 
     YAML file  ->  nested mapping  <-  environment  <-  section.key=value      (the right one wins)
                         |

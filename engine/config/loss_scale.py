@@ -1,4 +1,4 @@
-"""The `precision.loss_scale` section and its rules (no torch here)."""
+"""The `precision.loss_scale` section and its rules."""
 
 from collections.abc import Iterator
 from typing import Annotated, ClassVar

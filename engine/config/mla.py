@@ -1,4 +1,4 @@
-"""The `model.mla` section: multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1), and its rules (no torch here).
+"""The `model.mla` section: multi-head latent attention (DeepSeek-V2, 2405.04434, section 2.1), and its rules.
 
     c_q  = norm(W_qa x)   [q_lora_rank]          q_i = [rope(W_qr c_q) | W_qn c_q]       per head, dr + dn
     c_kv = norm(W_kva x)  [kv_lora_rank]         k_i = [rope(W_kr x) | W_kn c_kv]        the rotated part is one for all heads

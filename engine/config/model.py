@@ -1,4 +1,4 @@
-"""The `model` section and its rules, also those with the tensor-parallel size (no torch here)."""
+"""The `model` section and its rules, also those with the tensor-parallel size."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal

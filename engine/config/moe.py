@@ -1,4 +1,4 @@
-"""The `model.moe` section and its rules: layers whose MLP is a mixture of experts (no torch here).
+"""The `model.moe` section and its rules: layers whose MLP is a mixture of experts.
 
     layers: [dense*3, moe*58]        `dense` and `moe` are kinds of layers that every model with this section has
     moe: {num_experts: 256, top_k: 8, ffn_hidden_size: 2048, shared_experts: 1, score: sigmoid}

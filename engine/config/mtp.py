@@ -1,4 +1,4 @@
-"""The `model.mtp` section and its rules: multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2; no torch here).
+"""The `model.mtp` section and its rules: multi-token prediction (DeepSeek-V3, 2412.19437, section 2.2).
 
     h0_i = final_norm(last layer)_i
     hk_i = norm_k(layer_k(W_k [norm(embedding(t_{i+k})), norm(h(k-1)_i)]))          k = 1 .. num_layers

@@ -1,4 +1,4 @@
-"""The optimizers: the state of each, and the config fields that only it reads (no torch here).
+"""The optimizers: the state of each, and the config fields that only it reads.
 
 An optimizer is a record here, its arithmetic in `updates.py`, and its own fields in
 `triaxis.engine.config.training.OptimizerConfig` (docs/extending.md, "An optimizer").

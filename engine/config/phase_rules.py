@@ -1,4 +1,4 @@
-"""The rules of the phases of a run (no torch here)."""
+"""The rules of the phases of a run."""
 
 from collections.abc import Iterator
 

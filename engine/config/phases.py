@@ -1,4 +1,4 @@
-"""The phases of a run: parts of its tokens, each with fields of its own (no torch here).
+"""The phases of a run: parts of its tokens, each with fields of its own.
 
     phases:                                            a phase begins where the one before it ends; the last one ends the run
       - {name: main, until: 8T}

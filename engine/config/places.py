@@ -1,4 +1,4 @@
-"""Paths and names in a configuration: what the shell does not expand in `checkpoint.dir=~/x` is expanded here (no torch here)."""
+"""Paths and names in a configuration: what the shell does not expand in `checkpoint.dir=~/x` is expanded here."""
 
 import os
 import re

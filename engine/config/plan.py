@@ -1,4 +1,4 @@
-"""Quantities of a run that follow from its configuration: batches, steps, parallel sizes and stages (no torch here)."""
+"""Quantities of a run that follow from its configuration: batches, steps, parallel sizes and stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

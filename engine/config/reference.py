@@ -1,4 +1,4 @@
-"""The reference of the configuration: every field with its type, default, rule on resume and meaning (no torch here).
+"""The reference of the configuration: every field with its type, default, rule on resume and meaning.
 
     triaxis config explain train.micro_batch_size   ->   its entry
     docs/config.md                                  ->   all of them, as `to_markdown` writes them

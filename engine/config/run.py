@@ -1,4 +1,4 @@
-"""The `checkpoint`, `resilience` and `runtime` sections and their rules (no torch here)."""
+"""The `checkpoint`, `resilience` and `runtime` sections and their rules."""
 
 from collections.abc import Iterator
 from contextlib import suppress

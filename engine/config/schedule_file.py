@@ -1,4 +1,4 @@
-"""The text of a pipeline schedule: its form, and a file of it as a value of the configuration (no torch here).
+"""The text of a pipeline schedule: its form, and a file of it as a value of the configuration.
 
 schedule=mine pp=2 vpp=1 microbatches=3 forward_only=no placement=loop        placement may be left out: loop
 rank 0: 0F0 0F1 0B0 0F2 0B1 0B2

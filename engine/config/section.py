@@ -1,4 +1,4 @@
-"""The base class of sections, and the form of their rules (no torch here).
+"""The base class of sections, and the form of their rules.
 
     problems(config, world_size=16, ranks_per_node=8)  ->
       ["model.num_attention_heads = 10: must be a multiple of parallel.tp = 4: a tensor-parallel rank computes whole heads, and

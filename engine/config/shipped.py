@@ -1,4 +1,4 @@
-"""The configurations that come with Triaxis, by name (no torch here)."""
+"""The configurations that come with Triaxis, by name."""
 
 import difflib
 import os

@@ -1,4 +1,4 @@
-"""The corpora of a blend (no torch here).
+"""The corpora of a blend.
 
 data:
   train:

@@ -1,4 +1,4 @@
-"""Work of each layer and of the head in FLOPs, from the model's sizes alone (no torch here).
+"""Work of each layer and of the head in FLOPs, from the model's sizes alone.
 
     a layer    2 per weight of its GEMMs, and GEMMs of (keys that a query sees) x heads x size of a query, and of a value
     experts    in place of an MLP: the router, a token's k experts and the shared ones

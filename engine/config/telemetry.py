@@ -1,4 +1,4 @@
-"""The `telemetry` section and its rules: measuring and logging (no torch here)."""
+"""The `telemetry` section and its rules: measuring and logging."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

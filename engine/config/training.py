@@ -1,4 +1,4 @@
-"""The `train`, `optimizer` and `precision` sections and their rules (no torch here)."""
+"""The `train`, `optimizer` and `precision` sections and their rules."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""The configuration: one tree of pydantic models, and every rule checked at once (no torch here).
+"""The configuration: one tree of pydantic models, and every rule checked at once.
 
 A config is data and never rewritten after reading. Sections compute what follows from their own fields, such as the padded
 vocabulary; `engine/config/plan.py` computes what follows from several, such as the stages of the pipeline.

@@ -1,4 +1,4 @@
-"""Values of a wrong type, and missing fields, in our words (no torch here)."""
+"""Values of a wrong type, and missing fields, in our words."""
 
 import difflib
 from collections import defaultdict

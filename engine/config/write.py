@@ -1,4 +1,4 @@
-"""A configuration as YAML that `load_config` reads back to an equal one (no torch here)."""
+"""A configuration as YAML that `load_config` reads back to an equal one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

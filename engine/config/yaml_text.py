@@ -1,4 +1,4 @@
-"""Reading of YAML from users, bounded in depth and size before any value is built (no torch here).
+"""Reading of YAML from users, bounded in depth and size before any value is built.
 
 YAML 1.1 reads `0100` as 64, `1:30` as 90 and `2024-01-01` as a date; people mean none of them. They are text here, as in YAML 1.2,
 and a field of numbers reads `0100` as 100.

@@ -1,4 +1,4 @@
-"""The deal of a row's tokens to the context-parallel ranks, balanced by attention work (no torch here).
+"""The deal of a row's tokens to the context-parallel ranks, balanced by attention work.
 
 A causal query sees all keys before it, so the later half of a row has most of the attention. A row of s tokens is cut into equal
 blocks, and each of c ranks gets the same number of them: s/c tokens, whatever the documents are. The heaviest block is dealt first,

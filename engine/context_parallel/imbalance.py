@@ -1,4 +1,4 @@
-"""The imbalance of attention work among the ranks that share rows (no torch here).
+"""The imbalance of attention work among the ranks that share rows.
 
 Each gather waits for the slowest rank, so a microbatch takes as long as its rank with the most work:
 

@@ -1,4 +1,4 @@
-"""A weighted blend of corpora: the corpus and the inner sample id of each sample n (no torch here).
+"""A weighted blend of corpora: the corpus and the inner sample id of each sample n.
 
     weights 3 : 1        n        0 1 2 3 | 4 5 6 7 | ...      the table of one period repeats for ever
                          corpus   a b a a | a b a a |

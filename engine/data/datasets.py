@@ -1,4 +1,4 @@
-"""The samples of train, valid and test, from the configuration: training's entry into this room (no torch here).
+"""The samples of train, valid and test, from the configuration: training's entry into this room.
 
     data.train web 0.7, code 0.3    data.valid none     split each corpus by documents, blend each part
                                     data.valid other    train: all documents of data.train; valid: all of data.valid

@@ -1,4 +1,4 @@
-"""Documents of the first steps of a run: how many, how long, and the attention work that they leave (no torch here).
+"""Documents of the first steps of a run: how many, how long, and the attention work that they leave.
 
 With `data.attention: within` a query sees the tokens of its own document, so attention costs what the lengths of documents make
 of it. The first steps stand for the run: lengths come from the index, and no token is read.

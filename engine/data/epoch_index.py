@@ -1,4 +1,4 @@
-"""The order of one epoch, built once per node and kept in a hashed cache file (no torch here).
+"""The order of one epoch, built once per node and kept in a hashed cache file.
 
     document_order  int64 [D]      documents of the split in this epoch's order
     token_offsets   int64 [D + 1]  their starts in the epoch's stream of tokens

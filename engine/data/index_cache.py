@@ -1,4 +1,4 @@
-"""Numbers that take long to compute, once per node, in a hashed cache file (no torch here).
+"""Numbers that take long to compute, once per node, in a hashed cache file.
 
     file:  magic (8 bytes) | sha256 of key and numbers (32) | int64 numbers
 

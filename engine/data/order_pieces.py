@@ -1,4 +1,4 @@
-"""The order of a large epoch, built in pieces inside its file: a kill costs one piece (no torch here).
+"""The order of a large epoch, built in pieces inside its file: a kill costs one piece.
 
     numbers of a block (random bits | index)  -- sorted -->  FILE.runs    each block by itself
     slices of all blocks by value             -- sorted -->  their place  the same order as of one sort over all

@@ -1,4 +1,4 @@
-"""The unread rest of an epoch, cut anew: where a run changes the length of its samples (no torch here).
+"""The unread rest of an epoch, cut anew: where a run changes the length of its samples.
 
     epoch, cut by 4     |0 . . .|1 . . .|2 . . .|3 . . .|4 . . .|     samples 3 and 0 were read: 1, 2 and 4 were not
     unread pieces               |1 . . . 2 . . . x|     |4 . . . x|     x: the last label, which is no input here

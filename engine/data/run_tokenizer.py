@@ -1,4 +1,4 @@
-"""The tokenizer of a run: the one that it names, or else that of its corpora; never one that contradicts them (no torch here).
+"""The tokenizer of a run: the one that it names, or else that of its corpora; never one that contradicts them.
 
     data.tokenizer X       every corpus with a record must have been encoded by X
     data.tokenizer null    that of the first corpus with a record, and every other one must agree; without records: bytes

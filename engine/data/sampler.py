@@ -1,4 +1,4 @@
-"""The samples of a rank in a step: pure arithmetic on consumed samples and skipped ranges (no torch here).
+"""The samples of a rank in a step: pure arithmetic on consumed samples and skipped ranges.
 
     global batch 8, micro batch 2, dp 2, 24 samples consumed:      ids 24 .. 31 are the step, in every layout
 

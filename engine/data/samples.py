@@ -1,4 +1,4 @@
-"""Samples: fixed-length runs of tokens from a stream of shuffled documents, epoch after epoch (no torch here).
+"""Samples: fixed-length runs of tokens from a stream of shuffled documents, epoch after epoch.
 
     epoch e:   | doc 7 ... eod | doc 2 . eod | doc 9 ....... eod | ...     T tokens, documents in this epoch's order
     sample k:  |<- seq_length + 1 ->|                                      tokens k s .. k s + s  (s = seq_length)

@@ -1,4 +1,4 @@
-"""Random bits and permutations as functions of a key alone (no torch here).
+"""Random bits and permutations as functions of a key alone.
 
     key ("documents", seed, epoch) --sha256--> 128-bit Philox key --> high bits | index --> sorted --> indices
 

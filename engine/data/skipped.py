@@ -1,4 +1,4 @@
-"""Samples that a run skips: ranges of sample ids, part of the run's state (no torch here).
+"""Samples that a run skips: ranges of sample ids, part of the run's state.
 
     skipped [8, 12) [20, 24)
 

@@ -1,4 +1,4 @@
-"""The cut of a corpus into train, valid and test by documents (no torch here).
+"""The cut of a corpus into train, valid and test by documents.
 
     documents   0 ............................. 97 | 98 99 |        split 98, 2, 0 of 100 documents
                              train                  valid   test: none

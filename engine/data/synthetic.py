@@ -1,4 +1,4 @@
-"""Random tokens in place of a corpus, for tests and for timing a layout without data (no torch here)."""
+"""Random tokens in place of a corpus, for tests and for timing a layout without data."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""The process groups of a layout: axes, members, and NCCL's use of a GPU (no torch here)."""
+"""The process groups of a layout: axes, members, and NCCL's use of a GPU."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple

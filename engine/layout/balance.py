@@ -1,4 +1,4 @@
-"""Layers per stage by their work, with the head counted as work too (no torch here).
+"""Layers per stage by their work, with the head counted as work too.
 
     8 layers of work 1, a head of 2, pp 4        even      2 2 2 2 + head    the busiest rank has 4
                                                  balanced  2 3 2 1 + head    the busiest rank has 3

@@ -1,4 +1,4 @@
-"""The place of every parameter in the flat buffers, and its data-parallel owner (no torch here).
+"""The place of every parameter in the flat buffers, and its data-parallel owner.
 
 The layout is computed first, then read by grad buffers, the optimizer and checkpoints.
 

@@ -1,4 +1,4 @@
-"""The pipeline rank of each stage (no torch here)."""
+"""The pipeline rank of each stage."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The grid of ranks: sizes, named axes, coordinates and groups, as plain lists of ranks (no torch here).
+"""The grid of ranks: sizes, named axes, coordinates and groups, as plain lists of ranks.
 
 The world is an array of ranks with named axes, slow to fast:
 

@@ -1,4 +1,4 @@
-"""Rules that a number of ranks and its nodes keep, in words for an error (no torch here)."""
+"""Rules that a number of ranks and its nodes keep, in words for an error."""
 
 MOST_RANKS = 2**20
 """Largest number of ranks of a run, far above any real one; also the bound of each parallel size."""

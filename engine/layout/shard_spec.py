@@ -1,4 +1,4 @@
-"""The record of a parameter: its identity, and the part of it on one rank (no torch here).
+"""The record of a parameter: its identity, and the part of it on one rank.
 
 `ParamSpec` holds the model's facts: name, logical global shape, initialisation, weight decay, the dim that is cut. `ParamRecord`
 adds one rank's facts: its one box of the logical tensor, the holders of replicas of that box, and the axis over which their

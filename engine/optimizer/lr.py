@@ -1,4 +1,4 @@
-"""The learning rate as a function of consumed tokens: a linear warm-up, and then one of several ways down (no torch here).
+"""The learning rate as a function of consumed tokens: a linear warm-up, and then one of several ways down.
 
     lr  |    /‾‾‾\\           warm-up   lr x (tokens after the step) / warm-up: the first step has a rate
         |   /     `\\         decay     cosine, linear: from the end of the warm-up to `decay_steps`, or the end of the run

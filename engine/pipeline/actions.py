@@ -1,4 +1,4 @@
-"""The vocabulary of a pipeline schedule: actions, the schedule; `Placement` is from below (no torch here).
+"""The vocabulary of a pipeline schedule: actions, the schedule; `Placement` is from below.
 
     1F1B, pp 2, 3 microbatches            a row per pp rank, its compute actions in order
 

@@ -1,4 +1,4 @@
-"""The schedule of forwards alone, for validation and generation (no torch here).
+"""The schedule of forwards alone, for validation and generation.
 
 pp 2, vpp 2, 4 microbatches       in a loop                            in a V
 

@@ -1,4 +1,4 @@
-"""From compute actions to what a rank does: sends and receives are derived, in one function (no torch here).
+"""From compute actions to what a rank does: sends and receives are derived, in one function.
 
     0F0 0F1 0B0 ...   ->   0F0 | send F0 to rank 1 | 0F1 | send F1, receive the gradient of 0 | 0B0 ...
 

@@ -1,4 +1,4 @@
-"""The two forms of a schedule's program, and which of them runs next (no torch here).
+"""The two forms of a schedule's program, and which of them runs next.
 
     run      1      2  3  4 ...     k          k+1 ... k+STEPS_AFTER_RETRY     ...
     form     late   early           (retry)    late                            early

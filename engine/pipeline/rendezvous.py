@@ -1,4 +1,4 @@
-"""Execution of the calls of many ranks without devices, under rules stricter than NCCL's and gloo's (no torch here).
+"""Execution of the calls of many ranks without devices, under rules stricter than NCCL's and gloo's.
 
 A rank is a row of calls and steps. A step is a computation, or a wait, that needs some earlier calls of its rank. These rules
 always hold:

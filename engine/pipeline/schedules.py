@@ -1,4 +1,4 @@
-"""The schedules: functions from sizes to the compute actions of every rank (no torch here).
+"""The schedules: functions from sizes to the compute actions of every rank.
 
     gpipe         FFFFBBBB        all forwards, then all backwards: m microbatches in flight
     1f1b          FFF FB FB BBB   warm-up, one forward and one backward in turn, cool-down: p - r in flight

@@ -1,4 +1,4 @@
-"""Event timing of a schedule without devices (no torch here).
+"""Event timing of a schedule without devices.
 
     start(action) = max(end of the rank's action before it, end of the action that feeds it + transfer latency)
 

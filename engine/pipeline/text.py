@@ -1,4 +1,4 @@
-"""Schedules for people: a text form to read and diff, and a picture for the terminal (no torch here).
+"""Schedules for people: a text form to read and diff, and a picture for the terminal.
 
     schedule=1f1b pp=2 vpp=1 microbatches=3 forward_only=no          (placement=v where chunks are placed in a V)
     rank 0: 0F0 0F1 0B0 0F2 0B1 0B2

@@ -1,4 +1,4 @@
-"""A proof that a schedule, or a lowered program, runs to its end (no torch here).
+"""A proof that a schedule, or a lowered program, runs to its end.
 
 **A schedule** is complete: per stage and microbatch one F, then one B, or one I and later one W; nothing else. And it can
 be ordered: run rank by rank, no action waits for ever for the one that feeds it.

@@ -1,4 +1,4 @@
-"""The run directory: everything that a run leaves behind (no torch here).
+"""The run directory: everything that a run leaves behind.
 
     runs/<name>/                  name: runtime.name, or the config's stem; <stem>-<jobid> under SLURM, kept over requeues
         config.yaml               resolved, with every default, from the last attempt that began

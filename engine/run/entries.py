@@ -1,4 +1,4 @@
-"""The entries of a run directory: their names, and checks of what is in their places (no torch here).
+"""The entries of a run directory: their names, and checks of what is in their places.
 
 Crashes, full disks and people leave any directory behind, so each entry is checked before the first one is opened: a FIFO would
 block a rank for ever, and a folder in a file's place would end the run hours later.

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, run between steps, on all ranks after the same one (no torch here).
+"""Python's cyclic garbage collector, run between steps, on all ranks after the same one.
 
 The automatic collector runs in the middle of a forward, on each rank at another moment, and all other ranks wait for that one in
 their next collective. Tensors are freed by their reference counts, so little is left to collect.

@@ -1,4 +1,4 @@
-"""The parts of the training loop, and what follows them (no torch here)."""
+"""The parts of the training loop, and what follows them."""
 
 from enum import StrEnum
 

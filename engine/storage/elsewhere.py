@@ -1,4 +1,4 @@
-"""Things on other machines: names of them where a path belongs, and files that stand for them (no torch here)."""
+"""Things on other machines: names of them where a path belongs, and files that stand for them."""
 
 import os
 import re

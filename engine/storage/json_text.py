@@ -1,4 +1,4 @@
-"""Parsing of foreign JSON, with one kind of error for all faults (no torch here)."""
+"""Parsing of foreign JSON, with one kind of error for all faults."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Small state files of a run, read in bounded time and memory whatever is in their place (no torch here).
+"""Small state files of a run, read in bounded time and memory whatever is in their place.
 
 A read of a FIFO waits for a writer, a device may be endless, and a damaged file may have any size and encoding.
 """

@@ -1,4 +1,4 @@
-"""A Python module of the user's: where its sources are, their digest, and the module itself (no torch here).
+"""A Python module of the user's: where its sources are, their digest, and the module itself.
 
     scaled_mlp.py        a file, under a private name: one called `models` or `engine` hides nothing
     mylab/               a package, the folder that holds `__init__.py`, under a private name too

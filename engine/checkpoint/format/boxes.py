@@ -1,4 +1,4 @@
-"""Pieces of tensors as boxes, so that the pieces of one layout can be cut again for another (no torch here).
+"""Pieces of tensors as boxes, so that the pieces of one layout can be cut again for another.
 
 A rank owns a flat range of the row-major local box of a parameter (`layout/param_layout.Segment`). Such a range is at most
 2n - 1 boxes of the global tensor, each of them contiguous in the range:

@@ -1,4 +1,4 @@
-"""The manifest: a description of a checkpoint as JSON for people too (no torch here).
+"""The manifest: a description of a checkpoint as JSON for people too.
 
     step_00001000/
         manifest.json            this file: the run's state, and place and hash of every piece of every tensor

@@ -1,4 +1,4 @@
-"""The search for the tokenizer, corpora and extension that a checkpoint names, even after a move (no torch here).
+"""The search for the tokenizer, corpora and extension that a checkpoint names, even after a move.
 
 import    ../tokenizer.json        relative to the folder of the checkpoint
 run       tok/tokenizer.json       as typed: relative to the folder where the run was started, or absolute

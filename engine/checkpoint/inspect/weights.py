@@ -1,4 +1,4 @@
-"""The choice of weights to read from a checkpoint: trained, or their moving average (no torch here)."""
+"""The choice of weights to read from a checkpoint: trained, or their moving average."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""The token that ends a document, by its usual names (no torch here)."""
+"""The token that ends a document, by its usual names."""
 
 from collections.abc import Callable
 from pathlib import Path

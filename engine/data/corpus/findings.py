@@ -1,4 +1,4 @@
-"""Bad input of a corpus: each kind has a name, each case a place, and none is lost in silence (no torch here).
+"""Bad input of a corpus: each kind has a name, each case a place, and none is lost in silence.
 
     --on-bad stop    the first case is an error that names file and line (row of a parquet)
     --on-bad skip    the case is left out; its kind is counted, and the first places of each kind are kept

@@ -1,4 +1,4 @@
-"""Tokens on disk in Megatron's `.bin/.idx` format, version 1: read by mmap, written atomically (no torch here).
+"""Tokens on disk in Megatron's `.bin/.idx` format, version 1: read by mmap, written atomically.
 
     PREFIX.bin   token token token ...                        one dtype, little endian, sequences one after another
     PREFIX.idx   "MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | num_sequences S u64 | num_document_indices D + 1 u64

@@ -1,4 +1,4 @@
-"""The tokenizer of a corpus: found by its record, or compared with that of a model or of a run (no torch here).
+"""The tokenizer of a corpus: found by its record, or compared with that of a model or of a run.
 
     PREFIX.json has the tokenizer's identity       it is that of one of the model's, or the corpus is refused
     PREFIX.json of an earlier version, or none     vocabulary and ids are compared, and the result says that this is no proof

@@ -1,4 +1,4 @@
-"""Packages that only some text needs (no torch here)."""
+"""Packages that only some text needs."""
 
 import importlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Corpora of an extension: documents by number, read as those of a `.bin/.idx` pair are (no torch here).
+"""Corpora of an extension: documents by number, read as those of a `.bin/.idx` pair are.
 
     data:
       train: [{path: "extension:memmap:data/tokens.npy", weight: 0.7}, {path: data/web, weight: 0.3}]

@@ -1,4 +1,4 @@
-"""Files of a corpus, the pieces into which they are cut, and the documents of a piece (no torch here)."""
+"""Files of a corpus, the pieces into which they are cut, and the documents of a piece."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

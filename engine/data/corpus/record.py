@@ -1,4 +1,4 @@
-"""PREFIX.json, the record of a corpus: its inputs, and the hashes that prove it whole (no torch here)."""
+"""PREFIX.json, the record of a corpus: its inputs, and the hashes that prove it whole."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Tokenizers of the sentencepiece library, from their .model file (no torch here)."""
+"""Tokenizers of the sentencepiece library, from their .model file."""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A real text on every machine, the sources of Python's standard library; and the entropies of a text (no torch here).
+"""A real text on every machine, the sources of Python's standard library; and the entropies of a text.
 
     <stdlib>/**/*.py, sorted, up to `max_bytes`  -->  files in an order that their names' hashes give  -->  prepare
 

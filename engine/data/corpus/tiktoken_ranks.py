@@ -1,4 +1,4 @@
-"""Tokenizers of the tiktoken library, from a file of ranks (no torch here).
+"""Tokenizers of the tiktoken library, from a file of ranks.
 
     cl100k_base.tiktoken            a line per token, "IQ== 0": its bytes in base64, and its rank, which is its id
     cl100k_base.tiktoken:PATTERN    PATTERN cuts a text before it is merged: a name of PATTERNS, or a regular expression

@@ -1,4 +1,4 @@
-"""Text to token ids and back: one record of KINDS per kind of tokenizer (no torch here).
+"""Text to token ids and back: one record of KINDS per kind of tokenizer.
 
     load_tokenizer("bytes")                 ids 0 .. 255 are the bytes of UTF-8, 256 ends a document; vocab_size 257
     load_tokenizer("tokenizer.json")        a file of Hugging Face's `tokenizers` library

@@ -1,4 +1,4 @@
-"""The operands of a linear layer in FP8 (no torch here)."""
+"""The operands of a linear layer in FP8."""
 
 from typing import Literal, get_args
 

@@ -1,4 +1,4 @@
-"""The present activity of a rank, in shared memory of its node, where others read it when the rank hangs (no torch here).
+"""The present activity of a rank, in shared memory of its node, where others read it when the rank hangs.
 
     executor, training loop, ledger  ->  Heartbeat  ->  320 bytes in /dev/shm  ->  any process of the node, at any time
 

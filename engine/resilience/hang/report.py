@@ -1,4 +1,4 @@
-"""The report of a hang: which rank waits for which, from the activity of each and their schedule (no torch here).
+"""The report of a hang: which rank waits for which, from the activity of each and their schedule.
 
     rank 13   F of microbatch 7, waits for a receive over pp_forward  ->  rank 9
     rank 12   the same all-reduce over tp as 13, which is not there   ->  rank 13

@@ -1,4 +1,4 @@
-"""A job that hangs is noticed, reported, and ended in bounded time with an exit code of its own (no torch here).
+"""A job that hangs is noticed, reported, and ended in bounded time with an exit code of its own.
 
     each rank     a thread looks at the rank's heartbeat; it has not changed for `runtime.hang_seconds`, or for twice as long as
                   ever before where that is longer (`StillLimit`)

@@ -1,4 +1,4 @@
-"""The texts before the first step and after the last one (no torch here): rows for `Report.block`.
+"""The texts before the first step and after the last one: rows for `Report.block`.
 
 Triaxis: gpt_tiny                               Finished: 300 steps in 3:12
   layout      tp=2 pp=2 ...                       loss      ladder of entropies, with this model in its place

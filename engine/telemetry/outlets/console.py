@@ -1,4 +1,4 @@
-"""The run as a person sees it: lines on the terminal and in rank 0's log, and a progress bar (no torch here).
+"""The run as a person sees it: lines on the terminal and in rank 0's log, and a progress bar.
 
 lines         --->  Live    a terminal: as many columns as it is wide, colours, the bar below the lines
               `-->  Plain   a file, a pipe, and always rank 0's log: all columns, no control sequences

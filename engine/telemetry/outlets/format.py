@@ -1,4 +1,4 @@
-"""Numbers and texts as people read them: three or four digits and a unit, lines of some width (no torch here)."""
+"""Numbers and texts as people read them: three or four digits and a unit, lines of some width."""
 
 import math
 import textwrap

@@ -1,4 +1,4 @@
-"""Writes to a file or pipe that may refuse them: what is refused is counted, never raised (no torch here).
+"""Writes to a file or pipe that may refuse them: what is refused is counted, never raised.
 
     step 7 ...
     step 8 .                                              no room for the rest of this line

@@ -1,4 +1,4 @@
-"""The sink behind metrics.jsonl, which every run has (no torch here)."""
+"""The sink behind metrics.jsonl, which every run has."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The output of a rank goes to its log file, that of rank 0 to the terminal too (no torch here).
+"""The output of a rank goes to its log file, that of rank 0 to the terminal too.
 
     rank 3    print, warnings, C++ and NCCL (file descriptors 1 and 2)  ->  rank_00003.log
     rank 0    the same                                                  ->  relay  ->  rank_00000.log and the terminal

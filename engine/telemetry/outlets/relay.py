@@ -1,4 +1,4 @@
-"""Rank 0's relay: a process that carries what the rank writes to its log and to the terminal (no torch here).
+"""Rank 0's relay: a process that carries what the rank writes to its log and to the terminal.
 
     pipe  both      print, warnings, C++, NCCL     -+->  Outlet  ->  rank_00000.log
     pipe  log       lines for the log alone        -'

@@ -1,4 +1,4 @@
-"""Sinks: where the record of each step goes, and which of them a config opens (no torch here).
+"""Sinks: where the record of each step goes, and which of them a config opens.
 
 config.telemetry  ->  chosen_sinks  ->  metrics.jsonl, always; then those of `triaxis.engine.config.telemetry.SINKS`
 """

@@ -1,4 +1,4 @@
-"""The table of steps: its columns, those that fit, and their values (no torch here).
+"""The table of steps: its columns, those that fit, and their values.
 
         step     loss        lr    grad  tokens/s  TFLOP/s    resident   s/step       ETA
      100/300   2.5123  2.41e-03   0.874    12,520   0.0632    0.582 GB    0.327      1:05

@@ -1,4 +1,4 @@
-"""Weights & Biases: one run over all attempts, never in the way of training (no torch here).
+"""Weights & Biases: one run over all attempts, never in the way of training.
 
     WANDB_MODE=offline, disabled   that mode
     no key                         offline, without a prompt

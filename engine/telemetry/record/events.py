@@ -1,4 +1,4 @@
-"""The events of a run: moments that any rank writes down, over all attempts, one file per node (no torch here).
+"""The events of a run: moments that any rank writes down, over all attempts, one file per node.
 
     events/node_00000.jsonl    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "validation", "step": 50, "val_loss": 2.31}\n
     events/node_00007.jsonl    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "hang", "step": 61, "rank": 58, "message": ...}\n

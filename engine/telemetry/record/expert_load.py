@@ -1,4 +1,4 @@
-"""Ratios of the load of experts in a layer (no torch here).
+"""Ratios of the load of experts in a layer.
 
 max over mean    the fullest expert's tokens over the mean: 1 is even, E / k is a layer in which k experts do all the work
 entropy          -sum p ln p / ln E of the shares p of the load: 1 is even, 0 is all on one expert

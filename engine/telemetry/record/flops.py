@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, and what a device could do (no torch here).
+"""Floating-point operations of a training step, and what a device could do.
 
 A multiplication and an addition count as two. Forward 2 per weight and token, backward twice that: 6. Per token:
 

@@ -1,4 +1,4 @@
-"""One JSON object per line, there as soon as it is written: metrics.jsonl, and files of events (no torch here).
+"""One JSON object per line, there as soon as it is written: metrics.jsonl, and files of events.
 
     {"step": 1, "attempt": 0, ..., "loss": 5.5491, ...}\n
     {"step": 2, "attempt": 0, ..., "loss": 5.4710, ...}\n

@@ -1,4 +1,4 @@
-"""What is known about a step, as one typed record, and how its speeds are worked out (no torch here).
+"""What is known about a step, as one typed record, and how its speeds are worked out.
 
     losses and norms (agreed by all ranks)  +  spans of host time  +  FLOPs per token   ->   StepMetrics   ->   every sink
 

@@ -1,4 +1,4 @@
-"""The number of parameters by module: a formula, a list, and a count of what was built (no torch here).
+"""The number of parameters by module: a formula, a list, and a count of what was built.
 
     formula   from the sizes in the config alone, written without looking at `models/specs.py`
     list      of `models/specs.py`

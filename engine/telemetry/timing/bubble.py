@@ -1,4 +1,4 @@
-"""The split of waits in a pipeline, from the numbers of all ranks: its bubble, and the cost of its messages (no torch here).
+"""The split of waits in a pipeline, from the numbers of all ranks: its bubble, and the cost of its messages.
 
     rank 0  |F0|F1|.......|B0|...            measured     a wait has two causes: the stage before is not through yet,
     rank 1  |~~~~|F0|B0|~~|F1|B1|                         or what it made is on its way

@@ -1,4 +1,4 @@
-"""The activities of a rank in time: a mark wherever one ends and the next begins (no torch here).
+"""The activities of a rank in time: a mark wherever one ends and the next begins.
 
     part         data | forward_backward                             | optimizer          | other
     instruction        | 0F0               | post | 0F1     | 0B0 ... |                    |

@@ -1,4 +1,4 @@
-"""Ranks that compute longer than those with the same work (no torch here).
+"""Ranks that compute longer than those with the same work.
 
     stage 0   rank 0  41 ms    rank 1  40 ms    rank 4  58 ms    rank 5  41 ms        rank 4: 42 % over the median of the others
     stage 1   rank 2  35 ms    rank 3  35 ms    rank 6  36 ms    rank 7  35 ms

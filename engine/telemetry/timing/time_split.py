@@ -1,4 +1,4 @@
-"""The parts of a step's time, to 100 %: sums over each rank's activities, and their means over all ranks (no torch here).
+"""The parts of a step's time, to 100 %: sums over each rank's activities, and their means over all ranks.
 
     compute        actions of the schedule, less what is waited for in them
     exposed_tp     waits for tensor-parallel calls, the cross-entropy's too

@@ -1,4 +1,4 @@
-"""Some steps of all ranks on one axis of time, for ui.perfetto.dev or chrome://tracing (no torch here).
+"""Some steps of all ranks on one axis of time, for ui.perfetto.dev or chrome://tracing.
 
     rank 0   | step 12                                                            |
              | data | forward_backward                       | optimizer | other  |

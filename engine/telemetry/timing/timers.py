@@ -1,4 +1,4 @@
-"""Where the time of a step goes, on the host's clock (no torch here).
+"""Where the time of a step goes, on the host's clock.
 
     enter(DATA) --- enter(FORWARD_BACKWARD) ----------- end_step()  enter(VALIDATION) ---- enter(DATA) ...
          data      |      forward_backward              |   other   |      validation        |
