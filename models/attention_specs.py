@@ -1,4 +1,4 @@
-"""The parameters from which queries, keys and values are made (no torch here); `models/specs.py` has all others and the names here.
+"""The parameters from which queries, keys and values are made; `models/specs.py` has all others and the names here.
 
 In place of q and kv, latent attention (`engine/config/mla.py`) has, with latents of r_q and r_kv, heads of dr + dn and of dv:
 

@@ -1,4 +1,4 @@
-"""Maximal update parametrization (muP): learning rates that carry over between widths (2203.03466; no torch here).
+"""Maximal update parametrization (muP): learning rates that carry over between widths (2203.03466).
 
     m = hidden_size / base_hidden_size        for Adam, table 8 of the paper, in the form with an output multiplier:
 

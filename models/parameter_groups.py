@@ -1,4 +1,4 @@
-"""The parameters of a model by the groups of `optimizer.groups` (no torch here)."""
+"""The parameters of a model by the groups of `optimizer.groups`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

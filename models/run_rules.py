@@ -1,4 +1,4 @@
-"""The rules of those who start a run or check one, besides those of every configuration (no torch here)."""
+"""The rules of those who start a run or check one, besides those of every configuration."""
 
 from triaxis.engine.config.extension_section import given_is_chosen
 from triaxis.engine.config.section import Rule

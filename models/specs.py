@@ -1,4 +1,4 @@
-"""A GPT as a list of parameter specs: names, shapes, cuts, initial values (no torch here).
+"""A GPT as a list of parameter specs: names, shapes, cuts, initial values.
 
 Modules, the parameter count, initialisation, predictions and checkpoints are built from this list, so a parameter has
 one name and one shape everywhere. h hidden size, d head size, f MLP width, V vocabulary, S sequence length:

@@ -1,4 +1,4 @@
-"""What compiles a run's kernels on this node: a C compiler, and the headers of this Python (no torch here).
+"""What compiles a run's kernels on this node: a C compiler, and the headers of this Python.
 
     torch.compile  ->  triton  ->  a launcher for each kernel, built by gcc or clang with Python.h
 

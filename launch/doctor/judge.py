@@ -1,4 +1,4 @@
-"""Nodes that are out of line: the facts and rates of all ranks in, findings out (no torch here).
+"""Nodes that are out of line: the facts and rates of all ranks in, findings out.
 
 Nodes are compared with each other, never with a table of what hardware should do: a value is out of line if most nodes have
 another, a rate if it is less than half of the median of equal groups (`SLOW`). Every rank comes to the same findings.

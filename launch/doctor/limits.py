@@ -1,4 +1,4 @@
-"""Two limits of a node that NCCL meets: memory that a process may lock, and the size of /dev/shm (no torch here).
+"""Two limits of a node that NCCL meets: memory that a process may lock, and the size of /dev/shm.
 
     RLIMIT_MEMLOCK   InfiniBand pins every buffer that it sends from or receives into, and the kernel counts them against it.
                      `ulimit -l` shows it; a login shell, SLURM's daemon and a container may each have another.

@@ -1,4 +1,4 @@
-"""An order of sends between nodes in which each path is measured by itself (no torch here)."""
+"""An order of sends between nodes in which each path is measured by itself."""
 
 
 def node_paths(ranks_per_node: int, world_size: int) -> list[list[tuple[int, int]]]:

@@ -1,4 +1,4 @@
-"""The messages, folders and files of a run that `triaxis doctor` looks at, from its configuration (no torch here)."""
+"""The messages, folders and files of a run that `triaxis doctor` looks at, from its configuration."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Slow groups, paths and hosts, each compared with its equals (no torch here)."""
+"""Slow groups, paths and hosts, each compared with its equals."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 

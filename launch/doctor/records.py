@@ -1,4 +1,4 @@
-"""Records that the ranks exchange as JSON, and the findings that follow from them (no torch here)."""
+"""Records that the ranks exchange as JSON, and the findings that follow from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The findings of `triaxis doctor`, for people and as JSON (no torch here)."""
+"""The findings of `triaxis doctor`, for people and as JSON."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict

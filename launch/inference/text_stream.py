@@ -1,4 +1,4 @@
-"""Text from tokens that come one at a time (no torch here).
+"""Text from tokens that come one at a time.
 
 ids    72  226 130 172  33           bytes; of a BPE likewise, whose tokens may hold parts of a character
 text   H   -   -   €    !            nothing is shown before its character is complete

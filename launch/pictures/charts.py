@@ -1,4 +1,4 @@
-"""Charts as inline SVG: lines, dots, stacked columns, bars (no torch, no drawing library).
+"""Charts as inline SVG: lines, dots, stacked columns, bars.
 
 A chart holds CSS classes and no colours: the page's CSS defines them (`--c0` .. `--c11`, light or dark as the reader's system).
 Every text passes through `escape`.

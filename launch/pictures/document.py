@@ -1,4 +1,4 @@
-"""The frame of a page: one HTML file without scripts, a link to each section, tiles of numbers (no torch here)."""
+"""The frame of a page: one HTML file without scripts, a link to each section, tiles of numbers."""
 
 from collections.abc import Iterable, Mapping
 from html import escape

@@ -1,4 +1,4 @@
-"""SVG elements, and files that hold one picture (no torch, no drawing library).
+"""SVG elements, and files that hold one picture.
 
 charts.py            pieces of a page: lines, dots, columns, bars
 schedule_picture.py  `triaxis schedule print --form svg`

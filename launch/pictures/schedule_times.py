@@ -1,4 +1,4 @@
-"""Times of a step in the terminal: ranks in a table, the critical path in words (no torch here)."""
+"""Times of a step in the terminal: ranks in a table, the critical path in words."""
 
 from collections.abc import Sequence
 from itertools import groupby

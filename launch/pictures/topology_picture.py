@@ -1,4 +1,4 @@
-"""A layout as a picture: each node a box, each rank a cell in it (no torch here).
+"""A layout as a picture: each node a box, each rank a cell in it.
 
 hue         pipeline stage        }  so every tensor-parallel group has its own colour, and groups of one stage
 lightness   index over dp and cp  }  look related

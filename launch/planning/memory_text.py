@@ -1,4 +1,4 @@
-"""Memory of ranks as coloured text: a bar per rank, a letter per kind of memory (no torch here).
+"""Memory of ranks as coloured text: a bar per rank, a letter per kind of memory.
 
 pp 0  |ppppggggggggoooaaaaaaaaaaaaaaac.....|  67.6 GB
 """

@@ -1,4 +1,4 @@
-"""A plan as one HTML file: Pareto plot, layouts, and of the chosen one time, memory, schedule and rank map (no torch here)."""
+"""A plan as one HTML file: Pareto plot, layouts, and of the chosen one time, memory, schedule and rank map."""
 
 from collections.abc import Mapping, Sequence
 from html import escape

@@ -1,4 +1,4 @@
-"""The search for the fastest layout of a run on a cluster: legal, fitting, by predicted step time (no torch here).
+"""The search for the fastest layout of a run on a cluster: legal, fitting, by predicted step time.
 
     sizes x stages x sequence parallelism x micro batch x schedule  ->  rules  ->  closed form (models/predict/step_time)
     fastest first: what must be recomputed for it to fit?   ->  memory (models/predict/rank_memory.py), tens of milliseconds

@@ -1,4 +1,4 @@
-"""A plan as text: what was asked, the answer, and a row per layout; at most `PIPE_WIDTH` columns in a pipe (no torch here)."""
+"""A plan as text: what was asked, the answer, and a row per layout; at most `PIPE_WIDTH` columns in a pipe."""
 
 from collections.abc import Sequence
 

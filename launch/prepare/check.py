@@ -1,4 +1,4 @@
-"""The check of a corpus against its record's hashes and its tokenizer's ids (no torch here).
+"""The check of a corpus against its record's hashes and its tokenizer's ids.
 
 A check reads every byte and writes its result to PREFIX.checked.json: for each node, the contents that it found and the version of
 the files that it read. So a job that restarts often reads a corpus once per node. Problems are derived anew from the kept contents.

@@ -1,4 +1,4 @@
-"""Corpora joined and cut by documents, without encoding anything again (no torch here).
+"""Corpora joined and cut by documents, without encoding anything again.
 
 merge   A, B  -->  C          the documents of A, then those of B: the bytes of one preparation of both texts
 split   C     -->  A, B       the first documents and the last ones: merged again they are C

@@ -1,4 +1,4 @@
-"""A corpus in numbers, for `triaxis data inspect` (no torch here)."""
+"""A corpus in numbers, for `triaxis data inspect`."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The work of one worker process of `triaxis prepare`: it reads a unit of text and encodes it into a part (no torch here).
+"""The work of one worker process of `triaxis prepare`: it reads a unit of text and encodes it into a part.
 
 unit = pieces of files  -->  documents  -->  batches  -->  document . eod | document . eod | ...   PREFIX.parts/DIGEST
 """

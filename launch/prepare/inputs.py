@@ -1,4 +1,4 @@
-"""The input files of a corpus, from paths, globs and folders (no torch here).
+"""The input files of a corpus, from paths, globs and folders.
 
 texts/a.txt      the file, whatever its ending
 'texts/**/*.md'  the matching files, whatever their endings; if only folders match, the folders

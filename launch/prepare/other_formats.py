@@ -1,4 +1,4 @@
-"""Formats that are refused by name, most with a command that converts the file to a format that is read (no torch here).
+"""Formats that are refused by name, most with a command that converts the file to a format that is read.
 
 Read as text, a table would become one document of commas, JSON lines one of braces, and an archive one of its own bytes. A format
 is recognised by the ending of the file's name, or by content that is unambiguous.

@@ -1,4 +1,4 @@
-"""Documents of a parquet file: a column of text, or of lists of ids, read a row group at a time (no torch here).
+"""Documents of a parquet file: a column of text, or of lists of ids, read a row group at a time.
 
 A parquet file can be entered only at a row group. Text is read as bytes and decoded value by value, so that one bad value does not
 hide the others of its batch. Page checksums are compared if the writer made any.

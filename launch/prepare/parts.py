@@ -1,4 +1,4 @@
-"""Parts of a corpus in preparation: each is complete or absent, so that a killed run can continue from them (no torch here).
+"""Parts of a corpus in preparation: each is complete or absent, so that a killed run can continue from them.
 
     PREFIX.parts/DIGEST.tokens    document . eod | document . eod | ..     the corpus's dtype
                  DIGEST.lengths   int32 per document

@@ -1,4 +1,4 @@
-"""The preparation of a corpus from text files, with the same bytes for any number of processes (no torch here).
+"""The preparation of a corpus from text files, with the same bytes for any number of processes.
 
     files --plan--> pieces --units--> worker 0: encode  \\
       a reader per format             worker 1: encode   >--> PREFIX.parts --in the order of the plan--> PREFIX.bin, .idx, .json

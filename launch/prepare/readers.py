@@ -1,4 +1,4 @@
-"""The readers that turn files into documents, one row of READERS per file ending (no torch here).
+"""The readers that turn files into documents, one row of READERS per file ending.
 
     .txt (any other name)    one document, or several with separators     a piece is the file, or a range of bytes
     .jsonl, .json, .ndjson   a document per line                          a piece is a range of bytes

@@ -1,4 +1,4 @@
-"""Files as streams of bytes, decompressed on the fly where needed, and their split into records (no torch here).
+"""Files as streams of bytes, decompressed on the fly where needed, and their split into records.
 
 A file is decompressed if its first bytes or its name say so, since a download may change the name but not the content. A compressed
 file can only be read from its beginning. A damaged one yields the bytes before the damage, then raises `DamagedStreamError`.

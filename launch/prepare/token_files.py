@@ -1,4 +1,4 @@
-"""Files of ready-made tokens from other software (no torch here).
+"""Files of ready-made tokens from other software.
 
     .npy   numpy's format, integers [n] or [documents, n]
     .bin   of llm.c: 256 int32 (magic, version, n), then n tokens

@@ -1,4 +1,4 @@
-"""The training of a tokenizer on the corpus itself: `train-bpe:32000` (no torch here).
+"""The training of a tokenizer on the corpus itself: `train-bpe:32000`.
 
     units of the corpus --evenly spread, TRAINING_BYTES at most--> documents --tokenizers' BpeTrainer--> PREFIX.tokenizer.json
 

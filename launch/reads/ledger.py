@@ -1,4 +1,4 @@
-"""The documents that a step read, sample by sample, computed from the configuration and never recorded (no torch here).
+"""The documents that a step read, sample by sample, computed from the configuration and never recorded.
 
     step  ->  positions  ->  sample ids (without skipped ranges)  ->  (corpus, its own sample)  ->  parts of documents
 

@@ -1,4 +1,4 @@
-"""The reads of a run over all its attempts: tokens that were read twice, and tokens that were left out (no torch here).
+"""The reads of a run over all its attempts: tokens that were read twice, and tokens that were left out.
 
     attempt 0   steps 1 .. 43                      ->  spans, each step from the attempt that made it last:
     attempt 1   resumed after 40, steps 41 .. 60       1 .. 40 from attempt 0, 41 .. 60 from attempt 1

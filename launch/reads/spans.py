@@ -1,4 +1,4 @@
-"""The spans of a run: its steps as they were made last, by attempt and skipped ranges, from its files (no torch here)."""
+"""The spans of a run: its steps as they were made last, by attempt and skipped ranges, from its files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby

@@ -1,4 +1,4 @@
-"""The load of experts as heat maps: expert by layer, and layer by step (no torch here).
+"""The load of experts as heat maps: expert by layer, and layer by step.
 
 tokens of an expert / the mean of its layer      0 is the full first colour, 1 none, `full` and more the full second colour
 """

@@ -1,4 +1,4 @@
-"""The page of a run: its sections; all text from files is escaped (no torch here)."""
+"""The page of a run: its sections; all text from files is escaped."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Parts of the page that show numbers over steps or ranks: each returns HTML, or what is missing and why (no torch here)."""
+"""Parts of the page that show numbers over steps or ranks: each returns HTML, or what is missing and why."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Predicted seconds of a step beside the measured ones, by component (no torch here).
+"""Predicted seconds of a step beside the measured ones, by component.
 
 config, sizes  ->  models/predict/step_time  ->  components of each pipeline rank  ->  their mean  }  side by side
 metrics.jsonl  ->  time splits of the last attempt                                 ->  their mean  }

@@ -1,4 +1,4 @@
-"""The files of a run directory, of which some may be damaged or missing: the run may be live, killed, or old (no torch here).
+"""The files of a run directory, of which some may be damaged or missing: the run may be live, killed, or old.
 
     config.yaml      ->  config, config_text          metrics.jsonl  ->  steps, replaced   (a torn last line is counted)
     events/          ->  events, attempts             checkpoints/   ->  checkpoints

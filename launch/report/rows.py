@@ -1,4 +1,4 @@
-"""Records of a long run in little memory: their numbers lie in one array (no torch here).
+"""Records of a long run in little memory: their numbers lie in one array.
 
     {"step": 7, "loss": 2.5, "time_split": {"data_seconds": 0.1}, "note": "x"}
       numbers   .. | 7 2.5 0.1 | ..           8 bytes each, where a dict takes some 60

@@ -1,4 +1,4 @@
-"""An allocation of SLURM, and calls of SLURM's commands in it (no torch here)."""
+"""An allocation of SLURM, and calls of SLURM's commands in it."""
 
 import re
 import subprocess

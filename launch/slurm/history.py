@@ -1,4 +1,4 @@
-"""The attempts of a job, and what follows from them: which nodes to leave out, when to give up (no torch here).
+"""The attempts of a job, and what follows from them: which nodes to leave out, when to give up.
 
     runs/<name>/slurm.json      per attempt: when, on which nodes, from which step to which, how it ended, who is to blame
 

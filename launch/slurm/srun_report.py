@@ -1,4 +1,4 @@
-"""The ends of tasks, read from srun's messages: how each ended, and which was first (no torch here).
+"""The ends of tasks, read from srun's messages: how each ended, and which was first.
 
     srun: error: node2: task 5: Killed                          the first bad end: its node is the suspect
     srun: error: node1: tasks 0-3: Exited with exit code 1      tasks that communicated with it, a moment later

@@ -1,4 +1,4 @@
-"""The words of a command line, read alike by every command (no torch here).
+"""The words of a command line, read alike by every command.
 
     triaxis footprint configs/gpt_tiny.yaml --full parallel.dp=null --gpus 8
                       |                     |      |                `- an option with its value

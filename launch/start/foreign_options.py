@@ -1,4 +1,4 @@
-"""Options of other engines, typed to a command of ours and answered in our words (no torch here).
+"""Options of other engines, typed to a command of ours and answered in our words.
 
     --tensor-model-parallel-size 2, --tp 2     ->  parallel.tp=2, and the whole command with it, to paste
     --num-layers 24 --hidden-size 2048 ...     ->  the command that makes a config of a command line of Megatron-LM

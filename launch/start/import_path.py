@@ -1,4 +1,4 @@
-"""The import path of the Python processes that Triaxis starts (no torch here).
+"""The import path of the Python processes that Triaxis starts.
 
 `python -m` and `python -c` search the folder where they are typed first, so a `launch.py` or `torch.py` there would run in place of
 ours. PYTHONSAFEPATH (`python -P`) leaves that folder out, for the process and for all that it starts. A checkout that is not

@@ -1,4 +1,4 @@
-"""The limit of open files of a launcher and of the ranks that it starts (no torch here).
+"""The limit of open files of a launcher and of the ranks that it starts.
 
 ulimit -Sn 64       raised as far as the hard limit allows, up to MOST
 ulimit -n 24        refused: a rank would fail in the middle of its start, and others would wait for it

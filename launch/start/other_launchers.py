@@ -1,4 +1,4 @@
-"""Variables that another launcher has set before ours starts: taken, refused or cleared, each in words (no torch here).
+"""Variables that another launcher has set before ours starts: taken, refused or cleared, each in words.
 
     PET_NNODES=2 PET_NODE_RANK=1 ..      torchrun's own, of a Kubernetes operator   taken as NNODES, NODE_RANK, ..
     PET_TEE=3, PET_RDZV_BACKEND=c10d     what our launcher decides                  cleared

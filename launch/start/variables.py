@@ -1,4 +1,4 @@
-"""Numbers in the environment, checked once before anything starts (no torch here)."""
+"""Numbers in the environment, checked once before anything starts."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""A console for tables of which nothing is cut (no torch here)."""
+"""A console for tables of which nothing is cut."""
 
 from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""The choice of a layout for a model and a machine, by predicted memory alone (no torch here).
+"""The choice of a layout for a model and a machine, by predicted memory alone.
 
     tp x pp x ep = 1, 2, ..  ->  legal layouts  ->  those whose fullest rank fits  ->  least recomputation, then least pp and tp
     the smallest model-parallel size that fits is taken: it sends least, and has the most replicas

@@ -1,4 +1,4 @@
-"""The machine that a layout is chosen for: ranks, nodes and the memory of a rank (no torch here).
+"""The machine that a layout is chosen for: ranks, nodes and the memory of a rank.
 
 8x80GB     8 GPUs of 80 GB, one node             64x80GB    8 nodes of 8
 nothing    the GPUs of this machine, as nvidia-smi lists them; without any, its cores, which share its memory

@@ -1,4 +1,4 @@
-"""A model of a wished number of parameters (no torch here).
+"""A model of a wished number of parameters.
 
 family    Llama's: RMSNorm, SwiGLU of 8/3 of the width, RoPE, no bias; tied below 1B, 8 key heads from 7B
 shape     width over layers as in GPT-3's table 2.1 (2005.14165) at that size, between its rows by the logarithm of the size

@@ -1,4 +1,4 @@
-"""A run of a model on a machine: its configuration, and that as YAML with the reason of each value (no torch here).
+"""A run of a model on a machine: its configuration, and that as YAML with the reason of each value.
 
     model, corpus, tokens, machine  ->  recipe (batch, learning rate)  ->  choose_layout  ->  Config  ->  commented YAML
 

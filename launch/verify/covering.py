@@ -1,4 +1,4 @@
-"""A few configurations in which every pair of features meets (no torch here).
+"""A few configurations in which every pair of features meets.
 
 Bugs of composition need two features together far more often than three. A greedy covering array keeps all pairs that are
 legal together in a number of rows that grows with the square of the most choices, not with their product.

@@ -1,4 +1,4 @@
-"""Relations between the sizes of a model and of a layout from which layout bugs come (no torch here).
+"""Relations between the sizes of a model and of a layout from which layout bugs come.
 
 `launch/verify/shrink.py` promises that each of them has the same value in the small configuration as in the one that was given.
 """

@@ -1,4 +1,4 @@
-"""Training data of a verification: random tokens, or the corpus of a comparison with an oracle (no torch here)."""
+"""Training data of a verification: random tokens, or the corpus of a comparison with an oracle."""
 
 from triaxis.engine.config.model import LARGEST_VOCABULARY
 from triaxis.engine.config.tree import Config

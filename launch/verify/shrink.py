@@ -1,4 +1,4 @@
-"""A configuration of the same kind, small enough for float64 on a laptop (no torch here).
+"""A configuration of the same kind, small enough for float64 on a laptop.
 
 Bugs of a layout come from relations between sizes, not from sizes: whether heads outnumber ranks, whether stages are even,
 which ranks hold padding of the vocabulary. `launch/verify/relations.py` lists them, and each is kept; all else gets small.

@@ -1,4 +1,4 @@
-"""The attention of a smaller model of the same kind (no torch here).
+"""The attention of a smaller model of the same kind.
 
 Kept of each kind of layers: whether its window is shorter than the samples, whether heads rotate in part, the rule that scales
 frequencies, and on which side of its original length LongRoPE is. Which layers are of it, `launch/verify/shrink_layers.py` says.

@@ -1,4 +1,4 @@
-"""The experts of a smaller model of the same kind (no torch here).
+"""The experts of a smaller model of the same kind.
 
 Kept: every relation between experts, choices, groups and the ranks that share experts (`relations_of_experts`).
 """

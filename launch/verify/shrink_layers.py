@@ -1,4 +1,4 @@
-"""The layers that a smaller model of the same kind keeps (no torch here).
+"""The layers that a smaller model of the same kind keeps.
 
     stages of 6 layers    [local local global local local global]   [local local global local local global]
     kept, at 0, 2, 3      [local global local]                      [local global local]

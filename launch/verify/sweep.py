@@ -1,4 +1,4 @@
-"""Sub-layouts of a layout that differs: the same run with one axis collapsed, or one feature off (no torch here).
+"""Sub-layouts of a layout that differs: the same run with one axis collapsed, or one feature off.
 
 The reference stays the same, because no global batch changes. Where the difference vanishes with `tp=1` and stays with `pp=1` and
 with `dp=1`, its cause is on tp, and no table is needed for that.

@@ -1,4 +1,4 @@
-"""From a config and a layout to the configurations that a verification runs (no torch here)."""
+"""From a config and a layout to the configurations that a verification runs."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The refusal of models with parts of their own: no other software has their code (no torch here)."""
+"""The refusal of models with parts of their own: no other software has their code."""
 
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.errors import ConfigError

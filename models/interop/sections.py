@@ -1,4 +1,4 @@
-"""Our sections, made of what other software wrote (no torch here)."""
+"""Our sections, made of what other software wrote."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Memory that a microbatch keeps on a rank between forward and backward, counted from the configuration alone (no torch here).
+"""Memory that a microbatch keeps on a rank between forward and backward, counted from the configuration alone.
 
 The formula of Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (2205.05198), section 4,
 term by term, with what these kernels keep. In the paper's block (16 bits per element, 1 byte per dropout mask, MLP width 4 h,

@@ -1,4 +1,4 @@
-"""The most that a stage holds while experts are at work, counted from the configuration alone (no torch here).
+"""The most that a stage holds while experts are at work, counted from the configuration alone.
 
 what is kept by then (`models/predict/activation_memory.py`) + what experts hold beside it (`models/predict/experts/temporaries.py`)
 """

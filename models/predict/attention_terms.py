@@ -1,4 +1,4 @@
-"""The tensors that attention keeps: queries, keys and values, and scores of plain operators (no torch here)."""
+"""The tensors that attention keeps: queries, keys and values, and scores of plain operators."""
 
 from fractions import Fraction
 

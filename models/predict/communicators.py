@@ -1,4 +1,4 @@
-"""Device memory that NCCL holds for a rank's communicators, counted from the layout alone (no torch here).
+"""Device memory that NCCL holds for a rank's communicators, counted from the layout alone.
 
 An estimate, not measured on this engine. NCCL allocates per communicator, channel and connected neighbour, outside of torch's
 allocator (`ncclP2pAllocateShareableBuffer` in its src/transport/p2p.cc):

@@ -1,4 +1,4 @@
-"""The stages of a layout by what is in them: predictions count equal ones once (no torch here)."""
+"""The stages of a layout by what is in them: predictions count equal ones once."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,5 +1,4 @@
-"""The fit of a run to its devices: the line that states it, the rule that refuses it, and changes with which it fits (no torch
-here).
+"""The fit of a run to its devices: the line that states it, the rule that refuses it, and changes with which it fits.
 
     predict (models/predict/rank_memory.py)  ->  memory_line    "56.9 GB predicted on the fullest rank (...) of 85.5 GB"
                                 ->  memory_rule    a rule more for `triaxis.engine.config.tree.problems`, where the device is known

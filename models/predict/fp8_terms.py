@@ -1,4 +1,4 @@
-"""Inputs of products that are kept in FP8 where one scale serves a tensor, 1 byte per element (no torch here).
+"""Inputs of products that are kept in FP8 where one scale serves a tensor, 1 byte per element.
 
 A layer keeps its input so where nothing else keeps it, and where it is not made again:
 

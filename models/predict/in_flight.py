@@ -1,4 +1,4 @@
-"""Moments of a pipeline rank at which it holds the most microbatches, from its actions alone (no torch here).
+"""Moments of a pipeline rank at which it holds the most microbatches, from its actions alone.
 
     1F1B, rank 0 of 2      0F0 0F1 0B0 0F2 0B1 0B2       two moments for any m: F beside 1, B beside 1
 

@@ -1,4 +1,4 @@
-"""Tensors that latent attention keeps between its norm and its output's projection (no torch here).
+"""Tensors that latent attention keeps between its norm and its output's projection.
 
 Per token of a rank, w bytes an element, n heads on the rank, c ranks of a row, latents r_q and r, heads of dn + dr and of dv:
 

@@ -1,4 +1,4 @@
-"""Tensors that one transformer layer keeps for its backward, counted from the configuration alone (no torch here).
+"""Tensors that one transformer layer keeps for its backward, counted from the configuration alone.
 
 Terms are those of `triaxis.models.predict.activation_memory`. A product keeps its input for the gradient of its weight.
 """

@@ -1,4 +1,4 @@
-"""Tensors that layers of multi-token prediction keep besides those of a layer (no torch here).
+"""Tensors that layers of multi-token prediction keep besides those of a layer.
 
 inputs [2 s(/t), b, h] --two norms--> [s(/t), b, 2 h] --projection--> a layer --norm--> head
 """

@@ -1,4 +1,4 @@
-"""Prediction of a rank's memory from the configuration alone, and changes that reduce it (no torch here).
+"""Prediction of a rank's memory from the configuration alone, and changes that reduce it.
 
     parameters     flat buffers, the run's dtype
     gradients      flat buffers, accumulation dtype (or as narrow as the parameters)

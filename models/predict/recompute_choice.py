@@ -1,4 +1,4 @@
-"""The price of recomputing a part of a layer, the memory that it saves, and so the parts that are worth it (no torch here).
+"""The price of recomputing a part of a layer, the memory that it saves, and so the parts that are worth it.
 
 Cost is counted in bytes moved to and from device memory per token, a FLOP being as dear as 1 / FLOPS_PER_BYTE of one. The gain is
 the size of the part's tensors by the formula of `models/predict/activation_memory.py`. For a layer of Llama-3-8B in bf16:

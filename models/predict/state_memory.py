@@ -1,4 +1,4 @@
-"""Bytes of flat buffers and optimizer state on a rank, counted from the configuration alone (no torch here)."""
+"""Bytes of flat buffers and optimizer state on a rank, counted from the configuration alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""A kept tensor as a term, and the widths that terms are made of (no torch here)."""
+"""A kept tensor as a term, and the widths that terms are made of."""
 
 from dataclasses import dataclass
 from fractions import Fraction

@@ -1,4 +1,4 @@
-"""Traffic of one training step of a GPT, counted from the configuration alone (no torch here).
+"""Traffic of one training step of a GPT, counted from the configuration alone.
 
 This is the expected side of the ledger: calls and wire bytes per rank, from the formulas of the papers (2104.04473 section
 3.2, 2205.05198 section 4.2.2, 1910.02054 section 7), written without looking at the engine. Ring costs, N = bytes of the

@@ -1,4 +1,4 @@
-"""Vector clocks of streams, and the last uses of each byte of memory (no torch here).
+"""Vector clocks of streams, and the last uses of each byte of memory.
 
 The host posts operators on streams and goes on. Two operators are ordered if they are on one stream, or if a chain of events and
 waits leads from the end of the first to the start of the second. Operators without an order may run at the same time.

@@ -1,4 +1,4 @@
-"""Errors that come from the environment of a process: modules on PYTHONPATH that hide others, too little memory (no torch here)."""
+"""Errors that come from the environment of a process: modules on PYTHONPATH that hide others, too little memory."""
 
 import errno
 import os

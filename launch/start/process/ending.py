@@ -1,4 +1,4 @@
-"""The end of a rank's process: its output is flushed and it leaves with its own exit code, within seconds (no torch here).
+"""The end of a rank's process: its output is flushed and it leaves with its own exit code, within seconds.
 
     run_rank      runs the `main` of any worker, prints its error, and ends the process with its exit code
     WayOut        bounds what is closed after a failure: GRACE_SECONDS in all

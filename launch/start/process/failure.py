@@ -1,4 +1,4 @@
-"""The rank that ended a run, and the end of its log (no torch here).
+"""The rank that ended a run, and the end of its log.
 
 When one rank dies, torchrun ends the others, and those that were talking to it fail by themselves a moment later. The
 first cause is a rank that torchrun did not end, that was seen dead first (whole seconds), and whose log stopped first.

@@ -1,4 +1,4 @@
-"""The front of a process that a person or a launcher starts: its words, standard streams and first seconds (no torch here).
+"""The front of a process that a person or a launcher starts: its words, standard streams and first seconds.
 
 closed descriptors   opened on /dev/null, so that no file of the run takes their number
 secrets              blotted out of everything that Python prints

@@ -1,4 +1,4 @@
-"""Causes of failures that libraries report in words of their own, and their remedies (no torch here).
+"""Causes of failures that libraries report in words of their own, and their remedies.
 
 NCCL's last warning is part of the error that torch raises; with NCCL_DEBUG=WARN the log has it by itself.
 """

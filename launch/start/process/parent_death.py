@@ -1,4 +1,4 @@
-"""A rank that outlives its launcher is an orphan that holds a GPU: Linux ends it with its parent (no torch here).
+"""A rank that outlives its launcher is an orphan that holds a GPU: Linux ends it with its parent.
 
 torchrun ends its ranks in every case but one, when it is itself killed with SIGKILL (out of memory, `kill -9`).
 """

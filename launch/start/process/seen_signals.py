@@ -1,4 +1,4 @@
-"""Signals that a thread hears of at once, whatever call the main thread is in (no torch here)."""
+"""Signals that a thread hears of at once, whatever call the main thread is in."""
 
 import signal
 import socket

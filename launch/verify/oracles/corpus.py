@@ -1,4 +1,4 @@
-"""A small corpus for a comparison with an oracle, and the oracle's own way to read it (no torch here).
+"""A small corpus for a comparison with an oracle, and the oracle's own way to read it.
 
     PREFIX.bin, PREFIX.idx  --`rows_of_steps`-->  tokens, labels, masks, counts of every microbatch of one process
 

@@ -1,4 +1,4 @@
-"""The largest error that rounding can explain (no torch here).
+"""The largest error that rounding can explain.
 
 In float64 it is a constant, far above any rounding and far below any bug. In a narrower dtype it is measured. One process runs
 in that dtype (the reference), and once more in the next wider one, from the same rounded weights. The relative error e of each

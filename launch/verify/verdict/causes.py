@@ -1,4 +1,4 @@
-"""From a difference to a description of it, and to an axis where measurements name one (no torch here).
+"""From a difference to a description of it, and to an axis where measurements name one.
 
 An axis is named only from what was measured:
 

@@ -1,4 +1,4 @@
-"""Distance of one tensor from another, as sums that can be added over the parts that ranks hold (no torch here)."""
+"""Distance of one tensor from another, as sums that can be added over the parts that ranks hold."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Reports of ranks and sub-layouts, and the record of a difference (no torch here)."""
+"""Reports of ranks and sub-layouts, and the record of a difference."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""From the ranks' reports to a verdict: equal, or the first difference and its place (no torch here).
+"""From the ranks' reports to a verdict: equal, or the first difference and its place.
 
 The order of a step is the order of the search: samples that are read, weights at the start, outputs and choices of experts
 along the model, loss, gradients, their norm, masters and moments, the parameters that the next forward uses. What comes later

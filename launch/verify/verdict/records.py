@@ -1,4 +1,4 @@
-"""The report of a verification's rank, as JSON between processes (no torch here).
+"""The report of a verification's rank, as JSON between processes.
 
 A reference (one process) writes whole tensors; each rank of the layout compares its own parts with them and reports sums. No
 rank holds the tensors of another, so the layout may be as large as the machine allows.

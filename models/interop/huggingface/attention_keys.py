@@ -1,4 +1,4 @@
-"""RoPE, windows and kinds of layers in a Hugging Face config.json: our fields of attention, and the reverse (no torch here).
+"""RoPE, windows and kinds of layers in a Hugging Face config.json: our fields of attention, and the reverse.
 
 rope_theta, rope_scaling | rope_parameters       <->  rope_base, rope_scaling, rotary_share: of all layers, or of kinds of them
 sliding_window, layer_types, no_rope_layers ..   <->  window and position, or layers and layer_kinds

@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json` as our `model` section, and the reverse (no torch, no transformers here).
+"""A Hugging Face `config.json` as our `model` section, and the reverse.
 
     {"model_type": "llama", "hidden_size": 4096, "rms_norm_eps": 1e-5, ...}
       <->  {"model": {"hidden_size": 4096, "norm": "rmsnorm", "norm_eps": 1e-5, ...}}

@@ -1,4 +1,4 @@
-"""Layers with experts in a Hugging Face config.json: our `model.moe` and `model.layers`, and the reverse (no torch here).
+"""Layers with experts in a Hugging Face config.json: our `model.moe` and `model.layers`, and the reverse.
 
 num_experts, num_experts_per_tok, norm_topk_prob ..                          <->  model.moe
 first_k_dense_replace | decoder_sparse_step, mlp_only_layers                 <->  model.layers: [dense*3, moe*58]

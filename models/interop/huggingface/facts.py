@@ -1,4 +1,4 @@
-"""Unknown keys of a config.json that repeat what the model is (no torch, no transformers here).
+"""Unknown keys of a config.json that repeat what the model is.
 
     max_sequence_length = 2048     another name of a value that the file has         agrees where the values are equal
     lm_head_bias = false           whether a layer has a bias                        agrees where it has none

@@ -1,4 +1,4 @@
-"""The families of Hugging Face models, each a record (no torch here).
+"""The families of Hugging Face models, each a record.
 
 No function of this room has a family's name in it: what differs between families is data here.
 

@@ -1,4 +1,4 @@
-"""Records of what a family of Hugging Face models is: keys of a config.json, and names of the tensors (no torch here).
+"""Records of what a family of Hugging Face models is: keys of a config.json, and names of the tensors.
 
 `families.py` has the families.
 """

@@ -1,4 +1,4 @@
-"""Names of the tensors of Hugging Face models, by family (no torch here).
+"""Names of the tensors of Hugging Face models, by family.
 
 Rows of names are tensors of ours and equal parts of theirs (`family.py`). Sources: `families.py`.
 """

@@ -1,4 +1,4 @@
-"""The record of a Hugging Face import: parts of config.json and generation_config.json that no layer reads (no torch here).
+"""The record of a Hugging Face import: parts of config.json and generation_config.json that no layer reads.
 
     imported/qwen3/hugging_face.json    {"special_ids": {"bos_token_id": 1, "eos_token_id": [2, 7]}, "generation_config": "{..}",
                                          "ignored": {"strange_key": 3}, "tokenizer_sha256": "ab12.."}

@@ -1,4 +1,4 @@
-"""Positions, windows and kinds of layers in Megatron-LM's arguments: our fields of attention, and the reverse (no torch here).
+"""Positions, windows and kinds of layers in Megatron-LM's arguments: our fields of attention, and the reverse.
 
     rotary_percent                                 <->  rotary_share
     rotary_seq_len_interpolation_factor            <->  rope_scaling linear

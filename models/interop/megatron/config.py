@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments as our sections, and the reverse (no torch here).
+"""Megatron-LM's arguments as our sections, and the reverse.
 
     {"num_layers": 32, "group_query_attention": True, "num_query_groups": 8, "swiglu": True, ..}      args in common.pt
       <->  model: {num_layers: 32, num_kv_heads: 8, activation: swiglu, ..}, optimizer: {..}, train: {..}

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments of the learning rate as ours, and back; and where the rates differ (no torch here).
+"""Megatron-LM's arguments of the learning rate as ours, and back; and where the rates differ.
 
 lr_decay_style    constant, linear, cosine     inverse-square-root     WSD with lr_wsd_decay_iters, lr_wsd_decay_style
 lr_schedule       the same                     inverse_sqrt            wsd with cooldown_tokens, cooldown_shape

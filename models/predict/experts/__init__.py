@@ -1,1 +1,1 @@
-"""Bytes of layers with experts: on the wire, and in memory (no torch here)."""
+"""Bytes of layers with experts: on the wire, and in memory."""

@@ -1,4 +1,4 @@
-"""What a layer keeps in place of an MLP where it has experts, counted from the configuration alone (no torch here).
+"""What a layer keeps in place of an MLP where it has experts, counted from the configuration alone.
 
 A rank has T = b s / (c t) tokens of a microbatch, of k experts each, and its experts get R rows. An expert is f wide on a rank
 (`ffn_hidden_size` / etp) and has g f columns before its activation (g = 2 if it is gated); shared experts are f_s wide. An element

@@ -1,4 +1,4 @@
-"""Memory that experts hold at work, beside what their layer keeps, counted from the configuration alone (no torch here).
+"""Memory that experts hold at work, beside what their layer keeps, counted from the configuration alone.
 
 There are k times as many rows as tokens, so copies of rows are the largest tensors of a layer. A rank has T tokens of a microbatch,
 of which etp k T rows leave it. Its experts get R rows, and e etp ranks share them; the other letters are those of

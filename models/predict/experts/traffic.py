@@ -1,4 +1,4 @@
-"""Calls and bytes of one layer with experts in a training step, counted from the configuration alone (no torch here).
+"""Calls and bytes of one layer with experts in a training step, counted from the configuration alone.
 
 This is a part of the expected side of the ledger (`models/predict/traffic.py`), written without looking at the engine. A rank has
 T = b s / (c t) tokens, of k experts each out of E, and n = e x etp ranks share a set of experts. An element has w bytes in the

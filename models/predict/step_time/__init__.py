@@ -1,1 +1,1 @@
-"""Seconds of a training step on a given cluster, from counted facts and measured rates (no torch here)."""
+"""Seconds of a training step on a given cluster, from counted facts and measured rates."""

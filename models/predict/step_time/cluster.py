@@ -1,4 +1,4 @@
-"""Nodes, links and prices of a cluster, read from `configs/clusters/*.yaml` (no torch here)."""
+"""Nodes, links and prices of a cluster, read from `configs/clusters/*.yaml`."""
 
 import re
 from dataclasses import dataclass, fields, replace

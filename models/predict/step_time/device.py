@@ -1,4 +1,4 @@
-"""Rates that a device reaches, read from `configs/devices/*.yaml`: GEMMs by shape, fused attention, memory (no torch here).
+"""Rates that a device reaches, read from `configs/devices/*.yaml`: GEMMs by shape, fused attention, memory.
 
     a GEMM    peak x best tile x k / (k + fill) x what the measured rows reach of that, read off at its FLOPs
 

@@ -1,4 +1,4 @@
-"""Seconds of a whole training step: microbatches, bubble, data parallelism, optimizer (no torch here).
+"""Seconds of a whole training step: microbatches, bubble, data parallelism, optimizer.
 
     closed form   m (F + B) of the slowest pipeline rank + bubble + exposed dp + optimizer
     simulated     the span of the schedule by `engine/pipeline/simulate.py` in place of the first two

@@ -1,4 +1,4 @@
-"""Counted work of a layer's routed experts on a microbatch, and what dispatch sends for it (no torch here).
+"""Counted work of a layer's routed experts on a microbatch, and what dispatch sends for it.
 
 A rank has T = b s / (c t) tokens of k experts each, and R rows of its E / e experts, f = ffn_hidden_size / etp wide on it:
 

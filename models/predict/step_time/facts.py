@@ -1,4 +1,4 @@
-"""Counted work of a microbatch on one rank: products, attention, bytes through memory and over links (no torch here).
+"""Counted work of a microbatch on one rank: products, attention, bytes through memory and over links.
 
 Per layer, with T = b s / c tokens, t tensor-parallel ranks, q = heads x head size, g = key/value heads x head size, f MLP width:
 

@@ -1,4 +1,4 @@
-"""Costs of a schedule's actions by their FLOPs (no torch here).
+"""Costs of a schedule's actions by their FLOPs.
 
     F   GEMMs + attention of the stage's layers, and the head on the last stage
     I   the same GEMMs, attention twice, what is recomputed; the head twice, since its weight gradient does not wait

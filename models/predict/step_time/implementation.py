@@ -1,4 +1,4 @@
-"""What software a predicted step runs on (no torch here).
+"""What software a predicted step runs on.
 
 A record says what code does, by its authors' papers and repositories. None of its fields is a factor to be fitted. The software of
 published runs is in `benchmarks/published/software.py`.

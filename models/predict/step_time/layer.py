@@ -1,4 +1,4 @@
-"""Seconds of a layer's forward, input gradient and weight gradient on one rank (no torch here).
+"""Seconds of a layer's forward, input gradient and weight gradient on one rank.
 
 compute    GEMMs + attention + bytes of elementwise kernels / streaming rate + a launch per kernel
 exposed    what collectives take beyond the products that they run beside; in pieces, one of t pieces has nothing to hide behind

@@ -1,4 +1,4 @@
-"""Seconds of collectives and messages on the links of a cluster, by the places of their ranks (no torch here).
+"""Seconds of collectives and messages on the links of a cluster, by the places of their ranks.
 
 ring        wire bytes of a rank / bandwidth + steps x latency, wire bytes as in `models/predict/traffic.py`
 in a node   bandwidth: the share of NVLink that collectives reach

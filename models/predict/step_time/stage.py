@@ -1,4 +1,4 @@
-"""Seconds and parameters of pipeline stages, of equal ones counted once (no torch here).
+"""Seconds and parameters of pipeline stages, of equal ones counted once.
 
 Layouts of a run that differ in pp, vpp, dp or in where the layers are cut have the same layers. A search over such layouts asks one
 `StageTimer` for all of them.

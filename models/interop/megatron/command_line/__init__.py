@@ -1,1 +1,1 @@
-"""A command line of Megatron-LM's pretrain_gpt.py as a configuration (no torch here)."""
+"""A command line of Megatron-LM's pretrain_gpt.py as a configuration."""

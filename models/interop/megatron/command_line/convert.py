@@ -1,4 +1,4 @@
-"""A Megatron-LM command line as a config of ours, with what was passed over in its head (no torch here).
+"""A Megatron-LM command line as a config of ours, with what was passed over in its head.
 
     words -> Parsed -> sections -> Config, checked by all rules -> YAML
 

@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM that are read here, with their types and defaults (no torch here).
+"""Arguments of Megatron-LM that are read here, with their types and defaults.
 
     tensor-model-parallel-size int 1      a value of a type, its default
     swiglu switch                         true where it is given

@@ -1,4 +1,4 @@
-"""The model of a Megatron-LM command line as our section `model` (no torch here).
+"""The model of a Megatron-LM command line as our section `model`.
 
     --hidden-size, --swiglu, --normalization ..          model: {hidden_size, activation, norm, ..}      (../config.py)
     --num-experts, --moe-router-topk, --moe-layer-freq   model.moe, model.layers

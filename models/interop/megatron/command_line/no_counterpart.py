@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM that change what is trained and have no counterpart here, with the reason (no torch here).
+"""Arguments of Megatron-LM that change what is trained and have no counterpart here, with the reason.
 
 They are refused by name, all at once, where their value switches something on; `--ignore NAME` passes one over and has it listed.
 Arguments that are read here have values without a counterpart too (`model_args.py`, `training_args.py`, `other_args.py`).

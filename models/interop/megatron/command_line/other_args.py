@@ -1,4 +1,4 @@
-"""Layout, data and the run itself of a Megatron-LM command line as our sections (no torch here).
+"""Layout, data and the run itself of a Megatron-LM command line as our sections.
 
     --tensor-model-parallel-size, ..        parallel
     --num-layers-per-virtual-pipeline-stage parallel.vpp: chunks of that many layers on each rank

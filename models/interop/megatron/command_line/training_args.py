@@ -1,4 +1,4 @@
-"""Batches, optimizer and precision of a Megatron-LM command line as our sections (no torch here).
+"""Batches, optimizer and precision of a Megatron-LM command line as our sections.
 
 --train-iters, or --train-samples          train: {steps}, or {tokens}
 --lr-decay-style, --lr-warmup-samples ..   optimizer: {lr_schedule, warmup_tokens, ..}           (../schedule.py)

@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM that change nothing about what is trained here, by topic (no torch here).
+"""Arguments of Megatron-LM that change nothing about what is trained here, by topic.
 
     name      a switch        name+     any number of values
     name=     one value       name?     at most one value
