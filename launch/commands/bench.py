@@ -1,6 +1,7 @@
 """`triaxis bench`: how fast a config trains here, in one layout or several, or how fast the device is.
 
 CONFIG     ->  a few training steps of each layout, on random tokens: speed, memory and time of each
+--ranks    ->  the same of one layout on several numbers of ranks: its speed-up, and where the rest goes
 --device   ->  rates of matrix products, attention, memory and calls, as a device's file for predictions
 """
 
@@ -11,12 +12,13 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 from triaxis.engine.config.layout import ParallelConfig
 from triaxis.engine.config.training import MOST_STEPS
 from triaxis.engine.device.gpus import find_gpus
-from triaxis.engine.errors import TriaxisError
+from triaxis.engine.errors import TriaxisError, counted
 from triaxis.launch.start import hostfile
 from triaxis.launch.start.command_line import (
     CONFIG,
@@ -46,10 +48,12 @@ from triaxis.launch.tuning.layouts import (
     write_config,
 )
 from triaxis.launch.tuning.report import Tried, look_at_machine, to_json, to_text
+from triaxis.launch.tuning.scaling import draw_scaling, scaling_of, scaling_text
 
 EXAMPLES = """examples:
   triaxis bench configs/gpt_tiny.yaml
   triaxis bench configs/gpt_tiny.yaml --steps 10 --layouts 'tp=1;tp=2;tp=2,pp=2' --output tried.json
+  triaxis bench gpt_tiny --ranks 1,2,4 --output speedup.svg
   triaxis bench configs/llama3_8b.yaml --gpus 8 --layouts 'tp=1;tp=2,sp=true' model.num_layers=4
   triaxis bench --device --output this_machine.yaml
   OMP_NUM_THREADS=1 triaxis bench --device cpu --output this_cpu.yaml
@@ -69,7 +73,8 @@ NOTHING_TRAINED = 1
 
 def add_arguments(parser: CommandParser) -> None:
     parser.usage = (
-        "triaxis bench (CONFIG [--layouts 'tp=N,pp=N;...'] [section.key=value ...] | --device --output FILE) [options]"
+        "triaxis bench (CONFIG [--layouts 'tp=N,pp=N;...'] [--ranks N,N,...] [section.key=value ...] | --device --output FILE) "
+        "[options]"
     )
     parser.epilog = EXAMPLES
     parser.takes(CONFIG, "model and batch to train", required=False)
@@ -87,8 +92,18 @@ def add_arguments(parser: CommandParser) -> None:
         "are ranks for). Default: the config's own",
     )
     add_world_size(parser, "ranks of each layout whose dp is open (default: the GPUs; on a CPU one replica)")
+    parser.add_argument(
+        "--ranks",
+        type=_numbers,
+        metavar="N,N,...",
+        help="speed-up of one layout (default: data parallel) on these numbers of ranks; with --device, the ranks that will share "
+        "a CPU (default: 1; no effect on a GPU)",
+    )
     add_json(parser)
-    add_output(parser, "write all numbers there (.json), or with --device the device's file (.yaml)")
+    add_output(
+        parser,
+        "write all numbers (.json) or with --ranks a picture (.svg) there; with --device, the device's file (.yaml)",
+    )
     add_dry_run(parser, "print the launch line of each layout; start nothing")
     device = parser.add_argument_group("the device instead")
     device.add_argument(
@@ -97,12 +112,6 @@ def add_arguments(parser: CommandParser) -> None:
         nargs="?",
         const=AUTO,
         help="measure this machine's device (default: the first GPU where torch can use one, else the CPU)",
-    )
-    device.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="ranks that will share a CPU: the others multiply matrices meanwhile (default: 1; no effect on a GPU)",
     )
     device.add_argument("--name", metavar="NAME", help="of the device in plans (default: the file's name)")
 
@@ -123,13 +132,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _problems(args: argparse.Namespace) -> Iterator[str]:
     if args.device is None:
-        if of_device := typed(args, "ranks", "name"):
+        if of_device := typed(args, "name"):
             yield f"{', '.join(of_device)} without --device: no device is measured, and nothing would be written. Add --device."
-        elif args.output is not None and args.output.suffix != ".json":
-            yield f"--output {args.output}: numbers end in .json, and --device, for a device's file, is not given. Correct one."
+        elif args.output is not None and args.output.suffix not in (".json", *([".svg"] if args.ranks else [])):
+            yield (
+                f"--output {args.output}: numbers end in .json, the picture of --ranks in .svg, and --device, for a device's "
+                "file, is not given. Correct one."
+            )
         elif args.config is None:
             yield "bench needs a config, such as gpt_tiny, or --device and --output: there is nothing to measure. Name one."
         return
+    if args.ranks is not None and len(args.ranks) != 1:
+        yield f"--device with --ranks {','.join(map(str, args.ranks))}: a device has one number of ranks that share it. Name one."
     config = [] if args.config is None else [str(args.config)]
     if of_config := [*config, *args.overrides, *typed(args, "layouts", "json", "world_size", "dry_run")]:
         yield f"--device with {', '.join(of_config)}: the device is measured without a model. Leave one out."
@@ -143,7 +157,7 @@ def _device(args: argparse.Namespace) -> None:
     """Measure this machine's device, and write its file."""
     from triaxis.launch.tuning.calibrate import write_device
 
-    num_ranks = 1 if args.ranks is None else args.ranks
+    (num_ranks,) = args.ranks or [1]
     check_counts(ranks=num_ranks)
     gpus = find_gpus(os.environ)
     if args.device == "cuda" and not gpus.count:
@@ -160,18 +174,14 @@ def _layouts(args: argparse.Namespace) -> int:
             [f"--steps {args.steps}: at least {LEAST_STEPS}: one step warms up, and the last one ends the measurement."]
         )
     refuse(above("steps", args.steps, MOST_STEPS, "no run makes more"))
-    layouts = [OWN] if args.layouts is None else [text.strip() for text in args.layouts.split(";") if text.strip()]
-    changes = [[] if text == OWN else layout_overrides(text, dp_is_open=True) for text in layouts]
-    if not layouts:
-        refuse(["--layouts names none. Write for example --layouts 'tp=1;tp=2'."])
+    asked = list(_asked(args))
     outcomes: list[LayoutResult | Failed] = []
-    with tempfile.TemporaryDirectory(prefix="triaxis-bench-") as name, _ranks(args.world_size):
-        for number, (label, change) in enumerate(zip(layouts, changes, strict=True), start=1):
+    with tempfile.TemporaryDirectory(prefix="triaxis-bench-") as name:
+        for number, (label, change, num_ranks) in enumerate(asked, start=1):
             if not args.dry_run:
-                print(
-                    f"layout {number} of {len(layouts)}: {label}, {args.steps} steps ...", file=sys.stderr, flush=True
-                )
-            outcome = _try(args, label, change, Path(name), f"layout_{number}")
+                print(f"layout {number} of {len(asked)}: {label}, {args.steps} steps ...", file=sys.stderr, flush=True)
+            with _ranks(num_ranks):
+                outcome = _try(args, label, change, Path(name), f"layout_{number}")
             if outcome is None:
                 continue
             outcomes.append(outcome)
@@ -190,8 +200,48 @@ def _layouts(args: argparse.Namespace) -> int:
         outcomes=outcomes,
     )
     print(to_text(tried), end="")
-    print_json(args, to_json(tried), args.output)
+    numbers = to_json(tried)
+    if args.ranks and measured:
+        rows = scaling_of(measured)
+        print(f"\n{scaling_text(rows)}", end="")
+        numbers["scaling"] = [asdict(row) for row in rows]
+        if args.output is not None and args.output.suffix == ".svg":
+            draw_scaling(rows, f"Speed-up of {args.config.stem} on {tried.machine.device}", args.output)
+    print_json(args, numbers, None if args.output is not None and args.output.suffix == ".svg" else args.output)
     return 0 if measured else NOTHING_TRAINED
+
+
+def _asked(args: argparse.Namespace) -> Iterator[tuple[str, list[str], int | None]]:
+    """Yield each run: its name, what it changes, and its number of ranks (None: as many as the launcher starts).
+
+    Raises:
+        ConfigError: no layout is named, or several together with --ranks.
+    """
+    layouts = [] if args.layouts is None else [text.strip() for text in args.layouts.split(";") if text.strip()]
+    if args.layouts is not None and not layouts:
+        refuse(["--layouts names none. Write for example --layouts 'tp=1;tp=2'."])
+    if args.ranks is None:
+        for text in layouts or [OWN]:
+            yield text, [] if text == OWN else layout_overrides(text, dp_is_open=True), args.world_size
+        return
+    check_counts(ranks=min(args.ranks))
+    if args.world_size is not None or len(layouts) > 1 or len(set(args.ranks)) != len(args.ranks):
+        refuse(
+            [
+                "--ranks compares different numbers of ranks of one layout: --gpus, several --layouts or a number twice would "
+                "compare something else. Leave them out."
+            ]
+        )
+    for num_ranks in args.ranks:
+        yield (
+            counted(num_ranks, "rank"),
+            layout_overrides(layouts[0] if layouts else "tp=1", dp_is_open=True),
+            num_ranks,
+        )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
 
 
 def _try(
@@ -240,6 +290,7 @@ def _words(args: argparse.Namespace, layouts: str | None) -> list[str]:
     """Return the command that does the same again, or with other layouts."""
     options = ["--steps", str(args.steps)]
     options += [] if layouts is None else ["--layouts", layouts]
+    options += [] if args.ranks is None else ["--ranks", ",".join(map(str, args.ranks))]
     options += [] if args.world_size is None else ["--gpus", str(args.world_size)]
     return ["triaxis", "bench", str(args.config), *options, *args.overrides]
 

@@ -1,0 +1,127 @@
+"""Speed-up: how much faster more ranks train the same global batch, and where the rest of the ideal goes.
+
+    T(n)  seconds of a step on n ranks, m the fewest ranks that were measured
+
+    speed-up      S(n) = T(m) / T(n)                      n / m would be ideal
+    efficiency    E(n) = S(n) m / n                       what is lost is 1 - E(n)
+    lost to a part of the step, with t seconds of it      (t(n) - t(m) m / n) / T(n); over all parts these add up to 1 - E(n)
+
+A part that every rank repeats, such as the update of replicas, is lost in full; a negative part was faster than in proportion.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from triaxis.launch.pictures.drawing import element, text, write_picture
+from triaxis.launch.pictures.style import COLOURS
+from triaxis.launch.tuning.layouts import LayoutResult
+
+LEAST_LOST = 0.005
+"""Parts of a smaller loss are left out of the text."""
+
+BAR, GAP, HEIGHT, LEFT, TOP = 56, 44, 220, 60, 70
+"""Sizes of the picture, in pixels: width of a bar, room between bars, height of the axis, margins."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """One number of ranks beside the fewest.
+
+    Attributes:
+        tokens_per_second: of all ranks.
+        speed_up: over the fewest ranks.
+        efficiency: the share of the ideal speed-up; 1 for the fewest ranks.
+        lost: shares of a step by part; with the efficiency they add up to 1.
+    """
+
+    num_ranks: int
+    tokens_per_second: float
+    speed_up: float
+    efficiency: float
+    lost: Mapping[str, float]
+
+
+def scaling_of(measured: Sequence[LayoutResult]) -> list[Scaling]:
+    """Return the speed-up of each number of ranks, the fewest first.
+
+    Args:
+        measured: runs of one global batch, each on another number of ranks.
+    """
+    first, *more = sorted(measured, key=lambda one: one.num_ranks)
+    rows = []
+    for one in (first, *more):
+        fewer = first.num_ranks / one.num_ranks
+        speed_up = first.step_seconds / one.step_seconds
+        lost = {part: share - first.time[part] * speed_up * fewer for part, share in one.time.items()}
+        rows.append(Scaling(one.num_ranks, one.tokens_per_second, speed_up, speed_up * fewer, lost))
+    return rows
+
+
+def scaling_text(rows: Sequence[Scaling]) -> str:
+    """Return a line per number of ranks, and the meaning of its columns."""
+    fewest = rows[0].num_ranks
+    cells = [("ranks", "tokens/s", "speed-up", "efficiency", "lost to")]
+    cells += [
+        (
+            str(row.num_ranks),
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.speed_up:.2f}",
+            f"{row.efficiency:.0%}",
+            ", ".join(f"{part} {share:.0%}" for part, share in _largest(row)),
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = [
+        "  ".join([*(f"{cell:>{width}}" for cell, width in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip()
+        for row in cells
+    ]
+    ranks = "1 rank" if fewest == 1 else f"{fewest} ranks"
+    return "\n".join(
+        [
+            f"speed-up over {ranks}, one global batch:",
+            *lines,
+            "efficiency = speed-up / its ideal; efficiency and all losses add up to 100 % of a step.",
+            "",
+        ]
+    )
+
+
+def _largest(row: Scaling) -> Iterator[tuple[str, float]]:
+    for part, share in sorted(row.lost.items(), key=lambda item: -abs(item[1])):
+        if abs(share) >= LEAST_LOST:
+            yield part.removeprefix("exposed_"), share
+
+
+def draw_scaling(rows: Sequence[Scaling], title: str, path: Path) -> None:
+    """Write a picture: a bar per number of ranks, of efficiency and what is lost, with the speed-up above it.
+
+    Raises:
+        TriaxisError: `path` does not end in .svg, or cannot be written.
+    """
+    parts = list(dict.fromkeys(part for row in rows for part, share in row.lost.items() if share >= LEAST_LOST))
+    colours = dict(zip(["efficiency", *parts], COLOURS, strict=False))
+    # A part that got faster makes the stack higher than a whole step.
+    tallest = max(row.efficiency + sum(max(0.0, row.lost[part]) for part in parts) for row in rows)
+    width = LEFT + len(rows) * (BAR + GAP) + 150
+    drawn = [text(title, LEFT, 24, 15, weight="bold")]
+    for share in (0.0, 0.5, 1.0):
+        y = TOP + HEIGHT * (1 - share / tallest)
+        drawn.append(element("line", x1=LEFT, x2=width - 150, y1=y, y2=y, stroke="#dddddd"))
+        drawn.append(text(f"{share:.0%}", LEFT - 8, y, 11, anchor="end", fill="#555555"))
+    for place, row in enumerate(rows):
+        x, y = LEFT + GAP / 2 + place * (BAR + GAP), float(TOP + HEIGHT)
+        for part, share in [("efficiency", row.efficiency), *((part, row.lost[part]) for part in parts)]:
+            height = HEIGHT * max(0.0, share) / tallest
+            y -= height
+            drawn.append(element("rect", x=x, y=y, width=BAR, height=height, fill=colours[part]))
+        drawn.append(text(f"{row.speed_up:.2f} x", x + BAR / 2, y - 12, 13, anchor="middle", weight="bold"))
+        label = "1 rank" if row.num_ranks == 1 else f"{row.num_ranks} ranks"
+        drawn.append(text(label, x + BAR / 2, TOP + HEIGHT + 16, 12, anchor="middle"))
+    for place, (part, colour) in enumerate(colours.items()):
+        x, y = width - 135, TOP + 10 + 20 * place
+        drawn.append(element("rect", x=x, y=y - 6, width=12, height=12, fill=colour))
+        name = part if part == "efficiency" else f"lost to {part.removeprefix('exposed_')}"
+        drawn.append(text(name, x + 18, y, 12))
+    write_picture(path, width, TOP + HEIGHT + 36, title, drawn)
