@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -53,6 +53,10 @@ class TelemetryConfig(Section):
     log_interval: Count = Field(10, gt=0, description="steps between lines on the terminal")
     wandb: WandbConfig | None = Field(None, description="log to Weights & Biases; null: off")
     tensorboard: bool = Field(False, description="write event files into the run directory")
+    names: Literal["triaxis", "megatron"] = Field(
+        "triaxis",
+        description="names of charts in wandb and TensorBoard; megatron: Megatron-LM's (`lm loss`, `iteration-time`)",
+    )
     time_split: bool = Field(True, description="measure where the time of a step goes, and name slow ranks")
     timeline: TimelineConfig | None = Field(None, description="steps of all ranks on one time axis; null: off")
     profile: ProfileConfig | None = Field(None, description="traces by torch's profiler; null: off")

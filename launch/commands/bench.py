@@ -255,15 +255,9 @@ def _try(
         show_plan(path)
     except TooFewGpusError as error:
         # Caught before the other problems of a layout: the advice is a command like this one, with a layout that fits.
-        failed = Failed(label, f"{error.needs}.{_that_fits(args, error.smaller)}", error.exit_code)
-        if args.dry_run:
-            _print_outcome(failed)
-        return failed
+        return Failed(label, f"{error.needs}.{_that_fits(args, error.smaller)}", error.exit_code)
     except TriaxisError as error:
-        failed = refused(label, error)
-        if args.dry_run:
-            _print_outcome(failed)
-        return failed
+        return refused(label, error)
     return None
 
 

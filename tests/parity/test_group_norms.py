@@ -68,7 +68,7 @@ def test_norms_equal_those_of_one_process(case: Case) -> None:
             )
             assert found["weight"] == pytest.approx(weight, rel=1e-9)
             assert found["update"] == pytest.approx(update, rel=1e-7)
-            assert charts[f"norms/{name}/relative_update"] == found["update"] / found["weight"]
+            assert charts[f"learning/norms/{name}/relative_update"] == found["update"] / found["weight"]
         # The shares of the groups make the norm of all.
         assert math.hypot(*(one["grad"] for one in norms.values())) == pytest.approx(expected.steps[1][1], rel=1e-9)
 

@@ -71,8 +71,13 @@ class LoadMeter(StepMeter):
             record |= {"first_step": self._first_step, "last_step": step + 1, "counts": self._counts}
             self.begin(step + 1)
         place = max(range(len(ratios)), key=ratios.__getitem__)
-        charts = {"experts/load_max_over_mean": ratios[place], "experts/dropped": result.dropped}
+        charts = {"health/experts/load_max_over_mean": ratios[place]}
+        if result.dropped:
+            charts["health/experts/dropped"] = result.dropped
         for layer, ratio, each in zip(self.layers, ratios, entropies, strict=True):
-            charts |= {f"experts/layer_{layer}/load_max_over_mean": ratio, f"experts/layer_{layer}/entropy": each}
+            charts |= {
+                f"health/experts/layer_{layer}/load_max_over_mean": ratio,
+                f"health/experts/layer_{layer}/entropy": each,
+            }
         line = f"experts load max/mean {ratios[place]:.2f} (layer {self.layers[place]}), dropped {result.dropped:,}"
         return Measured({"experts": record}, charts, line)

@@ -79,6 +79,6 @@ class Fp8Shares(StepMeter):
                 continue
             fields[linear][operand] = {"underflow": became_zero / count, "overflow": clamped / count}
             for name, share in fields[linear][operand].items():
-                charts[f"fp8/{linear}/{operand}_{name}"] = share
-                charts[f"fp8/{operand}_{name}"] = max(share, charts.get(f"fp8/{operand}_{name}", 0.0))
+                charts[f"health/fp8/{linear}/{operand}_{name}"] = share
+                charts[f"health/fp8/{operand}_{name}"] = max(share, charts.get(f"health/fp8/{operand}_{name}", 0.0))
         return Measured({"fp8": fields}, charts)

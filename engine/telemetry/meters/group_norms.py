@@ -104,7 +104,7 @@ class GroupNorms(StepMeter):
             weight, update = map(math.sqrt, squares)
             fields[name] = {"grad": result.grad_norm * math.sqrt(share), "weight": weight, "update": update}
             relative = {"relative_update": update / weight if weight else math.nan}
-            charts |= {f"norms/{name}/{kind}": norm for kind, norm in (fields[name] | relative).items()}
+            charts |= {f"learning/norms/{name}/{kind}": norm for kind, norm in (fields[name] | relative).items()}
         return Measured({"norms": fields}, charts)
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -13,7 +13,7 @@ class LossesAhead(StepMeter):
         """Return the losses; None where the model predicts the next token alone."""
         if not result.ahead:
             return None
-        charts = {f"train/loss_ahead_{distance}": loss for distance, loss in enumerate(result.ahead, start=1)}
+        charts = {f"learning/loss_ahead_{distance}": loss for distance, loss in enumerate(result.ahead, start=1)}
         each = " ".join(f"{loss:.4f}" for loss in result.ahead)
         return Measured(
             {"losses_ahead": result.ahead}, charts, f"loss{'es' * (len(charts) > 1)} of tokens ahead {each}"
@@ -33,7 +33,8 @@ class LossScales(StepMeter):
         self._num_overflows += result.skip == "overflowed"
         fields = {"loss_scale": result.loss_scale, "num_overflows": self._num_overflows}
         line = f"loss scale {result.loss_scale:.10g}, {counted(self._num_overflows, 'overflow')}"
-        return Measured(fields, {f"optim/{name}": number for name, number in fields.items()}, line)
+        charts = {"learning/loss_scale": result.loss_scale, "health/num_overflows": self._num_overflows}
+        return Measured(fields, charts, line)
 
 
 class Outliers(StepMeter):
@@ -51,6 +52,6 @@ class Outliers(StepMeter):
         were = "update was" if self._num_outliers == 1 else "updates were"
         return Measured(
             fields,
-            {"optim/num_outliers": self._num_outliers},
+            {"health/num_outliers": self._num_outliers},
             f"{counted(self._num_outliers, 'outlier')}, whose {were} left out",
         )

@@ -9,7 +9,7 @@ from triaxis.engine.errors import TriaxisError
 from triaxis.engine.program import install
 from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.storage.state_files import try_to_write
-from triaxis.engine.telemetry.outlets.sections import sections
+from triaxis.engine.telemetry.outlets.charts import Charts
 from triaxis.engine.telemetry.outlets.sink import Sink
 from triaxis.engine.telemetry.record.metrics import StepMetrics
 
@@ -25,11 +25,12 @@ class TensorBoardSink(Sink):
 
     name = "tensorboard"
 
-    def __init__(self, directory: RunDirectory) -> None:
+    def __init__(self, directory: RunDirectory, charts: Charts) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         try_to_write(directory.tensorboard)
         self._writer = SummaryWriter(log_dir=str(directory.tensorboard), flush_secs=30)
+        self._charts = charts
         self._last_step: int | None = None
 
     @classmethod
@@ -42,13 +43,13 @@ class TensorBoardSink(Sink):
 
     @classmethod
     def open(cls, config: Config, directory: RunDirectory, layout: Mapping[str, Any]) -> Self:
-        return cls(directory)
+        return cls(directory, Charts.of_run(config, layout))
 
     def record(self, metrics: StepMetrics) -> None:
         if self._last_step is None or metrics.step <= self._last_step:
             self._begin_at(metrics.step)
         self._last_step = metrics.step
-        for name, value in sections(metrics).items():
+        for name, value in self._charts.of(metrics).items():
             self._writer.add_scalar(name, value, metrics.step)
 
     def _begin_at(self, step: int) -> None:

@@ -4,14 +4,13 @@
     no key                         offline, without a prompt
     a key                          online; where that fails within its time limit, offline
 
-    train/loss  train/val_loss  perf/mfu  optim/lr ...     every metric is drawn against train/step
-    tokens/loss  tokens/val_loss                           the same against train/consumed_tokens: runs of other batch sizes
-    alerts                                                 the events of `events.ALERTS`, whichever rank wrote them
+    learning/loss  speed/mfu ...      the charts of `charts.py`, against step; consumed_tokens is offered as another x axis
+    alerts                            the events of `events.ALERTS`, whichever rank wrote them
 
 The mode is always set: otherwise, with a key and without a network, wandb waits for 100 seconds and then fails (0.31). The id
 is in the run directory, so that the next attempt continues the run; offline attempts make new folders with the same id,
 and `wandb sync` joins them. wandb's own step counter is not used: it starts at 0 in every attempt. A step that is made again
-after a resume is one more point at the same train/step, with its own train/attempt: nothing is overwritten.
+after a resume is one more point at the same step, with its own attempt: nothing is overwritten.
 
 wandb's process writes to the disk every 15 seconds or so (0.31): of a job that is killed, that much is in metrics.jsonl alone.
 """
@@ -41,13 +40,10 @@ from triaxis.engine.storage.files import write_atomically
 from triaxis.engine.storage.json_text import parse_json
 from triaxis.engine.storage.redaction import tree_without_secrets, without_secrets
 from triaxis.engine.storage.state_files import read_regular
-from triaxis.engine.telemetry.outlets.sections import sections
+from triaxis.engine.telemetry.outlets.charts import X_AXES, Charts
 from triaxis.engine.telemetry.outlets.sink import Announcement, Sink
 from triaxis.engine.telemetry.record.events import ALERTS, Event, read_events
 from triaxis.engine.telemetry.record.metrics import StepMetrics
-
-AGAINST_TOKENS = ("loss", "val_loss")
-"""Metrics of the section train that are drawn against tokens too."""
 
 _DEFAULTS: Mapping[str, float] = {"init_timeout": 20.0, "finish_timeout": 60.0}
 """Time limits for wandb, unless WANDB_INIT_TIMEOUT, WANDB_FINISH_TIMEOUT are set. Its own: 90 seconds, and none."""
@@ -100,12 +96,11 @@ class WandbSink(Sink):
         )
         if self.sync_command is not None:
             self.summary = f"wandb kept the run on disk ({self.why}); to upload it: {self.sync_command}"
-        self._run.define_metric("train/step")
-        self._run.define_metric("*", step_metric="train/step")
-        self._run.define_metric("train/val_loss", step_metric="train/step", summary="min,last")
-        self._run.define_metric("train/consumed_tokens", step_metric="train/step")
-        for name in AGAINST_TOKENS:
-            self._run.define_metric(f"tokens/{name}", step_metric="train/consumed_tokens")
+        self._charts = Charts.of_run(config, layout)
+        for name in X_AXES:
+            self._run.define_metric(name, hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        self._run.define_metric(self._charts.name("learning/val_loss"), step_metric="step", summary="min,last")
         self._alerts = _Alerts(self._run, directory)
 
     @classmethod
@@ -114,11 +109,7 @@ class WandbSink(Sink):
 
     def record(self, metrics: StepMetrics) -> None:
         """Hand the values to wandb's own process, without waiting for a network."""
-        values = sections(metrics)
-        against_tokens = {
-            f"tokens/{name}": values[f"train/{name}"] for name in AGAINST_TOKENS if f"train/{name}" in values
-        }
-        self._run.log(values | against_tokens)
+        self._run.log({name: getattr(metrics, name) for name in X_AXES} | self._charts.of(metrics))
         self._alerts.send()
 
     def after_event(self) -> None:

@@ -20,7 +20,6 @@ from triaxis.engine.telemetry.meters.result_numbers import LossScales, Outliers
 from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.hub import Telemetry
-from triaxis.engine.telemetry.outlets.sections import sections
 from triaxis.engine.telemetry.record.events import EventLog
 from triaxis.engine.telemetry.record.metrics import Meter, StepMetrics
 
@@ -94,7 +93,7 @@ def test_outliers_are_counted(make_config: Callable[..., Config], monkeypatch: p
     observer.end_step()
     observer.on_step(4, StepResult(0.0, 0.5, num_tokens=0), lr=0.1)
     assert observer.loss == 3.0, "a step without labels has no loss"
-    assert sections(records[3])["optim/num_outliers"] == records[3].to_record()["num_outliers"] == 2
+    assert records[3].measured[0].charts["health/num_outliers"] == records[3].to_record()["num_outliers"] == 2
 
 
 def test_flops_per_second_count_global_tokens_and_all_ranks(make_config: Callable[..., Config]) -> None:

@@ -19,7 +19,6 @@ from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
-from triaxis.engine.telemetry.outlets.sections import sections
 from triaxis.engine.telemetry.record.expert_load import entropy, max_over_mean
 from triaxis.engine.telemetry.record.metrics import StepMetrics
 
@@ -45,17 +44,16 @@ def test_the_line_names_the_worst_layer(make_metrics: Callable[..., StepMetrics]
     assert lines[-1] == "         experts load max/mean 1.16 (layer 7), dropped 0"
 
 
-def test_sections_have_each_layer(make_metrics: Callable[..., StepMetrics]) -> None:
+def test_charts_have_each_layer() -> None:
     meter = LoadMeter((1, 7), num_steps=30, log_interval=10)
     experts = meter.read(0, StepResult(3.0, 0.5, 100, load=(EVEN, ONE), dropped=3))
-    values = {name: value for name, value in sections(make_metrics(measured=[experts])).items() if "experts/" in name}
-    assert values == {
-        "experts/load_max_over_mean": 4.0,
-        "experts/dropped": 3,
-        "experts/layer_1/load_max_over_mean": 1.0,
-        "experts/layer_1/entropy": pytest.approx(1.0),
-        "experts/layer_7/load_max_over_mean": 4.0,
-        "experts/layer_7/entropy": 0.0,
+    assert experts is not None and dict(experts.charts) == {
+        "health/experts/load_max_over_mean": 4.0,
+        "health/experts/dropped": 3,
+        "health/experts/layer_1/load_max_over_mean": 1.0,
+        "health/experts/layer_1/entropy": pytest.approx(1.0),
+        "health/experts/layer_7/load_max_over_mean": 4.0,
+        "health/experts/layer_7/entropy": 0.0,
     }
 
 

@@ -21,7 +21,6 @@ from triaxis.engine.telemetry.observer import TrainingObserver
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 from triaxis.engine.telemetry.outlets.metrics_log import MetricsLog
-from triaxis.engine.telemetry.outlets.sections import sections
 from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 RESULT = StepResult(3.0, 0.5, 100)
@@ -46,17 +45,17 @@ def test_files_have_each_layer_and_charts_the_worst(make_metrics: Callable[..., 
         },
         "layers.1.mlp.down": {"input": {"underflow": 0.125, "overflow": 0.0}},
     }
-    assert {name: value for name, value in sections(metrics).items() if name.startswith("fp8/")} == {
-        "fp8/input_underflow": 0.25,
-        "fp8/input_overflow": 0.0,
-        "fp8/gradient_underflow": 0.5,
-        "fp8/gradient_overflow": 0.125,
-        "fp8/layers.0.mlp.down/input_underflow": 0.25,
-        "fp8/layers.0.mlp.down/input_overflow": 0.0,
-        "fp8/layers.0.mlp.down/gradient_underflow": 0.5,
-        "fp8/layers.0.mlp.down/gradient_overflow": 0.125,
-        "fp8/layers.1.mlp.down/input_underflow": 0.125,
-        "fp8/layers.1.mlp.down/input_overflow": 0.0,
+    assert {name: value for one in metrics.measured for name, value in one.charts.items()} == {
+        "health/fp8/input_underflow": 0.25,
+        "health/fp8/input_overflow": 0.0,
+        "health/fp8/gradient_underflow": 0.5,
+        "health/fp8/gradient_overflow": 0.125,
+        "health/fp8/layers.0.mlp.down/input_underflow": 0.25,
+        "health/fp8/layers.0.mlp.down/input_overflow": 0.0,
+        "health/fp8/layers.0.mlp.down/gradient_underflow": 0.5,
+        "health/fp8/layers.0.mlp.down/gradient_overflow": 0.125,
+        "health/fp8/layers.1.mlp.down/input_underflow": 0.125,
+        "health/fp8/layers.1.mlp.down/input_overflow": 0.0,
     }
     assert "fp8" not in make_metrics().to_record()
 

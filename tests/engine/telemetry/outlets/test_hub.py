@@ -22,6 +22,7 @@ from triaxis.engine.run.step_parts import StepPart
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.observer import TrainingObserver, peak_memory_bytes
 from triaxis.engine.telemetry.outlets import sink as sink_module
+from triaxis.engine.telemetry.outlets.charts import Charts
 from triaxis.engine.telemetry.outlets.console import Report
 from triaxis.engine.telemetry.outlets.hub import Telemetry, open_telemetry
 from triaxis.engine.telemetry.outlets.rank_log import OutputChange, RankStreams
@@ -145,7 +146,7 @@ def test_tensorboard_comes_back_when_there_is_room(
     clock, screen = Clock(), io.StringIO()
     lines = Report(99, 100, terminal=screen, log=None, show_mfu=False)
     telemetry = Telemetry(lines, EventLog(run.events(0), 0), clock=clock)
-    telemetry.add_sink(TensorBoardSink.name, lambda: TensorBoardSink(run))
+    telemetry.add_sink(TensorBoardSink.name, lambda: TensorBoardSink(run, Charts.of_run(make_config(), {})))
 
     def train(first: int, last: int) -> None:
         for step in range(first, last + 1):

@@ -20,8 +20,8 @@ from triaxis.engine.run.directory import RunDirectory
 from triaxis.engine.run.entries import OLD_FILE
 from triaxis.engine.step_result import StepResult
 from triaxis.engine.telemetry.meters.result_numbers import LossesAhead, LossScales
+from triaxis.engine.telemetry.outlets.charts import X_AXES, Charts
 from triaxis.engine.telemetry.outlets.hub import Telemetry
-from triaxis.engine.telemetry.outlets.sections import sections
 from triaxis.engine.telemetry.outlets.tensorboard import TensorBoardSink
 from triaxis.engine.telemetry.outlets.wandb import WandbSink, ending_its_process_after
 from triaxis.engine.telemetry.record.events import EventLog
@@ -33,37 +33,63 @@ MakeMetrics = Callable[..., StepMetrics]
 WANDB = {"wandb": {"project": "triaxis-tests", "tags": ["a", "b"]}}
 
 
-def test_sections_name_everything_that_is_known(make_metrics: MakeMetrics) -> None:
+EIGHT = {"tp": 2, "pp": 2, "dp": 2, "cp": 1, "ep": 1}
+
+
+def test_charts_have_everything_that_is_known_in_four_groups(
+    make_config: MakeConfig, make_metrics: MakeMetrics
+) -> None:
     split = TimeSplit(1, 3, (dict.fromkeys(PARTS, 0.125),), (0.05,), (0.125,))
-    values = sections(make_metrics(step=3, mfu=0.5, val_loss=2.0, cp_imbalance=1.25, time_split=split))
-    assert values["perf/cp_imbalance"] == 1.25
-    assert values["train/step"] == 3 and values["train/val_loss"] == 2.0 and values["perf/mfu"] == 0.5
-    assert values["perf/data_seconds"] == 0.5 and values["memory/peak_gib"] == 1.0
-    assert values["optim/lr"] == 1e-3 and values["data/loss_tokens"] == 128
-    assert values["pipeline/bubble_fraction"] == values["comm/exposed_tp_fraction"] == pytest.approx(1 / len(PARTS))
-    assert {name.split("/")[0] for name in values} == {
-        *("train", "perf", "time", "memory", "comm", "pipeline", "optim", "data")
-    }
-    assert {"train/val_loss", "perf/mfu", "perf/hfu", "perf/cp_imbalance"}.isdisjoint(sections(make_metrics()))
+    charts = Charts.of_run(make_config(), EIGHT)
+    values = charts.of(make_metrics(step=3, mfu=0.5, val_loss=2.0, cp_imbalance=1.25, time_split=split))
+    assert values["health/cp_imbalance"] == 1.25 and values["learning/val_loss"] == 2.0 and values["speed/mfu"] == 0.5
+    assert values["learning/lr"] == 1e-3 and values["memory/peak_gib"] == 1.0
+    assert values["speed/share_bubble"] == values["speed/share_tp"] == pytest.approx(1 / len(PARTS))
+    assert {name.split("/")[0] for name in values} == {"learning", "speed", "memory", "health"}
+    assert {"learning/val_loss", "speed/mfu", "speed/hfu", "health/cp_imbalance"}.isdisjoint(charts.of(make_metrics()))
     assert {"cp_imbalance", "losses_ahead"}.isdisjoint(make_metrics().to_record())
 
 
-def test_losses_of_tokens_ahead_are_named_by_distance(make_metrics: MakeMetrics) -> None:
+def test_charts_that_could_only_be_flat_are_left_out(make_config: MakeConfig, make_metrics: MakeMetrics) -> None:
+    split = TimeSplit(1, 3, (dict.fromkeys(PARTS, 0.125),), (0.05,), (0.125,))
+    config = make_config()
+    tokens = config.train.global_batch_size * config.model.seq_length
+    whole = make_metrics(time_split=split, loss_tokens=tokens)
+    of_eight = Charts.of_run(config, EIGHT).of(whole)
+    assert {"speed/share_cp", "speed/share_ep", "speed/share_host_read", "learning/counted_tokens"}.isdisjoint(of_eight)
+    of_one = Charts.of_run(config, dict.fromkeys(EIGHT, 1)).of(whole)
+    shares = {name for name in of_one if name.startswith("speed/share_")}
+    assert shares == {f"speed/share_{part}" for part in ("compute", "optimizer", "data", "checkpoint", "other")}
+    assert not {"step", "attempt"} & {name.rpartition("/")[2] for name in of_eight}
+    masked = make_metrics(loss_tokens=tokens - 1)
+    assert Charts.of_run(config, EIGHT).of(masked)["learning/counted_tokens"] == tokens - 1
+
+
+def test_a_megatron_users_panels_keep_their_names(make_config: MakeConfig, make_metrics: MakeMetrics) -> None:
+    config = make_config(telemetry={"names": "megatron"})
+    values = Charts.of_run(config, EIGHT).of(make_metrics(loss=3.0, val_loss=2.0))
+    names = {"lm loss", "lm loss validation", "learning-rate", "grad-norm", "iteration-time", "throughput"}
+    assert names <= set(values) and values["lm loss"] == 3.0
+    assert {"learning/loss", "learning/lr", "speed/step_seconds"}.isdisjoint(values)
+    assert "memory/peak_gib" in values, "what Megatron-LM does not log keeps our name"
+
+
+def test_losses_of_tokens_ahead_are_named_by_distance(make_config: MakeConfig, make_metrics: MakeMetrics) -> None:
     ahead = LossesAhead()
     metrics = make_metrics(measured=[ahead.read(0, StepResult(3.0, 0.5, 100, ahead=(2.5, 3.25)))])
-    values = sections(metrics)
-    assert (values["train/loss_ahead_1"], values["train/loss_ahead_2"]) == (2.5, 3.25)
+    values = Charts.of_run(make_config(), {}).of(metrics)
+    assert (values["learning/loss_ahead_1"], values["learning/loss_ahead_2"]) == (2.5, 3.25)
     assert metrics.to_record()["losses_ahead"] == (2.5, 3.25)
     assert metrics.measured[0].line == "losses of tokens ahead 2.5000 3.2500"
     (one,) = filter(None, [ahead.read(1, StepResult(3.0, 0.5, 100, ahead=(2.5,)))])
     assert one.line == "loss of tokens ahead 2.5000" and ahead.read(2, StepResult(3.0, 0.5, 100)) is None
 
 
-def test_the_loss_scale_is_named_where_there_is_one(make_metrics: MakeMetrics) -> None:
+def test_the_loss_scale_is_named_where_there_is_one(make_config: MakeConfig, make_metrics: MakeMetrics) -> None:
     scales = LossScales()
     metrics = make_metrics(measured=[scales.read(0, StepResult(3.0, 0.5, 100, loss_scale=65536.0, skip="overflowed"))])
-    values = sections(metrics)
-    assert (values["optim/loss_scale"], values["optim/num_overflows"]) == (65536.0, 1)
+    values = Charts.of_run(make_config(), {}).of(metrics)
+    assert (values["learning/loss_scale"], values["health/num_overflows"]) == (65536.0, 1)
     assert metrics.to_record()["loss_scale"] == 65536.0 and metrics.to_record()["num_overflows"] == 1
     assert metrics.measured[0].line == "loss scale 65536, 1 overflow"
     (first,) = filter(None, [LossScales().read(0, StepResult(3.0, 0.5, 100, loss_scale=2.0**40))])
@@ -126,7 +152,7 @@ def test_without_a_key_the_run_is_offline_and_whole(
     assert sink.sync_command == f"wandb sync {run.path}/wandb/offline-run-*-{kept_id}"
     history = [json.dumps(record["history"]) for record in written if record["type"] == "history"]
     assert len(history) == 2 and "val_loss" not in history[0] and "val_loss" in history[1]
-    assert any("train/step" in json.dumps(record) for record in written if record["type"] == "metric")
+    assert any('"step"' in json.dumps(record) for record in written if record["type"] == "metric")
     (alert,) = [record["alert"] for record in written if record["type"] == "alert"]
     assert (alert["title"], alert["level"]) == ("demo: non_finite", "ERROR")
 
@@ -172,8 +198,10 @@ class FakeRun:
         self.num_preempted = 0
         self.is_finished = False
 
-    def define_metric(self, name: str, step_metric: str | None = None, summary: str | None = None) -> None:
-        self.axes[name] = step_metric
+    def define_metric(
+        self, name: str, step_metric: str | None = None, summary: str | None = None, hidden: bool = False
+    ) -> None:
+        self.axes[name] = "hidden" if hidden else step_metric
 
     def log(self, values: dict[str, float]) -> None:
         self.history.append(values)
@@ -231,7 +259,7 @@ def test_a_network_that_fails_is_offline_with_the_reason(
     assert fake.inits[0]["id"] == init["id"]
 
 
-def test_losses_are_drawn_against_steps_and_tokens_and_no_replayed_step_is_lost(
+def test_charts_are_drawn_against_steps_and_no_replayed_step_is_lost(
     make_config: MakeConfig,
     run: RunDirectory,
     make_metrics: MakeMetrics,
@@ -240,13 +268,13 @@ def test_losses_are_drawn_against_steps_and_tokens_and_no_replayed_step_is_lost(
 ) -> None:
     sink, _ = open_fake(FakeWandb(key=True, online_works=True), make_config(telemetry=WANDB), run, monkeypatch)
     told: Any = sink._run
-    assert told.axes["*"] == told.axes["train/val_loss"] == "train/step"
-    assert told.axes["tokens/loss"] == told.axes["tokens/val_loss"] == "train/consumed_tokens"
+    assert told.axes["*"] == told.axes["learning/val_loss"] == "step"
+    assert {name for name, axis in told.axes.items() if axis == "hidden"} == {*X_AXES}, "no chart of a straight line"
     for step, attempt in ((1, 0), (2, 0), (2, 1), (3, 1)):
         sink.record(make_metrics(step=step, attempt=attempt, loss=3.0 / step))
-    assert [(each["train/step"], each["train/attempt"]) for each in told.history] == [(1, 0), (2, 0), (2, 1), (3, 1)]
-    assert [each["tokens/loss"] for each in told.history] == [3.0, 1.5, 1.5, 1.0]
-    assert "tokens/val_loss" not in told.history[0]
+    assert [(each["step"], each["attempt"]) for each in told.history] == [(1, 0), (2, 0), (2, 1), (3, 1)]
+    assert [each["learning/loss"] for each in told.history] == [3.0, 1.5, 1.5, 1.0]
+    assert "learning/val_loss" not in told.history[0]
 
 
 def test_trouble_is_alerted_once_whichever_rank_and_attempt_wrote_it(
@@ -398,10 +426,13 @@ def test_the_real_wandb_without_a_network_goes_offline_in_bounded_time(
     assert list((run.path / "wandb").glob("offline-run-*"))
 
 
-def test_tensorboard_has_the_same_names_against_the_step(run: RunDirectory, make_metrics: MakeMetrics) -> None:
+def test_tensorboard_has_the_same_names_against_the_step(
+    make_config: MakeConfig, run: RunDirectory, make_metrics: MakeMetrics
+) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    charts = Charts.of_run(make_config(), EIGHT)
     for number, steps in enumerate([(1, 2, 3, 4, 5, 2, 3), (2, 3)]):  # a rollback in the first, a crash behind step 1
-        sink = TensorBoardSink(run)
+        sink = TensorBoardSink(run, charts)
         for step in steps:
             sink.record(make_metrics(step=step, loss=step / 2))
         sink.close()
@@ -409,6 +440,6 @@ def test_tensorboard_has_the_same_names_against_the_step(run: RunDirectory, make
             path.rename(path.with_name(f"events.{number}.tfevents") if path.name[7] == "o" else path)
     events = event_accumulator.EventAccumulator(str(run.tensorboard))
     events.Reload()
-    points = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    points = [(event.step, event.value) for event in events.Scalars("learning/loss")]
     assert points == [(1, 0.5), (2, 1.0), (3, 1.5)], "a step that was made again stands once"
-    assert set(sections(make_metrics())) == set(events.Tags()["scalars"])
+    assert set(charts.of(make_metrics())) == set(events.Tags()["scalars"])
