@@ -10,7 +10,7 @@
     FP8: linear layers but the head have its rates (`tensorwise`, torch's GEMM). What rounds is among the elementwise functions, and
     so are the sums of weight gradients, which this GEMM does not make itself.
 
-Nothing is measured here, and no GPU or triton is needed. docs/one-gpu.md has the table, and names what is assumed.
+Nothing is measured here, and no GPU or triton is needed.
 """
 
 import argparse

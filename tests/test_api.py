@@ -1,4 +1,4 @@
-"""The names of `import triaxis`, as docs/python.md has them."""
+"""The names of `import triaxis`, as docs/training.md has them."""
 
 import json
 import os

@@ -3,11 +3,11 @@
     triaxis.load_config("gpt_tiny", ["train.steps=20"])     a configuration, with every rule checked
     triaxis.open_checkpoint("runs/gpt_tiny")["embedding.word.weight"]     a whole tensor, whatever layout saved it
     triaxis.train("gpt_tiny", ["train.steps=20"]).losses     what `triaxis train` does, on torchrun's ranks or in this process
-    triaxis.Extension, triaxis.ParamSpec, triaxis.Init     parts of a model of your own (docs/your-model.md)
+    triaxis.Extension, triaxis.ParamSpec, triaxis.Init     parts of a model of your own (docs/extending.md)
     triaxis.__version__
 
-Commands do the rest (`triaxis --help`). docs/python.md has one page about these names. Each is imported when it is first used, so
-that a command that needs no torch starts without it.
+Commands do the rest (`triaxis --help`); docs/training.md, "In Python", describes these names. Each is imported when it is first
+used, so that a command that needs no torch starts without it.
 """
 
 from typing import TYPE_CHECKING, Any

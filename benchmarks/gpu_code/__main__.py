@@ -17,7 +17,6 @@ from pathlib import Path
 
 from benchmarks.gpu_code.cards import CARDS
 from benchmarks.gpu_code.golden import PATH, Function, Golden, GpuCode, committed, differences
-from benchmarks.gpu_code.page import PAGE, with_tables
 from benchmarks.gpu_code.table import table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,9 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="compile everything and compare it with the committed file")
-    what.add_argument(
-        "--write", action="store_true", help="compile everything; write the file, and the tables of the page"
-    )
+    what.add_argument("--write", action="store_true", help="compile everything, and write the committed file")
     parser.add_argument(
         "--triton", type=Path, metavar="FOLDER", help="where triton is installed; default: as Python finds it"
     )
@@ -87,8 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = compile_everything(options.triton)
     if options.write:
         PATH.write_text(found.text())
-        PAGE.write_text(with_tables(PAGE.read_text(), found))
-        print(f"{PATH}, {PAGE}: {len(found.functions)} functions, torch {found.torch}, triton {found.triton}")
+        print(f"{PATH}: {len(found.functions)} functions, torch {found.torch}, triton {found.triton}")
         return 0
     lines = differences(found, committed())
     print("\n".join(lines) or f"all {len(found.functions)} functions and {len(found.steps)} steps are as committed")

@@ -1,7 +1,7 @@
 """What a module of the user's may give in place of ours, as typed protocols.
 
 The module assigns an `Extension` to the name `extension`. A part is one class for two things: `specs` lists its parameters, without
-a rank and without torch, and an instance computes. `LayerPart` and `NormPart` say how, docs/your-model.md goes through an example.
+a rank and without torch, and an instance computes. `LayerPart` and `NormPart` say how, docs/extending.md goes through an example.
 Whatever reads a model reads the specs of its parts with ours: predictions, initial values, checkpoints, groups, `triaxis verify`.
 """
 

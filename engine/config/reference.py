@@ -31,8 +31,8 @@ LARGEST_SHOWN = 1_000
 
 PREAMBLE = """# Every field of the configuration
 
-`triaxis config print gpt_tiny` prints a whole configuration with the meaning of each field, `triaxis config explain FIELD` one
-entry of this page. [training.md](training.md#configs-fields-and-variables) describes where values come from.
+`triaxis config print` prints a whole configuration with the meaning of each field, `triaxis config explain` one entry of this page.
+[training.md](training.md#configs-fields-and-variables) describes where values come from.
 
 - **count** is a whole number that may be written as `10k`, `1.5B` or `8e12`. Upper bounds above 1,000 only catch slips; they
   are left out.
@@ -41,7 +41,7 @@ entry of this page. [training.md](training.md#configs-fields-and-variables) desc
   `checkpoint.accept`, `fixed` is refused.
 - A name in capitals is an environment variable that sets the field.
 
-This page is written by `triaxis config explain --markdown > docs/config.md`.
+This page is the output of `triaxis config explain --markdown`.
 """
 
 

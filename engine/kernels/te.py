@@ -212,7 +212,7 @@ def gemm_refusal(dtype: torch.dtype, device: torch.device, reason: str) -> str:
 def how_to_install() -> str:
     """Return a sentence with the command that installs Transformer Engine."""
     line = install("te", "--no-build-isolation")
-    return f"Beside a torch with CUDA and its compiler,  {line}  installs Transformer Engine (docs/one-gpu.md)."
+    return f"Beside a torch with CUDA and its compiler,  {line}  installs Transformer Engine (docs/cluster.md)."
 
 
 def _lacking(function: Callable[..., Any]) -> str:

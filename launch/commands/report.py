@@ -21,7 +21,7 @@ EXAMPLES = """examples:
   triaxis report runs/llama3_8b --cluster configs/clusters/h100_64.yaml
   triaxis report runs/gpt_tiny --timeline
 
-The page needs no network and no other file, and may be made while the run runs. docs/report.md says what is on it. The timeline is
+The page needs no network and no other file, and may be made while the run runs. docs/telemetry.md describes it. The timeline is
 that of the newest attempt that was traced (telemetry.timeline), also of a run that broke.
 """
 

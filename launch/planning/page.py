@@ -66,7 +66,7 @@ def render(plan: Plan, name: str, budget: str = "") -> str:
     }
     lines = [f"Chosen: {best.layout}", f"Memory of a GPU: {plan.memory_line}.", *([budget] if budget else [])]
     before = tiles(numbers) + "".join(f"<p>{escape(line)}</p>" for line in lines)
-    footer = "Predicted by triaxis plan: no device was used. docs/cost-model.md says where predictions are wrong."
+    footer = "Predicted by triaxis plan: no device was used. docs/footprint.md says where predictions are wrong."
     return without_secrets(html_document(f"{name}: Triaxis plan", f"Plan of {name}", before, sections, footer))
 
 

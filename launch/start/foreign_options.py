@@ -207,7 +207,7 @@ def _of_a_whole_line(prog: str, arguments: Sequence[str], unknown: Collection[st
     ]
     theirs = shlex.join(word for word in arguments if word not in ours)
     said = (
-        "this is a command line of Megatron-LM. Make a config of it, and use that (docs/megatron.md):\n"
+        "this is a command line of Megatron-LM. Make a config of it, and use that (docs/interop.md):\n"
         "       " + triaxis(f"new --from {shlex.quote(theirs)} > megatron.yaml") + "\n"
         f"       {_start(prog, ['megatron.yaml', *ours])}"
     )

@@ -17,9 +17,7 @@ from benchmarks.gpu_code.cards import CARDS
 from benchmarks.gpu_code.cases import Case, cases, run_of
 from benchmarks.gpu_code.eager import Product, is_work, moved_bytes, product_of, tensor_bytes
 from benchmarks.gpu_code.golden import PATH, committed, differences, parse
-from benchmarks.gpu_code.page import PAGE, with_tables
 from benchmarks.gpu_code.step import StepRecord, TensorSpec, record_step
-from benchmarks.gpu_code.table import table
 from benchmarks.gpu_code.work import added_up, whole
 from benchmarks.roofline import step_gemms
 from tests.documented import ROOT
@@ -134,19 +132,6 @@ def test_a_difference_is_a_line() -> None:
     assert line.startswith(f"{first}: ") and "spills=8" in line and "spills=0" in line
     fewer = parse(PATH.read_text().replace(GOLDEN.triton, "0.0"))
     assert differences(fewer, GOLDEN) == [f"triton 0.0, committed {GOLDEN.triton}"]
-
-
-def test_the_page_has_the_tables() -> None:
-    page = PAGE.read_text()
-    assert with_tables(page, GOLDEN) == page, REGENERATE
-
-
-@pytest.mark.slow
-def test_the_command_that_writes_the_numbers_changes_the_page() -> None:
-    page = PAGE.read_text()
-    spilled = parse(PATH.read_text().replace('"spilling": 0', '"spilling": 8'))
-    changed = with_tables(page, spilled)
-    assert table(spilled) in changed and changed.replace(table(spilled), table(GOLDEN)) == page
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def published() -> Comparison:
 
 
 def test_published_runs_are_predicted_within_the_claimed_errors(published: Comparison) -> None:
-    """docs/planner.md has the table, and says where the model is wrong and why."""
+    """docs/footprint.md has the errors, and says where the model is wrong."""
     assert published.num_timed == 44
     assert len(published.scored) >= 0.8 * published.num_timed
     assert published.mean <= 0.05

@@ -1,4 +1,4 @@
-"""Every fenced bash command of the README, CONTRIBUTING.md and docs/ runs, as it stands there.
+"""Every fenced command of the README, CONTRIBUTING.md and docs/ runs, as it stands there, and prints what the page shows.
 
 A command that would start training, tests or a cluster job runs in its dry form; each form runs once. What no rule below knows
 fails: a command that nobody runs is one that nobody notices when it breaks. Relative outputs land in a temporary folder. Scripts
@@ -13,7 +13,16 @@ import subprocess
 
 import pytest
 
-from tests.documented import PAGES, ROOT, commands, make_workplace, section
+from tests.documented import (
+    LINKING_PAGES,
+    PAGES,
+    ROOT,
+    anchors,
+    commands,
+    make_workplace,
+    section,
+    shown_outputs,
+)
 from tests.launch.command_line import OTHER_LAUNCHERS, OTHER_RUNS
 from triaxis.engine.config.counts import SUFFIXES, count
 from triaxis.engine.config.load import ENVIRONMENT
@@ -99,6 +108,32 @@ def test_a_documented_command_runs(command, form, workplace, capfd, monkeypatch)
     assert out.strip(), f"{command} said nothing"
 
 
+QUICK = re.compile(r"triaxis (?:config|topology|schedule|plan|footprint|prepare|data|new)\b|triaxis train .*--dry-run")
+"""Commands whose shown output is compared in CI; the others start ranks, and belong to the whole run."""
+
+SHOWN_ONCE = {one: page for page in PAGES for one in shown_outputs(page.read_text())}
+SHOWN = [
+    pytest.param(command, shown, id=f"{page.name}: {command}", marks=[] if QUICK.match(command) else [pytest.mark.slow])
+    for (command, shown), page in SHOWN_ONCE.items()
+]
+
+
+def flat(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("command", "shown"), SHOWN)
+def test_a_command_prints_what_the_page_shows(command, shown, workplace, monkeypatch):
+    folder, environment = workplace
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, timeout=300, check=False, capture_output=True, text=True
+    )
+    out = flat(done.stdout + done.stderr)
+    missing = [line for line in shown.splitlines() if flat(line) not in out]
+    assert not missing, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
 def run_here(words):
     """`triaxis` in this process; an exit code. Help, and words that argparse refuses, end with an exception."""
     try:
@@ -115,13 +150,20 @@ def test_the_readme_opens_with_the_two_commands():
     assert list(commands((ROOT / "README.md").read_text()))[:2] == ["bash launch/pretrain_gpt.sh", "bash tests/run.sh"]
 
 
-def test_every_page_has_a_place_in_the_index():
-    index = (ROOT / "docs" / "README.md").read_text()
-    assert not [
-        page.name
-        for page in (ROOT / "docs").glob("*.md")
-        if page.name != "README.md" and f"]({page.name})" not in index
-    ]
+def test_the_readme_links_to_every_page():
+    index = (ROOT / "README.md").read_text()
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"](docs/{page.name}" not in index]
+
+
+GENERATED = ("config.md", "afternoon.md")
+
+
+def test_the_docs_stay_short():
+    """Raise neither: take out what nobody needs, or what a command prints."""
+    pages = [page for page in (ROOT / "docs").glob("*.md") if page.name not in GENERATED and ".zh" not in page.name]
+    pages.append(ROOT / "benchmarks" / "README.md")
+    assert len(pages) <= 16
+    assert sum(len(page.read_text().split()) for page in pages) <= 26_000
 
 
 def test_the_training_page_says_what_wins_over_what():
@@ -135,13 +177,14 @@ def test_the_training_page_says_what_wins_over_what():
     assert [count(one) for one in written] == [8 * 10**12, 20 * 10**9, 500 * 10**6, 10_000, 8 * 10**12]
 
 
-def test_paths_that_pages_link_to_exist():
-    missing = [
-        f"{page.name}: {target}"
-        for page in PAGES
-        for target in re.findall(r"\]\((?!https?:|#)([^)#\s]+)", page.read_text())
-        if not (page.parent / target).exists()
-    ]
+def test_paths_and_anchors_that_pages_link_to_exist():
+    missing = []
+    for page in LINKING_PAGES:
+        for link in re.findall(r"\]\((?!https?:)([^)\s]+)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+                missing.append(f"{page.name}: {link}")
     assert not missing
 
 

@@ -152,7 +152,7 @@ def test_a_users_mistake_has_no_traceback(error, exit_code, monkeypatch, capsys)
 
 
 def test_a_full_disk_is_no_mistake_in_what_was_typed(monkeypatch, capsys, tmp_path):
-    """Whichever words a command has for it: exit code 1, as docs/resilience.md says."""
+    """Whichever words a command has for it: exit code 1, as docs/checkpoints.md says."""
 
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,6 +1,6 @@
 """The soak: one small run on two hosts, disturbed by random faults, judged, and compared with an undisturbed run.
 
-    python -m tests.soak --faults 40 --seed 1 --table docs/soak.md
+    python -m tests.soak --faults 40 --seed 1 --table soak.md
     python -m tests.soak --faults 4 --kinds nan full-disk
 
 Needs root, `ip` and about 20 seconds for each fault on an idle machine with two cores. Exit code 0: every verdict is right and the

@@ -31,7 +31,7 @@ from triaxis.engine.resilience.hang.watch import SLOWER
 from triaxis.engine.telemetry.timing.slow_ranks import IN_A_ROW
 
 BROKE, REPLICAS_DIFFER, PREEMPTED, KILLED_RANK, KILLED = 1, 5, 75, 128 + 9, -9
-"""How a launcher ends (docs/resilience.md, engine/errors.py); the last is that of one that was killed."""
+"""How a launcher ends (docs/checkpoints.md, engine/errors.py); the last is that of one that was killed."""
 
 _WAITS = re.compile(r"rank (\d+) \([^)]*\) waits .*?\branks? (\d+(?:, \d+)*)")
 _BETWEEN = re.compile(r"is between node 0 \(ranks 0, 1\) and node 1 \(ranks 2, 3\)")
@@ -107,11 +107,11 @@ def hang_bound(settings: Settings, slowest_seconds: float) -> Bound:
 
     Args:
         settings: of the soak.
-        slowest_seconds: the longest time between two steps of the attempt, after its first two (docs/resilience.md, Hangs). No rank
-            has stood still for longer, and a rank may stand still for twice as long as before.
+        slowest_seconds: the longest time between two steps of the attempt, after its first two (docs/checkpoints.md, Hangs). No
+            rank has stood still for longer, and a rank may stand still for twice as long as before.
     """
     slower_seconds = max(0.0, SLOWER * slowest_seconds - settings.hang_seconds)
-    reason = "the end of a hang (docs/resilience.md), and leaving"
+    reason = "the end of a hang (docs/checkpoints.md), and leaving"
     return Bound(settings.limits.end_seconds + slower_seconds + LEAVING_SECONDS, "s", reason)
 
 

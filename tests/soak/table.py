@@ -1,4 +1,4 @@
-"""What people read: a line for each fault as it comes, a summary, and the page docs/soak.md."""
+"""What people read: a line for each fault as it comes, a summary, and a page."""
 
 import os
 import platform
@@ -78,7 +78,7 @@ def summary(verdicts: Sequence[Verdict], is_same: bool | None, steps: int, secon
 
 
 def page(verdicts: Sequence[Verdict], told: Sequence[str], command: str, settings: Settings) -> str:
-    """docs/soak.md."""
+    """Every fault with its verdict, and the summary."""
     limits = settings.limits
     bounds: dict[Kind, Bound] = {}
     for verdict in verdicts:  # that of a hang is longer after slow steps

@@ -6,25 +6,16 @@ Blocks marked `console` begin a command with `$`; each line below it stands in w
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.documented import ROOT
+from tests.documented import ROOT, shown_outputs
 from tests.harness import run_ranks
 from tests.launch.command_line import TRIAXIS, run
 from tests.launch.forked_ranks import work
 
 EXAMPLES = sorted(path.parent.name for path in (ROOT / "examples").glob("*/run.yaml"))
-
-
-def commands(page: Path) -> Iterator[tuple[str, str]]:
-    """Yield each command of a page, and what stands below it."""
-    for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-            command, _, shown = part.partition("\n")
-            yield command, shown
 
 
 def plain(text: str) -> str:
@@ -36,7 +27,7 @@ def plain(text: str) -> str:
 def copied(name: str, to: Path) -> Path:
     folder = to / name
     shutil.copytree(ROOT / "examples" / name, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for command, _ in commands(folder / "README.md"):
+    for command, _ in shown_outputs((folder / "README.md").read_text()):
         if command.startswith("python -c"):
             assert run(folder, "bash", "-c", command.replace("python", TRIAXIS[0], 1)).exit_code == 0
     return folder
@@ -55,7 +46,11 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
     ((code, _, err),) = run_ranks(train, 1, str(folder))
     assert code == 0, err
     log = next(folder.glob("runs/run/logs/*/rank_00000.log")).read_text()
-    [shown] = [shown for command, shown in commands(folder / "README.md") if command == "triaxis train run.yaml"]
+    [shown] = [
+        shown
+        for command, shown in shown_outputs((folder / "README.md").read_text())
+        if command == "triaxis train run.yaml"
+    ]
     assert all(plain(line) in plain(log) for line in shown.splitlines()), log
 
 
@@ -63,7 +58,11 @@ def test_an_example_trains(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_verify_says_what_the_page_shows(name: str, tmp_path: Path) -> None:
     folder = copied(name, tmp_path)
-    verified = [(command, shown) for command, shown in commands(folder / "README.md") if " verify " in command]
+    verified = [
+        (command, shown)
+        for command, shown in shown_outputs((folder / "README.md").read_text())
+        if " verify " in command
+    ]
     assert len(verified) == 2
     for command, shown in verified:
         said = run(folder, *TRIAXIS, *command.split()[1:])
@@ -74,7 +73,7 @@ def test_verify_says_what_the_page_shows(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_readme_shows_what_verify_says_of_the_wrong_scale() -> None:
-    shown = dict(commands(ROOT / "README.md"))
+    shown = dict(shown_outputs((ROOT / "README.md").read_text()))
     [command] = [each for each in shown if each.startswith("triaxis verify") and "wrong.py" in each]
     said = run(ROOT, *TRIAXIS, *command.split()[1:])
     assert said.exit_code == 1, said.err

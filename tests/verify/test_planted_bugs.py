@@ -271,4 +271,4 @@ def test_a_bug_whose_code_never_runs_is_an_error() -> None:
 
 def test_the_page_of_evidence_counts_them() -> None:
     claim = f"| {len(BUGS)} planted bugs of parallel training, in the ranks of a layout | {len(BUGS)} found, each by its kind"
-    assert claim in (ROOT / "docs" / "evidence.md").read_text()
+    assert claim in (ROOT / "docs" / "verify.md").read_text()

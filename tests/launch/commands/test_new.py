@@ -143,7 +143,7 @@ def test_what_it_prints_trains_from_the_folders_weights(workplace: Path, capsys:
 
 def test_the_commands_of_the_page_run_as_they_are_written(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In a folder that has such a model and such text; the last one, which would train, without starting ranks."""
-    part = section((ROOT / "docs" / "huggingface.md").read_text(), "## From a folder to a run")
+    part = section((ROOT / "docs" / "interop.md").read_text(), "## From a folder to a run")
     *lines, train = part.split("```")[1].strip().splitlines()
     shutil.copytree("tiny", "models/Llama-3.1-8B")
     Path("text").mkdir()

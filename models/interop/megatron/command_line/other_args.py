@@ -1,13 +1,13 @@
-"""Layout, data and the run itself of a Megatron-LM command line as our sections.
+"""Convert a Megatron-LM command line's layout, data and run arguments to config sections.
 
     --tensor-model-parallel-size, ..        parallel
-    --num-layers-per-virtual-pipeline-stage parallel.vpp: chunks of that many layers on each rank
+    --num-layers-per-virtual-pipeline-stage parallel.vpp: chunks with that many layers on each rank
     --recompute-granularity, ..             recompute
     --data-path 30 A 70 B, --split          data: {train: [{path: A, weight: 30}, ..], split}
     --save, --save-interval                 checkpoint
     --log-interval, --wandb-project ..      telemetry
 
-Sources: `PipelineParallelLayerLayout` and `get_blend_from_list` of Megatron-Core 0.16.
+Sources: `PipelineParallelLayerLayout` and `get_blend_from_list` in Megatron-Core 0.16.
 """
 
 import re
@@ -22,14 +22,14 @@ Fields = dict[str, Any]
 
 _CP_METHODS = {"p2p": "auto", "all_gather": "all_gather", "a2a": "ulysses", "a2a+p2p": "auto"}
 _PARTS = {**FOREIGN_VALUES["recompute.modules"], "mlp": "mlp"}
-"""Megatron-LM's recomputed modules that are recomputed here too."""
+"""Megatron-LM's recompute modules that are also supported here."""
 
 LEGACY_SPLIT = "969, 30, 1"
-"""Megatron-LM's split of --data-path without --split."""
+"""Megatron-LM's default split for --data-path if --split is not given."""
 
 
 def layout_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
-    """Return our sections parallel, recompute and offload; add problems and notes."""
+    """Build the sections parallel, recompute and offload; add problems and notes."""
     args = parsed.args
     tp, pp = args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]
     methods = {_CP_METHODS.get(method) for method in args["cp_comm_type"]}
@@ -38,7 +38,7 @@ def layout_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
         "tp": tp,
         "pp": pp,
         "cp": args["context_parallel_size"],
-        # Megatron-LM disables it where tp is 1.
+        # Megatron-LM disables it if tp is 1.
         "sequence_parallel": args["sequence_parallel"] and tp > 1,
     }
     if method is None:
@@ -58,7 +58,7 @@ def layout_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
 
 
 def _stages(parsed: Parsed, pp: int) -> Fields:
-    """Return `vpp`, and `layers_per_stage` where stages differ."""
+    """Build `vpp`, and `layers_per_stage` if stages differ."""
     args, problems = parsed.args, parsed.problems
     num_layers = args["num_layers"]
     ways = [
@@ -97,7 +97,7 @@ def _stages(parsed: Parsed, pp: int) -> Fields:
 
 
 def _uneven_stages(parsed: Parsed, pp: int, vpp: int, more: tuple[int, int]) -> Fields:
-    """Return `layers_per_stage` where the first and the last pipeline rank have other numbers of layers."""
+    """Build `layers_per_stage` for pipelines whose first and last ranks have a different number of layers."""
     args = parsed.args
     first, last = args["decoder_first_pipeline_num_layers"], args["decoder_last_pipeline_num_layers"]
     if first is None and last is None:
@@ -111,7 +111,7 @@ def _uneven_stages(parsed: Parsed, pp: int, vpp: int, more: tuple[int, int]) -> 
         between = pp - (first is not None) - (last is not None)
         each, rest = divmod(args["num_layers"] - given, between) if between else (0, args["num_layers"] - given)
         ranks = [*([] if first is None else [first]), *[each] * between, *([] if last is None else [last])]
-        # A rank's layers are cut evenly over its chunks; stage = chunk x pp + rank.
+        # A rank's layers are split evenly over its chunks; stage = chunk x pp + rank.
         layers = [count // vpp for _ in range(vpp) for count in ranks]
         is_whole = rest == 0 and all(count % vpp == 0 for count in ranks)
     if not is_whole or min(layers) < 0:
@@ -124,7 +124,7 @@ def _uneven_stages(parsed: Parsed, pp: int, vpp: int, more: tuple[int, int]) -> 
 
 
 def _listed_stages(parsed: Parsed, pp: int) -> Fields:
-    """Return the stages of a layout in letters: t is a layer, | ends a stage, (..)*n and t*n repeat."""
+    """Read stages from a layout string: t is a layer, | ends a stage, (..)*n and t*n repeat."""
     given = parsed.args["pipeline_model_parallel_layout"]
     text = re.sub(r"[\s,]", "", given)
     for repeated in (r"\(([^()]*)\)\*(\d+)", r"([EtmL|])\*(\d+)"):
@@ -152,7 +152,7 @@ def _recompute(parsed: Parsed, notes: list[str]) -> Fields:
     if "mlp" in parts and args["sequence_parallel"] and args["tensor_model_parallel_size"] > 1:
         parts[parts.index("mlp")] = "activation"
     if "attention" in parts and args["context_parallel_size"] > 1:
-        # Its backward starts from what was gathered: recomputing it saves nothing here.
+        # With context parallelism, attention's backward needs the gathered tensors, so recomputing attention saves nothing here.
         parts.remove("attention")
     if len(parts) < len(modules):
         notes.append(
@@ -162,7 +162,7 @@ def _recompute(parsed: Parsed, notes: list[str]) -> Fields:
 
 
 def run_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
-    """Return our sections data, checkpoint, telemetry, resilience and runtime; add problems and notes."""
+    """Build the sections data, checkpoint, telemetry, resilience and runtime; add problems and notes."""
     args = parsed.args
     sections = {"data": _data(parsed, notes), "checkpoint": _checkpoint(parsed)}
     sections["telemetry"] = {"log_interval": args["log_interval"], "tensorboard": bool(args["tensorboard_dir"])}
@@ -176,7 +176,7 @@ def run_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
         "deterministic": args["deterministic_mode"],
     }
     if args["attention_dropout"]:
-        # The fused kernels draw masks that depend on the layout.
+        # Fused kernels draw dropout masks that depend on the layout.
         sections["kernels"] = {"attention": "explicit"}
     return sections
 
@@ -213,7 +213,7 @@ def _data(parsed: Parsed, notes: list[str]) -> Fields:
         data["tokenizer"] = args["tokenizer_model"]
     elif args["vocab_file"]:
         notes.append(
-            f"data.tokenizer is not set: {args['vocab_file']} is not read; docs/megatron.md has the line that makes a "
+            f"data.tokenizer is not set: {args['vocab_file']} is not read; docs/interop.md has the line that makes a "
             "tokenizer.json of it. Until then text is shown as bytes"
         )
     if not args["mock_data"]:
@@ -222,7 +222,7 @@ def _data(parsed: Parsed, notes: list[str]) -> Fields:
 
 
 def _blend(parsed: Parsed, name: str) -> list[dict[str, Any]]:
-    """Return our sources; corpora without weights are a problem if there are several."""
+    """Build data sources from (weight, path) words; several corpora without weights are a problem."""
     words = parsed.args[name]
     if len(words) == 1:
         return [{"path": words[0]}]
@@ -240,7 +240,7 @@ def _blend(parsed: Parsed, name: str) -> list[dict[str, Any]]:
 
 def _split(parsed: Parsed) -> list[float]:
     text = parsed.args["split"] or LEGACY_SPLIT
-    # As Megatron-LM reads it: numbers, whatever is between them.
+    # Like Megatron-LM, read the numbers and ignore what separates them.
     weights = [float(number) for number in re.findall(r"\d+\.?\d*|\.\d+", text)]
     if not 1 <= len(weights) <= 3:
         parsed.problems.append(
