@@ -31,6 +31,11 @@ FOREIGN_NAMES = {
     "decoder_first_pipeline_num_layers": "parallel.layers_per_stage",
     "decoder_last_pipeline_num_layers": "parallel.layers_per_stage",
     "distributed_backend": "runtime.collectives",
+    "transformer_impl": "kernels.linear=te",
+    "transformer_engine": "kernels.linear=te",
+    "compile": "kernels.elementwise=compiled",
+    "torch_compile": "kernels.elementwise=compiled",
+    "moments_dtype": "precision.moments",
     "distributed_timeout_minutes": "runtime.timeout_seconds",
     # Megatron-LM: model
     "encoder_num_layers": "model.num_layers",
@@ -294,6 +299,7 @@ OFF, OFF_HERE = ("false", "no", "off", "none", "null", "disabled"), ("none", "ne
 """Words for nothing as others write them, and ours."""
 
 ALWAYS_ON = {
+    "dropout_rng": "dropout masks never depend on the layout",
     "use_distributed_optimizer": "the optimizer state is always sharded over dp (ZeRO-1)",
     "overlap_grad_reduce": "gradient reduction always overlaps the backward",
     "overlap_param_gather": "parameters are always gathered under the next forward",
@@ -303,10 +309,7 @@ ALWAYS_ON = {
 """Foreign switches for behaviour that is always on here."""
 
 NOT_BUILT = {
-    "planner": "the layout planner",
     "fp4": "FP4",
-    "transformer_impl": "Transformer Engine layers",
-    "transformer_engine": "Transformer Engine layers",
     "zero": "a ZeRO stage other than 1",
     "zero_stage": "a ZeRO stage other than 1",
     "fsdp": "sharded parameters (ZeRO-3)",
@@ -316,10 +319,6 @@ NOT_BUILT = {
     "optimizer_cpu_offload": "optimizer state in host memory",
     "cuda_graphs": "CUDA graphs",
     "enable_cuda_graph": "CUDA graphs",
-    "compile": "torch.compile",
-    "torch_compile": "torch.compile",
-    "dropout_rng": "a choice of dropout masks: they never depend on the layout",
-    "optimizer.moments_dtype": "optimizer moments in another dtype",
 }
 """Keys of features without code yet, by last part or whole dotted name."""
 

@@ -55,7 +55,7 @@ class TelemetryConfig(Section):
     tensorboard: bool = Field(False, description="write event files into the run directory")
     names: Literal["triaxis", "megatron"] = Field(
         "triaxis",
-        description="names of charts in wandb and TensorBoard; megatron: Megatron-LM's (`lm loss`, `iteration-time`)",
+        description="names of wandb's and TensorBoard's charts; megatron: Megatron-LM's (`lm loss`, ..)",
     )
     time_split: bool = Field(True, description="measure where the time of a step goes, and name slow ranks")
     timeline: TimelineConfig | None = Field(None, description="steps of all ranks on one time axis; null: off")
