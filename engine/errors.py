@@ -1,6 +1,6 @@
 """The errors of Triaxis.
 
-Each message has four parts: the given value, the rule, what would have broken, what to do. The exit code tells a batch script
+Each message has four parts: the given value, the rule, what would have broken, what to do. The exit code shows a batch script
 whether trying again makes sense.
 """
 
@@ -11,42 +11,45 @@ from itertools import islice
 _SHOWN_CHARACTERS = 60
 
 LONGEST_SHOWN = 200
-"""Characters of a name or an override that a message repeats."""
+"""Number of characters of a name or an override that a message repeats."""
 
 
 class ExitCode(IntEnum):
-    """The ends of a process of ours. 0: the last step is made, or the run was finished already; 128 + n: ended by signal n."""
+    """The exit codes of our processes.
+
+    0 means that the last step is made, or the run was finished already; 128 + n means that signal n ended the process.
+    """
 
     BROKE = 1
-    """Something broke: starting again goes on from the newest checkpoint."""
+    """Something broke: starting again resumes from the newest checkpoint."""
     MISTAKE = 2
-    """A mistake in what was typed or configured: starting again would end the same way."""
+    """A mistake in a command or configuration: starting again would end the same way."""
     OUT_OF_LINE = 3
     """`triaxis doctor` found a node that is out of line."""
     HUNG = 4
-    """The run hung: the report says who waits for whom; starting again goes on from the newest checkpoint."""
+    """The run hung: the report shows which rank waits for which; starting again resumes from the newest checkpoint."""
     REPLICAS_DIFFER = 5
-    """Ranks that must hold the same weights do not: a machine is broken; the same nodes may end the same way."""
+    """Ranks that must hold the same weights do not: a machine is broken, and the same nodes may end the same way."""
     DIVERGED = 6
     """The numbers went wrong (not finite, a loss that jumps): starting again would end the same way.
 
-    All ranks end with it after the same step, and rank 0 has said why: no rank has failed.
+    All ranks end with this code after the same step, and rank 0 has printed why: no rank has failed.
     """
     REQUEUE = 75
-    """Preempted and saved, to be started again: `EX_TEMPFAIL` of sysexits.h.
+    """Preempted and saved, to be started again: `EX_TEMPFAIL` in sysexits.h.
 
-    No rank ends with it before all have agreed and the state is on the disk.
+    No rank ends with this code before all have agreed and the state is on the disk.
     """
     NEXT_PHASE = 76
-    """A phase of the run has ended and is saved: as REQUEUE, but to be started again at once (our launchers do)."""
+    """A phase of the run has ended and is saved: like REQUEUE, but to be started again at once (our launchers do so)."""
     INTERRUPTED = 130
-    """A person's Ctrl-C: saved."""
+    """A user pressed Ctrl-C; the run is saved."""
 
 
 def shown(value: object) -> str:
-    """Return a value from a foreign file in at most about 80 characters, for a message.
+    """Format a value from a foreign file for a message, in at most about 80 characters.
 
-    `repr` alone would fail for an integer of 10,000 digits, and a list may contain itself a million times over.
+    `repr` alone would fail for an integer with 10,000 digits, and a list may contain itself a million times over.
     """
     if isinstance(value, str):
         return (
@@ -73,29 +76,29 @@ def shown(value: object) -> str:
 
 
 def brief(text: str) -> str:
-    """Return a text for a line of a message, cut where it is longer than `LONGEST_SHOWN`."""
+    """Cut a text to `LONGEST_SHOWN` characters, for one line in a message."""
     text = text if text.isprintable() else repr(text)[1:-1]
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}.. ({len(text):,} characters)"
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
-    """Return a number with its noun: "1 file", "12,000 files"; `plural` where it is not the noun and an s."""
+    """Format a number with its noun: "1 file", "12,000 files"; `plural` if adding an s is not enough."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
 def attempt_name(attempt: int) -> str:
-    """Return the name of an attempt for people, who count from 1; records and folders count from 0."""
+    """Return an attempt's name for people, who count from 1; records and folders count from 0."""
     return f"attempt {attempt + 1}"
 
 
 class TriaxisError(Exception):
-    """The base of all errors meant for users; printed without a traceback."""
+    """Base class for all errors meant for users; printed without a traceback."""
 
     exit_code: ExitCode = ExitCode.MISTAKE
 
 
 class ConfigError(TriaxisError):
-    """Problems of a configuration, one or more at once: `problems` holds a readable line or paragraph for each."""
+    """One or more problems in a configuration; `problems` holds a readable line or paragraph for each."""
 
     def __init__(self, problems: Sequence[str], source: str = "the configuration") -> None:
         self.problems = tuple(problems)
@@ -108,11 +111,11 @@ class TopologyError(TriaxisError):
 
 
 class ModelError(TriaxisError):
-    """Modules with state that the model's list of parameters lacks."""
+    """Modules with state that the model's parameter list lacks."""
 
 
 class PortTakenError(TopologyError):
-    """A rendezvous port in use; later, or at another port, the ranks can meet."""
+    """A rendezvous port in use; later, or on another port, the ranks can meet."""
 
     exit_code = ExitCode.BROKE
 
@@ -126,17 +129,17 @@ class DataError(TriaxisError):
 
 
 class CheckpointError(TriaxisError):
-    """A checkpoint that is missing, incomplete, damaged or of another model."""
+    """A checkpoint that is missing, incomplete, damaged, or from another model."""
 
 
 class SaveError(CheckpointError):
-    """A failed last checkpoint; with room on the disk the same command resumes from the one before."""
+    """A failure of the run's last checkpoint; with room on the disk the same command resumes from the previous one."""
 
     exit_code = ExitCode.BROKE
 
 
 class StorageError(TriaxisError):
-    """A folder of the run that cannot be used: owned by another user, read-only, or below a file.
+    """A run folder that cannot be used: owned by another user, read-only, or below a file.
 
     Args:
         text: the message.
@@ -159,13 +162,13 @@ class OutOfMemoryError(TriaxisError):
 
 
 class PeerLostError(TriaxisError):
-    """A rank whose connection to another one broke; the other one has failed, and the same command goes on."""
+    """A rank whose connection to another rank broke; the other rank has failed, and the same command resumes the run."""
 
     exit_code = ExitCode.BROKE
 
 
 class NoRoomError(TriaxisError):
-    """A node without room for a small file of a rank; with room, or on another node, the same command runs."""
+    """A node without room for a rank's small file; with room, or on another node, the same command runs."""
 
     exit_code = ExitCode.BROKE
 
@@ -177,7 +180,7 @@ class ReplicaError(TriaxisError):
 
 
 class DivergenceError(TriaxisError):
-    """A loss or gradients that are not finite, or a loss that jumps, with no policy left: a repetition would give the same.
+    """A loss or gradients that are not finite, or a loss that jumps, with no policy left; starting again would end the same way.
 
     Raised on every rank after the same step.
     """

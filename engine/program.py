@@ -1,4 +1,4 @@
-"""Command lines that messages offer, as they can be typed where this process was started.
+"""Command lines offered in messages, in a form that can be typed where this process was started.
 
     triaxis("train run.yaml")  ->  triaxis train run.yaml                                  the command is on the path
                                    .venv/bin/triaxis train run.yaml                        it is beside this Python
@@ -7,7 +7,7 @@
     pip_install("triton")      ->  python -m pip install triton
 
 A message that offers a whole line takes it from here; `tests/conventions/test_offered_commands.py` runs each of them. A message
-that only names a command (`triaxis verify`) has the name in backticks.
+that only names a command (`triaxis verify`) puts the name in backticks.
 """
 
 import os
@@ -19,12 +19,12 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-"""The folder that holds engine/, models/, launch/ and configs/: a checkout, or the installed package."""
+"""Folder with engine/, models/, launch/ and configs/: a checkout, or the installed package."""
 
 IS_CHECKOUT = (ROOT / "pyproject.toml").is_file()
 
 IMPORT_ROOT = ROOT if IS_CHECKOUT else ROOT.parent
-"""The folder that has `triaxis` on the import path: a checkout, or site-packages."""
+"""Folder to put on the import path so that `triaxis` can be imported: a checkout, or site-packages."""
 
 NAME = "triaxis"
 
@@ -33,7 +33,7 @@ def triaxis(words: str) -> str:
     """Return the line that runs `triaxis WORDS` in the shell that started this process.
 
     Args:
-        words: quoted for a shell. Words in capitals are for the user to replace.
+        words: arguments, already quoted for a shell; the user replaces words in capitals.
     """
     beside = Path(sys.executable).with_name(NAME)
     if shutil.which(NAME):
@@ -46,11 +46,13 @@ def triaxis(words: str) -> str:
 
 
 def install(extra: str, *options: str) -> str:
-    """Return the line that installs an extra of pyproject.toml for this Python. (No package index has this project.)
+    """Return the line that installs an extra from pyproject.toml for this Python.
+
+    No package index has this project, so the line names the checkout or the extra's requirements.
 
     Args:
-        extra: its name.
-        options: for pip.
+        extra: name of the extra.
+        options: options for pip.
     """
     if IS_CHECKOUT:
         what = ["-e", f"{ROOT}[{extra}]"]
@@ -61,18 +63,18 @@ def install(extra: str, *options: str) -> str:
 
 
 def pip_install(*words: str) -> str:
-    """Return the line with which pip installs `words` for this Python."""
+    """Return the line that installs `words` with pip for this Python."""
     return shlex.join([short(Path(sys.executable)), "-m", "pip", "install", *words])
 
 
 def version() -> str:
-    """Return the version of this project; a checkout need not be installed."""
+    """This project's version; a checkout need not be installed."""
     if IS_CHECKOUT:
         return str(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
     return metadata.version(NAME)
 
 
 def short(path: Path) -> str:
-    """Return the path as seen from the current folder, where it leads down from it."""
+    """Return the path relative to the current folder if it lies below it, else the path as given."""
     here = Path.cwd()
     return os.path.relpath(path, here) if path.is_relative_to(here) else str(path)

@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: complete, newest, half-written and retained ones.
+"""The checkpoint folder of a run: complete, newest, half-written and retained checkpoints.
 
     checkpoints/
         step_00000900/                  complete: renamed to this name when every byte was on the disk
@@ -10,9 +10,9 @@
         step_00000800.retired/          being removed
         lock                            held by the only process that may write here
 
-Order of a save: all files are written and fsynced under the name with the attempt; manifest.json, then its hash; the folder is
-renamed; `latest` is replaced. A kill at any point leaves the older checkpoints and `latest` intact. A checkpoint that replaces one
-of the same step takes two renames; between them, the `.replaced` one still counts.
+A save goes in this order: all files are written and fsynced under the name with the attempt; manifest.json, then its hash; the
+folder is renamed; `latest` is replaced. A kill at any point leaves the older checkpoints and `latest` intact. Replacing a
+checkpoint of the same step takes two renames; between them, the `.replaced` one still counts.
 """
 
 import re
@@ -32,7 +32,7 @@ from triaxis.engine.storage.files import sync_folder, write_atomically
 from triaxis.engine.storage.state_files import read_regular
 
 CONFIG = "config.yaml"
-"""The resolved configuration in a run directory."""
+"""Name of the resolved configuration's file in a run directory."""
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 _STEP = re.compile(r"step_(\d{8,})")
@@ -54,7 +54,7 @@ class Candidate:
 
 
 class CheckpointDirectory:
-    """One folder of checkpoints. Only the holder of the run's lock may call the methods that change it."""
+    """One folder of checkpoints; only the holder of the run's lock may call methods that change it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -67,7 +67,7 @@ class CheckpointDirectory:
         return dict(sorted(found.items()))
 
     def latest(self) -> Path | None:
-        """Return the folder that `latest` names; None where the file is missing or names no checkpoint."""
+        """Return the folder that `latest` names; None if the file is missing or names no checkpoint."""
         try:
             name = read_regular(self.path / LATEST).decode(errors="replace").strip()
         except OSError:
@@ -78,7 +78,7 @@ class CheckpointDirectory:
     def candidates(self, damaged: list[str]) -> Iterator[Candidate]:
         """Yield complete checkpoints, best first: the one that `latest` names, then the others, newest first.
 
-        Problems of incomplete folders, which are passed over, are appended to `damaged`.
+        Incomplete folders are passed over, and their problems appended to `damaged`.
         """
         first = self.latest()
         if first is not None and (candidate := _look(first, damaged)) is not None:
@@ -88,20 +88,20 @@ class CheckpointDirectory:
             for folder in self.steps().values()
             if folder != first and (candidate := _look(folder, damaged)) is not None
         ]
-        # A later attempt is newer: after a return to an older checkpoint its steps are lower.
+        # A later attempt is newer, even if its steps are lower after a return to an older checkpoint.
         others.sort(key=lambda candidate: (candidate.manifest.attempt, candidate.manifest.state.step), reverse=True)
         yield from others
 
     def step_folder(self, step: int) -> Path:
-        """Return the path of the complete checkpoint of `step`."""
+        """Return the path of a complete checkpoint."""
         return self.path / step_name(step)
 
     def partial(self, step: int, attempt: int) -> Path:
-        """Return the path of the checkpoint of `step` while it is written."""
+        """Return the path of a checkpoint while it is being written."""
         return self.path / f"{step_name(step)}.attempt_{attempt:02d}"
 
     def commit(self, partial: Path, step: int) -> Path:
-        """Give a complete checkpoint its name, then point `latest` at it.
+        """Rename a complete checkpoint to its final name, then point `latest` at it.
 
         An existing checkpoint of the same step (from an earlier attempt, or damaged) is moved away first and removed afterwards.
 
@@ -116,14 +116,14 @@ class CheckpointDirectory:
             final.rename(replaced)
         partial.rename(final)
         sync_folder(self.path)
-        sync_folder(self.path.parent)  # the first checkpoint has made this folder itself
+        sync_folder(self.path.parent)  # the first checkpoint has also created this folder
         write_atomically(self.path / LATEST, [f"{final.name}\n".encode()])
         with suppress(OSError):
             _remove(replaced)
         return final
 
     def sweep(self) -> list[str]:
-        """Remove half-written checkpoints of dead attempts; return their names."""
+        """Remove half-written checkpoints left by dead attempts; return their names."""
         for step, folder in self.steps().items():
             if _REPLACED.fullmatch(folder.name):
                 folder.rename(self.step_folder(step))
@@ -133,12 +133,12 @@ class CheckpointDirectory:
         return sorted(entry.name for entry in dead)
 
     def retire(self, newest: int, keep_last: int | None, keep_every: int | None) -> list[str]:
-        """Remove checkpoints that the retention does not keep; return their names.
+        """Remove checkpoints that the retention rules do not keep; return their names.
 
         Args:
-            newest: the step that was just saved, which is complete and always kept.
-            keep_last: number of steps up to `newest` to keep; None keeps all.
-            keep_every: multiples of it are kept as well.
+            newest: step that was just saved, complete and always kept.
+            keep_last: number of checkpoints to keep, counted back from `newest`; None keeps all.
+            keep_every: interval in steps; checkpoints at its multiples are kept as well.
         """
         if keep_last is None:
             return []
@@ -150,13 +150,13 @@ class CheckpointDirectory:
             folder = self.step_folder(step)
             doomed = folder.with_name(f"{folder.name}.retired")
             _remove(doomed)
-            # Under a name that is swept, so that a kill half-way leaves no folder that looks whole.
+            # Rename it first, to a name that `sweep` removes: a kill half-way must not leave a folder that looks whole.
             folder.rename(doomed)
             _remove(doomed)
         return [step_name(step) for step in gone]
 
     def set_aside(self) -> Path | None:
-        """Move all checkpoints into a new folder, for a start from zero; return it (None: there were none)."""
+        """Move all checkpoints into a new folder, for a start from scratch; return that folder, or None if there were none."""
         names = [entry.name for entry in self._entries()]
         entries = [self.path / name for name in names if _STEP.fullmatch(name) or name in (LATEST, SKIPPED)]
         if not entries:
@@ -182,9 +182,9 @@ def _remove(path: Path) -> None:
 
 
 def folder_of_run(run: Path) -> Path:
-    """Return the folder of a run's checkpoints: `checkpoint.dir` of its config.yaml, else `checkpoints/` in its directory.
+    """Return a run's checkpoint folder: `checkpoint.dir` in its config.yaml, else `checkpoints/` in its directory.
 
-    A relative `checkpoint.dir` counts from the working folder, as it did for the run. A config.yaml that cannot be read names none.
+    A relative `checkpoint.dir` is resolved against the working folder, as it was for the run. An unreadable config.yaml is ignored.
     """
     with suppress(OSError, ValueError, yaml.YAMLError):
         match read_yaml(read_regular(run / CONFIG).decode()):
@@ -194,7 +194,7 @@ def folder_of_run(run: Path) -> Path:
 
 
 def find(path: Path) -> Candidate:
-    """Return the checkpoint of a user's path: a checkpoint, a folder of checkpoints (its latest), or a run directory.
+    """Find the checkpoint at a user's path: a checkpoint, a folder of checkpoints (its latest), or a run directory.
 
     Raises:
         CheckpointError: there is none, or it is damaged; the message names complete ones in the same folder.
@@ -223,7 +223,7 @@ def find(path: Path) -> Candidate:
 
 
 def folders_at(path: Path) -> list[Path]:
-    """Return every checkpoint of a user's path, complete or not: itself, or those of a folder or run directory, by step.
+    """List every checkpoint at a user's path, complete or not: the path itself, or those in a folder or run directory, by step.
 
     Raises:
         CheckpointError: there is none.

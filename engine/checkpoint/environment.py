@@ -1,4 +1,4 @@
-"""The environment that must agree for a bit-identical resume, and its differences (then the rest is equal only to rounding)."""
+"""The environment that must match for a bit-identical resume, and its differences (with any, results match only to rounding)."""
 
 import platform
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from triaxis.engine.step import Engine
 
 
 def describe_environment(engine: Engine) -> dict[str, Any]:
-    """Return sizes, batches, schedule, buckets, kernels, threads, device and versions of a live engine, as JSON values.
+    """Return a live engine's sizes, batches, schedule, buckets, kernels, threads, device and versions, as JSON values.
 
-    Recomputation and kernels are those that run: `auto` may come to something else on the device where a run goes on.
+    Recomputation and kernels are recorded as resolved: `auto` may resolve differently on the device where a run resumes.
     """
     config, topology = engine.config, engine.topology
     sizes = topology.sizes
@@ -45,6 +45,6 @@ def describe_environment(engine: Engine) -> dict[str, Any]:
 
 
 def layout_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """List everything that differs between a saved layout and this one, as `tp 2 -> 4` or `kernels.attention sdpa -> flash`."""
+    """List all differences between a saved layout and this one, as `tp 2 -> 4` or `kernels.attention sdpa -> flash`."""
     was, now = dict(flat(there)), dict(flat(here))
     return [f"{key} {was.get(key, 'unknown')} -> {value}" for key, value in now.items() if was.get(key) != value]

@@ -1,17 +1,15 @@
-"""The faults that a run remembers: part of every checkpoint, so that a resumed run continues alike.
+"""The faults a run remembers: every checkpoint includes them, so that a resumed run behaves the same.
 
     skipped, num_rollbacks    also in checkpoints/skipped.json, written before a rollback: a kill before the next save loses none
-    recent losses             of the last steps that were made, for the limits of the next ones; with
-                              `resilience.skip_above_deviations` their gradient norms too
+    recent losses             from the last steps, as input for the next limits; with `resilience.skip_above_deviations` their
+                              gradient norms too
 
-The limits of step s follow from the losses and norms up to step s - 2, which every rank knows when step s is posted, however early
-the host reads (`engine/train.py`). So they do not depend on saves, validations or resumes.
 
     divergence         loss_spike x median of 64 losses
     loss, grad_norm    mean + skip_above_deviations x standard deviation of the last skip_window numbers
 
-The second rule is that of OLMo-core (optim/skip_step_optimizer.py), but for three things: a number below the mean is never
-an outlier, the numbers of steps that were left out do not enter the mean, and the step before is not in it.
+The second rule follows OLMo-core (optim/skip_step_optimizer.py) with three differences: a number below the mean is never an
+outlier, skipped steps do not enter the mean, and neither does the previous step.
 """
 
 import json
@@ -29,23 +27,23 @@ from triaxis.engine.storage.files import write_atomically
 from triaxis.engine.storage.state_files import read_object
 
 SKIPPED = "skipped.json"
-"""A file in the folder of a run's checkpoints."""
+"""Name of the file in a run's checkpoint folder."""
 
 MEDIAN_OVER = 64
 """Number of losses in the median."""
 MEDIAN_FROM = 8
-"""Least number of losses for a limit: the first steps of a run predict nothing."""
+"""Minimum number of losses for a limit: a run's first steps predict nothing."""
 
 
 @dataclass(slots=True)
 class RunHistory:
-    """The history of one run, the same on every rank.
+    """The history of one run, identical on every rank.
 
     Attributes:
-        skipped: sample ids that are left out.
+        skipped: skipped sample ids.
         num_rollbacks: rollbacks over all attempts.
         losses: (step from 0, loss) of the last steps, ascending.
-        grad_norms: the same of gradient norms; empty where no limit depends on them.
+        grad_norms: (step from 0, gradient norm) of the same steps; empty if no limit depends on them.
     """
 
     skipped: SkippedRanges = field(default_factory=SkippedRanges)
@@ -54,7 +52,7 @@ class RunHistory:
     grad_norms: list[tuple[int, float]] = field(default_factory=list)
 
     def remember(self, step: int, loss: float, grad_norm: float, config: ResilienceConfig) -> None:
-        """Append the numbers of step `step` (from 0), whose update was made, as far as the limits of `config` need them."""
+        """Append the numbers of step `step` (from 0), which updated the weights; keep only as many as `config`'s limits need."""
         deviations = config.skip_above_deviations
         kept = max(
             MEDIAN_OVER if config.loss_spike is not None else 0, config.skip_window if deviations is not None else 0
@@ -65,7 +63,7 @@ class RunHistory:
             self.grad_norms = [*self.grad_norms[-config.skip_window :], (step, grad_norm)]
 
     def limits(self, step: int, config: ResilienceConfig) -> StepLimits:
-        """Return the largest numbers of a step; infinite without their rule or with too few steps."""
+        """Compute the limits for a step; a limit is infinite if its rule is off or too few steps are known."""
         divergence = math.inf
         known = _before(step, self.losses, MEDIAN_OVER)
         if config.loss_spike is not None and len(known) >= MEDIAN_FROM:
@@ -79,11 +77,11 @@ class RunHistory:
         )
 
     def continue_from(self, other: "RunHistory") -> None:
-        """Take over the numbers of the steps that another history remembers."""
+        """Take over another history's losses and gradient norms."""
         self.losses, self.grad_norms = list(other.losses), list(other.grad_norms)
 
     def write(self, folder: Path) -> None:
-        """Write skipped ranges and rollbacks into the folder of checkpoints, atomically (rank 0).
+        """Write skipped ranges and rollbacks to the checkpoint folder, atomically (rank 0).
 
         Raises:
             OSError: the folder cannot be written.
@@ -93,12 +91,12 @@ class RunHistory:
 
 
 def _before(step: int, numbers: Sequence[tuple[int, float]], most: int) -> list[float]:
-    """Return the last numbers, at most `most`, that every rank knows when a step is posted."""
+    """Return the last numbers, at most `most`, that every rank knows when `step` is posted."""
     return [number for at, number in numbers if at <= step - 2][-most:]
 
 
 def _above(known: Sequence[float], deviations: float, window: int) -> float:
-    """Return the largest number that is no outlier; infinite with fewer than half of `window`, or where all are equal."""
+    """Return the limit above which a number is an outlier; infinite with fewer than `window // 2` numbers, or if all are equal."""
     if len(known) < window // 2:
         return math.inf
     deviation = statistics.stdev(known)
@@ -106,7 +104,7 @@ def _above(known: Sequence[float], deviations: float, window: int) -> float:
 
 
 def read_history(folder: Path, saved: Sequence[tuple[int, int]] = (), num_rollbacks: int = 0) -> RunHistory:
-    """Return the history of a checkpoint (`saved`, `num_rollbacks`) merged with what was written to its folder since.
+    """Merge a checkpoint's history (`saved`, `num_rollbacks`) with what was written to its folder since.
 
     Raises:
         CheckpointError: the file is damaged, so skipped samples would be trained on.

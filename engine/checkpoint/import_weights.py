@@ -1,4 +1,4 @@
-"""Checkpoints without a run, written or read by one process tensor by tensor (imports, exports, inspection).
+"""Checkpoints without a run, written or read tensor by tensor in one process (imports, exports, inspection).
 
 Memory is bounded by `FILE_BYTES` or the largest tensor, whichever is more. No process group is involved.
 """
@@ -32,11 +32,11 @@ from triaxis.engine.layout.shard_spec import Box
 from triaxis.engine.program import triaxis
 
 FILE_BYTES = 2**30
-"""Size at which collected shards are written as one file."""
+"""Size in bytes at which collected shards are written as one file."""
 
 
 def whole(name: str, values: torch.Tensor, kind: Kind = "master") -> Shard:
-    """Return a whole tensor, the logical global one, as one shard."""
+    """Wrap a whole logical global tensor as one shard."""
     return Shard(
         name, kind, tuple(values.shape), tuple((0, size) for size in values.shape), 0, values.contiguous().view(-1)
     )
@@ -55,17 +55,17 @@ def write_checkpoint(
     """Write `directory`/step_<number>/ from a stream of shards; return that folder.
 
     Args:
-        directory: a folder of checkpoints, made if missing; an existing checkpoint of the same step is replaced.
+        directory: checkpoint folder, created if missing; an existing checkpoint of the same step is replaced.
         shards: every element of every tensor, once per kind.
-        state: counters of the run; `TrainingState.at_start()` for plain weights.
-        config: the known part of the resolved configuration, at least its `model` section.
-        source: origin of the checkpoint, for the reader.
-        lineage: its ancestors.
+        state: the run's counters; `TrainingState.at_start()` for plain weights.
+        config: known part of the resolved configuration, at least its `model` section.
+        source: origin of the checkpoint, for people who read the manifest.
+        lineage: ancestors of the checkpoint, oldest first.
         has_moments: the shards include the optimizer's moments, and the average if `config` has one, so that a run can resume.
 
     Raises:
         OSError: the disk is full, or the folder cannot be written; nothing half-written is left.
-        CheckpointError: the shards are not every element exactly once; nothing is left either.
+        CheckpointError: the shards do not hold every element exactly once; nothing is left either.
         TriaxisError: a live run writes in the folder.
     """
     with holding(directory, "write into another folder"):
@@ -83,7 +83,7 @@ def _write(
     has_moments: bool,
 ) -> Path:
     partial = checkpoints.partial(state.step, 0)
-    # Only this one is ours: a run sweeps its own.
+    # Remove only this one: a run sweeps its own.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -117,10 +117,10 @@ def _write(
 def read_tensor(
     folder: Path, manifest: Manifest, name: str, kind: Kind = "master", box: Box | None = None
 ) -> torch.Tensor:
-    """Read one tensor, or a box of it, in the dtype in which it was saved, on the CPU.
+    """Read one tensor, or a box of it, in its saved dtype, on the CPU.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the tensor is missing or damaged.
     """
     info = manifest.tensors.get(name)
     dtypes = {piece.dtype for _, piece in manifest.pieces_by_tensor.get((name, kind), ())}
@@ -136,10 +136,10 @@ def read_tensor(
 
 
 def read_weights(candidate: Candidate, name: str, which: WhichWeights) -> torch.Tensor:
-    """Read one parameter whole, as it was trained or its average, in the dtype in which it was saved, on the CPU.
+    """Read one whole parameter, as trained or averaged, in its saved dtype, on the CPU.
 
     Raises:
-        CheckpointError: it is missing or damaged.
+        CheckpointError: the parameter is missing or damaged.
     """
     manifest = candidate.manifest
     return read_tensor(candidate.folder, manifest, name, kind_to_read(manifest, name, which))

@@ -1,10 +1,10 @@
-"""An exclusive lock on a folder, so that one process at a time writes in it.
+"""An exclusive lock on a folder, so that only one process at a time writes there.
 
     runs/demo/lock                 held by rank 0 of the run while it lives
     runs/demo/checkpoints/lock     held by the run that saves there, whatever its name, or by a conversion that writes there
 
-The kernel releases a lock when its holder dies. A lock belongs to the file, not to its name: after the folder was removed or moved,
-another process may lock a new file of that name, which `is_in_place` detects.
+The kernel releases a lock when its holder dies. A lock belongs to the file, not to its name. After the folder was removed or moved,
+another process can lock a new file with the same name; `is_in_place` detects this.
 """
 
 import errno
@@ -22,14 +22,14 @@ LOCK = "lock"
 
 
 class FolderLock:
-    """The lock of one folder, held until `close`.
+    """The lock on one folder, held until `close`.
 
     Args:
         folder: an existing folder.
-        advice: a clause for the user, where another process holds the lock.
+        advice: clause that offers the user an alternative if another process holds the lock.
 
     Raises:
-        TriaxisError: another process holds it, or `lock` in the folder is no regular file.
+        TriaxisError: another process holds the lock, or `lock` in the folder is not a regular file.
         OSError: the lock cannot be opened.
     """
 
@@ -39,7 +39,7 @@ class FolderLock:
         self._descriptor: int | None = _lock(folder, advice)
 
     def is_in_place(self) -> bool:
-        """Return whether the folder still holds the locked file; False after the folder was removed or moved."""
+        """Whether the folder still holds the locked file; False after the folder was removed or moved."""
         if self._descriptor is None:
             return False
         try:
@@ -51,11 +51,11 @@ class FolderLock:
         return os.path.samestat(there, os.fstat(self._descriptor))
 
     def take_again(self) -> None:
-        """Make and lock the folder again after it was removed or moved; the old lock is released.
+        """Recreate and lock the folder after it was removed or moved; the old lock is released.
 
         Raises:
             TriaxisError: another process has locked the folder in between.
-            OSError: the folder or the lock cannot be made.
+            OSError: the folder or the lock cannot be created.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         descriptor = _lock(self.folder, self._advice)
@@ -71,10 +71,10 @@ class FolderLock:
 
 @contextmanager
 def holding(folder: Path, advice: str) -> Iterator[None]:
-    """Hold the lock of a folder if a run has made one there; in any other folder do nothing.
+    """Hold a folder's lock if a run has created one there; otherwise do nothing.
 
     Raises:
-        TriaxisError: another process holds it.
+        TriaxisError: another process holds the lock.
         OSError: the lock cannot be opened.
     """
     if not os.path.lexists(folder / LOCK):
@@ -101,12 +101,12 @@ def _lock(folder: Path, advice: str) -> int:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
             os.close(descriptor)
             raise
-        # Without locks in the file system two runs cannot be separated, which is no reason not to train.
+        # A file system without locks cannot keep two runs apart, but that is no reason not to train.
     return descriptor
 
 
 def _open(path: Path) -> int:
-    """Open the lock's file without waiting: an ordinary open of a FIFO would wait for ever."""
+    """Open the lock file without blocking: an ordinary open would wait forever on a FIFO."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
     except IsADirectoryError:

@@ -34,7 +34,7 @@ from triaxis.engine.step import Engine
 from triaxis.engine.storage.redaction import tree_without_secrets
 
 TOKENIZER = "tokenizer"
-"""The fingerprint of the data that may never change under a run."""
+"""Key of the one data fingerprint that may never change during a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +42,13 @@ class ResumePoint:
     """The state from which a run continues.
 
     Attributes:
-        state: its step and counters; step 0 for a fresh start.
-        source: the loaded checkpoint; None: initial weights.
-        loaded: the loaded part of it.
-        lineage: its ancestors, for its own checkpoints.
-        differences: differing layout and accepted fields, and what they change, to be printed.
-        passed_over: problems of newer checkpoints that could not be used.
-        history: earlier faults of the run, and the samples that it skips.
+        state: step and counters; step 0 for a fresh start.
+        source: folder of the loaded checkpoint; None for initial weights.
+        loaded: what was loaded from it.
+        lineage: ancestors to record in the run's own checkpoints.
+        differences: printable lines on differing layout and accepted fields, and what they change.
+        passed_over: problems with newer checkpoints that could not be used.
+        history: the run's earlier faults and the samples it skips.
     """
 
     state: TrainingState
@@ -66,15 +66,15 @@ def resume_or_start(
     """Load the state that the run continues from into the engine; every rank calls it.
 
     Args:
-        engine: freshly built.
+        engine: freshly built engine.
         directory: the run's own checkpoints.
         has_saved: whether this run has saved before (read on rank 0).
         data: fingerprints of the run's data, as checkpoints record them.
         from_scratch: ignore the run's own checkpoints (read on rank 0); they are moved aside afterwards.
 
     Raises:
-        CheckpointError: on every rank, with the reasons of all: nothing can be loaded, it is damaged or of another model, or a
-        field differs that may not change.
+        CheckpointError: nothing can be loaded, the checkpoint is damaged or belongs to another model, or a field differs that must
+            not change; raised on every rank, with all ranks' reasons.
     """
     passed_over: list[str] = []
     own = None if from_scratch else directory
@@ -89,7 +89,7 @@ def go_back(engine: Engine, directory: CheckpointDirectory, step: int, data: dic
     """Load the run's newest complete checkpoint from before step number `step` (from 0); every rank calls it.
 
     Raises:
-        CheckpointError: on every rank: none exists, or none can be loaded.
+        CheckpointError: no such checkpoint exists, or none can be loaded; raised on every rank.
     """
     passed_over: list[str] = []
     candidates = (
@@ -110,7 +110,7 @@ def go_back(engine: Engine, directory: CheckpointDirectory, step: int, data: dic
 def _first_that_loads(
     engine: Engine, candidates: Iterator["ResumeCandidate"], data: dict[str, str], passed_over: list[str]
 ) -> ResumePoint | None:
-    """Load the first whole one of rank 0's candidates; None where there are none."""
+    """Load the first of rank 0's candidates that is whole; None if there are no candidates."""
     while True:
         chosen = _rank_0_decides(engine, lambda: next(candidates, None))
         if chosen is None:
@@ -136,7 +136,7 @@ class ResumeCandidate:
 def _candidates(
     engine: Engine, directory: CheckpointDirectory | None, has_saved: bool, passed_over: list[str]
 ) -> Iterator[ResumeCandidate]:
-    """Yield checkpoints to try, best first; none where initial weights are right (runs on rank 0)."""
+    """Yield checkpoints to try, best first; none if the run starts from initial weights (runs on rank 0)."""
     config = engine.config
     for candidate in directory.candidates(passed_over) if directory is not None else ():
         manifest, source = candidate.manifest, f"{candidate.folder} (of this run)"
@@ -157,7 +157,7 @@ def _candidates(
     if config.checkpoint.load_what == "weights":
         found = [change for change in found if change.key.startswith("model.")]
     else:
-        # Without a layout no run of ours wrote it: an import may know only its model, so absent fields count as equal. `restore`
+        # Only an import has no layout. It may know nothing but its model, so fields that it lacks count as equal. `restore`
         # reports missing moments.
         found = [change for change in found if candidate.manifest.layout or change.there != ABSENT]
         consumed_tokens = candidate.manifest.state.consumed_tokens
@@ -170,7 +170,7 @@ def _rank_0_decides(engine: Engine, decide: Callable[[], ResumeCandidate | None]
     """Return rank 0's decision on every rank.
 
     Raises:
-        CheckpointError: rank 0 cannot decide; on every rank.
+        CheckpointError: rank 0 cannot decide; raised on every rank.
     """
     world, device = engine.topology.axis("world"), engine.topology.device
     text = ""
@@ -190,12 +190,12 @@ def _rank_0_decides(engine: Engine, decide: Callable[[], ResumeCandidate | None]
 
 
 def _load(engine: Engine, chosen: ResumeCandidate, data: dict[str, str]) -> tuple[str, ResumePoint | None]:
-    """Load on every rank and agree; return (reasons, None) where a rank failed."""
+    """Load on every rank and agree; return (reasons, None) if any rank failed."""
     world, device = engine.topology.axis("world"), engine.topology.device
     reason, point = "", None
     candidate = None
     try:
-        # Rank 0 has checked every file of the manifest; if all ranks did, they would keep the file system busy.
+        # Rank 0 has checked every file in the manifest; if all ranks did so, they would overload the file system.
         candidate = Candidate(chosen.folder, parse_manifest(chosen.folder))
         state = restore(engine, candidate, chosen.what)
         point = _resume_point(engine, candidate, chosen, state, data)
@@ -232,10 +232,10 @@ def _resume_point(
 
 
 def _check_phase(engine: Engine, folder: Path, state: TrainingState) -> None:
-    """Refuse a checkpoint of another phase than the one that these ranks were started for.
+    """Refuse a checkpoint from another phase than the one these ranks were started for.
 
     Raises:
-        CheckpointError: naming both.
+        CheckpointError: the phases differ; the message names both.
     """
     here, there = engine.plan.phase, phase_at(engine.config, state.consumed_tokens)
     if here.number != there.number:
@@ -246,7 +246,7 @@ def _check_phase(engine: Engine, folder: Path, state: TrainingState) -> None:
 
 
 def _frozen_differences(engine: Engine, candidate: Candidate) -> Iterator[str]:
-    """Yield what becomes of the moments of parameters that are frozen in one of two runs."""
+    """Yield what happens to the moments of parameters that are frozen in only one of the two runs."""
     thawed, frozen = _frozen_otherwise(engine, candidate.manifest)
     if thawed:
         yield f"{_named(thawed)}: frozen there and trained here; moments begin at zero"
@@ -255,7 +255,7 @@ def _frozen_differences(engine: Engine, candidate: Candidate) -> Iterator[str]:
 
 
 def _frozen_otherwise(engine: Engine, manifest: Manifest) -> tuple[list[str], list[str]]:
-    """List the parameters that were frozen in a checkpoint's run and are trained here, and those that are frozen here alone."""
+    """List the parameters frozen only in the checkpoint's run, and those frozen only here."""
     there = manifest.config.get("optimizer", {}).get("groups", ())
     was, now = (
         {name for name in manifest.tensors if is_frozen_by(name, groups)}
@@ -269,10 +269,10 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _history(engine: Engine, chosen: ResumeCandidate, state: TrainingState) -> RunHistory:
-    """Return the history of the run, with the samples that the configuration skips in addition.
+    """Return the run's history, plus the samples that the configuration skips.
 
     Raises:
-        CheckpointError: it is damaged, or samples are to be skipped that were already trained on.
+        CheckpointError: the history is damaged, or samples to be skipped were already trained on.
     """
     history = RunHistory(SkippedRanges.of(state.skipped), state.num_rollbacks)
     if chosen.is_own:
@@ -291,7 +291,7 @@ def _history(engine: Engine, chosen: ResumeCandidate, state: TrainingState) -> R
 
 
 def _average_differences(engine: Engine, manifest: Manifest) -> list[str]:
-    """Return what becomes of the moving average where the run or its checkpoint has none."""
+    """Report what happens to the moving average if only the run or only its checkpoint has one."""
     is_saved, is_kept = EMA in manifest.kinds, EMA in engine.optimizer.state_kinds
     if is_saved == is_kept:
         return []
@@ -299,7 +299,7 @@ def _average_differences(engine: Engine, manifest: Manifest) -> list[str]:
 
 
 def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequence[str]) -> list[str]:
-    """Return the accepted differences of the data.
+    """Return the accepted differences in the data.
 
     Raises:
         CheckpointError: a difference was not accepted, or cannot be.
@@ -308,7 +308,7 @@ def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequenc
     compared = [part for part in data if part in saved]
     differed = [part for part in compared if saved[part] != data[part]]
     if differed == [TOKENIZER] != compared and saved[TOKENIZER] == BytesTokenizer().identity:
-        # Earlier versions assumed bytes where no tokenizer was named. The samples are the same, and so is what their ids mean.
+        # Earlier versions assumed bytes if no tokenizer was named. The samples and the meaning of their ids are unchanged.
         return [f"{TOKENIZER}: bytes were assumed there; the corpus records another one"]
     if TOKENIZER in differed:
         raise CheckpointError(
@@ -325,7 +325,7 @@ def data_differences(candidate: Candidate, data: dict[str, str], accept: Sequenc
 
 
 def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
-    """Check that all elements were loaded, and (for a resume in the same dtype) that the fingerprint is the saved one."""
+    """Check that all elements were loaded and, for a resume in the same dtype, that the fingerprint is the saved one."""
     topology, manifest = engine.topology, candidate.manifest
     (numel,) = topology.axis("world").sum_values([saved_numel(engine.optimizer)], topology.device, "begin")
     if int(numel) != manifest.num_parameters:
@@ -339,7 +339,7 @@ def _check_whole(engine: Engine, candidate: Candidate, what: LoadWhat) -> None:
     saved_moments = manifest.config.get("precision", {}).get("moments", "full")
     rounds = engine.config.precision.moments == "bf16" != saved_moments
     kinds = [kind for kind in loaded_kinds(engine, manifest, what) if not rounds or kind in (MASTER, EMA)]
-    # A parameter that is frozen in one of the runs alone has no moments to compare, and may have been rounded to its weight.
+    # A parameter frozen in only one of the runs has no moments to compare, and may have been rounded to its weight.
     changed = {name for names in _frozen_otherwise(engine, manifest) for name in names}
     pieces = (piece for file in manifest.files for piece in file.pieces)
     saved = fingerprints(piece for piece in pieces if piece.name not in changed) if changed else manifest.fingerprint

@@ -4,7 +4,7 @@
     meant     learning rate, data, dtype, length of the run, ...          another run, but a sane one: named in `checkpoint.accept`
     never     shape of the model, samples per step                        the weights or the place in the data would be meaningless
 
-Silent changes of settings make losses jump, so every difference is one of the three, as the sections of the configuration declare
+Settings that change silently make losses jump, so every difference is one of the three. The configuration's sections declare which
 (`triaxis.engine.config.section.OnResume`).
 """
 
@@ -28,15 +28,15 @@ _OPTIMIZER = "optimizer.name"
 _SHOWN = 12
 
 SEQUENCE_COUNTS = "model.moe.balance.sequence_counts"
-"""What the sequence loss counts: a run goes on as it was (`with_kept_counts`). Before there was a choice, it was `choices`."""
+"""What the sequence loss counts; a resumed run keeps its value (`with_kept_counts`). Older versions always counted `choices`."""
 
 ABSENT = "absent"
-"""The value shown for a field that one of two configurations lacks."""
+"""Shown value of a field that one of the two configurations lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A differing field: its dotted name, the saved value, the new value."""
+    """A differing field: its dotted name, saved value, new value and verdict."""
 
     key: str
     there: Any
@@ -48,18 +48,19 @@ class Change:
 
 
 def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
-    """Return every field that differs between a saved configuration (as JSON) and `config`, in the order of the fields.
+    """List every field that differs between a saved configuration (as JSON) and `config`, in field order.
 
-    A field missing in a saved section, or in a section that only affects speed, had its default: an older version wrote it, and new
-    fields do nothing by default. Other missing fields count as "absent": an import may know no data. Of a section that is null on
-    one side, the fields of the other side are the differences. What the sequence loss counts is kept where it is not recorded.
+    A missing field counts as its default if its section was saved or only affects speed: an older version lacked the field, and new
+    fields do nothing by default. Other missing fields count as "absent", since an import may have no data section. If a section is
+    null on one side, the other side's fields are the differences. If the saved run does not record what its sequence loss counts,
+    that is no difference.
     """
-    # Recorded values have no secrets; a renewed secret is no difference.
+    # Recorded values contain no secrets, so a renewed secret is no difference.
     saved = dict(flat(tree_without_secrets({key: value for key, value in there.items() if key != "format_version"})))
     asked = dict(flat(tree_without_secrets(config.model_dump(mode="json"))))
     sections = {"", *(key.rpartition(".")[0] for key in saved)}
     asked_sections = {key.rpartition(".")[0] for key in asked}
-    # Their values follow from the phases, which are compared as a whole.
+    # These values follow from the phases, which are compared as a whole.
     of_phases = {key for entry in (*saved.get("phases", ()), *config.phases) for key in fields_of(entry)}
     found = []
     for key in [*asked, *(key for key in saved if key not in asked)]:
@@ -78,11 +79,11 @@ def changes(there: Mapping[str, Any], config: Config) -> list[Change]:
 
 
 def with_kept_counts(there: Mapping[str, Any], config: Config) -> Config:
-    """Return the configuration whose sequence loss counts what that of a saved run has counted, unless the change is accepted.
+    """Return `config` with the saved run's choice of what the sequence loss counts, unless the change is accepted.
 
     Args:
-        there: the configuration of the saved run, as JSON.
-        config: of the run that goes on.
+        there: the saved run's configuration, as JSON.
+        config: configuration of the continuing run.
     """
     saved, moe = dict(flat(there)), config.model.moe
     is_asked = moe is None or not moe.counts_scores or _covered(SEQUENCE_COUNTS, config.checkpoint.accept)
@@ -93,7 +94,7 @@ def with_kept_counts(there: Mapping[str, Any], config: Config) -> Config:
 
 
 def lengthening(config: Config, num_steps: int) -> str:
-    """Return the words of a command under which a run that has made `num_steps` steps makes as many again."""
+    """Return the overrides with which a run that has made `num_steps` steps makes as many again."""
     accept = list(config.checkpoint.accept)
     tokens, steps = planned_tokens(config), planned_steps(config)
     if config.phases:
@@ -108,17 +109,17 @@ def lengthening(config: Config, num_steps: int) -> str:
 
 
 def accepting(names: Sequence[str]) -> str:
-    """Return the word that accepts differences of these fields, quoted: some shells take brackets for a pattern of files."""
+    """Return the override that accepts differences in these fields, quoted: some shells take brackets for a file pattern."""
     return shlex.quote(f"checkpoint.accept=[{','.join(names)}]")
 
 
 def refuse_other_past(there: Mapping[str, Any], config: Config, consumed_tokens: int, source: str) -> None:
-    """Refuse phases under which the tokens that were consumed would have been read in another way.
+    """Refuse phases under which the consumed tokens would have been read differently.
 
     Args:
-        there: the configuration that the tokens were read with, as JSON.
-        config: of the run that goes on.
-        consumed_tokens: so far.
+        there: configuration that the tokens were read with, as JSON.
+        config: configuration of the continuing run.
+        consumed_tokens: tokens consumed so far.
         source: owner of the saved configuration, for the message.
 
     Raises:
@@ -143,12 +144,12 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
     """Refuse all differences that are not allowed, at once.
 
     Args:
-        found: from `changes`.
+        found: differences, from `changes`.
         accept: `checkpoint.accept`, fields or sections whose differences are meant.
         source: owner of the saved configuration, for the message.
 
     Raises:
-        CheckpointError: a field differs that never may, or one that is not accepted.
+        CheckpointError: a field differs that must never change, or one that is not accepted.
     """
     never = [change for change in found if change.verdict == "never"]
     unmeant = [change for change in found if change.verdict == "meant" and not _covered(change.key, accept)]
@@ -159,10 +160,8 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
         lines.append("These may not change: the weights, or the place in the data, would mean something else.")
         lines += _listed(never)
         if any(change.key == _OPTIMIZER for change in never):
-            lines.append(
-                "  (The moments of one optimizer mean nothing to another. For the weights alone, in another run:"
-            )
-            lines.append("  checkpoint.load_what=weights)")
+            lines.append("  One optimizer cannot use another's moments. To start a new run from the weights alone:")
+            lines.append("  checkpoint.load_what=weights")
         if phased := [change.key for change in never if change.key in PHASE_FIELDS]:
             lines.append(
                 f"  (A run may change {' and '.join(phased)} on its way as a phase: let `phases` begin with what was trained,"
@@ -176,7 +175,7 @@ def refuse(found: Sequence[Change], accept: Sequence[str], source: str) -> None:
 
 
 def _default(key: str) -> Any:
-    """Return the default of a field as JSON; `ABSENT` where it has none, or its section is optional."""
+    """Return a field's default as JSON; `ABSENT` if it has none or its section is optional."""
     *sections, name = key.split(".")
     section: type[Section] = Config
     for inner in sections:
@@ -199,7 +198,7 @@ def _listed(found: Sequence[Change]) -> Iterator[str]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of every leaf of a tree."""
+    """Yield (dotted key, value) for every leaf of a tree."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

@@ -1,14 +1,15 @@
-"""Saving during training: its phases, their agreement over ranks, and failures.
+"""Saving during training: phases, agreement between ranks, and failures.
 
     phase       every rank                                              ends when
     IDLE        -                                                       a save is due: all ranks copy their state
     WRITING     its thread writes rank_<n>.safetensors                  the flags show that all have written, or one has failed
     COMMITTING  rank 0's thread writes the manifest and renames         the flag shows that rank 0 has
 
-All ranks are in the same phase, because it moves only by the flags in the step's small all-reduce: no rank waits for another's
-disk, and no thread communicates. Flags are read a step after they were sent, so each names its phase. At most one save runs; the
-next one waits for it. A failed save is reported with its rank and reason and its files are removed; older checkpoints stay, and
-training continues to the next interval. Only the last save of a run must succeed.
+All ranks are in the same phase, because only the flags in the step's small all-reduce change it. No rank waits for another rank's
+disk, and no thread communicates. Flags are read one step after they were sent, so each flag names its phase.
+
+At most one save runs; the next one waits for it. A failed save is reported with its rank and reason, and its files are removed.
+Older checkpoints stay, and training continues to the next interval. Only a run's last save must succeed.
 """
 
 import shutil
@@ -51,16 +52,16 @@ from triaxis.engine.step import Engine
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """The facts of a run that its checkpoints record besides the engine's state.
+    """What a run's checkpoints record besides the engine's state.
 
     Attributes:
         run: name of the run directory.
-        attempt: number of the attempt.
+        attempt: attempt number, from 0.
         data: fingerprints of the data, by part.
-        lineage: ancestors of the run.
-        wandb_id: returns the id of the wandb run, once it is known.
-        specs: every parameter of the model (a rank's engine holds only its own).
-        history: faults of the run so far; it changes during the run.
+        lineage: the run's ancestors, oldest first.
+        wandb_id: callable that returns the wandb run's id once it is known.
+        specs: all parameters of the model (a rank's engine holds only its own).
+        history: the run's faults so far; it changes during the run.
     """
 
     run: str
@@ -73,7 +74,7 @@ class RunFacts:
 
 
 class SaveNotices(Protocol):
-    """Receiver of the events of saves; called on every rank, with the same arguments."""
+    """Receiver of save events; called on every rank with the same arguments."""
 
     def on_save_started(self, step: int, stall_seconds: float, waited_seconds: float) -> None: ...
     def on_saved(self, step: int, folder: Path, num_bytes: int, seconds: float) -> None: ...
@@ -90,8 +91,6 @@ class _Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class _Committed:
-    """The result of rank 0's commit."""
-
     num_bytes: int
     retired: list[str]
 
@@ -100,10 +99,10 @@ class CheckpointSaver:
     """The saves of one run, on every rank.
 
     Args:
-        engine: its state is saved.
+        engine: source of the saved state.
         directory: target folder; only rank 0 changes it.
-        facts: facts of the run.
-        notices: receives the events.
+        facts: facts about the run.
+        notices: event receiver.
     """
 
     def __init__(self, engine: Engine, directory: CheckpointDirectory, facts: RunFacts, notices: SaveNotices) -> None:
@@ -128,7 +127,7 @@ class CheckpointSaver:
         )
 
     def flags(self) -> SaveFlags:
-        """Return this rank's flags for the next step's agreement: its progress in the present phase. Never blocks."""
+        """Report this rank's progress in the current phase, for the next step's agreement. Never blocks."""
         future = self._pending()
         if future is None or not future.done():
             return SaveFlags()
@@ -138,7 +137,7 @@ class CheckpointSaver:
         return SaveFlags(committed=1.0) if is_done else SaveFlags(not_committed=1.0)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Return whether `after_step` saves or fingerprints after `step` steps; then all their flags must have been read."""
+        """Whether `after_step` saves or fingerprints after `step` steps; if so, the flags of all those steps must be read first."""
         return self._fingerprint_is_due(step) or self._save_is_due(step, is_last)
 
     def after_step(
@@ -151,7 +150,7 @@ class CheckpointSaver:
             consumed_samples: training samples consumed.
             lr: learning rate of the step.
             is_last: the run ends here, so it is saved whatever the interval.
-            validation_is_due: the validation after this step has no loss, because the run stops.
+            validation_is_due: the run stops before the validation after this step has a loss.
         """
         if self._fingerprint_is_due(step):
             values = fingerprint(self._engine)
@@ -171,7 +170,7 @@ class CheckpointSaver:
         """Wait for a running save at the end of the run.
 
         Raises:
-            SaveError: on every rank: the last save failed, so the end of the run would be lost.
+            SaveError: the last save failed, so the run's last steps would be lost; raised on every rank.
         """
         self.settle()
         if self._failure is not None:
@@ -182,7 +181,7 @@ class CheckpointSaver:
             )
 
     def close(self) -> None:
-        """Stop the threads; a running write ends, but is not committed."""
+        """Stop the threads; a running write completes but is not committed."""
         if self._writer is not None:
             self._writer.close()
         self._committer.shutdown(wait=True)
@@ -221,13 +220,16 @@ class CheckpointSaver:
             self.settle()
 
     def _pending(self) -> "Future[Written] | Future[_Committed] | None":
-        """Return the work of this rank's thread in the present phase."""
         if self._phase is _Phase.WRITING:
             return self._writing
         return self._committing if self._phase is _Phase.COMMITTING else None
 
     def agreed(self, flags: SaveFlags) -> None:
-        """Move to the next phase if the flags of a step allow it (the sums of `flags()` over all ranks); steps come in order."""
+        """Move to the next phase if a step's flags allow it; call it once per step, in order.
+
+        Args:
+            flags: sums of `flags()` over all ranks.
+        """
         if self._phase is _Phase.WRITING and flags.written + flags.not_written == self._world.size:
             if flags.not_written:
                 self._fail()
@@ -259,7 +261,7 @@ class CheckpointSaver:
             self._notices.on_retired(committed.retired)
 
     def _fail(self) -> None:
-        """Exchange the reasons on all ranks, remove the written files, and return to IDLE."""
+        """Exchange reasons between all ranks, remove the written files, and go back to IDLE."""
         assert self._saving is not None
         future = self._pending()
         error = future.exception() if future is not None else None
@@ -281,7 +283,7 @@ class CheckpointSaver:
         return self._directory.partial(state.step, self._facts.attempt)
 
     def _commit(self, state: TrainingState) -> _Committed:
-        """Make the files of all ranks, which are on the disk, a checkpoint; runs in rank 0's thread."""
+        """Turn the files of all ranks, already on disk, into a checkpoint; runs in rank 0's thread."""
         partial = self._partial(state)
         parts = [partial / f"rank_{rank:05d}.json" for rank in range(self._world.size)]
         missing = [part.stem for part in parts if not part.exists()]
@@ -325,7 +327,7 @@ class CheckpointSaver:
 
 
 def _recorded(config: Config) -> dict[str, Any]:
-    """Return the configuration as JSON; a run without phases records none, as before there were phases."""
+    """Return the configuration as JSON; `phases` is left out if the run has none, as in manifests older than the field."""
     return config.model_dump(mode="json", exclude=set() if config.phases else {"phases"})
 
 

@@ -1,4 +1,4 @@
-"""The learning rate of a run that goes on under another schedule, or to another length, than it was saved with."""
+"""Changes in the learning rate when a run resumes with another schedule or length."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,12 +12,12 @@ from triaxis.engine.storage.user_module import UserModuleError
 
 
 def schedule_change(there: Mapping[str, Any], config: Config, consumed_tokens: int) -> Iterator[str]:
-    """Yield a line about the learning rate where it goes on otherwise than it was planned.
+    """Yield printable lines about the learning rate if it will differ from the saved plan.
 
     Args:
-        there: the saved configuration as JSON; nothing is compared where it is not whole (an import).
-        config: of the run that goes on.
-        consumed_tokens: so far.
+        there: saved configuration as JSON; if it is incomplete (an import), nothing is compared.
+        config: configuration of the continuing run.
+        consumed_tokens: tokens consumed so far.
     """
     try:
         saved = Config.model_validate({key: value for key, value in there.items() if key != "format_version"})
@@ -26,13 +26,13 @@ def schedule_change(there: Mapping[str, Any], config: Config, consumed_tokens: i
     tokens_there, tokens_here = planned_tokens(saved), planned_tokens(config)
     if tokens_there is None or tokens_here is None:
         return
-    # A step has as many tokens in both: only phases may change that, and then no length is given in steps.
+    # Both runs have equal tokens per step: only phases can change that, and with phases no length is given in steps.
     step_tokens = config.train.global_batch_size * config.model.seq_length
     falls = fall_of(saved.optimizer, step_tokens, tokens_there), fall_of(config.optimizer, step_tokens, tokens_here)
     try:
         rate_there = rate_of(saved, consumed_tokens, step_tokens, tokens_there)
     except UserModuleError:
-        return  # of sources that are gone
+        return  # the extension's sources are gone
     rate_here = rate_of(config, consumed_tokens, step_tokens, tokens_here)
     unit, size = ("token", 1) if config.phases else ("step", step_tokens)
     if falls[0] != falls[1]:
@@ -42,7 +42,7 @@ def schedule_change(there: Mapping[str, Any], config: Config, consumed_tokens: i
 
 
 def _in_words(fall: Fall | None, unit: str, size: int) -> str:
-    """Describe a fall in units of `size` tokens."""
+    """Describe a fall, with positions in units of `size` tokens."""
     if fall is None:
         return "never"
     return f"from {unit} {fall.start // size:,} to {fall.end // size:,} ({fall.shape})"

@@ -1,9 +1,9 @@
-"""The mapping between a live engine and a checkpoint: what a rank saves, and where it puts what it loads.
+"""The mapping between a live engine and a checkpoint: what a rank saves, and where loaded values go.
 
     rank (tp, pp, dp)  owns  flat parts of its buckets  ->  segments of parameters  ->  shards, per kind
 
-Each element is saved once over the world: by its data-parallel owner in the first of its replicas. Every rank loads every element
-that it owns; the other data-parallel ranks then get the weights by the step's usual all-gather.
+Each element is saved once over the world: its data-parallel owner in the first replica saves it. Every rank loads every element
+it owns; the other data-parallel ranks then receive the weights in the step's usual all-gather.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -28,7 +28,7 @@ Flat = TypeVar("Flat", bound=Values)
 
 
 def shards(owned: OwnedBucket, flat: Flat, kind: Kind) -> Iterator[Shard[Flat]]:
-    """Cut `flat`, which holds the owned part of the bucket (live or copied), into shards of parameters."""
+    """Cut the owned part of a bucket (`flat`, live or copied) into shards of parameters."""
     origin = owned.bucket.owned[0]
     for segment in owned.segments:
         record, at = segment.record, segment.offset - origin
@@ -37,30 +37,30 @@ def shards(owned: OwnedBucket, flat: Flat, kind: Kind) -> Iterator[Shard[Flat]]:
 
 
 def saved_buckets(optimizer: DistributedOptimizer) -> list[OwnedBucket]:
-    """Return the owned buckets that this rank saves: of replicas, only the first saves."""
+    """Return the owned buckets that this rank saves: only the first replica saves."""
     return [owned for owned in optimizer.owned if owned.buffer.replica_index == 0]
 
 
 def having(buckets: Sequence[OwnedBucket], kind: Kind) -> Iterator[OwnedBucket]:
-    """Yield the buckets with state of a kind: parameters that are not trained have no moments."""
+    """Yield the buckets that have state of a kind: untrained parameters have no moments."""
     return (owned for owned in buckets if kind in owned.state.kinds)
 
 
 def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingState:
-    """Load weights (and moments, with `all`) of this rank from a checkpoint of any layout; every rank calls it.
+    """Load this rank's weights (and moments, with `all`) from a checkpoint of any layout; every rank calls it.
 
-    The moving average is loaded with `all` where the checkpoint has one. Else it starts as the loaded weights. Of a parameter that
-    was frozen there, and is trained here, moments begin at zero, and the average as the weight.
+    With `all`, the moving average is loaded if the checkpoint has one; else it starts as the loaded weights. If a parameter was
+    frozen there and is trained here, its moments begin at zero and its average as the weight.
 
-    Memory: one piece at a time besides the state, and one kind in the accumulation dtype where it is stored otherwise.
-    After an error the engine is partly filled: build or load again.
+    Memory: besides the state, one piece at a time, and one kind in the accumulation dtype if it is stored in another form.
+    After an error the engine is partly filled: rebuild it or load again.
 
     Returns:
-        The state to continue from: the checkpoint's own, or that of a fresh start with `weights`.
+        The state to continue from: the checkpoint's own, or a fresh start's with `weights`.
 
     Raises:
-        CheckpointError: on the rank that finds it: another model, damage, or no moments where they are needed. All ranks must agree
-            before any continues (`resume.py` does).
+        CheckpointError: another model, damage, or missing moments; raised only on the rank that finds it. All ranks must agree
+            before any continues (`resume.py` does that).
     """
     manifest = candidate.manifest
     if what == "all" and manifest.content == "weights":
@@ -75,7 +75,7 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
         filled = [(owned, owned.state.read(kind)) for owned in having(optimizer.owned, kind)]
         wanted = [shard for owned, flat in filled for shard in shards(owned, flat, kind)]
         if kind != MASTER:
-            # Masters come first.
+            # MASTER is the first kind, so its values are loaded by now.
             for owned, flat in filled:
                 flat.copy_(owned.state.read(MASTER)) if kind == EMA else flat.zero_()
             wanted = [shard for shard in wanted if _has_moments(shard.name, manifest)]
@@ -93,25 +93,27 @@ def restore(engine: Engine, candidate: Candidate, what: LoadWhat) -> TrainingSta
 
 
 def loaded_kinds(engine: Engine, manifest: Manifest, what: LoadWhat) -> list[Kind]:
-    """Return the state kinds that `restore` reads from a checkpoint: of the engine's, all but an average that was not saved."""
+    """Return the state kinds that `restore` reads from a checkpoint: the engine's kinds, except an average that was not saved."""
     wanted = engine.optimizer.state_kinds if what == "all" else (MASTER,)
     return [kind for kind in wanted if kind != EMA or EMA in manifest.kinds]
 
 
 def saved_numel(optimizer: DistributedOptimizer) -> int:
-    """Return the elements of one kind that this rank saves; over all ranks they sum to the model's parameters."""
+    """Return the number of elements per kind that this rank saves; over all ranks they sum to the model's parameters."""
     return sum(segment.stop - segment.start for owned in saved_buckets(optimizer) for segment in owned.segments)
 
 
 def _has_moments(name: str, manifest: Manifest) -> bool:
-    """Return whether a parameter was trained in the checkpoint's run; `load` reports one that it lacks."""
+    """Whether a parameter was trained in the checkpoint's run; True if the checkpoint lacks it, so that `load` reports it."""
     return name not in manifest.tensors or manifest.tensors[name].is_trained
 
 
 def fingerprint(engine: Engine, leave_out: Collection[str] = ()) -> dict[Kind, int]:
-    """Compute the fingerprint of the live state over all ranks (see `fingerprint.py`); every rank calls it.
+    """Compute the live state's fingerprint over all ranks (see `fingerprint.py`); every rank calls it.
 
-    `leave_out` names parameters that do not count.
+    Args:
+        engine: engine that holds the state.
+        leave_out: names of parameters that do not count.
     """
     kinds = engine.optimizer.state_kinds
     sums = torch.zeros(len(kinds), dtype=torch.int64, device=engine.topology.device)

@@ -1,13 +1,13 @@
-"""The writer of one rank: a copy of the state in host memory, and a thread that writes it to disk.
+"""One rank's writer: a copy of the state in host memory, and a thread that writes it to disk.
 
     training      | step | copy | step | step | step ...            training waits only for the copy
     this thread            `--- widen, write, hash, fsync ---> result, asked for with the step's flags
 
-The copy has the stored form of the state (`engine/optimizer/state.py`), so narrow state takes fewer bytes of host memory and of the
-link to the GPU. The thread widens one piece at a time; files always hold the accumulation dtype.
+The copy keeps the state's stored form (`engine/optimizer/state.py`), so narrow state takes less host memory and less bandwidth to
+the GPU. The thread widens one piece at a time; files always hold the accumulation dtype.
 
-The thread issues no collective and touches no tensor of training. A failed write is retried a few times from the beginning, and
-each failure is reported.
+The thread issues no collective and touches no training tensor. A failed write is retried a few times from the beginning, and each
+failure is reported.
 """
 
 import time
@@ -37,7 +37,7 @@ RETRY_PAUSES_SECONDS = (1.0, 4.0)
 
 
 class FromCpu:
-    """Copies from a CPU, done when posted."""
+    """Copies from CPU memory, complete when posted."""
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -59,17 +59,17 @@ class Written:
 
 
 class RankWriter:
-    """The copies and writes of this rank's part of checkpoints, one at a time.
+    """The writer of this rank's checkpoint files, one checkpoint at a time.
 
     Args:
-        optimizer: its state is saved.
-        rank: part of the file's name.
-        in_background: keep a copy in host memory to write from (the bytes of the state again); else the file is written from the
-            live state, and training must wait for the result.
-        on_retry: called in the thread with the error of an attempt that is retried.
-        page_lock: locks the host memory; None: the default of the device.
-        to_host: makes the copy; None: the default of the device.
-        thread: runs the write; None: a new thread.
+        optimizer: owner of the saved state.
+        rank: rank number, part of the file's name.
+        in_background: keep a copy in host memory to write from, as large as the state; if False, the file is written from the live
+            state, and training must wait for the result.
+        on_retry: called in the thread with the error of each attempt that is retried.
+        page_lock: lock for the host memory; None: the device's default.
+        to_host: copier into host memory; None: the device's default.
+        thread: executor for the write; None: a new thread.
 
     Raises:
         OutOfMemoryError: there is no host memory for the copy.
@@ -98,7 +98,7 @@ class RankWriter:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         if in_background:
             tensors = [tensor for by_kind in live for stored in by_kind.values() for tensor in stored.tensors]
-            # Never closed: `close` of this object is called after errors too.
+            # Never closed, because this object's `close` is called after errors too.
             memory = PinnedBuffer(
                 [(tensor.numel(), tensor.dtype) for tensor in tensors], page_lock or page_lock_of(device), PURPOSE
             )
@@ -110,7 +110,7 @@ class RankWriter:
             ]
 
     def save(self, folder: Path) -> Future[Written]:
-        """Copy the state and start to write `folder`/rank_<n>.safetensors; return when the copy is made."""
+        """Copy the state and start writing `folder`/rank_<n>.safetensors; return once the copy is complete."""
         if self._copies:
             self._to_host.finish(self._to_host.post(self._copies))
         return self._thread.submit(self._write, folder)
@@ -126,7 +126,7 @@ class RankWriter:
                 file = self._write_once(folder)
                 return Written(file, time.monotonic() - started)
             except OSError as error:
-                # The partial file is useless, and on a full disk in the way.
+                # The partial file is useless, and takes room on a full disk.
                 (folder / f"{self._name}.safetensors").unlink(missing_ok=True)
                 if pause_seconds is None:
                     raise
@@ -137,7 +137,7 @@ class RankWriter:
     def _write_once(self, folder: Path) -> DataFile:
         folder.mkdir(parents=True, exist_ok=True)
         file = write_file(folder / f"{self._name}.safetensors", list(self._shards()))
-        # Input of rank 0's manifest, which removes it.
+        # Input for the manifest: rank 0 reads this file and removes it.
         write_atomically(folder / f"{self._name}.json", [file.model_dump_json().encode()])
         return file
 

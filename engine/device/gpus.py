@@ -3,7 +3,7 @@
     launcher     find_gpus -> device_type -> backend_of     handed on to its ranks in TRIAXIS_DEVICE and TRIAXIS_BACKEND
     a rank       takes these two (`triaxis.engine.comm.placement`), or decides alike under srun and a torchrun started by hand
 
-A GPU that torch cannot use is an error unless the CPU was asked for: no run falls back to the CPU silently.
+A GPU that torch cannot use is an error unless the user asked for the CPU: no run falls back to the CPU silently.
 """
 
 import shlex
@@ -25,12 +25,12 @@ DEVICE_VARIABLE, BACKEND_VARIABLE = "TRIAXIS_DEVICE", "TRIAXIS_BACKEND"
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """The GPUs of this node.
+    """The GPUs on this node.
 
     Attributes:
-        count: GPUs that torch can use.
-        note: why there are none although some exist and nothing is wrong.
-        problem: why torch cannot use existing ones: an error unless the CPU was asked for.
+        count: number of GPUs that torch can use.
+        note: reason why torch uses none although some exist and nothing is wrong.
+        problem: reason why torch cannot use existing GPUs; an error unless the user asked for the CPU.
     """
 
     count: int
@@ -42,8 +42,8 @@ def find_gpus(variables: Mapping[str, str], *, ask_torch: bool = False) -> Gpus:
     """Count the GPUs that torch can use on this node.
 
     Args:
-        variables: the environment; CUDA_VISIBLE_DEVICES is read.
-        ask_torch: query torch even where NVIDIA's driver shows no GPU; a rank has imported it already.
+        variables: environment; CUDA_VISIBLE_DEVICES is read.
+        ask_torch: query torch even if NVIDIA's driver shows no GPU; a rank has imported it already.
     """
     driver = read_driver()
     if not (driver.num_gpus or ask_torch):
@@ -62,10 +62,10 @@ def find_gpus(variables: Mapping[str, str], *, ask_torch: bool = False) -> Gpus:
 
 
 def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: str = "") -> str:
-    """Return why torch uses none of this node's GPUs, and what can be done.
+    """Explain why torch uses none of this node's GPUs, and what to do.
 
     Args:
-        driver: of this node.
+        driver: this node's driver.
         torch_version: version of the running torch.
         cuda: its CUDA version; None for a CPU build.
         reason: torch's own warning, if any.
@@ -96,10 +96,10 @@ def why_unusable(driver: Driver, torch_version: str, cuda: str | None, reason: s
 
 
 def device_type(config: RuntimeConfig, gpus: Gpus) -> str:
-    """Return `CPU` or `CUDA`; `auto` is CUDA where this node has a GPU.
+    """Return `CPU` or `CUDA`; `auto` is CUDA if this node has a GPU.
 
     Raises:
-        TopologyError: torch cannot use the GPUs, or CUDA was asked for without one.
+        TopologyError: torch cannot use the GPUs, or the user asked for CUDA and there is none.
     """
     if config.device == CPU:
         return CPU
@@ -119,12 +119,12 @@ def backend_of(config: RuntimeConfig, device: str, note: str = "") -> str:
     """Return `GLOO` or `NCCL` for ranks on this type of device.
 
     Args:
-        config: of the run.
+        config: the run's runtime section.
         device: `CPU` or `CUDA`.
-        note: a reason for the CPU, for the message.
+        note: reason for using the CPU, for the message.
 
     Raises:
-        TopologyError: NCCL was asked for on the CPU.
+        TopologyError: the user asked for NCCL on the CPU.
     """
     if device == CUDA:
         return GLOO if config.collectives == GLOO else NCCL

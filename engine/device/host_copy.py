@@ -1,8 +1,8 @@
 """Small copies between host and device that make neither wait.
 
-A GPU works through what the host has posted. Reading a number back (`item`, `tolist`, `float`), or copying from pageable memory,
-makes the host wait until the GPU has caught up, and then the GPU idle until the host has posted more. A step does neither: numbers
-for the host are copied into pinned memory behind the work that makes them (`HostCopy`), and read a step later.
+A GPU works through what the host has posted. If the host reads a number back (`item`, `tolist`, `float`) or copies from pageable
+memory, it waits until the GPU has caught up. Then the GPU idles until the host has posted more. A step does neither: numbers for
+the host are copied into pinned memory (`HostCopy`), queued after the work that computes them, and read one step later.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,24 +12,24 @@ import torch
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return `values` as a vector on the device, without a wait of the host."""
+    """Copy `values` to the device as a vector; the host does not wait."""
     is_cuda = device.type == "cuda"
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=True)
 
 
 class ToHost(Protocol):
-    """Copies into host memory, after the work of the current stream."""
+    """Copies into host memory, queued after the current stream's work."""
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return host memory for a copy of the tensor, of its shape and dtype."""
+        """Return host memory for a copy of the tensor, with its shape and dtype."""
         ...
 
     def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Post the copies (destination, source); return the mark of their end."""
+        """Post the copies (destination, source); return a mark for their end."""
         ...
 
     def finish(self, mark: Any) -> None:
-        """Make the host wait for the copies before the mark."""
+        """Make the host wait for the copies posted before the mark."""
         ...
 
 
@@ -37,14 +37,14 @@ class FromCuda:
     """Copies from a GPU into pinned memory on its current stream.
 
     Args:
-        cuda: makes events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
+        cuda: module that makes events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
     """
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
         self._cuda = cuda
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
-        # From torch's allocator: it rounds to a power of two, and keeps the memory until the copy is made.
+        # torch's allocator rounds to a power of two, and keeps the memory until the copy is made.
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
 
     def post(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> Any:
@@ -63,7 +63,7 @@ class HostCopy:
 
     Args:
         vector: 1-D, not changed afterwards.
-        to_host: copies it; None: the default of the device, and a CPU vector is not copied.
+        to_host: copier for the vector; None: the device's default, and a CPU vector is not copied.
     """
 
     def __init__(self, vector: torch.Tensor, to_host: ToHost | None = None) -> None:
@@ -75,11 +75,11 @@ class HostCopy:
             self._mark = self._to_host.post([(self._values, vector)])
 
     def arrived(self) -> torch.Tensor:
-        """Return the vector on the host; wait for the device where the copy is not done."""
+        """Return the vector on the host; wait for the device if the copy is not complete."""
         if self._to_host is not None:
             self._to_host.finish(self._mark)
         return self._values
 
     def wait(self) -> list[float]:
-        """Return the vector as numbers."""
+        """Wait for the copy and return the vector as numbers."""
         return [float(value) for value in self.arrived().tolist()]

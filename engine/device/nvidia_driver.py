@@ -1,6 +1,6 @@
 """NVIDIA's driver on this node: version, number of GPUs, supported CUDA builds (standard library only).
 
-`launch/start/bootstrap.py` reads it before anything is installed, and ranks to explain why torch finds no GPU.
+`launch/start/bootstrap.py` reads it before anything is installed; ranks read it to explain why torch finds no GPU.
 
     libnvidia-ml.so.1             version and number of GPUs, as `nvidia-smi` prints them
     where that cannot answer:     /proc/driver/nvidia/version, and the device files /dev/nvidia0, /dev/nvidia1, ...
@@ -16,7 +16,7 @@ NVML = "libnvidia-ml.so.1"
 """NVIDIA's management library; it comes with the driver."""
 
 FIRST_DRIVERS = {11: 450, 12: 525, 13: 580}
-"""The first driver branch that runs every build of a CUDA major version.
+"""First driver branch that runs every build for a CUDA major version.
 
 Source: NVIDIA, CUDA Compatibility, "Minor Version Compatibility", table 1.
 """
@@ -25,7 +25,7 @@ HIDING = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES that hide all GPUs, set by users or SLURM."""
 
 _VERSION_BYTES = 80
-"""NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE of nvml.h."""
+"""NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE in nvml.h."""
 
 _NUMBERED = re.compile(r"nvidia\d+")
 _VERSION = re.compile(r"\b(\d+\.\d+(?:\.\d+)?)\b")
@@ -33,11 +33,11 @@ _VERSION = re.compile(r"\b(\d+\.\d+(?:\.\d+)?)\b")
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """The driver of this node.
+    """The driver on this node.
 
     Attributes:
-        version: such as 580.65.06; "" where no driver answers.
-        num_gpus: GPUs that it shows to this process, whatever CUDA_VISIBLE_DEVICES hides.
+        version: version such as 580.65.06; "" if no driver answers.
+        num_gpus: number of GPUs the driver shows to this process, whatever CUDA_VISIBLE_DEVICES hides.
     """
 
     version: str = ""
@@ -45,20 +45,20 @@ class Driver:
 
     @property
     def branch(self) -> int | None:
-        """Return the number before the first dot; None where the version is unknown."""
+        """The number before the first dot; None if the version is unknown."""
         return int(self.version.partition(".")[0]) if self.version else None
 
     def runs(self, cuda_major: int) -> bool | None:
-        """Return whether it runs builds of this CUDA major version; None where that is unknown.
+        """Whether the driver runs builds for this CUDA major version; None if unknown.
 
-        With NVIDIA's `cuda-compat` a data-centre card also runs newer builds, so this only explains and never refuses.
+        With NVIDIA's `cuda-compat` a data-centre card also runs newer builds, so use this only to explain, never to refuse.
         """
         first = FIRST_DRIVERS.get(cuda_major)
         return None if first is None or self.branch is None else self.branch >= first
 
 
 def read_driver(library: str = NVML, root: Path = Path("/")) -> Driver:
-    """Read the driver; `Driver()` where this node shows none.
+    """Read the driver; `Driver()` if this node shows none.
 
     Args:
         library: name or path of NVML.
@@ -68,7 +68,7 @@ def read_driver(library: str = NVML, root: Path = Path("/")) -> Driver:
 
 
 def is_hidden(variables: Mapping[str, str]) -> bool:
-    """Return whether CUDA_VISIBLE_DEVICES hides all GPUs from CUDA."""
+    """Whether CUDA_VISIBLE_DEVICES hides all GPUs from CUDA."""
     return variables.get("CUDA_VISIBLE_DEVICES", "all").strip() in HIDING
 
 
@@ -91,7 +91,7 @@ def _ask_nvml(library: str) -> Driver | None:
 
 
 def _read_files(root: Path) -> Driver:
-    """Read the kernel module's files; device files count the GPUs, as a container may see the host's /proc."""
+    """Read the kernel module's files; GPUs are counted by device files, because a container may see the host's /proc."""
     num_gpus = sum(1 for path in (root / "dev").glob("nvidia*") if _NUMBERED.fullmatch(path.name))
     path = root / "proc" / "driver" / "nvidia" / "version"
     found = _VERSION.search(path.read_text()) if num_gpus and path.is_file() else None

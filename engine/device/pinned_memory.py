@@ -1,17 +1,17 @@
 """Page-locked ("pinned") host memory in the requested size, rounded up to a page.
 
-A GPU copies to and from page-locked memory asynchronously; with pageable memory the host waits for each copy. torch's
-pinned allocator rounds every request up to a power of two: 15.8 GB for the state of a 1.3B GPT become 25.9 GB.
-Here memory is mapped, then its pages are locked in place (cudaHostRegister):
+A GPU copies to and from page-locked memory asynchronously; with pageable memory the host waits for each copy. torch's pinned
+allocator rounds every request up to a power of two, so a 1.3B GPT's state takes 25.9 GB instead of 15.8 GB. Here memory is mapped,
+then its pages are locked in place (cudaHostRegister):
 
     PinnedBuffer   one mapping, cut into vectors; a checkpoint's copy of the state
     PinnedPool     vectors, kept by length and dtype and reused; offloaded activations, staged messages
 
-On a CPU the same memory stays pageable: the `PageLock` is the only step that depends on the device. torch's allocator defers the
-reuse of its memory until running copies end. It does not know this memory, so users return it when it is free.
+On a CPU the same memory stays pageable: the `PageLock` is the only step that depends on the device. torch's allocator reuses its
+own memory only after running copies end. It does not manage this memory, so users return it when it is free.
 
-Pages stay locked until `close` or the end of the process, not only until a buffer is collected: unlocking waits for the device,
-which after a failure may wait for a dead peer, and the rank would never end.
+Pages stay locked until `close` or the end of the process, even if a buffer is collected earlier. Unlocking waits for the device.
+After a failure the device may wait for a dead peer, and the rank would never end.
 """
 
 import atexit
@@ -28,30 +28,39 @@ import torch
 from triaxis.engine.errors import OutOfMemoryError
 
 PAGE_BYTES = 4096
-"""The smallest page of today's processors; with larger ones only the rounding differs."""
+"""The smallest page on today's processors; with larger ones only the rounding differs."""
 
 HUGE_PAGE_BYTES = 2 * 2**20
-"""Bytes of a huge page; where huge pages differ, buffers are still aligned, and some pages stay small."""
+"""Bytes in a huge page; on systems with another size, buffers are still aligned, but some pages stay small."""
 
 VECTOR_ALIGNMENT = 64
-"""Alignment of vectors in bytes: a cache line, and the widest vector register."""
+"""Vector alignment in bytes: a cache line, and the widest vector register."""
 
 VectorSize = tuple[int, torch.dtype]
 """Number of elements and dtype of a vector."""
 
 
 class Purpose(NamedTuple):
-    """The words of an error about missing memory: `name` of its use, and what to do `instead`."""
+    """Words for an error about missing memory.
+
+    Attributes:
+        name: what the memory is used for.
+        instead: what to do instead.
+    """
 
     name: str
     instead: str
 
 
 class PageLock(Protocol):
-    """Lock on pages of host memory, for the copies of one device."""
+    """A lock on pages of host memory, for one device's copies."""
 
     def lock(self, memory: torch.Tensor) -> None:
-        """Lock the pages of `memory`, uint8 [n], page-aligned; raise OSError with the driver's words where it refuses."""
+        """Lock the pages of `memory`, uint8 [n], page-aligned.
+
+        Raises:
+            OSError: the driver refuses; the message is the driver's.
+        """
         ...
 
     def unlock(self, memory: torch.Tensor) -> None:
@@ -60,7 +69,7 @@ class PageLock(Protocol):
 
 
 class Pageable:
-    """The page lock of a CPU: none, since the host makes its copies itself."""
+    """The page lock for a CPU: it locks nothing, since the host makes its copies itself."""
 
     def lock(self, memory: torch.Tensor) -> None:
         pass
@@ -70,7 +79,7 @@ class Pageable:
 
 
 class RuntimeCalls(Protocol):
-    """Calls of the CUDA runtime for a page lock; code 0 is success."""
+    """CUDA runtime calls for a page lock; code 0 is success."""
 
     def register(self, address: int, num_bytes: int) -> int: ...
     def unregister(self, address: int) -> int: ...
@@ -79,10 +88,10 @@ class RuntimeCalls(Protocol):
 
 
 class CudaRuntime:
-    """The CUDA runtime of one device."""
+    """The CUDA runtime for one device."""
 
     PORTABLE = 1
-    """`cudaHostRegisterPortable`: memory is page-locked for every CUDA context of the process."""
+    """`cudaHostRegisterPortable`: memory is page-locked for every CUDA context in the process."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -102,10 +111,10 @@ class CudaRuntime:
 
 
 class CudaPageLock:
-    """The page lock of a GPU.
+    """The page lock for a GPU.
 
     Args:
-        runtime: the runtime of the GPU.
+        runtime: the GPU's CUDA runtime.
     """
 
     def __init__(self, runtime: RuntimeCalls) -> None:
@@ -115,7 +124,7 @@ class CudaPageLock:
     def lock(self, memory: torch.Tensor) -> None:
         """Lock the pages, and keep them mapped until `unlock` or the end of the process.
 
-        If they were unmapped before, other memory would get their addresses, and the device would copy to the old pages.
+        If they were unmapped earlier, other memory would get their addresses, and the device would copy to the old pages.
         """
         address = memory.data_ptr()
         code = self._runtime.register(address, memory.nbytes)
@@ -125,7 +134,7 @@ class CudaPageLock:
         atexit.register(self._keepers[address])
 
     def unlock(self, memory: torch.Tensor) -> None:
-        """Unlock the pages after all copies of the device: a running one would write to freed memory."""
+        """Unlock the pages after all of the device's copies: a running one would write to freed memory."""
         address = memory.data_ptr()
         self._runtime.synchronize()
         code = self._runtime.unregister(address)
@@ -145,9 +154,9 @@ def page_lock_of(device: torch.device) -> PageLock:
 def aligned_buffer(num_bytes: int) -> torch.Tensor:
     """Map private host memory: uint8, at least `num_bytes` long, in whole 4 KiB pages.
 
-    It is aligned to a page, and to a huge page if it is that long. Requests to the disk are then as long as the disk takes (4 MiB
-    instead of 0.6 MiB of scattered 4 KiB pages, on one machine: 1.7 instead of 1.0 GB/s). Private, because shared anonymous memory
-    is huge only if an administrator allows it.
+    The buffer is aligned to a page, and to a huge page if it is that long. Disk requests are then as long as the disk takes: 4 MiB
+    instead of 0.6 MiB in scattered 4 KiB pages. On one machine this gave 1.7 instead of 1.0 GB/s. The mapping is private, because
+    shared anonymous memory is huge only if an administrator allows it.
 
     Raises:
         OSError: the system has no such memory.
@@ -170,12 +179,12 @@ class PinnedBuffer:
 
     Args:
         sizes: sizes of the vectors.
-        page_lock: of the device that copies.
-        purpose: for the error.
+        page_lock: lock for the device that copies.
+        purpose: words for the error.
 
     Attributes:
         vectors: 1-D, in the order of `sizes`, aligned to `VECTOR_ALIGNMENT` bytes; touched, with undefined contents.
-        num_bytes: locked bytes.
+        num_bytes: number of locked bytes.
 
     Raises:
         OutOfMemoryError: the memory cannot be mapped, or its pages cannot be locked.
@@ -191,7 +200,7 @@ class PinnedBuffer:
         except OSError as error:
             raise OutOfMemoryError(_not_mapped(end, purpose, error)) from error
         self.num_bytes = memory.nbytes
-        # Pages exist once touched: here, so that the first copy does not pay for them.
+        # Touch all pages so that they exist, and the first copy does not pay for it.
         memory[::PAGE_BYTES].zero_()
         try:
             page_lock.lock(memory)
@@ -206,18 +215,18 @@ class PinnedBuffer:
         ]
 
     def close(self) -> None:
-        """Unlock the pages after waiting for the device. The vectors stay usable, as pageable memory."""
+        """Wait for the device and unlock the pages. The vectors stay usable, as pageable memory."""
         if self._is_locked:
             self._page_lock.unlock(self._memory)
             self._is_locked = False
 
 
 class PinnedPool:
-    """Page-locked vectors, kept by length and dtype: locking pages takes long, so they are reused.
+    """Page-locked vectors, kept by length and dtype; they are reused because locking pages is slow.
 
     Args:
-        page_lock: of the device that copies.
-        purpose: for the error.
+        page_lock: lock for the device that copies.
+        purpose: words for the error.
     """
 
     def __init__(self, page_lock: PageLock, purpose: Purpose) -> None:
@@ -231,7 +240,7 @@ class PinnedPool:
         """Return a free vector [numel], or a new one; its contents are undefined.
 
         Raises:
-            OutOfMemoryError: there is no memory for a new one.
+            OutOfMemoryError: there is no memory for a new vector.
         """
         with self._guard:
             free = self._free.get((numel, dtype), [])
@@ -245,27 +254,27 @@ class PinnedPool:
         return buffer.vectors[0]
 
     def give(self, vector: torch.Tensor, events: Sequence[torch.cuda.Event] = ()) -> None:
-        """Return a vector to the pool, free once all `events` are reached."""
+        """Return a vector to the pool; it is free once all `events` are reached."""
         with self._guard:
             self._free.setdefault((vector.numel(), vector.dtype), []).append((vector, events))
 
     @property
     def vectors(self) -> list[torch.Tensor]:
-        """Return all vectors, free or not."""
+        """All vectors, free or not."""
         return [vector for buffer in self._buffers for vector in buffer.vectors]
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all vectors."""
+        """Bytes in all vectors."""
         return sum(vector.nbytes for vector in self.vectors)
 
     @property
     def num_free(self) -> int:
-        """Return the number of vectors in the pool."""
+        """Number of vectors in the pool."""
         return sum(len(vectors) for vectors in self._free.values())
 
     def close(self) -> None:
-        """Unlock all vectors after waiting for the device; none may be taken afterwards."""
+        """Wait for the device and unlock all vectors; none may be taken afterwards."""
         for buffer in self._buffers:
             buffer.close()
         self._free.clear()

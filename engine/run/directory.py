@@ -1,4 +1,4 @@
-"""The run directory: everything that a run leaves behind.
+"""The run directory: everything that a run writes.
 
     runs/<name>/                  name: runtime.name, or the config's stem; <stem>-<jobid> under SLURM, kept over requeues
         config.yaml               resolved, with every default, from the last attempt that began
@@ -8,9 +8,9 @@
         logs/attempt_00/rank_00003.log
         logs/attempt_00/banner.json                              rows of its banner: the next one shows what differs
         profile/attempt_00/rank_00003.steps_10_to_12.json.gz     with telemetry.profile
-        timeline.json  timeline/attempt_00/rank_00003.json       with telemetry.timeline: all ranks, and the row of one
-        memory/attempt_00/rank_00003.pickle                      of a rank that ran out of GPU memory
-        hangs/attempt_00/report.json                             of a run that hung: which rank waits for which
+        timeline.json  timeline/attempt_00/rank_00003.json       with telemetry.timeline: all ranks, and one rank's row
+        memory/attempt_00/rank_00003.pickle                      from a rank that ran out of GPU memory
+        hangs/attempt_00/report.json                             after a hang: which rank waits for which
         wandb/  wandb_id          one wandb run over all attempts
         wandb_alerted             bytes of each file in events/ about which alerts were sent
         tensorboard/
@@ -47,14 +47,14 @@ from triaxis.engine.storage.user_module import keep
 
 
 def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
-    """Return the name of a run: `runtime.name`, else the config file's stem, under SLURM with the job's id.
+    """Return the run's name: `runtime.name`, else the config file's stem, with the job id under SLURM.
 
-    A requeued job keeps its id, so it finds the directory of its earlier attempts.
+    A requeued job keeps its id, so it finds the directory that its earlier attempts used.
 
     Args:
-        config: the resolved configuration.
+        config: resolved configuration.
         stem: stem of the config's path ("gpt_tiny").
-        variables: the environment; SLURM_JOB_ID is read (an array's task has its own).
+        variables: environment; SLURM_JOB_ID is read (each task of an array has its own).
     """
     if config.runtime.name is not None:
         return config.runtime.name
@@ -63,16 +63,16 @@ def run_name(config: Config, stem: str, variables: Mapping[str, str]) -> str:
 
 
 class RunDirectory:
-    """The paths of one run and the number of this attempt.
+    """The paths of one run, and this attempt's number.
 
     Attributes:
         path: the directory.
         attempt: number of earlier attempts; for a finished run, its last attempt.
-        finished: the results that `finish` wrote; None while the run is not done.
-        from_scratch: this attempt begins at step 0 whatever exists; on rank 0.
+        finished: results that `finish` wrote; None while the run is not done.
+        from_scratch: this attempt begins at step 0 whatever exists; set on rank 0.
         swept: half-written checkpoints of dead attempts that were removed.
-        set_aside: folder of the checkpoints moved for a start from scratch.
-        num_losses: times that the directory or the checkpoints were found removed or moved, on rank 0.
+        set_aside: folder of the checkpoints that were moved for a start from scratch.
+        num_losses: number of times rank 0 found the directory or the checkpoints removed or moved.
     """
 
     def __init__(self, path: Path, attempt: int, finished: Mapping[str, Any] | None) -> None:
@@ -92,19 +92,19 @@ class RunDirectory:
         """Open the directory for a new attempt, on rank 0.
 
         A finished run stays untouched unless the configuration now has more steps: `finished` holds its results, and there is
-        nothing to start. Of other runs only the locks and `logs/` change before `begin`.
+        nothing to start. In any other run, only the locks and `logs/` change before `begin`.
 
         Args:
-            config: of this attempt. `engine/checkpoint/resume_rules.py` has the rules for changes between attempts.
+            config: this attempt's configuration; `engine/checkpoint/resume_rules.py` has the rules for changes between attempts.
             runs_dir: parent of run directories.
             name: name of this run.
             from_scratch: begin at step 0 whatever exists; `begin` moves checkpoints aside and removes none.
 
         Raises:
-            StorageError: the directory or the folder of checkpoints cannot be written.
-            TriaxisError: the name is no folder name; it, or an entry in it, links to somewhere else; an entry is damaged or
-            foreign; the directory holds steps of a run with another configuration (attempts without a step protect nothing);
-            checkpoint.dir is in another run's directory; or a live run writes in one of the two folders.
+            StorageError: the directory or the checkpoint folder cannot be written.
+            TriaxisError: the name is not a folder name; the directory or an entry links to another place; an entry is damaged or
+                foreign; the directory holds steps of a run with another configuration (attempts without a step protect nothing);
+                checkpoint.dir is in another run's directory; or a live run writes in one of the two folders.
         """
         path = _path_of(runs_dir, name)
         run = cls(path, 0, None)
@@ -136,10 +136,10 @@ class RunDirectory:
     def begin(self, config: Config) -> None:
         """Make this attempt the directory's current one, on rank 0, once the engine is built and its state loaded.
 
-        For a start from scratch earlier checkpoints are moved aside; half-written ones of dead attempts are removed.
+        A start from scratch moves earlier checkpoints aside. Half-written checkpoints of dead attempts are removed.
 
         Raises:
-            StorageError: the directory or the folder of checkpoints cannot be written.
+            StorageError: the directory or the checkpoint folder cannot be written.
         """
         checkpoints = self.checkpoints(config)
         with _explaining_checkpoints(checkpoints.path):
@@ -156,14 +156,14 @@ class RunDirectory:
         self._config = config
 
     def put_back(self) -> None:
-        """Restore the directory and the locks that were removed or moved under this run; on rank 0, after `begin`.
+        """Restore the directory and the locks if they were removed or moved under this run; on rank 0, after `begin`.
 
-        `num_losses` counts the times. The content of a removed directory stays lost. `saved` is written again where the checkpoints
-        exist in another folder: without it the next attempt would start from random weights.
+        `num_losses` counts these losses. A removed directory's content stays lost. `saved` is written again if the checkpoints
+        still exist in another folder; otherwise the next attempt would start from random weights.
 
         Raises:
             TriaxisError: another live run uses one of the folders by now.
-            OSError: they cannot be made.
+            OSError: a folder or lock cannot be created.
         """
         missing = [lock for lock in self._locks if not lock.is_in_place()]
         self.num_losses += bool(missing)
@@ -183,7 +183,7 @@ class RunDirectory:
         """Return the directory if it holds a finished run of this configuration, else None; nothing is changed.
 
         Raises:
-            TriaxisError: as `create`, except for a live run.
+            TriaxisError: see `create`; a live run is no error here.
         """
         run = cls(_path_of(runs_dir, name), 0, None)
         run._check_checkpoints(config)
@@ -200,10 +200,10 @@ class RunDirectory:
         return None
 
     def _check(self, config: Config, *, from_scratch: bool) -> Mapping[str, Any] | None:
-        """Refuse a directory in which this attempt cannot run; return the results of a finished run.
+        """Refuse a directory in which this attempt cannot run; return a finished run's results.
 
         Raises:
-            TriaxisError: as `create`.
+            TriaxisError: see `create`.
             OSError: the directory cannot be read.
         """
         if not self.path.exists():
@@ -217,10 +217,10 @@ class RunDirectory:
         return run_entries.read_finished(self.path, config)
 
     def _check_checkpoints(self, config: Config) -> None:
-        """Refuse a folder of checkpoints in another run's directory, or one with foreign entries.
+        """Refuse a checkpoint folder that lies in another run's directory or has foreign entries.
 
         Raises:
-            TriaxisError: as `create`.
+            TriaxisError: see `create`.
         """
         folder = self.checkpoints(config).path
         with _explaining_checkpoints(folder):
@@ -229,7 +229,7 @@ class RunDirectory:
             run_entries.check_kinds_of_checkpoints(folder)
 
     def _lock_checkpoints(self, config: Config) -> None:
-        """Lock the folder of checkpoints against other runs, which may name it by `checkpoint.dir`."""
+        """Lock the checkpoint folder against other runs, which may use it through `checkpoint.dir`."""
         folder = self.checkpoints(config).path
         with _explaining_checkpoints(folder):
             if config.checkpoint.saves:
@@ -244,7 +244,7 @@ class RunDirectory:
 
     @property
     def is_starting_over(self) -> bool:
-        """Return whether a start from scratch was requested and has not begun.
+        """Whether a start from scratch was requested and has not begun.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -253,11 +253,11 @@ class RunDirectory:
             return (self.path / STARTING_OVER).exists()
 
     def starts_over(self, *, from_scratch: bool, is_first_start: bool) -> bool:
-        """Return whether an attempt begins at step 0 whatever exists.
+        """Whether an attempt begins at step 0 whatever exists.
 
         Args:
-            from_scratch: whether it was asked for.
-            is_first_start: whether the command was not started before. A restarted one goes on from what it has saved since.
+            from_scratch: whether the user asked for it.
+            is_first_start: whether this is the command's first start; a restarted command resumes from what it has saved since.
 
         Raises:
             StorageError: the directory cannot be read.
@@ -270,7 +270,7 @@ class RunDirectory:
         return cls(_path_of(runs_dir, name), attempt, None)
 
     def checkpoints(self, config: Config) -> CheckpointDirectory:
-        """Return the folder of this run's checkpoints."""
+        """Return this run's checkpoint folder."""
         return CheckpointDirectory(Path(config.checkpoint.dir or self.path / CHECKPOINTS))
 
     def profile(self, rank: int, profile: ProfileConfig) -> Path:
@@ -279,15 +279,15 @@ class RunDirectory:
         return self.path / "profile" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.{steps}.json.gz"
 
     def timeline_row(self, rank: int) -> Path:
-        """Return the path of a rank's row of the timeline in this attempt."""
+        """Return the path of a rank's timeline row in this attempt."""
         return self.path / "timeline" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.json"
 
     def memory_snapshot(self, rank: int) -> Path:
-        """Return the path of the allocator snapshot of a rank that runs out of GPU memory."""
+        """Return the path of a rank's allocator snapshot, written when it runs out of GPU memory."""
         return self.path / "memory" / f"attempt_{self.attempt:02d}" / f"rank_{rank:05d}.pickle"
 
     def hang(self) -> Path:
-        """Return the folder of this attempt's hang reports (`engine/resilience/hang/watch.py`)."""
+        """Return the folder for this attempt's hang reports (`engine/resilience/hang/watch.py`)."""
         return self.path / "hangs" / f"attempt_{self.attempt:02d}"
 
     def rank_log(self, rank: int) -> Path:
@@ -298,7 +298,7 @@ class RunDirectory:
         return self.path / METRICS
 
     def events(self, node: int) -> Path:
-        """Return the path of a node's file of events."""
+        """Return the path of a node's event file."""
         return run_entries.events_file(self.path, node)
 
     @property
@@ -310,19 +310,19 @@ class RunDirectory:
         return self.path / run_entries.WANDB_ALERTED
 
     def known_wandb_id(self) -> str | None:
-        """Return the id of the run's wandb page; None where it has none."""
+        """Return the id of the run's wandb page; None if there is none."""
         return run_entries.known_wandb_id(self.wandb_id)
 
     @property
     def has_saved(self) -> bool:
-        """Return whether an attempt of this run has completed a checkpoint."""
+        """Whether an attempt in this run has completed a checkpoint."""
         return (self.path / SAVED).exists()
 
     def mark_saved(self, folder: Path, step: int) -> None:
         """Record the first checkpoint: from now on the run resumes, and never starts from random weights unasked.
 
         Raises:
-            TriaxisError: the directory was removed, and another live run is in its place.
+            TriaxisError: the directory was removed, and another live run has taken its place.
             OSError: the directory cannot be written.
         """
         self.put_back()
@@ -339,7 +339,7 @@ class RunDirectory:
         """Mark the run as done: write `results` (steps, loss, val_loss, ...) as JSON, atomically.
 
         Raises:
-            TriaxisError: the directory was removed, and another live run is in its place.
+            TriaxisError: the directory was removed, and another live run has taken its place.
             StorageError: the directory cannot be written.
         """
         with _explaining_runs(self.path.parent, self.path.name):
@@ -348,10 +348,10 @@ class RunDirectory:
         self.finished = results
 
     def finished_message(self, config: Config) -> str:
-        """Return the message of a second start of a finished run: its results, and how to start another.
+        """Format the message for a finished run's repeated start: its results, and how to start another.
 
         Args:
-            config: of this start.
+            config: configuration for this start.
         """
         assert self.finished is not None, "only a finished run has this message"
         results = ", ".join(f"{key} {_short(value)}" for key, value in self.finished.items() if value is not None)
@@ -368,7 +368,7 @@ class RunDirectory:
         )
 
     def next_start(self, config: Config) -> str:
-        """Return what the next start of the same command does, in a clause."""
+        """Describe, in a clause, what the next start of the same command does."""
         try:
             newest = max(self.checkpoints(config).steps(), default=0)
         except OSError as error:
@@ -385,10 +385,10 @@ class RunDirectory:
 
 
 def _path_of(runs_dir: str | Path, name: str) -> Path:
-    """Return the run directory; no other place turns a name into a path.
+    """Return the run directory's path; this is the only place that turns a name into a path.
 
     Raises:
-        TriaxisError: the name is not that of one folder in `runs_dir`.
+        TriaxisError: the name is not a single folder in `runs_dir`, or the folder is a link.
         StorageError: the folder cannot be reached.
     """
     for problem in name_problems(name):

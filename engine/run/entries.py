@@ -1,7 +1,7 @@
-"""The entries of a run directory: their names, and checks of what is in their places.
+"""The entries of a run directory: their names, and checks on what is there.
 
-Crashes, full disks and people leave any directory behind, so each entry is checked before the first one is opened: a FIFO would
-block a rank for ever, and a folder in a file's place would end the run hours later.
+Crashes, full disks and people leave a directory in any state, so every entry is checked before the first one is opened. A FIFO
+would block a rank forever, and a folder in a file's place would end the run hours later.
 """
 
 import os
@@ -27,9 +27,9 @@ from triaxis.engine.storage.user_module import EXTENSION
 
 METRICS = "metrics.jsonl"
 EVENTS = "events"
-"""The folder of events, with a file per node."""
+"""Folder of event files, one per node."""
 OLD_FILE = "events.jsonl"
-"""The file of all nodes' events in runs of earlier versions."""
+"""Event file for all nodes, in runs by earlier versions."""
 SAVED = "saved"
 FINISHED = "finished"
 STARTING_OVER = "starting_over"
@@ -47,12 +47,12 @@ _ATTEMPT = re.compile(r"attempt_(\d{1,9})")
 
 
 def next_attempt(path: Path) -> int:
-    """Return the number of earlier attempts of a run; other entries of `logs/` are ignored."""
+    """Return the next attempt's number, from 0; other entries in `logs/` are ignored."""
     return max(_attempts(path), default=-1) + 1
 
 
 def last_attempt(path: Path) -> int:
-    """Return the number of the last attempt; 0 where there was none."""
+    """Return the last attempt's number; 0 if there was none."""
     return max(_attempts(path), default=0)
 
 
@@ -63,20 +63,19 @@ def _attempts(path: Path) -> list[int]:
 
 
 def events_file(run: Path, node: int) -> Path:
-    """Return the path of a node's file of events."""
     return run / EVENTS / f"node_{node:05d}.jsonl"
 
 
 def events_files(run: Path) -> list[Path]:
-    """Return the files of events of a run directory, by node; `events.jsonl` of an older run comes first."""
+    """Return a run directory's event files, by node; an older run's `events.jsonl` comes first."""
     return [path for path in (run / OLD_FILE,) if path.is_file()] + sorted((run / EVENTS).glob("node_*.jsonl"))
 
 
 def check_links(path: Path) -> None:
-    """Refuse links out of the run directory: a run writes only where its configuration allows.
+    """Refuse links that lead out of the run directory: a run writes only where its configuration allows.
 
     Raises:
-        TriaxisError: naming the links.
+        TriaxisError: there are such links; the message names them.
     """
     inside = _resolved(path)
     links = [entry for entry in path.iterdir() if entry.is_symlink() and not _resolved(entry).is_relative_to(inside)]
@@ -88,16 +87,16 @@ def check_links(path: Path) -> None:
 
 
 def _resolved(path: Path) -> Path:
-    """Return the path with all links resolved; circular links, for which `Path.resolve` raises, stay."""
+    """Resolve all links in a path; circular links, for which `Path.resolve` raises, stay."""
     return Path(os.path.realpath(path))
 
 
 def check_kinds(path: Path) -> None:
-    """Refuse entries of an unexpected kind in a run directory: a FIFO as `finished`, a folder as `metrics.jsonl`.
+    """Refuse unexpected kinds of entries in a run directory: a FIFO as `finished`, a folder as `metrics.jsonl`.
 
     Raises:
-        TriaxisError: naming all of them.
-        OSError: one of them cannot be examined.
+        TriaxisError: there are such entries; the message names all of them.
+        OSError: an entry cannot be examined.
     """
     found = [*_of_other_kind(path, FILES, stat.S_IFREG), *_of_other_kind(path, FOLDERS, stat.S_IFDIR)]
     if (path / EVENTS).is_dir():
@@ -107,11 +106,11 @@ def check_kinds(path: Path) -> None:
 
 
 def check_kinds_of_checkpoints(folder: Path) -> None:
-    """Refuse entries of an unexpected kind beside the checkpoints.
+    """Refuse unexpected kinds of entries next to the checkpoints.
 
     Raises:
-        TriaxisError: naming all of them.
-        OSError: one of them cannot be examined.
+        TriaxisError: there are such entries; the message names all of them.
+        OSError: an entry cannot be examined.
     """
     _refuse(folder, list(_of_other_kind(folder, (LATEST, SKIPPED, LOCK), stat.S_IFREG)))
 
@@ -136,7 +135,7 @@ def _of_other_kind(folder: Path, names: tuple[str, ...], kind: int) -> Iterator[
 
 
 def has_results(path: Path) -> bool:
-    """Return whether an attempt has made a step: then another configuration would mix two runs."""
+    """Whether an attempt has completed a step: then another configuration would mix two runs."""
     metrics = path / METRICS
     return (path / CONFIG).is_file() and metrics.is_file() and metrics.stat().st_size > 0
 
@@ -145,7 +144,7 @@ def check_same_config(path: Path, config: Config) -> None:
     """Refuse a configuration that would mix two runs in the directory's metrics.
 
     Raises:
-        TriaxisError: naming the differing fields, or the damage of config.yaml.
+        TriaxisError: fields differ, or config.yaml is damaged; the message names the fields or the damage.
         OSError: config.yaml cannot be read.
     """
     written = path / CONFIG
@@ -165,11 +164,11 @@ def check_same_config(path: Path, config: Config) -> None:
 
 
 def read_finished(path: Path, config: Config) -> Mapping[str, Any] | None:
-    """Return the results of a run; None where it is unfinished, or may continue for more steps from a checkpoint.
+    """Read a finished run's results; None if it is unfinished, or can resume from a checkpoint because more steps are planned now.
 
     Raises:
         TriaxisError: `finished` is damaged.
-        OSError: it cannot be read.
+        OSError: `finished` cannot be read.
     """
     marker = path / FINISHED
     try:
@@ -198,7 +197,7 @@ def _damaged(path: Path, problem: str, purpose: str) -> TriaxisError:
 
 
 def next_name(path: Path) -> str:
-    """Return the first free one of name-2, name-3, ..."""
+    """Return the first free name among name-2, name-3, ..."""
     number = 2
     while os.path.lexists(path.parent / f"{path.name}-{number}"):
         number += 1
@@ -206,14 +205,14 @@ def next_name(path: Path) -> str:
 
 
 def check_checkpoint_folder(folder: Path, run: Path) -> None:
-    """Refuse a folder of checkpoints that is a run directory, or in that of another run.
+    """Refuse a checkpoint folder that is a run directory, or lies in another run's directory.
 
     Args:
         folder: `checkpoint.dir`.
-        run: the run directory, whose own folders are fine.
+        run: this run's directory; folders inside it are fine.
 
     Raises:
-        TriaxisError: naming the other run.
+        TriaxisError: the folder is this run's directory, or lies in that of another run, which the message names.
         OSError: the path cannot be followed.
     """
     resolved, own = _resolved(folder), _resolved(run)
@@ -240,7 +239,7 @@ def _is_run(path: Path) -> bool:
 
 
 def known_wandb_id(path: Path) -> str | None:
-    """Return the id of the run's wandb page; None where the file is missing or holds anything but a line of text."""
+    """Return the id of the run's wandb page; None if the file is missing or does not hold exactly one line."""
     try:
         text = read_regular(path, 1024).decode().strip()
     except (OSError, ValueError):

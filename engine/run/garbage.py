@@ -1,7 +1,7 @@
-"""Python's cyclic garbage collector, run between steps, on all ranks after the same one.
+"""Python's cyclic garbage collector, run between steps, on all ranks after the same step.
 
-The automatic collector runs in the middle of a forward, on each rank at another moment, and all other ranks wait for that one in
-their next collective. Tensors are freed by their reference counts, so little is left to collect.
+The automatic collector would run in the middle of a forward, on each rank at a different moment. All other ranks would wait in
+their next collective. Reference counts free the tensors, so little is left to collect.
 """
 
 import gc
@@ -9,7 +9,7 @@ from types import TracebackType
 
 
 class GarbageCollection:
-    """A context with the automatic collector off; `after_step` collects.
+    """A context in which the automatic collector is off; `after_step` collects.
 
     Objects that exist at entry (modules, the model) are excluded until exit.
 
@@ -36,6 +36,6 @@ class GarbageCollection:
             gc.enable()
 
     def after_step(self, step: int) -> None:
-        """Collect if it is time after `step` steps."""
+        """Collect if `step` (steps made) is a multiple of the interval."""
         if step % self._interval == 0:
             gc.collect()

@@ -1,4 +1,4 @@
-"""The parts of the training loop, and what follows them."""
+"""The parts of the training loop, and a watcher that follows them."""
 
 from enum import StrEnum
 
@@ -13,26 +13,26 @@ class StepPart(StrEnum):
     OPTIMIZER = "optimizer"
     CHECKPOINT = "checkpoint"
     VALIDATION = "validation"
-    """Time that belongs to no step."""
+    """Belongs to no step."""
     OTHER = "other"
-    """The rest, for which the loop has set no other part."""
+    """Everything else: the loop has set no other part."""
 
 
 FIRST = StepPart.DATA
-"""The first part of a step."""
+"""The part with which a step begins."""
 
 
 class StepWatcher:
-    """A follower of a rank's steps; each of its methods does nothing unless a watcher says otherwise."""
+    """A watcher of a rank's steps; every method does nothing unless a subclass overrides it."""
 
     def begin(self, steps_made: int) -> None:
-        """Follow the run from where it has made `steps_made` steps: at its start, and after a rollback."""
+        """Called when the run starts or continues after a rollback, with `steps_made` steps made."""
 
     def enter(self, part: StepPart) -> None:
-        """Follow the loop to its next part."""
+        """Called when the loop enters `part`."""
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """Follow the executor to its next instruction; None: it has run the last."""
+        """Called before each executor instruction, and with None after the last."""
 
     def close(self) -> None:
-        """End what is open; the run is over, perhaps by an error."""
+        """Called when the run is over, perhaps because of an error; finish whatever is open."""

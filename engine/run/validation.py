@@ -4,10 +4,10 @@
     batch k + 1    its forwards are posted, then that sum is read
 
 The sum is two numbers and is read one batch late, so the pipeline does not drain between batches. A signal during batch k therefore
-ends the validation of every rank after batch k + 1, as a step's flags end training one step later.
+ends every rank's validation after batch k + 1, just as a step's flags end training one step later.
 
-An incomplete validation has no loss. Nothing is reported for it, and the checkpoint of its step records it as still due: the next
-attempt makes it before its first step, from the same weights and batches.
+An incomplete validation has no loss. Nothing is reported for it, and its step's checkpoint records that the validation is still
+due. The next attempt runs it before its first step, with the same weights and batches.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ from triaxis.engine.step import Engine
 
 
 class StepSource(Protocol):
-    """Global batches in order (`triaxis.engine.data.loader.Batches`)."""
+    """A source of global batches in order (`triaxis.engine.data.loader.Batches`)."""
 
     consumed_samples: int
 
@@ -30,7 +30,7 @@ class StepSource(Protocol):
 
 
 class ValidationObserver(Protocol):
-    """Receiver of the results of validations, on every rank."""
+    """Receiver of validation results, on every rank."""
 
     def on_validation(self, step: int, loss: float) -> None: ...
     def on_validation_left_out(self, step: int) -> None: ...
@@ -41,10 +41,10 @@ class Validation:
     """Validations of one run, on every rank.
 
     Args:
-        engine: its weights are validated.
-        open_batches: opens the validation batches at their start; None: the run has no validation.
-        observer: receives the loss, or its absence.
-        stop: the stop requests of this rank.
+        engine: engine whose weights are validated.
+        open_batches: opens the validation batches from their start; None: the run has no validation.
+        observer: receives the loss, or the report that there is none.
+        stop: this rank's stop requests.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class Validation:
         self._num_made = 0
 
     def is_due(self, step: int) -> bool:
-        """Return whether a validation follows step number `step` (from 0)."""
+        """Whether a validation follows step number `step` (from 0)."""
         interval, end_step = self._engine.config.eval.interval, self._engine.plan.phase.end_step
         if self._open_batches is None or interval is None:
             return False
         return (step + 1) % interval == 0 or step + 1 == end_step
 
     def make(self, step: int) -> bool:
-        """Validate after step number `step` (from 0), where it is due; every rank calls it.
+        """Validate after step number `step` (from 0), if it is due; every rank calls it.
 
         Returns:
-            True if the validation has its loss; False if the ranks agreed to stop first. The same on every rank.
+            True if the validation has its loss; False if the ranks agreed to stop first. Equal on every rank.
         """
         assert self._open_batches is not None, "a validation without batches"
         self._num_made = 0
@@ -87,7 +87,7 @@ class Validation:
         return False
 
     def _batches(self, source: StepSource) -> Iterator[list[Any]]:
-        """Yield the batches; stop early where the ranks agree to. Code after the `yield` runs once a batch is posted."""
+        """Yield the batches; stop early if the ranks agree to. Code after the `yield` runs once a batch is posted."""
         sums: Callable[[], list[float]] | None = None
         for _ in range(self._num_batches):
             yield source.next_step()

@@ -1,4 +1,4 @@
-"""Things on other machines: names of them where a path belongs, and files that stand for them."""
+"""Things on other machines: addresses given instead of a path, and pointer files that stand for large files."""
 
 import os
 import re
@@ -18,29 +18,29 @@ _POINTERS = (
     (re.compile(rb"/annex/objects/[^\n]+\s*"), "git-annex", "git annex get ."),
 )
 _POINTER_BYTES = 2**12
-"""More than a pointer has: that of Git LFS is less than 1,024 bytes long by its specification."""
+"""More bytes than a pointer has: the Git LFS specification allows less than 1,024."""
 
 
 MOST_BYTES = 4095
-"""Bytes of a path in Linux."""
+"""Maximum bytes in a path on Linux."""
 MOST_NAME_BYTES = 255
-"""Bytes between two slashes in Linux."""
+"""Maximum bytes between two slashes on Linux."""
 MOST_NAMES = 512
-"""Names in a path: Python makes missing folders by a call inside a call, and ends at 1,000 of them."""
+"""Maximum names in a path: Python creates missing folders recursively and fails at 1,000 levels."""
 
 
 def as_typed(path: str | Path) -> str:
-    """Return a path's text; an address has both its slashes, of which pathlib keeps one."""
+    """Return a path's text as the user typed it; pathlib drops one slash of an address, which is put back."""
     return _LOST_SLASH.sub(r"\1://", str(path))
 
 
 def why_no_path(name: str | Path) -> str:
-    """Return why a text can be no path of this machine, and what to do; "" for one that can."""
+    """Explain why a text cannot be a path on this machine, and what to do; "" if it can."""
     return how_to_bring(name).strip() if _ADDRESS.match(str(name)) else why_too_long(name)
 
 
 def why_too_long(name: str | Path) -> str:
-    """Return why a text is too long for a path of any machine, and what to do; "" for one that is not."""
+    """Explain why a text is too long for a path, and what to do; "" if it is not."""
     content = os.fsencode(name)
     names = content.split(b"/")
     if len(content) <= MOST_BYTES and len(names) <= MOST_NAMES and max(map(len, names)) <= MOST_NAME_BYTES:
@@ -52,10 +52,10 @@ def why_too_long(name: str | Path) -> str:
 
 
 def how_to_bring(name: str | Path) -> str:
-    """Return the sentence that says how a name on another machine becomes a folder here; "" for a path.
+    """Explain how to copy something from another machine to a local folder; "" if `name` is a path.
 
     Args:
-        name: an address (`s3://bucket/x`, `hf://owner/name`; pathlib writes one `/`), or `owner/name` of the Hugging Face Hub.
+        name: an address (`s3://bucket/x`, `hf://owner/name`; pathlib writes one `/`), or `owner/name` on the Hugging Face Hub.
     """
     text = str(name)
     match = _ADDRESS.fullmatch(text)
@@ -70,7 +70,7 @@ def how_to_bring(name: str | Path) -> str:
 
 
 def pointer_of(path: Path) -> tuple[str, str] | None:
-    """Return the tool that has put a small text in the place of a file, and the command that brings the file.
+    """Return the tool that put a pointer in a file's place, and the command that fetches the file; None if it is no pointer.
 
     Raises:
         OSError: the path cannot be read.
@@ -81,6 +81,6 @@ def pointer_of(path: Path) -> tuple[str, str] | None:
 
 
 def how_to_get(path: Path) -> str:
-    """Return the sentence that says how the file comes in the place of its pointer; "" for any other file."""
+    """Explain how to replace a pointer with its file; "" for any other file."""
     found = pointer_of(path)
     return "" if found is None else f" It is a pointer of {found[0]}: `{found[1]}` in its repository brings the file."

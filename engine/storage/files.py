@@ -1,9 +1,9 @@
-"""Files that are complete or absent, and work that one process of a node does for all.
+"""Files that are complete or absent, and work that one process on a node does for all.
 
     write:  path.partial  --write, flush, fsync-->  --rename-->  path  --fsync of the folder-->  it survives a power cut
     build:  rank 0, 1, ... of a node  --flock on one lock file-->  the first builds, the others find it built
 
-So a reader never sees half a file, and a crash leaves at most a `.partial` that the next writer overwrites.
+A reader never sees half a file, and a crash leaves at most a `.partial` file.
 """
 
 import fcntl
@@ -20,8 +20,8 @@ HASH_BLOCK_BYTES = 8 * 2**20
 def write_atomically(path: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write `parts` in order as the new content of `path`: all of it, or nothing.
 
-    The temporary name has the host and process id, so that writers without a common lock use different files; the later rename
-    wins.
+    The temporary name contains the host name and process id, so that writers without a common lock use different files; the later
+    rename wins.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full; `path` is unchanged.
@@ -54,17 +54,19 @@ def sync_folder(folder: Path) -> None:
 
 
 _LOOK_SECONDS = 0.2
-"""Time between two tries to get a lock."""
+"""Seconds between two attempts to get a lock."""
 
 
 @contextmanager
 def locked(path: Path, waits: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the exclusive lock on the file `path` (created if missing, kept afterwards: removing it would race).
 
-    `waits` is called again and again while another process has it.
+    The kernel releases the lock when its holder dies. On file systems without working locks there may be two holders at once, so
+    their writes must be correct even then, as with `write_atomically`.
 
-    The kernel releases the lock when its holder dies. On file systems without working locks two holders may meet, so their writes
-    must be correct even then, as `write_atomically` is.
+    Args:
+        path: the lock file.
+        waits: called repeatedly while another process holds the lock; None: block until it is free.
     """
     with path.open("a") as handle:
         while waits is not None:
@@ -80,6 +82,6 @@ def locked(path: Path, waits: Callable[[], None] | None = None) -> Iterator[None
 
 
 def sha256_of_file(path: Path) -> str:
-    """Return the hexadecimal sha256 of a whole file (about 2 GB/s on one core)."""
+    """Compute a whole file's SHA-256, in hexadecimal (about 2 GB/s on one core)."""
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

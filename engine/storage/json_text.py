@@ -1,4 +1,4 @@
-"""Parsing of foreign JSON, with one kind of error for all faults."""
+"""Parsing for JSON from other sources, with one kind of error for all faults."""
 
 import json
 import sys
@@ -6,18 +6,18 @@ from typing import Any
 
 
 class RepeatedKeyError(ValueError):
-    """A JSON object that gives one key two values: readers take one of them, and say nothing of the other."""
+    """A JSON object that gives one key two values; a reader would use one of them and ignore the other without a warning."""
 
 
 def parse_json(text: str | bytes, *, is_unique: bool = False) -> Any:
-    """Return the value of a JSON text.
+    """Parse a JSON text.
 
     Args:
-        text: of one value.
-        is_unique: refuse a key that an object gives two values that differ; else the last one counts.
+        text: JSON text that holds one value.
+        is_unique: refuse a key to which one object gives two different values; if False, the last value counts.
 
     Raises:
-        ValueError: it is no JSON, or Python's parser does not take its depth or the length of a number in it.
+        ValueError: the text is not JSON, nests too deeply for Python's parser, or has a number with too many digits.
     """
     try:
         return json.loads(text, object_pairs_hook=_unique if is_unique else None)

@@ -2,9 +2,9 @@
 
     WANDB_API_KEY=0123abcd.., HF_TOKEN=hf_..    ->    [redacted] in every line, event, metric, page and recorded configuration
 
-No code of ours writes an environment variable, but a path, a configuration or an error's text may hold one. All exits of text
-redact: `blotted_streams` for Python's prints, `JsonLines`, the writers of config.yaml and of manifests, the report and the wandb
-sink. The direct writes of C++ libraries to descriptors 1 and 2 are not covered.
+Our code writes no environment variable, but a path, a configuration or an error text may contain one. All text output is redacted:
+`blotted_streams` for Python's prints, `JsonLines`, the writers of config.yaml and of manifests, the report and the wandb sink. The
+direct writes of C++ libraries to descriptors 1 and 2 are not covered.
 """
 
 import errno
@@ -25,7 +25,7 @@ _NAMES = re.compile(
     r"|(?<![A-Z])(KEY|PASS|PAT|PWD|DSN|AUTH|BEARER)(?![A-Z])).*",
     re.IGNORECASE,
 )
-"""Names of variables that hold a secret: one of the words is in them, and they are no name of a file."""
+"""Names of variables that hold a secret: the name contains one of these words and does not name a file."""
 
 _SHAPES = re.compile(
     r"(?<=://)[^\s/@:'\"]*:[^\s/@'\"]+(?=@)"  # user and password in an address
@@ -33,23 +33,23 @@ _SHAPES = re.compile(
     r"|\b(?:hf_[A-Za-z0-9]{30,}|gh[pousr]_[A-Za-z0-9]{30,}|github_pat_\w{30,}|glpat-[\w-]{20,}|wandb_v1_\w{20,}"
     r"|sk-(?:proj-|ant-[a-z0-9]+-)?\w{32,}|AKIA[0-9A-Z]{16}|xox[abeprs]-[\w-]{20,})"
 )
-"""Secrets by their form, whichever variable or file they come from."""
+"""Secrets recognised by their form, whichever variable or file they come from."""
 
 _PASSWORD = re.compile(r"://[^\s/@:]*:(.+)@")
-"""The password in an address that a variable holds; that of a database or a proxy may have any character."""
+"""The password in an address that a variable holds; database and proxy passwords may contain any character."""
 
 LEAST_LENGTH = 8
-"""Least characters of a secret; a shorter value is a word or number that other text may contain."""
+"""Minimum characters in a secret; a shorter value is a word or number that other text may contain."""
 
 REDACTED = "[redacted]"
 
 
 def without_secrets(text: str, variables: Mapping[str, str] | None = None) -> str:
-    """Return `text` without what has the form of a secret, and the values of variables that are named like one (HF_TOKEN, ..).
+    """Redact values of variables with a secret's name (HF_TOKEN, ..), and everything that has a secret's form.
 
     Args:
         text: text to be written.
-        variables: the environment; None: this process's.
+        variables: environment; None: this process's own.
     """
     for form in sorted(_forms(variables), key=len, reverse=True):
         text = text.replace(form, REDACTED)
@@ -57,10 +57,10 @@ def without_secrets(text: str, variables: Mapping[str, str] | None = None) -> st
 
 
 def why_secret(text: str, variables: Mapping[str, str] | None = None) -> str:
-    """Return why a text can be no name of a folder or file: it holds a secret, which is not repeated; "" where it holds none.
+    """Explain why a text that holds a secret cannot name a folder or file, without repeating the secret; "" if it holds none.
 
     Args:
-        text, variables: as of `without_secrets`.
+        text, variables: see `without_secrets`.
     """
     holders = [f"the secret of {name}" for form, name in _forms(variables).items() if form in text]
     holders += ["what has the form of a secret"] if _SHAPES.search(text) else []
@@ -73,7 +73,7 @@ def why_secret(text: str, variables: Mapping[str, str] | None = None) -> str:
 
 
 def _forms(variables: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the secrets of variables as a text may hold them: plain, as in JSON and repr, as in an address; with the names."""
+    """Map each form in which a text may hold a variable's secret to the variable's name: plain, as in JSON and repr, URL-quoted."""
     given = os.environ if variables is None else variables
     secrets = [(value, name) for name, value in given.items() if _NAMES.fullmatch(name)]
     secrets += [(found[1], name) for name, value in given.items() if (found := _PASSWORD.search(value))]
@@ -86,7 +86,7 @@ def _forms(variables: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def tree_without_secrets(value: Any, variables: Mapping[str, str] | None = None) -> Any:
-    """Return a tree of mappings, lists and scalars, as JSON has them, without secrets in its texts and keys."""
+    """Redact the texts and keys in a tree of mappings, lists and scalars, as in JSON."""
     if isinstance(value, str):
         return without_secrets(value, variables)
     if isinstance(value, Mapping):
@@ -100,7 +100,7 @@ def tree_without_secrets(value: Any, variables: Mapping[str, str] | None = None)
 
 
 def unwritable(what: str, error: OSError) -> OutputError:
-    """Return the error that explains why `what` cannot be written."""
+    """Return an error that explains why `what` cannot be written."""
     return OutputError(
         f"{what} cannot be written: {error.strerror}. What the command prints would be lost. Make room, or send it to another "
         "place."
@@ -108,7 +108,7 @@ def unwritable(what: str, error: OSError) -> OutputError:
 
 
 class _Blotted:
-    """A text stream that redacts secrets in what is written to `stream`, and else behaves like it (see `blotted`)."""
+    """A wrapper that redacts secrets in text written to `stream`, and otherwise behaves like it (see `blotted`)."""
 
     def __init__(self, stream: TextIO, what: str) -> None:
         self._stream = stream
@@ -122,7 +122,7 @@ class _Blotted:
             shown = without_secrets(text)
             try:
                 self._stream.write(shown)
-            except UnicodeEncodeError as error:  # a terminal of another encoding, or a name that is no UTF-8
+            except UnicodeEncodeError as error:  # a terminal with another encoding, or a name that is not UTF-8
                 self._stream.write(shown.encode(error.encoding, "backslashreplace").decode(error.encoding))
         return len(text)
 
@@ -143,11 +143,11 @@ class _Blotted:
 
 
 def blotted(stream: TextIO, what: str = "") -> TextIO:
-    """Return a stream that redacts secrets in what is written to `stream`.
+    """Wrap a stream so that secrets in text written to it are redacted.
 
     Args:
         stream: an open text stream.
-        what: its name in the OutputError that a failed write raises; "": a failed write is of no consequence.
+        what: the stream's name in the OutputError that a failed write raises; "": failed writes are ignored.
     """
     return cast(TextIO, _Blotted(stream, what))
 
@@ -157,7 +157,7 @@ def blotted_streams() -> Iterator[None]:
     """Redact secrets in what this process prints to `sys.stdout` and `sys.stderr` within the block.
 
     Raises:
-        OutputError: standard output cannot be written; errors of standard error are ignored, for no place is left.
+        OutputError: standard output cannot be written; errors on standard error are ignored, since there is nowhere to report them.
         BrokenPipeError: the reader of standard output has gone.
     """
     before = sys.stdout, sys.stderr

@@ -1,6 +1,6 @@
-"""Small state files of a run, read in bounded time and memory whatever is in their place.
+"""A run's small state files, read in bounded time and memory whatever is in their place.
 
-A read of a FIFO waits for a writer, a device may be endless, and a damaged file may have any size and encoding.
+Reading a FIFO waits for a writer, a device may be endless, and a damaged file may have any size and encoding.
 """
 
 import errno
@@ -21,7 +21,7 @@ MOST_BYTES = 16 * 2**20
 """Largest state file; `finished` has some hundred bytes, and a job's history some hundred per attempt."""
 
 MOST_TEXT_BYTES = 2**30
-"""Largest text file of a user."""
+"""Largest text file from a user."""
 
 _BLOCK_BYTES = 2**20
 _PASSING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE})
@@ -38,7 +38,7 @@ _KINDS = {
 
 
 def kind_of(mode: int) -> str:
-    """Return the kind of an entry in words, from its `st_mode`."""
+    """Name the kind of an entry, from its `st_mode`."""
     return _KINDS.get(stat.S_IFMT(mode), "no regular file")
 
 
@@ -46,7 +46,7 @@ def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading; never wait for a writer, as opening a FIFO would.
 
     Raises:
-        OSError: it is missing, unreadable, or no regular file.
+        OSError: the file is missing, unreadable, or not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     mode = os.fstat(descriptor).st_mode
@@ -60,11 +60,11 @@ def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
     """Read a whole regular file.
 
     Raises:
-        OSError: it is missing, unreadable, no regular file, or has more than `most_bytes`.
+        OSError: the file is missing, unreadable, not a regular file, or larger than `most_bytes`.
     """
     with open_regular(path) as file:
         is_large = os.fstat(file.fileno()).st_size > most_bytes
-        # A read of so many bytes at once would allocate them, whatever the file has.
+        # One read of `most_bytes` would allocate them all, however small the file is.
         blocks = range(0 if is_large else most_bytes // _BLOCK_BYTES + 1)
         content = b"".join(takewhile(bool, (file.read(_BLOCK_BYTES) for _ in blocks)))
     if is_large or len(content) > most_bytes:
@@ -73,21 +73,21 @@ def read_regular(path: Path, most_bytes: int = MOST_BYTES) -> bytes:
 
 
 def read_text(path: Path, most_bytes: int = MOST_TEXT_BYTES) -> str:
-    """Read a text file of a user as UTF-8, with line ends as `\\n`.
+    """Read a user's text file as UTF-8, with line ends as `\\n`.
 
     Raises:
-        OSError: as of `read_regular`.
-        UnicodeDecodeError: it is no text in UTF-8.
+        OSError: see `read_regular`.
+        UnicodeDecodeError: the text is not UTF-8.
     """
     return io.StringIO(read_regular(path, most_bytes).decode(), newline=None).read()
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object; return None where there is no such entry.
+    """Read a JSON object; None if the path does not exist.
 
     Raises:
-        OSError: it is unreadable, no regular file, or has more than `MOST_BYTES`.
-        ValueError: it holds no JSON object.
+        OSError: the file is unreadable, not a regular file, or larger than `MOST_BYTES`.
+        ValueError: the file does not hold a JSON object.
     """
     try:
         value = parse_json(read_regular(path))
@@ -99,14 +99,14 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def reason(error: OSError | ValueError) -> str:
-    """Return in a few words why a file could not be read or written."""
+    """Describe in a few words why a file could not be read or written."""
     if not isinstance(error, OSError):
         return str(error)
     return f"{error.strerror or error}" + (f" ({os.fsdecode(error.filename)})" if error.filename else "")
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Return whether an error is, or was raised for, one of the file system that may be gone at the next start: a full disk."""
+    """Whether an error is, or was caused by, a file-system error that may be gone at the next start, such as a full disk."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in _PASSING:
             return True
@@ -116,12 +116,12 @@ def is_passing(error: BaseException | None) -> bool:
 
 @contextmanager
 def explaining_storage(path: Path, purpose: str, advice: str) -> Iterator[None]:
-    """Raise an error of the file system as a StorageError with an explanation.
+    """Turn a file-system error into a StorageError with an explanation.
 
     Args:
-        path: the path that the block uses.
-        purpose: use of the path, to complete "cannot be used for".
-        advice: a sentence for the user.
+        path: path that the block uses.
+        purpose: what the path is used for; completes "cannot be used for".
+        advice: sentence that tells the user what to do.
 
     Raises:
         StorageError: the block raised an OSError.
@@ -137,7 +137,7 @@ def explaining_storage(path: Path, purpose: str, advice: str) -> Iterator[None]:
 
 
 def try_to_write(folder: Path) -> None:
-    """Write and remove a byte in a folder, or in its nearest existing parent; leave nothing behind.
+    """Write and remove a byte in a folder, or in its nearest existing parent; no file is left.
 
     Raises:
         OSError: the place is not writable.
@@ -145,7 +145,7 @@ def try_to_write(folder: Path) -> None:
     place = folder
     while not os.path.lexists(place) and place != place.parent:
         with suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(place)  # raises where a path can never exist, for example where a name is too long
+            os.lstat(place)  # raises if the path can never exist, for example if a name is too long
         place = place.parent
     if not place.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
@@ -155,7 +155,7 @@ def try_to_write(folder: Path) -> None:
 
 
 def _obstacle(path: Path) -> Path | None:
-    """Return the nearest existing entry of a path, if it is no folder."""
+    """Return a path's nearest existing entry if it is not a folder."""
     for place in (path, *path.parents):
         try:
             mode = place.stat().st_mode

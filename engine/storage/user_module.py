@@ -1,12 +1,12 @@
-"""A Python module of the user's: where its sources are, their digest, and the module itself.
+"""A user's Python module: where its sources are, their digest, and the module itself.
 
     scaled_mlp.py        a file, under a private name: one called `models` or `engine` hides nothing
     mylab/               a package, the folder that holds `__init__.py`, under a private name too
     mylab.layers         a module that Python finds by this name
 
-A run keeps a copy of the sources in its directory, `extension/<16 digits>/`, for those who read it after they have changed.
+A run keeps a copy of the sources in its directory, `extension/<16 digits>/`, for anyone who reads it after they have changed.
 
-A module is loaded once for each digest. The folder of its file or package comes first on `sys.path`, so that it may import its
+A module is loaded once per digest. The folder of its file or package comes first on `sys.path`, so that it may import its
 neighbours; the digest does not cover these.
 """
 
@@ -25,15 +25,15 @@ from triaxis.engine.errors import TriaxisError
 from triaxis.engine.storage.files import write_atomically
 
 PRIVATE = "triaxis_extension_"
-"""Beginning of the names under which modules of users are loaded; 16 digits of the digest follow."""
+"""Prefix of the names under which user modules are loaded; 16 digits of the digest follow."""
 
 
 EXTENSION = "extension"
-"""The folder of a run's directory that holds copies."""
+"""Folder in a run directory that holds the copies."""
 
 
 class UserModuleError(TriaxisError):
-    """A module that cannot be found, read or run. The message says why, and begins with file and line where it has them."""
+    """A module that cannot be found, read or run. The message gives the reason, after file and line if they are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Sources:
     """The sources of a module.
 
     Attributes:
-        entry: the file that runs first: `__init__.py` of a package.
-        name: by which Python finds it; "": it is given by its path.
+        entry: file that runs first; `__init__.py` for a package.
+        name: name under which Python finds the module; "" if it is given by its path.
     """
 
     entry: Path
@@ -54,11 +54,11 @@ class Sources:
 
     @property
     def root(self) -> Path:
-        """Return the file, or the folder of the package."""
+        """The file itself, or the package's folder."""
         return self.entry.parent if self.is_package else self.entry
 
     def files(self) -> Iterator[tuple[str, Path]]:
-        """Yield the module's .py files in order of their paths inside it, each after that path."""
+        """Yield (path inside the module, path) for each .py file, sorted by the path inside."""
         if not self.is_package:
             yield "", self.entry
             return
@@ -66,7 +66,7 @@ class Sources:
         yield from sorted(inside.items())
 
     def digest(self) -> str:
-        """Return the SHA-256 of the files, in hexadecimal; the names of a package's files are part of it.
+        """Compute the files' SHA-256, in hexadecimal; a package's file names are part of it.
 
         Raises:
             UserModuleError: a file cannot be read.
@@ -82,15 +82,15 @@ class Sources:
 
 
 def is_path(source: str) -> bool:
-    """Return whether a source is the path of a file or package; else it is the name of a module."""
+    """Whether a source is the path of a file or package; if not, it is a module's name."""
     return "/" in source or source.endswith(".py")
 
 
 def find_sources(source: str) -> Sources:
-    """Find the sources of a module by a path or a name.
+    """Find a module's sources by path or name.
 
     Raises:
-        UserModuleError: there is none.
+        UserModuleError: there are none.
     """
     if not is_path(source):
         try:
@@ -121,7 +121,7 @@ def load(source: str, digest: str) -> ModuleType:
     """Return the module with this digest; run it unless it is loaded.
 
     Raises:
-        UserModuleError: there is no such module, its sources are others, or running it fails.
+        UserModuleError: there is no such module, its sources have another digest, or running it fails.
     """
     if (module := loaded(digest)) is not None:
         return module
@@ -137,7 +137,7 @@ def load(source: str, digest: str) -> ModuleType:
 
 
 def place_in_user_module(error: BaseException) -> str:
-    """Return file, line and function of an error that passed through a module of a user; "": it did not."""
+    """Return file, line and function for an error that passed through a user module; "" if it did not."""
     roots = [
         Sources(Path(str(module.__file__))).root for name, module in [*sys.modules.items()] if name.startswith(PRIVATE)
     ]
@@ -149,10 +149,10 @@ def place_in_user_module(error: BaseException) -> str:
 
 
 def keep(run: Path, source: str, digest: str) -> None:
-    """Copy the sources of a module to a run's directory.
+    """Copy a module's sources to a run directory.
 
     Raises:
-        UserModuleError: they cannot be found or read, or are others by now.
+        UserModuleError: the sources cannot be found or read, or have changed.
         OSError: the copy cannot be written.
     """
     sources = find_sources(source)
@@ -165,7 +165,7 @@ def keep(run: Path, source: str, digest: str) -> None:
 
 
 def available_source(source: str, digest: str, run: Path) -> str:
-    """Return a source of a module that has this digest: the one given, else the run's copy of it, else the one given."""
+    """Return a source with this digest: the given one, else the run's copy; if neither exists, the given one."""
     with suppress(UserModuleError):
         if find_sources(source).digest() == digest:
             return source
@@ -189,7 +189,7 @@ def _run(sources: Sources, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, sources.entry, submodule_search_locations=inside)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses, pickles and relative imports look a module up by its name.
+    # Dataclasses, pickles and relative imports look up a module by its name.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
@@ -200,7 +200,7 @@ def _run(sources: Sources, name: str) -> ModuleType:
 
 
 def _place(error: BaseException, sources: Sources) -> str:
-    """Return the last place of an error in the sources, or the place where Python could not read them."""
+    """Return an error's last place in the sources, or the place where Python could not parse them."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}: "
     files = {str(path) for _, path in sources.files()}

@@ -1,7 +1,7 @@
-"""Pieces of tensors as boxes, so that the pieces of one layout can be cut again for another.
+"""Pieces of tensors as boxes, so that one layout's pieces can be cut again for another.
 
-A rank owns a flat range of the row-major local box of a parameter (`layout/param_layout.Segment`). Such a range is at most
-2n - 1 boxes of the global tensor, each of them contiguous in the range:
+A rank owns a flat range in the row-major local box of a parameter (`layout/param_layout.Segment`). Such a range consists of at most
+2n - 1 boxes of the global tensor, each contiguous in the range:
 
     local box [0:4, 8:12] of a tensor [4, 16], flat range [2, 13)        . . x x    head   [0:1, 10:12]   range 2..4
                                                                          x x x x    middle [1:3,  8:12]   range 4..12
@@ -18,9 +18,9 @@ from triaxis.engine.layout.shard_spec import Box
 
 
 def flat_boxes(box: Box, start: int, stop: int) -> Iterator[tuple[Box, int]]:
-    """Yield the boxes of the global tensor that make up the flat range [start, stop) of the row-major `box`.
+    """Yield the global tensor's boxes that make up the flat range [start, stop) of the row-major `box`.
 
-    In order, as (part, start of the part in the row-major order of `box`); a part is contiguous there.
+    Each item is (part, start of the part in `box`, row-major), in order. A part is contiguous in `box`.
     """
     assert 0 <= start <= stop <= math.prod(box_shape(box)), f"the range [{start}, {stop}) leaves the box {box}"
     if start == stop:
@@ -52,7 +52,7 @@ def box_shape(box: Box) -> tuple[int, ...]:
 
 
 def intersect(one: Box, other: Box) -> Box | None:
-    """Return the common part of two boxes of one tensor; None if there is none."""
+    """Return the common part of two boxes; None if they are disjoint."""
     common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
     return common if all(start < stop for start, stop in common) else None
 

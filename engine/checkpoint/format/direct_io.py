@@ -1,8 +1,8 @@
-"""Direct access to files past the page cache (O_DIRECT), in whole aligned blocks, one step ahead of the disk.
+"""Direct file access past the page cache (O_DIRECT), in whole aligned blocks, one step ahead of the disk.
 
-A checkpoint is written once and read once. Caching it would evict what training reads, and the copy into the cache takes CPU time:
-`dd` of a GiB used 1.8 s of a core with fsync and 0.25 s direct, on one machine. Where a file system has no direct access, or wants
-another alignment, the same blocks go through the cache.
+A checkpoint is written once and read once. Caching it would evict the data that training reads, and the copy into the cache takes
+CPU time. On one machine, `dd` of 1 GiB used 1.8 s of a core with fsync and 0.25 s with direct access. If a file system has no
+direct access, or needs another alignment, the same blocks go through the cache.
 """
 
 import errno
@@ -24,7 +24,7 @@ BLOCK_BYTES = 4096
 """Unit of offsets, lengths and addresses: the largest sector of today's disks, and a page (`PAGE_BYTES`)."""
 
 STAGING_BYTES = 32 * 2**20
-"""Length of a piece: shorter buffers would be full before the disk took the last one, and hashing would wait."""
+"""Length of a staging buffer. A shorter one would fill before the disk has taken the previous one, and hashing would wait."""
 
 T = TypeVar("T")
 
@@ -33,9 +33,9 @@ def write_direct(path: Path, contents: Iterable[torch.Tensor], staging_bytes: in
     """Write a new file, sync it to disk, and return its length in bytes.
 
     Args:
-        path: a new file.
-        contents: 1-D uint8 in host memory, consecutive in the file; iterated in a thread while blocks are written.
-        staging_bytes: length of each of two buffers, a multiple of the block.
+        path: path of the new file.
+        contents: 1-D uint8 tensors in host memory, consecutive in the file; iterated in a thread while blocks are written.
+        staging_bytes: length of each of the two buffers, a multiple of `BLOCK_BYTES`.
 
     Raises:
         OSError: the disk is full, the folder cannot be written, ...; a partial file is left.
@@ -59,7 +59,7 @@ def write_direct(path: Path, contents: Iterable[torch.Tensor], staging_bytes: in
 
 
 def _packed(contents: Iterable[torch.Tensor], staging_bytes: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Yield (buffer, filled bytes), all full but the last; two buffers take turns."""
+    """Yield (buffer, filled bytes); every buffer is full except the last. Two buffers take turns."""
     buffers = [aligned_buffer(staging_bytes), aligned_buffer(staging_bytes)]
     filled = 0
     for content in contents:
@@ -78,14 +78,14 @@ def _packed(contents: Iterable[torch.Tensor], staging_bytes: int) -> Iterator[tu
 
 
 def read_range(descriptor: int, buffer: torch.Tensor, offset: int, num_bytes: int) -> torch.Tensor:
-    """Read bytes [offset, offset + num_bytes) of a file through `buffer`; return them as a part of it.
+    """Read bytes [offset, offset + num_bytes) of a file through `buffer`.
 
     Args:
-        descriptor: open for reading, direct or not.
-        buffer: from `aligned_buffer`, of at least `num_bytes` + 2 blocks.
+        descriptor: file descriptor open for reading, direct or not.
+        buffer: memory from `aligned_buffer`, at least `num_bytes` + 2 blocks long.
 
     Returns:
-        1-D uint8, shorter than `num_bytes` where the file ends.
+        A 1-D uint8 view of `buffer`; shorter than `num_bytes` if the file ends before.
 
     Raises:
         OSError: the read failed.
@@ -102,7 +102,7 @@ def read_range(descriptor: int, buffer: torch.Tensor, offset: int, num_bytes: in
 
 
 def set_direct(descriptor: int, direct: bool) -> None:
-    """Switch direct access of an open file; a file system without it (EINVAL) keeps its cache."""
+    """Switch an open file's direct access; a file system without it (EINVAL) keeps using its cache."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     try:
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
@@ -112,7 +112,7 @@ def set_direct(descriptor: int, direct: bool) -> None:
 
 
 def _retried(descriptor: int, call: Callable[[], int]) -> int:
-    """Run `call`, and once more through the cache if the file system refuses these blocks (EINVAL)."""
+    """Run `call`; if the file system refuses these blocks (EINVAL), run it once more through the cache."""
     try:
         return call()
     except OSError as error:
@@ -123,7 +123,7 @@ def _retried(descriptor: int, call: Callable[[], int]) -> int:
 
 
 def one_ahead(items: Iterator[T]) -> Generator[T, None, None]:
-    """Yield the items, each made in a thread while the caller uses the one before."""
+    """Yield the items; a thread makes each one while the caller uses the previous one."""
     end = object()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-ahead") as thread:
         following = thread.submit(next, items, end)

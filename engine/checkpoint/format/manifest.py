@@ -1,13 +1,13 @@
-"""The manifest: a description of a checkpoint as JSON for people too.
+"""The manifest: a checkpoint described as JSON, readable for people too.
 
     step_00001000/
         manifest.json            this file: the run's state, and place and hash of every piece of every tensor
         manifest.sha256          its hash; `sha256sum -c manifest.sha256` checks it
-        rank_00000.safetensors   the part of rank 0: one 1-D tensor per piece, named kind:name@index of its first element
+        rank_00000.safetensors   rank 0's part: one 1-D tensor per piece, named kind:name@index (index of its first element)
         rank_00001.safetensors   ..
 
-A piece is a flat range of the row-major local box of one parameter (see `boxes.py`), at most `PIECE_BYTES` long, which bounds the
-memory of its reader. Nothing here is ever executed: JSON is parsed and validated field by field, tensors are raw bytes at stated
+A piece is a flat range in the row-major local box of one parameter (see `boxes.py`). It is at most `PIECE_BYTES` long, which bounds
+its reader's memory. Nothing here is ever executed: JSON is parsed and validated field by field, tensors are raw bytes at stated
 offsets, and file names cannot leave the folder.
 """
 
@@ -43,25 +43,25 @@ from triaxis.engine.storage.redaction import tree_without_secrets, without_secre
 from triaxis.engine.storage.state_files import read_regular
 
 FORMAT_VERSION = 1
-"""Raised when a reader of the old format could misread the new one. Every released format stays readable."""
+"""Raised when a reader for the old format could misread the new one. Every released format stays readable."""
 
 MANIFEST = "manifest.json"
 MANIFEST_HASH = "manifest.sha256"
 
 MOST_SAMPLES = 2**50
-"""Largest number of training samples of a run."""
+"""Largest number of training samples in a run."""
 
 MOST_TOKENS = 2**60
-"""Largest number of training tokens of a run."""
+"""Largest number of training tokens in a run."""
 
 MOST_MANIFEST_BYTES = 2**30
-"""Largest manifest that is read. About 200 bytes describe a piece of up to `PIECE_BYTES`: 600 MB for 100 TB."""
+"""Largest manifest that is read. About 200 bytes describe a piece of up to `PIECE_BYTES`, so 100 TB need 600 MB."""
 
 PIECE_BYTES = 32 * 2**20
-"""Largest piece: the memory of a reader."""
+"""Largest piece; it bounds a reader's memory."""
 
 Kind = Annotated[StateKind, Field(pattern=f"^{KIND_PATTERN}$")]
-"""Exact weights (the parameters themselves in fp32 and float64), a moment of the optimizer, or the average of weights."""
+"""Exact weights (in fp32 and float64 the parameters themselves), an optimizer moment, or the weights' average."""
 
 DType = Literal["bfloat16", "float16", "float32", "float64"]
 DTYPE_BYTES: dict[DType, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -71,7 +71,7 @@ FileName = Annotated[str, Field(pattern=r"^[a-z0-9_]{1,64}\.safetensors$")]
 
 
 def _of_sections(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration of sections, with the list of its phases if it has some, in today's names."""
+    """Check that a configuration consists of sections, plus a list of phases if it has any, and translate it to today's names."""
     config = translated(config)
     for name, value in config.items():
         if not isinstance(value, list if name == "phases" else dict):
@@ -84,9 +84,9 @@ class _Record(BaseModel):
 
 
 class Piece(_Record):
-    """A flat range [start, stop) of the local box `box` of one tensor, at byte `offset` of its file.
+    """A flat range [start, stop) in the local box `box` of one tensor, at byte `offset` in its file.
 
-    `xxh3` is the hash of its bytes; `fingerprint` is its part of the sum that `fingerprint.py` defines.
+    `xxh3` is the hash of its bytes; `fingerprint` is its part of the sum defined in `fingerprint.py`.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Piece(_Record):
 
 
 class DataFile(_Record):
-    """One file of tensors with its pieces, by offset."""
+    """One tensor file with its pieces, by offset."""
 
     name: FileName
     num_bytes: int = Field(ge=0)
@@ -117,7 +117,7 @@ class DataFile(_Record):
 
 
 class TensorInfo(_Record):
-    """A parameter of the model: its logical global shape, and whether it has moments of the optimizer, and an average."""
+    """A parameter: its logical global shape, and whether it is trained, so that it has optimizer moments and an average."""
 
     shape: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)]
     is_trained: bool = True
@@ -141,22 +141,22 @@ class LossScaleRecord(_Record):
 
 
 class TrainingState(_Record):
-    """The state of a run besides its tensors.
+    """A run's state besides its tensors.
 
     Attributes:
         step: optimizer steps made.
-        consumed_samples, consumed_tokens: training data so far; the next sample is a function of the first alone.
-        num_updates: updates in the moments (Adam's bias correction).
-        lr: learning rate of the last step, for the reader; the schedule is a function of step and config.
+        consumed_samples, consumed_tokens: training data consumed so far; the sample count alone determines the next sample.
+        num_updates: updates in the moments (for Adam's bias correction).
+        lr: learning rate of the last step, for information; the schedule is a function of step and config.
         rng: the seed; masks, weights and sample order are functions of (seed, name, sample), so there is no further state.
-        loss_scale: of the next step; None where the dtype needs none, or it is static.
+        loss_scale: loss scale for the next step; None if the dtype needs none, or if it is static.
         data: token counts and hashes of the training data, by corpus.
         wandb_id: id of the wandb run.
         skipped: ranges [first, stop) of skipped sample ids (`engine/data/skipped.py`).
         num_rollbacks: automatic returns to a checkpoint.
-        recent_losses: (step from 0, loss) as far as the limit of the next losses needs them; empty without a limit.
-        recent_grad_norms: the same of gradient norms.
-        validation_is_due: the run stopped before the validation after `step` had its loss; the next attempt makes it first.
+        recent_losses: (step from 0, loss), as many as the next losses' limit needs; empty without a limit.
+        recent_grad_norms: (step from 0, gradient norm), as many as the next norms' limit needs; empty without a limit.
+        validation_is_due: the run stopped before the validation after `step` had its loss; the next attempt runs it first.
     """
 
     step: int = Field(ge=0, le=MOST_STEPS)
@@ -176,7 +176,7 @@ class TrainingState(_Record):
 
     @classmethod
     def at_start(cls) -> "TrainingState":
-        """Return the state before the first step, with data and seed unknown: that of an import of plain weights."""
+        """Return the state before the first step, with data and seed unknown, as for imported plain weights."""
         return cls(step=0, consumed_samples=0, consumed_tokens=0, num_updates=0, lr=0.0, rng={}, data={})
 
 
@@ -186,9 +186,9 @@ class Manifest(_Record):
     Attributes:
         content: `training` (weights, moments and average, resumable) or `weights` (an import, to start from).
         attempt: attempt that wrote it; with the step it orders checkpoints by age.
-        layout: sizes, bucket bytes, threads, kernels, versions, device: equal in a bit-identical resume.
-        fingerprint: by kind, see `fingerprint.py`.
-        config: the resolved configuration; of an import, its `model` section and tokenizer.
+        layout: sizes, bucket bytes, threads, kernels, versions, device; a bit-identical resume needs the same layout.
+        fingerprint: fingerprint by kind, see `fingerprint.py`.
+        config: resolved configuration; an import has only its `model` section and tokenizer.
         lineage: checkpoints that the run started from, oldest first.
     """
 
@@ -218,20 +218,20 @@ class Manifest(_Record):
 
     @property
     def optimizer(self) -> OptimizerName:
-        """Return the optimizer of its state; AdamW where the configuration has none (it was the only one)."""
+        """Optimizer whose state is saved; AdamW if the configuration names none (it was the only one)."""
         name: OptimizerName = self.config.get("optimizer", {}).get("name", "adamw")
         return name
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
-        """Return the state kinds of its trained tensors."""
+        """State kinds of the trained tensors."""
         if self.content != "training":
             return (MASTER,)
         own = (self.config.get("model", {}).get("extension") or {}).get("moments", ())
         return state_kinds(self.optimizer, tuple(own), has_ema=self.config.get("optimizer", {}).get("ema") is not None)
 
     def kinds_of(self, tensor: TensorInfo) -> tuple[StateKind, ...]:
-        """Return the state kinds of one tensor."""
+        """Return one tensor's state kinds."""
         return self.kinds if tensor.is_trained else (MASTER,)
 
     @property
@@ -240,7 +240,7 @@ class Manifest(_Record):
 
     @cached_property
     def pieces_by_tensor(self) -> dict[tuple[str, Kind], list[tuple[int, Piece]]]:
-        """Return (number of the file, piece) of every tensor and kind."""
+        """(file number, piece) for every tensor and kind."""
         index: dict[tuple[str, Kind], list[tuple[int, Piece]]] = {}
         for number, file in enumerate(self.files):
             for piece in file.pieces:
@@ -249,12 +249,12 @@ class Manifest(_Record):
 
     @property
     def num_parameters(self) -> int:
-        """Return the logical elements: padding is never saved."""
+        """Number of logical elements: padding is never saved."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors.values())
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write manifest.json, then its hash, each atomically and without secrets of the environment.
+    """Write manifest.json, then its hash, each atomically and without the environment's secrets.
 
     Raises:
         OSError: the folder cannot be written, or the disk is full.
@@ -262,7 +262,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     told = {
         "config": tree_without_secrets(manifest.config),
         "run": without_secrets(manifest.run),
-        # The names of phases are keys in it.
+        # Phase names are keys in `data`, so keys are redacted too.
         "state": manifest.state.model_copy(update={"data": tree_without_secrets(manifest.state.data)}),
         "lineage": tuple(
             ancestor.model_copy(update={"path": without_secrets(ancestor.path)}) for ancestor in manifest.lineage
@@ -274,10 +274,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check a manifest: its hash, its version, every field, and the sizes of the files that it names.
+    """Read and check a manifest: its hash, its version, every field, and the sizes of the files it names.
 
     Raises:
-        CheckpointError: naming the file and what is wrong with it.
+        CheckpointError: a check failed; the message names the file and the problem.
     """
     manifest = parse_manifest(folder)
     problems = manifest_problems(folder, manifest)
@@ -292,10 +292,10 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(folder: Path) -> Manifest:
-    """Read a manifest and check its hash, its version and every field, but not the files that it names.
+    """Read a manifest and check its hash, its version and every field, but not the files it names.
 
     Raises:
-        CheckpointError: naming the file and what is wrong with it.
+        CheckpointError: a check failed; the message names the file and the problem.
     """
     path = folder / MANIFEST
     try:
@@ -328,7 +328,7 @@ def parse_manifest(folder: Path) -> Manifest:
 
 
 def _hash_line(content: bytes) -> bytes:
-    """Return the content of manifest.sha256, in the form of `sha256sum`."""
+    """Return the content of manifest.sha256, as `sha256sum` would print it."""
     return f"{hashlib.sha256(content).hexdigest()}  {MANIFEST}\n".encode()
 
 
@@ -344,7 +344,7 @@ def _first(error: ValidationError) -> str:
 
 
 def manifest_problems(folder: Path, manifest: Manifest) -> list[str]:
-    """Return all contradictions: sizes on disk, pieces outside their file or tensor, elements not saved exactly once."""
+    """List all contradictions: sizes on disk, pieces outside their file or tensor, elements not saved exactly once."""
     problems = []
     pieces: dict[tuple[str, Kind], list[Piece]] = {}
     misplaced: set[tuple[str, Kind]] = set()
@@ -394,7 +394,7 @@ def _fits(piece: Piece, tensor: TensorInfo | None, file: DataFile) -> bool:
 
 
 def _some_twice(pieces: Sequence[Piece]) -> bool:
-    """Return whether two pieces of one tensor share an element."""
+    """Whether two pieces of one tensor share an element."""
     ranges: dict[Box, list[tuple[int, int]]] = {}
     for piece in pieces:
         ranges.setdefault(piece.box, []).append((piece.start, piece.stop))
@@ -410,15 +410,15 @@ def _some_twice(pieces: Sequence[Piece]) -> bool:
 
 
 def _some_meet(boxes: Sequence[Box]) -> bool:
-    """Return whether two of the boxes share an element."""
+    """Whether two of the boxes share an element."""
     cut = [dim for dim in range(len(boxes[0])) if len({box[dim] for box in boxes}) > 1]
-    if len(cut) == 1:  # a cut as by tensor parallelism: comparing neighbours is quick for many ranks
+    if len(cut) == 1:  # cut along one dim, as in tensor parallelism: comparing neighbours is fast for many ranks
         return any(stop > start for (_, stop), (start, _) in pairwise(sorted(box[cut[0]] for box in boxes)))
     return any(intersect(one, other) is not None for one, other in combinations(boxes, 2))
 
 
 def _to_json(manifest: Manifest) -> str:
-    """Return JSON with one line per tensor and piece, so that it can be read, searched and diffed."""
+    """Format the manifest as JSON with one line per tensor and piece, so that it can be read, searched and diffed."""
     tree = manifest.model_dump(mode="json")
     files, tensors = tree.pop("files"), tree.pop("tensors")
     head = json.dumps(tree, indent=2, allow_nan=False).removesuffix("\n}")

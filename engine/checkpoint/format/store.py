@@ -1,15 +1,15 @@
-"""Files of tensors: written front to back and hashed on the way, read back piece by piece for any layout.
+"""Tensor files: written front to back and hashed on the way, read back piece by piece for any layout.
 
-A file is a safetensors file (an 8-byte length, a JSON header, raw bytes), so other tools open it. The safetensors library
-serialises whole tensors in one call, which would mean no hashing on the way, a second copy in memory, and no control over disk
-access.
+A file is a safetensors file (an 8-byte length, a JSON header, raw bytes), so other tools can open it. The safetensors library
+serialises whole tensors in one call. With it there would be no hashing on the way, a second copy in memory, and no control over
+disk access.
 
     write_file   pieces -> rank_00003.safetensors, and its entry in the manifest
     load         manifest + targets of this layout -> each target filled from the pieces that intersect it
 
-A loader reads each piece that it needs once, whole, into one of two reused buffers, checks its hash and copies the intersections:
-memory is bounded by two pieces in any layout. Consecutive pieces are read together, up to the size of a piece: disks take long
-requests faster than short ones.
+A loader reads each piece it needs once, whole, into one of two reused buffers, checks its hash and copies the intersections.
+Memory is bounded by two pieces in any layout. Consecutive pieces are read together, up to the size of one piece, because disks
+serve long requests faster than short ones.
 """
 
 import json
@@ -39,15 +39,15 @@ DTYPE_NAMES: dict[torch.dtype, DType] = {dtype: name for name, dtype in TORCH_DT
 SAFETENSORS_NAMES: dict[DType, str] = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
 
 _ALIGNMENT = 8
-"""Alignment of the data after the header, by the safetensors format."""
+"""Alignment in bytes of the data after the header, as the safetensors format requires."""
 
 
 class Values(Protocol):
-    """A 1-D sequence of floating-point elements that `write_file` can cut and read: a tensor, or state in its stored form."""
+    """A 1-D sequence of floating-point elements that `write_file` can slice and read: a tensor, or state in its stored form."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the elements in the file."""
+        """Dtype of the elements in the file."""
         ...
 
     def __len__(self) -> int: ...
@@ -62,14 +62,14 @@ V = TypeVar("V", bound=Values, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Shard(Generic[V]):
-    """A flat range of a tensor on this rank, to be saved or to be filled.
+    """A flat range of a tensor on this rank, to be saved or filled.
 
     Attributes:
         name, kind: name and kind of the tensor.
-        shape: its logical global shape.
-        box: the local box that contains the range.
+        shape: the tensor's logical global shape.
+        box: local box that contains the range.
         start: start of the range in the row-major box.
-        values: the elements from there on; a tensor is 1-D and contiguous, on any device.
+        values: elements of the range; a tensor is 1-D and contiguous, on any device.
     """
 
     name: str
@@ -85,12 +85,12 @@ class Shard(Generic[V]):
 
 
 def write_file(path: Path, shards: Sequence[Shard[Values]], piece_bytes: int = PIECE_BYTES) -> DataFile:
-    """Write shards as one safetensors file, sync it to disk, and return its entry in the manifest.
+    """Write shards as one safetensors file, sync it to disk, and return its manifest entry.
 
     Args:
-        path: a new file in an existing folder.
-        shards: saved in this order.
-        piece_bytes: a longer shard becomes several pieces.
+        path: new file in an existing folder.
+        shards: shards to save, in file order.
+        piece_bytes: maximum length of a piece; a longer shard is split.
 
     Raises:
         OSError: the disk is full, the folder cannot be written, ...; a partial file is left.
@@ -112,13 +112,13 @@ def write_file(path: Path, shards: Sequence[Shard[Values]], piece_bytes: int = P
     try:
         num_bytes = write_direct(path, _stream(struct.pack("<Q", len(text)) + text, parts, pieces))
     except OSError as error:
-        # A failed write does not name its file.
+        # The OSError from a failed write has no file name.
         raise OSError(error.errno, error.strerror, str(path)) from error
     return DataFile(name=path.name, num_bytes=num_bytes, pieces=tuple(pieces))
 
 
 def _stream(header: bytes, parts: Sequence[Shard[Values]], pieces: list[Piece]) -> Iterator[torch.Tensor]:
-    """Yield the bytes of a file in order, hash each part and append its piece for the manifest."""
+    """Yield the file's bytes in order; hash each part and append its piece to `pieces` for the manifest."""
     yield torch.frombuffer(bytearray(header), dtype=torch.uint8)
     at = len(header)
     for part in parts:
@@ -143,9 +143,9 @@ def _stream(header: bytes, parts: Sequence[Shard[Values]], pieces: list[Piece]) 
 
 
 def entry_name(kind: Kind, name: str, shape: tuple[int, ...], box: Box, start: int) -> str:
-    """Return the name of a piece in its safetensors file: `kind:name@index`, unique among disjoint pieces.
+    """Name a piece in its safetensors file: `kind:name@index`, unique among disjoint pieces.
 
-    The index is that of its first element in the row-major global tensor.
+    The index is the position of the piece's first element in the row-major global tensor.
     """
     first, _ = next(flat_boxes(box, start, start + 1))
     index = 0
@@ -155,7 +155,7 @@ def entry_name(kind: Kind, name: str, shape: tuple[int, ...], box: Box, start: i
 
 
 def fingerprints(pieces: Iterable[Piece]) -> dict[Kind, str]:
-    """Return the fingerprint of each kind from those of its pieces."""
+    """Combine the pieces' fingerprints into one per kind."""
     sums: dict[Kind, list[int]] = {}
     for piece in pieces:
         sums.setdefault(piece.kind, []).append(int(piece.fingerprint, 16))
@@ -163,10 +163,12 @@ def fingerprints(pieces: Iterable[Piece]) -> dict[Kind, str]:
 
 
 class PieceReader:
-    """A reader of one checkpoint's pieces, checked, into two buffers in turn; a context manager that holds open files.
+    """A reader for one checkpoint's pieces that checks their hashes; a context manager that holds open files.
+
+    Pieces are read into two buffers in turn.
 
     Args:
-        folder: the checkpoint.
+        folder: folder of the checkpoint.
         direct: bypass the page cache, for bytes that no other process on this host reads.
     """
 
@@ -184,15 +186,15 @@ class PieceReader:
         self._descriptors = {}
 
     def read(self, file: DataFile, piece: Piece) -> torch.Tensor:
-        """Read the elements of a piece, 1-D; valid until the call after the next.
+        """Read and check a piece's elements, 1-D; valid until the call after the next.
 
         Raises:
-            CheckpointError: the file cannot be read, ends early, or its bytes are not those that were written.
+            CheckpointError: the file cannot be read, ends early, or differs from what was written.
         """
         return self.check(file, piece, self.fetch(file, piece.offset, piece.num_bytes))
 
     def fetch(self, file: DataFile, offset: int, num_bytes: int) -> torch.Tensor:
-        """Read bytes of the file, of one or several consecutive pieces, as uint8; fewer where the file ends.
+        """Read raw bytes, uint8, for one or several consecutive pieces; fewer if the file ends before.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -209,10 +211,10 @@ class PieceReader:
             ) from None
 
     def check(self, file: DataFile, piece: Piece, raw: torch.Tensor) -> torch.Tensor:
-        """Return the elements of a piece if `raw` holds the bytes that were written.
+        """Check that `raw` holds the bytes that were written, and view them as the piece's elements.
 
         Raises:
-            CheckpointError: it holds other bytes, or too few.
+            CheckpointError: the bytes differ, or are too few.
         """
         if len(raw) < piece.num_bytes or xxhash.xxh3_64_hexdigest(raw.numpy().data) != piece.xxh3:
             found = (
@@ -227,7 +229,7 @@ class PieceReader:
             )
         dtype = TORCH_DTYPES[piece.dtype]
         if raw.storage_offset() % dtype.itemsize:
-            raw = raw.clone()  # it follows a piece of a smaller dtype
+            raw = raw.clone()  # misaligned, after a piece with a smaller dtype
         return raw.view(dtype)
 
     def _descriptor(self, file: DataFile) -> int:
@@ -239,10 +241,10 @@ class PieceReader:
 
 
 def load(folder: Path, manifest: Manifest, targets: Sequence[Shard[torch.Tensor]]) -> None:
-    """Fill every target from the checkpoint, whatever layout wrote it; convert dtypes where they differ.
+    """Fill every target from the checkpoint, whatever layout wrote it; dtypes are converted if they differ.
 
     Raises:
-        CheckpointError: a tensor is missing, incomplete, damaged or of another shape.
+        CheckpointError: a tensor is missing, incomplete, damaged or has another shape.
     """
     by_tensor: dict[tuple[str, Kind], list[Shard[torch.Tensor]]] = {}
     for target in targets:
@@ -256,7 +258,7 @@ def load(folder: Path, manifest: Manifest, targets: Sequence[Shard[torch.Tensor]
         by_tensor.setdefault((target.name, target.kind), []).append(target)
     wanted = list(_wanted(manifest, by_tensor))
     filled: Counter[int] = Counter()
-    # Another rank, perhaps on this host, wants the rest of a piece that is needed in part: then the page cache helps.
+    # If this rank needs only part of a piece, another rank, perhaps on this host, needs the rest: then the page cache helps.
     with (
         PieceReader(folder, direct=all(one.is_whole for one in wanted)) as reader,
         # The disk reads the next piece while this one is hashed and copied.
@@ -279,7 +281,7 @@ def load(folder: Path, manifest: Manifest, targets: Sequence[Shard[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A piece to be read, the number of its file, and its destinations."""
+    """A piece to read, its file's number, and its destinations."""
 
     file: int
     piece: Piece
@@ -287,14 +289,14 @@ class _Wanted:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether this rank needs the whole piece (as in the layout that wrote it)."""
+        """Whether this rank needs the whole piece (as in the layout that wrote it)."""
         return sum(math.prod(box_shape(common)) for _, (_, _, common) in self.overlaps) == self.piece.numel
 
 
 def _wanted(
     manifest: Manifest, by_tensor: Mapping[tuple[str, Kind], Sequence[Shard[torch.Tensor]]]
 ) -> Iterator[_Wanted]:
-    """Yield the pieces that meet a target in the order of the files: disks read best front to back."""
+    """Yield the pieces that intersect a target, in file order: disks read best front to back."""
     candidates = sorted(
         (found for key in by_tensor for found in manifest.pieces_by_tensor.get(key, ())),
         key=lambda found: (found[0], found[1].offset),
@@ -309,7 +311,7 @@ def _wanted(
 def _fetched(
     reader: PieceReader, manifest: Manifest, wanted: Sequence[_Wanted]
 ) -> Iterator[list[tuple[_Wanted, torch.Tensor]]]:
-    """Yield each run of consecutive pieces of a file, with the bytes of each piece."""
+    """Yield each run of consecutive pieces in a file, with each piece's bytes."""
     for run in _runs(wanted):
         first, last = run[0].piece, run[-1].piece
         raw = reader.fetch(manifest.files[run[0].file], first.offset, last.offset + last.num_bytes - first.offset)
@@ -333,7 +335,7 @@ def _runs(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One box of a range, and the place of its elements in the range's values."""
+    """One box of a range, and the position of its elements in the range's values."""
 
     box: Box
     start: int
@@ -341,7 +343,7 @@ class _Part:
 
 
 def _overlaps(piece: Piece, target: Shard[torch.Tensor]) -> Iterator[tuple[_Part, _Part, Box]]:
-    """Yield (part of the piece, part of the target, intersection) for every pair that meets."""
+    """Yield (part of the piece, part of the target, intersection) for every pair that intersects."""
     if intersect(piece.box, target.box) is None:
         return
     wanted = _parts(target.box, target.start, target.stop)

@@ -12,13 +12,13 @@ from triaxis.engine.checkpoint.inspect.weights import WhichWeights, check_weight
 
 
 class Checkpoint(Mapping[str, torch.Tensor]):
-    """The weights of a checkpoint by name. Each access reads the tensor from its files anew; none is cached.
+    """A checkpoint's weights by name. Each access reads the tensor from its files again; none is cached.
 
     Attributes:
         path: folder of the checkpoint, step_<number>.
-        step: number of updates before the checkpoint.
-        config: resolved configuration of the run; for an import, its `model` section and tokenizer alone.
-        shapes: shapes of the tensors by name, without padding of the vocabulary, which is never saved.
+        step: optimizer steps made before the checkpoint.
+        config: the run's resolved configuration; an import has only its `model` section and tokenizer.
+        shapes: tensor shapes by name, without vocabulary padding, which is never saved.
     """
 
     def __init__(self, path: str | Path, weights: WhichWeights = "trained") -> None:
@@ -38,7 +38,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
         Raises:
             KeyError: the checkpoint has no such tensor.
-            CheckpointError: its files are missing or damaged.
+            CheckpointError: files are missing or damaged.
         """
         if name not in self.shapes:
             raise KeyError(name)
@@ -59,7 +59,7 @@ def open_checkpoint(path: str | Path, weights: WhichWeights = "trained") -> Chec
 
     Args:
         path: a checkpoint, a folder of checkpoints (its latest is opened), or a run directory.
-        weights: `trained`, or `ema` for their moving average, where the run had `optimizer.ema`.
+        weights: `trained`, or `ema` for their moving average, if the run had `optimizer.ema`.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or it lacks these weights.

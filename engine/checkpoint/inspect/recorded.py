@@ -1,6 +1,6 @@
 """The search for the tokenizer, corpora and extension that a checkpoint names, even after a move.
 
-import    ../tokenizer.json        relative to the folder of the checkpoint
+import    ../tokenizer.json        relative to the checkpoint's folder
 run       tok/tokenizer.json       as typed: relative to the folder where the run was started, or absolute
 """
 
@@ -24,7 +24,7 @@ END_OF_DOCUMENTS = "end of documents"
 
 
 def recorded_config(candidate: Candidate) -> dict[str, Any]:
-    """Return a checkpoint's configuration; of an extension whose sources are gone or changed, with the copy that its run keeps."""
+    """Return a checkpoint's configuration; if an extension's sources are gone or changed, it names the copy that the run keeps."""
     config = dict(candidate.manifest.config)
     if (extension := (config.get("model") or {}).get("extension")) is not None:
         # runs/<name>/checkpoints/step_<number>
@@ -35,9 +35,9 @@ def recorded_config(candidate: Candidate) -> dict[str, Any]:
 def recorded_tokenizer(candidate: Candidate) -> str | None:
     """Find a checkpoint's own tokenizer, as a name for `load_tokenizer`: `bytes`, a path, or None if none is recorded.
 
-    A path is tried below the checkpoint, then below the current folder, then below each folder above the checkpoint, since a run
-    usually lies below the folder where it was started. In this last search the file must have the recorded identity. A path that
-    is not found is returned as recorded, so that the error names it.
+    A path is tried below the checkpoint, then below the current folder, then below each folder above the checkpoint. A run usually
+    lies below the folder where it was started. In this last search the file must have the recorded identity. A path that is not
+    found is returned as recorded, so that the error names it.
     """
     data = candidate.manifest.config.get("data", {})
     name = data.get("tokenizer")
@@ -59,11 +59,11 @@ def recorded_tokenizer(candidate: Candidate) -> str | None:
 def trained_tokenizer(candidate: Candidate, name: str, option: str) -> str:
     """Return the spelling of `name` (itself, its folder or its file) that opens the tokenizer of a checkpoint's model.
 
-    The identity in the checkpoint decides. That of `bytes` proves nothing, since earlier versions assumed bytes for a configuration
-    without a tokenizer: then the records of its corpora decide, if found above the checkpoint or from the current folder.
+    The identity in the checkpoint decides. An identity of `bytes` proves nothing, because earlier versions assumed bytes if the
+    configuration had no tokenizer. Then the corpora's records decide, if found above the checkpoint or from the current folder.
 
     Args:
-        candidate: checkpoint of the model.
+        candidate: the model's checkpoint.
         name: name for `load_tokenizer`.
         option: option that names another tokenizer in the user's command, for the message: `--tokenizer `.
 
@@ -97,17 +97,17 @@ def trained_tokenizer(candidate: Candidate, name: str, option: str) -> str:
 
 
 def end_of_documents(candidate: Candidate, tokenizer: Tokenizer) -> int:
-    """Return the end-of-document id of a checkpoint's training data; the tokenizer's own if none is recorded."""
+    """Return the end-of-document id in a checkpoint's training data; the tokenizer's own if none is recorded."""
     return int(candidate.manifest.state.data.get(END_OF_DOCUMENTS, tokenizer.eod_id))
 
 
 def _records(candidate: Candidate) -> Iterator[tuple[str, CorpusRecord]]:
-    """Yield (prefix, record) of the run's training corpora that are found and have a record."""
+    """Yield (prefix, record) for each of the run's training corpora that is found and has a record."""
     data = candidate.manifest.config.get("data", {})
     for source in [] if data.get("synthetic") else data.get("train") or []:
         prefix = source["path"]
         for place in (*(parent / prefix for parent in candidate.folder.resolve().parents), Path(prefix)):
-            # Another file may have that name; it proves nothing.
+            # Another file may have that name, so an error proves nothing.
             with suppress(DataError):
                 if (record := read_record(str(place))) is not None:
                     yield str(place), record

@@ -12,14 +12,14 @@ from triaxis.engine.errors import CheckpointError
 WhichWeights = Literal["trained", "ema"]
 
 KINDS: Mapping[WhichWeights, Kind] = MappingProxyType({"trained": MASTER, "ema": EMA})
-"""Choice of weights -> kind of saved state."""
+"""Saved state kind for each choice of weights."""
 
 
 def check_weights(candidate: Candidate, which: WhichWeights) -> None:
     """Refuse a checkpoint that lacks these weights.
 
     Raises:
-        CheckpointError: it has no moving average.
+        CheckpointError: the checkpoint has no moving average.
     """
     if KINDS[which] in candidate.manifest.kinds:
         return
@@ -31,6 +31,6 @@ def check_weights(candidate: Candidate, which: WhichWeights) -> None:
 
 
 def kind_to_read(manifest: Manifest, name: str, which: WhichWeights) -> Kind:
-    """Return the kind of state to read for a parameter; one without gradients has no average, so its value is read."""
+    """Return the state kind to read for a parameter; an untrained one has no average, so its value is read."""
     kind, tensor = KINDS[which], manifest.tensors.get(name)
     return kind if tensor is not None and kind in manifest.kinds_of(tensor) else MASTER
