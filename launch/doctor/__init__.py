@@ -1,1 +1,1 @@
-"""`triaxis doctor`: facts about every rank's node, measured paths between ranks, and who is out of line."""
+"""`triaxis doctor`: facts about every rank's node, measured paths between ranks, and the nodes that are out of line."""

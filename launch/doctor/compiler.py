@@ -1,8 +1,8 @@
-"""What compiles a run's kernels on this node: a C compiler, and the headers of this Python.
+"""The tools that compile a run's kernels on this node: a C compiler, and this Python's headers.
 
     torch.compile  ->  triton  ->  a launcher for each kernel, built by gcc or clang with Python.h
 
-Without either, kernels that are `auto` run operator by operator, several times slower on a GPU, and one line of a run says so.
+If either is missing, `auto` kernels run operator by operator, several times slower on a GPU, and the run prints one line about it.
 """
 
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 from triaxis.launch.doctor.records import CompilerFacts, Examination, Finding, Level
 
 COMPILERS = ("gcc", "clang")
-"""Those that triton looks for where CC is not set."""
+"""Compilers that triton looks for if CC is not set."""
 ADVICE = (
     "Install both (apt-get install gcc python3-dev), or load your site's modules of a compiler and of Python. The headers must be "
     "those of the Python that runs."
@@ -22,11 +22,11 @@ ADVICE = (
 
 
 def read_compiler(variables: Mapping[str, str] = os.environ, headers: Path | None = None) -> CompilerFacts:
-    """Look for what triton builds with.
+    """Look for the tools that triton builds with.
 
     Args:
-        variables: CC and PATH are read.
-        headers: folder of Python's headers; None: this Python's.
+        variables: environment; CC and PATH are read.
+        headers: folder with Python's headers; None: this Python's.
     """
     headers = headers or Path(sysconfig.get_paths()["include"])
     names = [variables["CC"]] if variables.get("CC") else COMPILERS
@@ -35,7 +35,7 @@ def read_compiler(variables: Mapping[str, str] = os.environ, headers: Path | Non
 
 
 def judge_compiler(seen: Examination) -> Iterator[Finding]:
-    """Check that triton can build where there are GPUs; on a CPU only a named `compiled` kernel needs it."""
+    """Check that triton can build if there are GPUs; on a CPU only a named `compiled` kernel needs it."""
     facts = [(one, one.compiler) for one in seen.facts if one.compiler is not None]
     lacking: dict[str, list[str]] = {}
     for one, compiler in facts:

@@ -1,4 +1,4 @@
-"""Facts that one rank finds out about its node by itself: versions, GPUs, sockets, data files."""
+"""Facts that one rank collects about its node by itself: versions, GPUs, sockets, data files."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ from triaxis.launch.doctor.records import NetworkFacts, RankFacts
 
 VARIABLES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "OMP_NUM_THREADS")
 NODES_OWN = ("CUDA_VISIBLE_DEVICES", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_IB_HCA")
-"""Variables that may differ from node to node: each node has names of its own for GPUs and interfaces."""
+"""Variables that may differ between nodes, because each node has its own names for GPUs and interfaces."""
 
 
 def collect(
@@ -36,15 +36,15 @@ def collect(
     data_files: Iterable[Path],
     first_of_node: bool,
 ) -> RankFacts:
-    """Collect the facts of this rank, without those that take other ranks (folders, clock).
+    """Collect this rank's facts, except those that need other ranks (folders, clock).
 
     Args:
         rank, node: its numbers in the layout.
-        device: of the rank.
-        dtype: of the run.
-        config_text: the resolved configuration, which must be equal everywhere.
-        data_files: of the corpora.
-        first_of_node: this rank calls nvidia-smi for all of the node.
+        device: the rank's device.
+        dtype: the run's dtype.
+        config_text: resolved configuration, which must be equal everywhere.
+        data_files: files of all corpora.
+        first_of_node: whether this rank calls nvidia-smi for the whole node.
     """
     equal = {
         "python": platform.python_version(),
@@ -81,7 +81,7 @@ def collect(
 
 
 def network() -> NetworkFacts:
-    """Read the sockets of this process and of its launcher. Groups must be connected already."""
+    """Read the sockets of this process and its launcher. Groups must be connected already."""
     name = os.environ.get(GLOO_VARIABLE, "")
     states = {one: state for one, state in psutil.net_if_stats().items() if state.isup}
     addresses = [
@@ -93,7 +93,7 @@ def network() -> NetworkFacts:
         address=addresses[0] if addresses else "",
         mbits=states[name].speed if name in states else 0,
         fastest=(fastest, states[fastest].speed if fastest else 0),
-        # One name for the interface, whichever of its addresses is used.
+        # The interface counts once, whichever address is used.
         listening=tuple(sorted({addresses[0] if one in addresses else one for one in _listening()})),
     )
 
@@ -107,7 +107,7 @@ def _listening() -> set[str]:
         try:
             connections = process.net_connections(kind="tcp")
         except psutil.Error:
-            continue  # a launcher of another user: its ports are its own
+            continue  # a launcher that belongs to another user: its ports are not ours
         found |= {one.laddr.ip for one in connections if one.status == psutil.CONN_LISTEN}
     return found
 

@@ -16,7 +16,7 @@ _GPU = re.compile(r"GPU(\d+)")
 
 
 def uuids(text: str) -> dict[int, str]:
-    """Parse the UUIDs of the node's GPUs, without the prefix `GPU-`, as torch has them; skip lines of another form."""
+    """Parse the node's GPU UUIDs, without the prefix `GPU-`, as torch has them; skip lines in another form."""
     found = {}
     for line in text.splitlines():
         number, _, uuid = (word.strip() for word in line.partition(","))
@@ -26,7 +26,7 @@ def uuids(text: str) -> dict[int, str]:
 
 
 def links(text: str) -> dict[int, dict[int, str]]:
-    """Parse the link of each pair of GPUs; empty where the text has no matrix."""
+    """Parse the link between each pair of GPUs; empty if the text has no matrix."""
     columns: list[int] | None = None
     found: dict[int, dict[int, str]] = {}
     for line in _ESCAPES.sub("", text).splitlines():
@@ -34,7 +34,7 @@ def links(text: str) -> dict[int, dict[int, str]]:
         if not words or not (first := _GPU.fullmatch(words[0])):
             continue
         if columns is None:
-            # Columns of network cards and affinities follow those of the GPUs.
+            # Columns for network cards and affinities come after those for GPUs.
             columns = [int(match[1]) for word in words if (match := _GPU.fullmatch(word))]
             continue
         number = int(first[1])
@@ -44,7 +44,7 @@ def links(text: str) -> dict[int, dict[int, str]]:
 
 
 def by_uuid(matrix: Mapping[int, Mapping[int, str]], uuid: Mapping[int, str]) -> dict[str, dict[str, str]]:
-    """Return the matrix by UUIDs instead of numbers, which CUDA_VISIBLE_DEVICES changes."""
+    """Index the matrix by UUID, because CUDA_VISIBLE_DEVICES changes GPU numbers."""
     return {
         uuid[row]: {uuid[column]: link for column, link in cells.items() if column in uuid}
         for row, cells in matrix.items()
@@ -53,6 +53,6 @@ def by_uuid(matrix: Mapping[int, Mapping[int, str]], uuid: Mapping[int, str]) ->
 
 
 def summary(matrix: Mapping[int, Mapping[int, str]]) -> str:
-    """Return the links of a node in words that can be compared with other nodes, such as `28 x NV18`."""
+    """Summarize a node's links in words that can be compared with other nodes, such as `28 x NV18`."""
     counted = Counter(link for row, cells in matrix.items() for column, link in cells.items() if row < column)
     return ", ".join(f"{count} x {link}" for link, count in sorted(counted.items())) or "none"

@@ -1,7 +1,7 @@
-"""Nodes that are out of line: the facts and rates of all ranks in, findings out.
+"""Findings about nodes that are out of line, from all ranks' facts and rates.
 
-Nodes are compared with each other, never with a table of what hardware should do: a value is out of line if most nodes have
-another, a rate if it is less than half of the median of equal groups (`SLOW`). Every rank comes to the same findings.
+Nodes are compared with each other, never with a table of what hardware should do. A value is out of line if most nodes have
+another. A rate is out of line below half the median over equal groups (`SLOW`). Every rank computes the same findings.
 """
 
 from collections import Counter
@@ -15,16 +15,16 @@ from triaxis.launch.doctor.rates import judge_groups, judge_paths
 from triaxis.launch.doctor.records import Examination, Finding, Level, RankFacts
 
 CLOCK_WARN_SECONDS = 0.5
-"""Logs and failures of several nodes are put in order by their clocks."""
+"""Logs and failures from several nodes are ordered by the nodes' clocks."""
 
 CLOCK_FAIL_SECONDS = 30.0
-"""Files written on one node are then in the future of another: SLURM's munge, make and object stores begin to fail."""
+"""Files written on one node are then in another's future: SLURM's munge, make and object stores begin to fail."""
 
 MOST_NAMED = 6
 
 
 def judge(seen: Examination) -> list[Finding]:
-    """Return all findings, in the order of the checks; a check that finds nothing wrong gives one OK."""
+    """Run all checks in order; a check that finds nothing wrong gives one OK."""
     checks: tuple[Callable[[Examination], Iterable[Finding]], ...] = (
         judge_nodes,
         judge_versions,
@@ -49,7 +49,7 @@ def worst(findings: Iterable[Finding]) -> Level:
 
 
 def judge_nodes(seen: Examination) -> Iterator[Finding]:
-    """Check that each node of the layout is one machine, and no machine is two nodes."""
+    """Check that each of the layout's nodes is one machine, and that no machine is two nodes."""
     hosts: dict[int, dict[str, None]] = {}
     for one in seen.facts:
         hosts.setdefault(one.node, {})[one.host] = None
@@ -87,7 +87,7 @@ def judge_versions(seen: Examination) -> Iterator[Finding]:
     ):
         names = dict.fromkeys(name for values in facts.values() for name in values)
         for name in names:
-            # Some equal values come from the first rank of a node only; a variable that is missing is unset.
+            # Some equal values come from a node's first rank only; a missing variable is unset.
             values = {rank: own.get(name, "unset") for rank, own in facts.items() if level is Level.WARN or name in own}
             usual = _usual(values)
             odd = [one for one in seen.facts if values.get(one.rank, usual) != usual]
@@ -109,7 +109,7 @@ def judge_versions(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_gpus(seen: Examination) -> Iterator[Finding]:
-    """Check that the GPUs of a tensor-parallel group are joined as well as any on their node."""
+    """Check that the GPUs in a tensor-parallel group are linked as well as any on their node."""
     by_rank = {one.rank: one for one in seen.facts}
     links = {one.node: one.links for one in seen.facts if one.links}
     wrong = False
@@ -176,7 +176,7 @@ def judge_interfaces(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_listeners(seen: Examination) -> Iterator[Finding]:
-    """Check that the run listens on the cluster's interface only. (The loopback leads to no other machine.)"""
+    """Check that the run listens only on the cluster's interface. (The loopback leads to no other machine.)"""
     outside = {
         one.rank: [
             address for address in one.network.listening if address != one.network.address and not _is_inside(address)
@@ -226,7 +226,7 @@ def judge_folders(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_disk(seen: Examination) -> Iterator[Finding]:
-    """Check that there is room for the checkpoints that will be kept, and the one that is being written."""
+    """Check that there is room for all checkpoints that are kept, and for one more while it is written."""
     needs = seen.needs
     if not needs.save_bytes:
         return
@@ -275,7 +275,7 @@ def judge_corpora(seen: Examination) -> Iterator[Finding]:
 
 
 def judge_clocks(seen: Examination) -> Iterator[Finding]:
-    """Compare the clocks of the nodes."""
+    """Compare the nodes' clocks with rank 0's."""
     clocks = [(one, one.clock) for one in seen.facts if one.clock is not None]
     if len(clocks) < 2:
         return
@@ -305,7 +305,7 @@ def judge_clocks(seen: Examination) -> Iterator[Finding]:
 
 
 def _usual(values: Mapping[int, str]) -> str:
-    """Return the most common value; of equally common ones, that of the first rank."""
+    """Most common value; among equally common ones, the first rank's if it is one of them."""
     counts = Counter(values.values())
     first = values[min(values)]
     return max(counts, key=lambda value: (counts[value], value == first, value))

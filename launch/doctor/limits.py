@@ -1,4 +1,4 @@
-"""Two limits of a node that NCCL meets: memory that a process may lock, and the size of /dev/shm.
+"""Two node limits that NCCL can exceed: memory that a process may lock, and the size of /dev/shm.
 
     RLIMIT_MEMLOCK   InfiniBand pins every buffer that it sends from or receives into, and the kernel counts them against it.
                      `ulimit -l` shows it; a login shell, SLURM's daemon and a container may each have another.
@@ -20,7 +20,7 @@ SMALL_SHARED_BYTES = 64 * 2**20
 """Docker's default (`--shm-size`)."""
 
 _IPC_LOCK = 14
-"""Number of CAP_IPC_LOCK (capabilities(7)): a process that has it may lock as much as it likes."""
+"""Number of CAP_IPC_LOCK (capabilities(7)), which allows a process to lock any amount of memory."""
 
 
 def read_limits(
@@ -28,12 +28,12 @@ def read_limits(
     status: Path = Path("/proc/self/status"),
     infiniband: Path = Path("/sys/class/infiniband"),
 ) -> LimitFacts:
-    """Read the limits of this process.
+    """Read this process's limits.
 
     Args:
-        shared: folder of shared memory.
-        status: the kernel's account of this process.
-        infiniband: has an entry per adapter.
+        shared: folder for shared memory.
+        status: the kernel's status file for this process.
+        infiniband: folder with one entry per adapter.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     is_unlimited = soft == resource.RLIM_INFINITY or _may_lock(status)
@@ -52,7 +52,7 @@ def _may_lock(status: Path) -> bool:
 
 
 def judge_limits(seen: Examination) -> Iterator[Finding]:
-    """Compare each node's limits with those at which NCCL is known to fail. (Measured rates show that it got this far.)"""
+    """Compare each node's limits with those at which NCCL is known to fail. (Rates were measured, so it works up to there.)"""
     facts = [(one, one.limits) for one in seen.facts if one.limits is not None]
     if not facts:
         return

@@ -1,14 +1,14 @@
 """Measurements that take two ranks: bandwidth of groups and paths, clocks, folders.
 
-Bus bandwidth is that of nccl-tests: the bytes that a ring moves over each link in a second. So operations and group sizes can be
-compared with each other and with the hardware. t is the time of a call, n the number of ranks:
+Bus bandwidth is defined as in nccl-tests: the bytes per second that a ring moves over each link. So operations and group sizes
+can be compared with each other and with the hardware. t is the time per call, n the number of ranks:
 
     all-reduce         2 (n-1)/n x bytes of the tensor / t
     all-gather         (n-1)/n x bytes of the whole (n shards) / t
     reduce-scatter     (n-1)/n x bytes of the whole / t
     send               bytes / t
 
-Each number is the best of at most `ROUNDS`: a disturbance only makes a machine slower.
+Each number is the best of at most `ROUNDS`, because a disturbance only makes a machine slower.
 """
 
 import json
@@ -33,21 +33,21 @@ ROUNDS = 5
 ROUND_SECONDS = 0.02
 MOST_CALLS = 50
 MOST_SECONDS = 0.3
-"""Limit for the rounds of one group or path together, unless a single call takes longer."""
+"""Time limit for all rounds of one group or path, unless a single call takes longer."""
 
 PINGS = 8
 PURPOSE = "doctor"
 PATIENCE_SECONDS = 10.0
-"""A network file system may show the files of another node that much later."""
+"""Time after which a network file system should show another node's files."""
 
 
 def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -> list[GroupRate]:
-    """Measure the rates of this rank's groups; all groups of an axis run together, and each is timed for itself.
+    """Measure this rank's groups; an axis's groups all run at once, and each is timed separately.
 
     Args:
-        topology: of this rank.
-        sizes: the same on all ranks, in one order.
-        dtype: of the tensors.
+        topology: this rank's topology.
+        sizes: messages, the same on all ranks in the same order.
+        dtype: dtype of the tensors.
     """
     found = []
     for size in sizes:
@@ -60,7 +60,7 @@ def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -
             pairs = [(hop, hop + 1) if size.axis == "pp_forward" else (hop + 1, hop) for hop in hops]
             found += path_rates(axis, [pairs[::2], pairs[1::2]], size, topology.device)
             continue
-        # A tensor is cut into as many equal parts as there are ranks.
+        # The tensor divides into one equal part per rank.
         numel = max(1, size.num_bytes // dtype.itemsize // axis.size) * axis.size
         tensor = torch.zeros(numel, dtype=dtype, device=topology.device)
         seconds = _seconds_of_a_call(axis, size.op, tensor)
@@ -71,7 +71,7 @@ def group_rates(topology: Topology, sizes: Iterable[Size], dtype: torch.dtype) -
 
 
 def _ring_bytes(op: str, size: int, num_bytes: int) -> float:
-    """Return the bytes that a rank sends; `num_bytes` is the shard's for an all-gather."""
+    """Count the bytes that a rank sends; `num_bytes` is the shard's for an all-gather."""
     part = (size - 1) / size
     shares = {
         "all_reduce": 2 * part,
@@ -84,7 +84,7 @@ def _ring_bytes(op: str, size: int, num_bytes: int) -> float:
 
 
 def _seconds_of_a_call(axis: Axis, op: str, tensor: torch.Tensor) -> float:
-    """Time a call: the slowest member's time, in the best round. Rows go to all members alike."""
+    """Time one call by the slowest member, in the best round. Rows are spread equally over all members."""
     equal = [tensor.numel() // axis.size] * axis.size
     call: Callable[[], torch.Tensor] = {
         "all_reduce": lambda: axis.all_reduce(tensor, PURPOSE).wait(),
@@ -115,10 +115,10 @@ def path_rates(
     """Measure the paths on which this rank sends, one direction at a time.
 
     Args:
-        axis: of their members.
-        phases: (sender, receiver) by index on the axis; no member is in two pairs of a phase.
-        size: of a message, with its labels.
-        device: of this rank.
+        axis: axis that contains all members.
+        phases: pairs (sender, receiver), by index on the axis; no member is in two pairs of the same phase.
+        size: message size, with its labels.
+        device: this rank's device.
     """
     found = []
     tensor = torch.zeros(max(1, size.num_bytes), dtype=torch.uint8, device=device)
@@ -136,7 +136,7 @@ def path_rates(
 
 
 def _send_and_time(axis: Axis, peer: int, tensor: torch.Tensor) -> float:
-    """Time calls from the receiver's message that it is ready to its message that it has all."""
+    """Time calls from the receiver's message that it is ready to its message that it has received everything."""
 
     def round_of(num_calls: int) -> float:
         _number(axis, peer, tensor.device, float(num_calls))
@@ -176,7 +176,7 @@ def _one(axis: Axis, kind: str, tensor: torch.Tensor, peer: int) -> None:
 
 
 def _calls_and_rounds(seconds: float) -> tuple[int, int]:
-    """Return how many calls a round has, and how many rounds there are, for calls of so many seconds."""
+    """Choose (calls per round, rounds) for a call that takes this many seconds."""
     num_calls = max(1, min(MOST_CALLS, int(ROUND_SECONDS / max(seconds, 1e-9))))
     return num_calls, max(1, min(ROUNDS, int(MOST_SECONDS / max(num_calls * seconds, 1e-9))))
 
@@ -187,10 +187,10 @@ def _settle(device: torch.device) -> None:
 
 
 def measure_clock(topology: Topology, clock: Callable[[], float] = time.time) -> NodeClock | None:
-    """Compare the clock of this rank's node with rank 0's; None where this rank is not its node's first.
+    """Compare this node's clock with rank 0's; None unless this rank is its node's first.
 
-    Rank 0 notes the times of its request and of the answer, and takes the answer's time for the middle of both. The quickest
-    of some rounds counts, and half of its duration is the largest error.
+    Rank 0 records the times of its request and of the answer, and assumes that the answer was sent halfway between. The quickest
+    of `PINGS` rounds counts; half its duration is the largest possible error.
     """
     grid, world, device = topology.grid, topology.axis("world"), topology.device
     firsts = range(0, grid.world_size, grid.ranks_per_node)
@@ -220,13 +220,12 @@ def check_folders(
 ) -> tuple[RootFacts, ...]:
     """Write into each folder on every node, and check that the others can read it.
 
-    For a folder that does not exist yet, the test files go to its nearest parent on rank 0. They are removed; nothing else is
-    created.
+    If a folder does not exist yet, its test files go to its nearest parent on rank 0. They are removed; nothing else is created.
 
     Args:
-        topology: of this rank.
-        roots: key of the configuration -> folder; the same on all ranks.
-        patience_seconds: limit for a file of another node to appear.
+        topology: this rank's topology.
+        roots: configuration key -> folder; the same on all ranks.
+        patience_seconds: time limit for another node's file to appear.
     """
     world, device, grid = topology.axis("world"), topology.device, topology.grid
     is_first = topology.rank % grid.ranks_per_node == 0
@@ -261,7 +260,7 @@ def _nearest(path: Path) -> Path:
 
 
 def _write(path: Path, content: str) -> str:
-    """Write a file; return why it could not be written, or an empty text."""
+    """Write a file; return the reason for a failure, or an empty text."""
     try:
         with path.open("w") as file:
             file.write(content)
@@ -275,7 +274,7 @@ def _write(path: Path, content: str) -> str:
 def _reads(path: Path, content: str, deadline: float) -> bool:
     while True:
         try:
-            # A listing makes a network file system read from its server again.
+            # Listing the folder makes a network file system ask its server again.
             if path in path.parent.iterdir() and path.read_text() == content:
                 return True
         except OSError:
@@ -287,7 +286,7 @@ def _reads(path: Path, content: str, deadline: float) -> bool:
 
 
 def gather_rates(world: Axis, mine: Sequence[GroupRate], device: torch.device) -> list[GroupRate]:
-    """Gather each group's rate once, as its first rank measured it; of a path, as its sender did."""
+    """Gather each group's rate once, as measured by its first rank; for a path, by its sender."""
     texts = gather_text(world, json.dumps([asdict(one) for one in mine]), device, PURPOSE, most_bytes=None)
     found = []
     for rank, text in enumerate(texts):

@@ -1,9 +1,9 @@
 """The packages that a run may use on this node; those that may not work are tried.
 
     torch, megatron-core, wandb    found by their metadata
-    transformer-engine, apex       opened as a run that names them does, and a small computation of each is compared with torch's
+    transformer-engine, apex       loaded as in a run that names them; a small computation in each is compared with torch's
 
-No finding follows from them: a run that names what cannot be used is refused by itself.
+They lead to no finding: a run that names an unusable package is refused by itself.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -26,10 +26,10 @@ USES = {
 
 
 def read_packages(device: torch.device, dtype: torch.dtype) -> tuple[PackageFacts, ...]:
-    """Look for the packages of `USES`.
+    """Look for the packages in `USES`.
 
     Args:
-        device, dtype: of the run: Transformer Engine and apex are tried with them.
+        device, dtype: the run's device and dtype, with which Transformer Engine and apex are tried.
     """
     trials = {
         "transformer-engine": lambda: gemm_failure(dtype, main_grad_dtype(dtype, "full"), device),
@@ -43,7 +43,7 @@ def read_packages(device: torch.device, dtype: torch.dtype) -> tuple[PackageFact
 
 
 def _version(name: str) -> str:
-    """Return the version of an installed package; "" where it is not installed."""
+    """Version of an installed package; "" if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -1,14 +1,14 @@
-"""An order of sends between nodes in which each path is measured by itself."""
+"""An order for sends between nodes in which each path is measured by itself."""
 
 
 def node_paths(ranks_per_node: int, world_size: int) -> list[list[tuple[int, int]]]:
-    """List phases in which each rank sends to, and receives from, its counterpart on the next node and the one before."""
+    """List phases: each rank sends to its counterpart on the next node, then on the previous one."""
     num_nodes = world_size // ranks_per_node
     steps = [1, -1] if num_nodes > 2 else [1]
     phases = []
     for step in steps:
         hops = [(node, (node + step) % num_nodes) for node in range(num_nodes)]
-        # An odd ring has a last hop whose ends are both in the other phases.
+        # In an odd ring, both ends of the last hop are busy in the other phases.
         last = [hops.pop()] if num_nodes % 2 else []
         for part in (hops[::2], hops[1::2], last):
             pairs = [

@@ -1,4 +1,4 @@
-"""The messages, folders and files of a run that `triaxis doctor` looks at, from its configuration."""
+"""The messages, folders and files that `triaxis doctor` checks for a run, from its configuration."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,19 +14,19 @@ from triaxis.models.predict.traffic import BYTES_PER_ELEMENT, expected_traffic
 from triaxis.models.specs import num_parameters
 
 AXES = ("tp", "cp", "kv_replicas", "sample", "experts", "expert_dp", "dp", "ends", "pp_forward", "pp_backward")
-"""Axes in the order of measuring; `world` carries a few bytes a step only."""
+"""Axes in the order of measurement; `world` is left out, since it carries only a few bytes per step."""
 
 NODE_PATH_BYTES = 4 * 2**20
-"""Size of a message from node to node, for any layout."""
+"""Message size from node to node, for any layout."""
 
 RUNS_DIR = "runtime.runs_dir"
 CHECKPOINT_DIR = "checkpoint.dir"
 
 
 def message_sizes(config: Config, sizes: ParallelSizes) -> list[Size]:
-    """Return, for each axis and operation, the mean message of the purpose with most bytes, on the stage with the most.
+    """Choose one message per axis and operation: the mean message for the purpose and stage with the most bytes.
 
-    All ranks get the same list.
+    All ranks compute the same list.
     """
     config = resolve_recompute(config, sizes)
     stages = stages_of(config)
@@ -61,13 +61,13 @@ def _called_bytes(op: str, size: int, wire: int) -> int:
     if op == "all_reduce":
         return wire * size // (2 * (size - 1))
     if op in ("reduce_scatter", "all_to_all", "all_to_all_rows"):
-        # Of rows, those that stay on the rank are as many as any rank's.
+        # Rows that stay on the rank are as many as go to any other rank.
         return wire * size // (size - 1)
     return wire // (size - 1) if op == "all_gather" else wire
 
 
 def folders(config: Config) -> Mapping[str, Path]:
-    """Return the folders that the run writes to, by the key that names them."""
+    """Folders that the run writes to, by configuration key."""
     found = {RUNS_DIR: Path(config.runtime.runs_dir)}
     if config.checkpoint.saves and config.checkpoint.dir is not None:
         found[CHECKPOINT_DIR] = Path(config.checkpoint.dir)
@@ -77,7 +77,7 @@ def folders(config: Config) -> Mapping[str, Path]:
 
 
 def data_files(config: Config) -> list[Path]:
-    """Return the files of all corpora; none for a run on random tokens."""
+    """Files of all corpora; empty for a run on random tokens."""
     if config.data.synthetic:
         return []
     prefixes = dict.fromkeys(source.path for source in [*config.data.train, *(config.data.valid or [])])
@@ -85,10 +85,10 @@ def data_files(config: Config) -> list[Path]:
 
 
 def needs(config: Config, backend: str) -> Needs:
-    """Return the needs of the run. Each node builds an index cache for itself, so it need not be shared."""
+    """Compute what the run needs. Each node builds its own index cache, so the cache folder need not be shared."""
     saves = config.checkpoint.saves
     saved_to = CHECKPOINT_DIR if config.checkpoint.dir is not None else RUNS_DIR
-    # A checkpoint holds every state kind of each parameter in the accumulation dtype.
+    # A checkpoint holds each parameter's state kinds in the accumulation dtype.
     numel = num_parameters(config.model)
     bytes_each = len(config.state_kinds) * accumulation_bytes(BYTES_PER_ELEMENT[config.precision.dtype])
     return Needs(

@@ -1,4 +1,4 @@
-"""The rank of `triaxis doctor`: joins as for training, collects facts, measures; rank 0 reports."""
+"""A rank of `triaxis doctor`: joins as for training, collects facts, measures; rank 0 reports."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ JSON_FLAG = "--json"
 OUTPUT_FLAG = "--output="
 
 MOST_MEASUREMENTS = 3
-"""A slow rate is measured again: a broken link stays slow, a disturbed one does not."""
+"""Limit on repeated measurements: a broken link stays slow, a disturbed one does not."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         findings = judge(seen)
         if rank.number == 0:
             report(argv, rank.topology, seen, findings)
-        # No rank leaves before rank 0 has printed: a launcher ends all ranks with the first one that ends with a code.
+        # No rank leaves before rank 0 has printed, because a launcher ends all ranks when one exits with a nonzero code.
         rank.topology.axis("world").barrier(rank.topology.device, "doctor")
     return ExitCode.OUT_OF_LINE if worst(findings) is Level.FAIL else 0
 
@@ -58,7 +58,7 @@ def report(argv: Sequence[str], topology: Topology, seen: Examination, findings:
         if word.startswith(OUTPUT_FLAG):
             Path(word.removeprefix(OUTPUT_FLAG)).write_text(f"{text}\n")
     if JSON_FLAG in argv:
-        # A command that a launcher started in this very process keeps its text from standard output.
+        # `sys.stdout` is redirected if a launcher runs the command in its own process.
         print(text, file=sys.__stdout__, flush=True)
         return
     show(
@@ -79,16 +79,16 @@ def examine(
     most_measurements: int = MOST_MEASUREMENTS,
     path_bytes: int = NODE_PATH_BYTES,
 ) -> Examination:
-    """Collect and measure everything, the same on every rank. All ranks call it.
+    """Collect and measure everything, with the same result on every rank. All ranks call it.
 
     Args:
-        topology: of this rank.
-        config: of the run.
+        topology: this rank's topology.
+        config: the run's configuration.
         roots: folders to check; None: the config's.
-        clock: of this node, in seconds.
-        patience_seconds: limit for a file of another node to appear.
-        most_measurements: limit of measurements while some rates are slow.
-        path_bytes: of a message from node to node.
+        clock: this node's clock, in seconds.
+        patience_seconds: time limit for another node's file to appear.
+        most_measurements: limit on measurements while some rates are slow.
+        path_bytes: message size from node to node.
     """
     grid, rank, device = topology.grid, topology.rank, topology.device
     world = topology.axis("world")

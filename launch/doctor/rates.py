@@ -5,19 +5,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from triaxis.launch.doctor.records import Examination, Finding, GroupRate, Level, RankFacts
 
 SLOW = 0.5
-"""Below this part of the median of its equals, a group or path is out of line."""
+"""A group or path is out of line below this fraction of its equals' median."""
 
 BELOW_INTERFACE = 0.1
-"""Below this part of its interface's stated rate, a path of gloo's is worth a look."""
+"""A gloo path below this fraction of its interface's stated rate gives a warning."""
 
 MOST_NAMED = 6
 
 
 def judge_groups(seen: Examination) -> Iterator[Finding]:
-    """Compare groups of one axis that do the same over the same kind of path, and name those that are slow.
+    """Compare an axis's groups that do the same over the same kind of path, and name the slow ones.
 
-    A host is to blame for slow groups that meet in it, unless another group in it is as fast as its equals. Inside one node,
-    gloo's ranks share its processors with each other and with other programs: that is worth a warning only.
+    A host is blamed if its groups are slow, unless another group on it is as fast as its equals. Inside one node, gloo's ranks
+    share the processors with each other and with other programs, so a slow group there gives only a warning.
     """
     by_rank = {one.rank: one for one in seen.facts}
     found = False
@@ -45,8 +45,8 @@ def judge_groups(seen: Examination) -> Iterator[Finding]:
 def judge_paths(seen: Examination) -> Iterator[Finding]:
     """Compare paths between nodes, one direction at a time.
 
-    A host is to blame for its sends (receives) if all of them are slow, and one of the other ends is fast with another host:
-    between two hosts the slow end cannot be known.
+    A host is blamed for its sends (receives) if all of them are slow, and a peer is fast with another host. Between two hosts the
+    slow end cannot be known.
     """
     if not seen.paths:
         return
@@ -82,7 +82,7 @@ def judge_paths(seen: Examination) -> Iterator[Finding]:
 
 
 class _Ends:
-    """Senders and receivers whose best path is slow compared with the median of all best paths."""
+    """Senders and receivers whose best path is slow compared with the median over all best paths."""
 
     def __init__(self, paths: Sequence[GroupRate]) -> None:
         self.paths = paths
@@ -106,7 +106,7 @@ class _Ends:
         return bool(self.blamed_senders or self.blamed_receivers or self.unclear())
 
     def unclear(self) -> list[GroupRate]:
-        """List slow paths of which neither end is to blame."""
+        """List slow paths for which neither end is to blame."""
         return [
             path
             for path in self.paths
@@ -117,14 +117,14 @@ class _Ends:
 
 
 def all_equal(seen: Examination) -> bool:
-    """Return whether no group or path is slow compared with its equals."""
+    """Whether no group or path is slow compared with its equals."""
     return all(finding.level is Level.OK for finding in judge_groups(seen)) and not (
         seen.paths and _Ends(seen.paths).any_slow
     )
 
 
 def _against_interface(seen: Examination, by_rank: Mapping[int, RankFacts], usual: float) -> Finding:
-    """Compare equal paths with the stated rate of their interface. Only gloo's bytes surely go over it."""
+    """Compare equal paths with their interface's stated rate. Only gloo's bytes certainly use it."""
     stated = min(by_rank[one.ranks[0]].network.mbits for one in seen.paths) * 1e6 / 8
     per_node = max(1, len(seen.facts) // len({one.node for one in seen.facts}))
     if seen.needs.backend == "gloo" and stated and usual * per_node < BELOW_INTERFACE * stated:
@@ -139,7 +139,7 @@ def _against_interface(seen: Examination, by_rank: Mapping[int, RankFacts], usua
 
 
 def equal_groups(groups: Iterable[GroupRate], by_rank: Mapping[int, RankFacts]) -> list[list[GroupRate]]:
-    """List sets of at least two groups that do the same, over as many nodes, with as many ranks."""
+    """Collect sets with at least two groups that do the same, over the same numbers of nodes and ranks."""
     found: dict[tuple[object, ...], list[GroupRate]] = {}
     for one in groups:
         num_nodes = len({by_rank[rank].node for rank in one.ranks})
@@ -148,7 +148,7 @@ def equal_groups(groups: Iterable[GroupRate], by_rank: Mapping[int, RankFacts]) 
 
 
 def best(first: Sequence[GroupRate], second: Sequence[GroupRate]) -> tuple[GroupRate, ...]:
-    """Return the faster of two measurements of each group or path."""
+    """Keep the faster measurement for each group or path."""
     found: dict[tuple[object, ...], GroupRate] = {}
     for one in (*first, *second):
         key = (one.axis, one.op, one.num_bytes, one.ranks)
@@ -158,7 +158,7 @@ def best(first: Sequence[GroupRate], second: Sequence[GroupRate]) -> tuple[Group
 
 
 def middle(values: Sequence[float]) -> float:
-    """Return the median; of an even number the larger of both middle values, so that the slower of two is below it."""
+    """Median; for an even count, the larger middle value, so that the slower of two lies below it."""
     return sorted(values)[len(values) // 2]
 
 

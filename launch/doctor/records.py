@@ -1,4 +1,4 @@
-"""Records that the ranks exchange as JSON, and the findings that follow from them."""
+"""Records that ranks exchange as JSON, and the findings that follow from them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ class Finding:
     """The answer to one question, or one thing that is out of line.
 
     Attributes:
-        check: the question ("versions", "clocks", ...).
-        text: the finding in words.
-        hosts: those that are out of line; empty where no host can be named.
+        check: question ("versions", "clocks", ...).
+        text: finding in words.
+        hosts: hosts that are out of line; empty if none can be named.
         advice: what to do; empty for OK.
     """
 
@@ -37,12 +37,12 @@ class RootFacts:
     """One folder that the run writes to, as one rank sees it.
 
     Attributes:
-        key: of the configuration ("runtime.runs_dir").
-        path: of the test file: the folder, or its nearest parent that exists.
-        sees_rank_0: whether the file that rank 0 wrote could be read here, with its content.
-        seen_by_rank_0: whether rank 0 could read what this node wrote.
-        problem: the reason why a write failed here; empty: it succeeded.
-        free_bytes: on the file system.
+        key: configuration key ("runtime.runs_dir").
+        path: folder with the test file: the folder itself, or its nearest parent that exists.
+        sees_rank_0: whether this rank could read rank 0's file, with its content.
+        seen_by_rank_0: whether rank 0 could read this node's file.
+        problem: reason why a write failed here; empty: it succeeded.
+        free_bytes: free space on the file system.
     """
 
     key: str
@@ -55,7 +55,7 @@ class RootFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeClock:
-    """A node's clock minus rank 0's, in seconds; the truth is within `precision_seconds` of it."""
+    """A node's clock minus rank 0's, in seconds; the true offset is within `precision_seconds`."""
 
     offset_seconds: float
     precision_seconds: float
@@ -66,10 +66,10 @@ class NetworkFacts:
     """The network that a rank's sockets use.
 
     Attributes:
-        interface: the one over which this node reaches the others ("" for a lone process).
-        address: of that interface.
-        mbits: stated megabits per second of the interface; 0: unknown.
-        fastest: name and megabits of this node's fastest interface that is up.
+        interface: interface that reaches the other nodes ("" for a lone process).
+        address: the interface's address.
+        mbits: the interface's stated megabits per second; 0: unknown.
+        fastest: name and megabits per second of this node's fastest active interface.
         listening: addresses at which this rank, or its launcher, listens.
     """
 
@@ -82,10 +82,10 @@ class NetworkFacts:
 
 @dataclass(frozen=True, slots=True)
 class LimitFacts:
-    """Limits of a rank's process.
+    """Limits on a rank's process.
 
     Attributes:
-        locked_bytes: the most that it may lock in memory; None: no limit.
+        locked_bytes: limit on locked memory; None: no limit.
         shared_bytes: size of /dev/shm; 0: there is none.
         has_infiniband: whether the node has an InfiniBand adapter.
     """
@@ -100,10 +100,10 @@ class PackageFacts:
     """A package that a run may use.
 
     Attributes:
-        name: as it is installed.
-        version: "" where it is not installed.
+        name: installed name.
+        version: installed version; "" if it is not installed.
         use: what a run does with it.
-        problem: the reason why it cannot be used here; "" where it can, or is not tried.
+        problem: reason why it cannot be used here; "" if it can, or was not tried.
     """
 
     name: str
@@ -118,12 +118,12 @@ class PackageFacts:
 
 @dataclass(frozen=True, slots=True)
 class CompilerFacts:
-    """The compiler of kernels at run time, and its headers.
+    """The compiler for kernels at run time, and its headers.
 
     Attributes:
-        path: of a C compiler; "" where there is none.
-        headers: folder in which Python.h is looked for.
-        has_headers: it is there.
+        path: C compiler; "" if there is none.
+        headers: folder that should contain Python.h.
+        has_headers: whether Python.h is there.
     """
 
     path: str
@@ -132,7 +132,7 @@ class CompilerFacts:
 
     @property
     def lacking(self) -> str:
-        """Return what is not there, in words; "" where nothing is missing."""
+        """What is missing, in words; "" if nothing is."""
         words = [] if self.path else ["no C compiler (gcc, clang, or what CC names)"]
         return " and ".join(words if self.has_headers else [*words, f"no Python.h in {self.headers}"])
 
@@ -142,21 +142,21 @@ class RankFacts:
     """One rank, its node and its machine.
 
     Attributes:
-        rank: global.
-        node: the layout's number of its node.
-        host: the machine's name.
+        rank: global rank.
+        node: its node's number in the layout.
+        host: machine name.
         equal: values that must not differ, such as versions and drivers, by name.
-        alike: values that may differ, and seldom should.
-        network: its sockets.
-        roots: folders of the run.
-        corpora: bytes of each data file; None: it is not there.
+        alike: values that may differ, but seldom should.
+        network: network used by its sockets.
+        roots: folders that the run writes to.
+        corpora: size of each data file in bytes; None: it does not exist.
         gpu: its GPU's UUID; None on the CPU.
-        peers: UUIDs of the GPUs whose memory it can reach.
-        links: of all pairs of this node's GPUs, by UUID, as `nvidia-smi topo` names them; from the first rank of a node.
-        clock: against rank 0's; from the first rank of a node.
-        limits: of the process.
-        packages: those that the run may use.
-        compiler: of kernels.
+        peers: UUIDs of GPUs whose memory its GPU can reach.
+        links: links between all pairs of this node's GPUs, by UUID, as `nvidia-smi topo` names them; from a node's first rank.
+        clock: clock compared with rank 0's; from a node's first rank.
+        limits: limits on the process.
+        packages: packages that the run may use.
+        compiler: compiler for kernels.
     """
 
     rank: int
@@ -199,9 +199,9 @@ class Size:
     """A message that the run will send.
 
     Attributes:
-        axis, op: its group, and its operation.
-        num_bytes: as the ledger counts: the whole tensor, but the shard for an all-gather.
-        calls: in a step, per rank.
+        axis, op: axis of its group, and its operation.
+        num_bytes: bytes as the ledger counts them: the whole tensor, but the shard for an all-gather.
+        calls: calls per step and rank.
     """
 
     axis: str
@@ -215,13 +215,13 @@ class GroupRate:
     """The rate of one group in one operation.
 
     Attributes:
-        axis: the group's.
-        op: as the ledger names it.
-        num_bytes: of one call, as the ledger counts them (the shard for an all-gather).
-        calls: in a step of the run, per rank.
-        ranks: of the group, or sender and receiver.
-        seconds: of one call, in the best of some rounds; the slowest member's.
-        bytes_per_second: bus bandwidth: ring bytes of a rank / seconds.
+        axis: the group's axis.
+        op: operation, as the ledger names it.
+        num_bytes: bytes per call, as the ledger counts them (the shard for an all-gather).
+        calls: calls per step of the run, per rank.
+        ranks: members, or sender and receiver.
+        seconds: slowest member's time per call, in the best round.
+        bytes_per_second: bus bandwidth: ring bytes per rank / seconds.
     """
 
     axis: str
@@ -239,14 +239,14 @@ class GroupRate:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """The needs of the run, which its nodes must meet.
+    """The needs of a run, which its nodes must meet.
 
     Attributes:
-        backend: of its collectives.
-        save_bytes: of one checkpoint; 0: it saves none.
-        kept_saves: number that stays on the disk; None: all that are made.
+        backend: backend for collectives.
+        save_bytes: size of one checkpoint; 0: the run saves none.
+        kept_saves: number of checkpoints kept on disk; None: all.
         shared: keys of the folders that all nodes must share.
-        saved_to: key of the folder that checkpoints go to.
+        saved_to: key of the folder for checkpoints.
     """
 
     backend: str
@@ -258,7 +258,7 @@ class Needs:
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """All facts and rates. `paths` are between nodes: rank to rank, one direction at a time."""
+    """All facts and rates. `paths` connect nodes: rank to rank, one direction at a time."""
 
     needs: Needs
     facts: tuple[RankFacts, ...]

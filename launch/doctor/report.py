@@ -15,10 +15,10 @@ from triaxis.launch.doctor.records import Examination, Finding, GroupRate, Level
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 WIDTH = 132
-"""Columns of a report that does not go to a terminal."""
+"""Report width in columns, if the output is not a terminal."""
 
 MOST_NODES = 64
-"""Lines in the table of nodes; a node that is out of line is named below it in any case."""
+"""Most lines in the table of nodes; a node that is out of line is always named below the table."""
 
 
 def show(console: Console, grid: RankGrid, seen: Examination, findings: Sequence[Finding]) -> None:
@@ -122,7 +122,7 @@ def _rates(seen: Examination) -> Table:
 
 
 def as_json(grid: RankGrid, seen: Examination, findings: Sequence[Finding]) -> dict[str, object]:
-    """Return all facts, rates (bytes per second) and findings."""
+    """Build a JSON tree with all facts, rates (bytes per second) and findings."""
     return {
         "verdict": worst(findings).value,
         "layout": str(grid.sizes),

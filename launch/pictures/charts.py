@@ -15,17 +15,17 @@ from triaxis.launch.pictures.style import NUM_COLOURS
 Point = tuple[float, float]
 
 WIDTH, HEIGHT = 1110, 300
-"""Size of a chart as wide as the page, in units of its viewBox: pixels at the page's full width."""
+"""Size of a chart that fills the page's width, in viewBox units: pixels at the page's full width."""
 SMALL_WIDTH, SMALL_HEIGHT = 540, 220
-"""Size of one of two charts side by side."""
+"""Size of a chart that stands next to another."""
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 40
 MOST_POINTS = 1500
-"""Most points of a line; see `thinned`."""
+"""Most points in a line; see `thinned`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A curve of a chart.
+    """A curve in a chart.
 
     Attributes:
         name: name in the legend.
@@ -70,7 +70,7 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 class _Frame:
-    """The axes and grid of a chart; `x` and `y` map values to pixels."""
+    """A chart's axes and grid; `x` and `y` map values to pixels."""
 
     def __init__(
         self, x_range: Point, y_range: Point, *, small: bool = False, x_label: str = "step", y_label: str = ""
@@ -110,7 +110,7 @@ class _Frame:
 
 
 def scrolling(svg: str) -> str:
-    """Wrap a chart as wide as the page, so that a narrow screen scrolls it sideways at a readable size."""
+    """Wrap a chart that fills the page's width, so that a narrow screen scrolls it sideways at a readable size."""
     return f'<div class="wide">{svg}</div>'
 
 
@@ -137,10 +137,10 @@ def line_chart(
     Args:
         label: description for readers who cannot see the chart.
         lines: curves, with at least one finite point among them.
-        marks: (x, text) of vertical lines.
+        marks: (x, text) for vertical lines.
         from_zero: whether the y axis begins at 0.
         small: whether the chart is half as wide as the page.
-        x_label: what the x axis has.
+        x_label: label for the x axis.
     """
     finite = [(x, y) for line in lines for x, y in line.points if math.isfinite(y)]
     xs = [x for line in lines for x, _ in line.points]
@@ -185,12 +185,12 @@ def _curve(frame: _Frame, line: Line) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Dot:
-    """A point of a scatter plot.
+    """A dot in a scatter plot.
 
     Attributes:
         title: text shown when the mouse points at the dot.
         style: CSS classes: c0 .. c11 for the colour, then optionally `large`.
-        label: text at the lower left of the dot, or "".
+        label: text at the dot's lower left, or "".
     """
 
     x: float
@@ -215,10 +215,10 @@ def scatter_chart(
     Args:
         label: description for readers who cannot see the chart.
         dots: at least one dot, in drawing order.
-        kinds: meaning of each style of the dots, for the legend.
-        x_label, y_label: labels of the axes, with units.
-        front: corners of a Pareto staircase, with ascending x and descending y: the y of a corner is reached at every larger x.
-        limit: (x, text) of a vertical line: the largest x allowed.
+        kinds: meaning of each dot style, for the legend.
+        x_label, y_label: axis labels, with units.
+        front: corners of a Pareto staircase, with ascending x and descending y; a corner's y is reached at every larger x.
+        limit: (x, text) for a vertical line at the largest x allowed.
     """
     xs, ys = [dot.x for dot in dots] + ([limit[0]] if limit else []), [dot.y for dot in dots]
     room_x, room_y = ((max(of) - min(of)) * 0.06 or abs(max(of)) * 0.1 or 1.0 for of in (xs, ys))
@@ -248,7 +248,7 @@ def scatter_chart(
         inside.append(
             f'<circle class="{dot.style}" cx="{x}" cy="{y}" r="{radius}"><title>{escape(dot.title)}</title></circle>'
         )
-        # A dot of the front has no other at its lower left. A label that would overlap a neighbour's is left out.
+        # A dot on the front has no other at its lower left. A label that would overlap a neighbour's is left out.
         if dot.label and all(abs(x - left) > 16 or abs(y - top) > 11 for left, top in taken):
             taken.append((x, y))
             place = f'x="{x - radius:.1f}" y="{y + radius + 8:.1f}" text-anchor="end"'
@@ -266,8 +266,8 @@ def stacked_chart(label: str, names: Sequence[str], columns: Sequence[tuple[floa
     """Draw columns, each a stack of parts in seconds.
 
     Args:
-        label: description of the chart.
-        names: names of the parts, from the bottom up; the first has colour c0.
+        label: chart description.
+        names: part names, from the bottom up; the first has colour c0.
         columns: (first step, last step, seconds per part) with ascending steps; both ends belong to the column.
     """
     highest = max(sum(values) for _, _, values in columns)
@@ -293,8 +293,8 @@ def bar_chart(label: str, rows: Sequence[tuple[str, Sequence[tuple[str, str, flo
     """Draw horizontal bars, one or more per row.
 
     Args:
-        label: description of the chart.
-        rows: (name, bars); a bar is (CSS class, meaning, length, text of its value with a unit).
+        label: chart description.
+        rows: (name, bars); a bar is (CSS class, meaning, length, its value as text with a unit).
     """
     bar, gap, left, right = 12, 9, 86, 110
     height = sum(len(bars) * bar + gap for _, bars in rows) + gap
@@ -324,14 +324,14 @@ def stacked_bar_chart(
     show: Callable[[float], str],
     marks: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Draw a horizontal bar per row, a stack of parts.
+    """Draw one horizontal bar per row, a stack of parts.
 
     Args:
-        label: description of the chart.
-        names: names of the parts, from the left; the first has colour c0.
+        label: chart description.
+        names: part names, from the left; the first has colour c0.
         rows: (name, a value per part).
         show: function that formats a value with its unit.
-        marks: (value, text) of at most two vertical lines; the first has its text at the left, the second at the right.
+        marks: (value, text) for at most two vertical lines; the first has its text at the left, the second at the right.
     """
     bar, gap, left, right = 16, 6, 60, 116
     top = 22 if marks else gap
@@ -362,7 +362,7 @@ def stacked_bar_chart(
 
 
 def share_bar(label: str, parts: Mapping[str, float]) -> str:
-    """Draw one bar of shares that add up to 100 %, with colours c0, c1, .. in the order of `parts`."""
+    """Draw one bar with shares that add up to 100 %, in the colours c0, c1, .. in the order of `parts`."""
     whole = sum(parts.values()) or 1.0
     drawn, left = [], 0.0
     for number, (name, value) in enumerate(parts.items()):

@@ -1,4 +1,4 @@
-"""The frame of a page: one HTML file without scripts, a link to each section, tiles of numbers."""
+"""The frame of a page: one HTML file without scripts, with a link to each section and tiles for numbers."""
 
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -6,10 +6,10 @@ from html import escape
 from triaxis.launch.pictures.style import CSS
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""Content security policy: the browser loads and runs nothing, whatever text a page holds."""
+"""Content security policy: the browser loads and runs nothing, whatever text a page contains."""
 
 LONG_VALUE = 15
-"""Most characters of a tile in the large font."""
+"""Most characters in a tile's value before it gets the small font."""
 
 
 def html_document(
@@ -18,12 +18,12 @@ def html_document(
     """Assemble an HTML page. Titles, heading and footer are escaped here; HTML arguments are not.
 
     Args:
-        title: title of the browser's tab.
-        heading: largest line of the page.
+        title: title for the browser's tab.
+        heading: largest line on the page.
         before: HTML between the heading and the first section.
-        sections: id -> (title, HTML) of each section.
-        footer: last line of the page.
-        state: HTML beside the heading.
+        sections: id -> (title, HTML) for each section.
+        footer: last line on the page.
+        state: HTML next to the heading.
     """
     links = "".join(f'<a href="#{key}">{escape(name)}</a>' for key, (name, _) in sections.items())
     body = "".join(
@@ -40,7 +40,7 @@ def html_document(
 
 
 def tiles(entries: Iterable[tuple[str, str]]) -> str:
-    """Write tiles of (name, value) as HTML; both are escaped here."""
+    """Write (name, value) tiles as HTML; both are escaped here."""
     shown = (
         f'<div class="tile"><b{_LONG if len(value) > LONG_VALUE else ""}>{escape(value)}</b><span>{escape(name)}</span></div>'
         for name, value in entries

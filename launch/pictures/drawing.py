@@ -22,7 +22,7 @@ def element(name: str, content: str = "", /, **attributes: str | float) -> str:
     """Write an SVG element.
 
     Args:
-        name: name of the element, such as `rect`.
+        name: element name, such as `rect`.
         content: SVG inside the element; the caller escapes its text.
         attributes: attributes, with `font_size` for `font-size`; numbers get at most two decimals.
     """
@@ -49,18 +49,18 @@ def text(
     Args:
         content: plain text, escaped here.
         x: position of its start, middle or end (`anchor`), in pixels.
-        y: position of the middle of a capital letter, in pixels.
+        y: vertical middle of a capital letter, in pixels.
         size: font size, in pixels.
-        fill: colour, as a style, so that a page's CSS does not change it.
+        fill: colour, set as a style so that a page's CSS does not change it.
         anchor: part of the text that lies at `x`.
-        weight: weight of the font.
+        weight: font weight.
     """
     style = f"fill: {fill}; font-size: {_value(size)}px" + (f"; font-weight: {weight}" if weight != "normal" else "")
     return element("text", escape(content), x=x, y=y + 0.36 * size, text_anchor=anchor, style=style)
 
 
 def check_path(path: Path) -> None:
-    """Refuse a file name of another format than SVG.
+    """Refuse a file name that does not end in .svg.
 
     Raises:
         TriaxisError: `path` does not end in .svg.
@@ -73,10 +73,10 @@ def check_path(path: Path) -> None:
 
 
 def write_picture(path: Path, width: float, height: float, label: str, parts: Sequence[str]) -> None:
-    """Write one picture on a white ground.
+    """Write one picture on a white background.
 
     Args:
-        path: path of the file, ending in .svg.
+        path: file path, ending in .svg.
         width, height: size in pixels.
         label: description for readers who cannot see the picture.
         parts: elements, in drawing order.

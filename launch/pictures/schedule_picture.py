@@ -13,14 +13,14 @@ from triaxis.launch.pictures.charts import WIDTH, scrolling, tick, ticks
 from triaxis.launch.pictures.drawing import element, text, write_picture
 
 ROW, LEFT, RIGHT, TOP = 30, 72, 24, 48
-"""Height of a row, and margins of the picture in a file, in pixels."""
+"""Row height, and margins for a picture in a file, in pixels."""
 UNIT = 28
 """Width of one chunk's forward in pixels, unless LEAST_WIDTH or MOST_WIDTH decides the scale."""
 LEAST_WIDTH, MOST_WIDTH = 640, 7200
 MOST_ACTIONS = 100_000
-"""Most actions of a picture: more would make a file of tens of megabytes that shows only colours."""
+"""Most actions in a picture; more would make a file with tens of megabytes that shows only colours."""
 KEY = 200
-"""Width of an entry of the legend, in pixels."""
+"""Width of a legend entry, in pixels."""
 
 
 def draw_schedule(timeline: SimulatedTimeline, path: Path) -> None:
@@ -62,7 +62,7 @@ def schedule_chart(timeline: SimulatedTimeline, show: Callable[[float], str] | N
 
     Args:
         timeline: timed schedule.
-        show: function that formats a time with its unit, for the title of each action; None leaves the times out.
+        show: function that formats a time with its unit, for each action's title; None leaves the times out.
     """
     row, left, right = 26, 62, 14
     num_ranks = len(timeline.intervals)
@@ -97,14 +97,14 @@ def _rows(
     row: float,
     show: Callable[[float], str] | None = None,
 ) -> list[str]:
-    """Draw the bars of all ranks; a bar with enough room shows the number of its microbatch.
+    """Draw the bars for all ranks; a bar with enough room shows its microbatch number.
 
     Args:
         timeline: timed schedule.
         left, top: corner of the first row, in pixels.
         width: width of the whole time span, in pixels.
-        row: height of a row with the gap below it, in pixels.
-        show: function that formats a time with its unit, for the title of each bar; None leaves the times out.
+        row: row height including the gap below, in pixels.
+        show: function that formats a time with its unit, for each bar's title; None leaves the times out.
     """
     scale, parts = width / timeline.span, []
     for rank, intervals in enumerate(timeline.intervals):
@@ -126,7 +126,7 @@ def _rows(
 
 
 def _name(timeline: SimulatedTimeline, action: Action, of: str = "") -> str:
-    """Name an action: its kind, the words `of`, and its chunk if ranks have several."""
+    """Name an action: its kind, the words in `of`, and its chunk if ranks have several."""
     chunk = f", chunk {action.chunk}" if timeline.schedule.placement.vpp > 1 else ""
     return f"{action.kind.words}{of}{chunk}"
 

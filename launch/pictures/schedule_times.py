@@ -1,4 +1,4 @@
-"""Times of a step in the terminal: ranks in a table, the critical path in words."""
+"""A step's times in the terminal: ranks in a table, the critical path in words."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -12,11 +12,11 @@ from triaxis.engine.telemetry.outlets.format import significant
 from triaxis.launch.pictures.simulate_program import ProgramTimeline
 
 MOST_PIECES = 12
-"""Most lines of the critical path; the middle is left out, since the pattern repeats."""
+"""Most lines for the critical path; the middle is left out, since the pattern repeats."""
 
 
 def rank_table(timeline: ProgramTimeline, facts: ScheduleFacts) -> Table:
-    """Make the table of ranks: shares of the step's time, and peaks of microbatches in flight and weight gradients held."""
+    """Build the rank table: shares of the step's time, and peaks of microbatches in flight and weight gradients held."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     held = facts.peak_held
     columns = ["rank", "busy", "bubble", "messages", "in flight", *(["held"] if any(held) else [])]
@@ -63,7 +63,7 @@ def path_lines(timeline: ProgramTimeline) -> list[str]:
 
 
 def _shortened(actions: Sequence[Action]) -> str:
-    """Name up to six actions; of more, the first two, the last and the number of each kind."""
+    """Name up to six actions; a longer run shows the first two, the last and a count per kind."""
     if len(actions) <= 6:
         return " ".join(map(str, actions))
     counts = [f"{sum(each.kind is kind for each in actions)} {kind.value}" for kind in Kind]

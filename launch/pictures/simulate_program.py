@@ -1,11 +1,11 @@
-"""Event-driven timing of a lowered program: its actions, its messages and their waits.
+"""Event-driven timing for a lowered program: its actions, its messages and their waits.
 
     rank 0  |  0F0  |  0F1  | ...                      actions in order; a post takes no time on its rank
     0 -> 1          |---F0---|---F1---|                one transfer at a time from one rank to another
     rank 1  |................|  0F0  |  ...            an action waits for its receive; a receive posted early costs nothing
 
 A rank reaches a post when all actions before it have ended. A transfer begins when both ranks run the calls that hold it and the
-channel, one per (source, destination), is free. As under NCCL, a call begins after the previous call of the same group and rank,
+channel, one per (source, destination), is free. As under NCCL, a call begins after the previous call in the same group and rank,
 and ends when all its transfers have ended. So an action may wait for a message other than its own. The groups `forward` and
 `backward` do not wait for each other.
 
@@ -25,11 +25,11 @@ from triaxis.engine.pipeline.simulate import Costs, Interval, SimulatedTimeline,
 
 
 class Waits(NamedTuple):
-    """The idle time of a rank by cause, in the unit of the costs.
+    """A rank's idle time by cause, in the unit of the costs.
 
     Attributes:
         bubble: time in which the next input is not computed yet, or no action is left.
-        messages: time in which the next input is computed and has not arrived.
+        messages: time in which the next input is computed but has not arrived.
     """
 
     bubble: float
@@ -41,7 +41,7 @@ class PathSegment(NamedTuple):
 
     Attributes:
         what: running action or transfer.
-        rank: rank of the action, or source of the transfer.
+        rank: the action's rank, or the transfer's source.
         start, end: times in the unit of the costs.
     """
 
@@ -53,7 +53,7 @@ class PathSegment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TransferTime:
-    """The times of a transfer.
+    """The times of one transfer.
 
     Attributes:
         produced: end of the action that computed the tensor.
@@ -74,8 +74,8 @@ class ProgramTimeline(SimulatedTimeline):
     """The intervals of all actions, and the times of all transfers.
 
     Attributes:
-        transfers: times of the transfers, in the order of their start.
-        waits: idle time of each rank.
+        transfers: transfer times, in the order in which they start.
+        waits: each rank's idle time.
         critical_path: chain of segments from 0 to the last end; each had to end before the next could begin.
     """
 
@@ -85,11 +85,11 @@ class ProgramTimeline(SimulatedTimeline):
 
 
 def simulate_program(program: Program, costs: Costs) -> ProgramTimeline:
-    """Time every action and every transfer of a program.
+    """Time every action and every transfer in a program.
 
     Args:
         program: lowered program, as the executor runs it.
-        costs: times of the actions and transfers of one microbatch.
+        costs: times for one microbatch's actions and transfers.
 
     Raises:
         ScheduleError: the costs have another number of stages, a time is negative or not finite, or instructions deadlock.
@@ -116,15 +116,15 @@ class _Piece:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """A group call of one rank.
+    """A group call on one rank.
 
     Attributes:
-        before, behind: previous and next call of the same rank and direction; `before` must end first.
+        before, behind: previous and next call on the same rank in the same direction; `before` must end first.
         reached: time at which the rank posted it.
-        cause: event that the call waited for last: an action of its rank, or the last transfer of `before`.
+        cause: event that the call waited for last: an action on its rank, or the last transfer in `before`.
         unfinished: number of its transfers that have not ended.
         runs: whether it was reached and `before` has ended.
-        waiting: whether the rank stands at an action that needs it.
+        waiting: whether the rank is stopped at an action that needs it.
         end: end of its last transfer, `last`; None until then.
     """
 
@@ -143,7 +143,7 @@ class _Call:
 
 @dataclass(slots=True, eq=False)
 class _Moving:
-    """A transfer, the calls of its two ends, and the event that it waited for last."""
+    """A transfer, the calls at its two ends, and the event that it waited for last."""
 
     what: Transfer
     calls: list[_Call] = field(default_factory=list)
@@ -160,7 +160,7 @@ _Cause = _Piece | _Moving | None
 
 
 class _Run:
-    """One pass through a program, event by event in the order of time."""
+    """One pass through a program, event by event in time order."""
 
     def __init__(self, program: Program, costs: Costs) -> None:
         self.program, self.costs = program, costs
@@ -174,7 +174,7 @@ class _Run:
         self.produced: dict[Output, float] = {}
         self.transfers: list[TransferTime] = []
         self.in_messages = [0.0] * pp
-        # `moving` has a transfer from its first running call on, `begun` from its second.
+        # A transfer is in `moving` from its first running call on, and in `begun` from its second.
         self.moving: dict[Transfer, _Moving] = {}
         self.begun: list[_Moving] = []
         self.receives: dict[Transfer, _Call] = {}
@@ -182,7 +182,7 @@ class _Run:
         # Per (source, destination): the time at which the channel is free, and its last user.
         self.channel: dict[tuple[int, int], tuple[float, _Moving]] = {}
         self.events: list[tuple[float, int, _Call | _Moving]] = []
-        """Posted calls and ends of transfers as (time, serial number, subject); the number orders events of the same time."""
+        """Posted calls and transfer ends as (time, serial number, subject); the number orders events at the same time."""
         self.num_events = 0
 
     def run(self) -> ProgramTimeline:
@@ -218,7 +218,7 @@ class _Run:
             feeding = feeding_transfer(self.schedule, rank, each)
             if feeding is not None:
                 call = self.receives.get(feeding)
-                if call is None:  # its post comes later in this row, so the rank waits for ever and `run` reports it
+                if call is None:  # its post comes later in this row, so the rank waits forever and `run` reports it
                     return
                 if call.end is None:
                     call.waiting = True
@@ -250,7 +250,7 @@ class _Run:
         heapq.heappush(self.events, (time, self.num_events, subject))
 
     def open(self, call: _Call, now: float) -> None:
-        """Start a call once it is reached and the previous call has ended; begin the transfers whose other end runs too."""
+        """Start a call once it is reached and the previous call has ended; begin transfers whose other end runs too."""
         if call.runs or call.reached > now or (call.before is not None and call.before.end is None):
             return
         call.runs = True
@@ -274,7 +274,7 @@ class _Run:
         self.at(moving.end, moving)
 
     def finish(self, moving: _Moving, now: float) -> None:
-        """End a transfer, and each of its calls that has no other unfinished transfer."""
+        """End a transfer, and each of its calls without other unfinished transfers."""
         for call in moving.calls:
             call.unfinished -= 1
             if call.unfinished:
@@ -311,7 +311,7 @@ class _Run:
 
 
 def _path(last: _Cause, span: float) -> tuple[PathSegment, ...]:
-    """Follow the causes back from `last` to time 0 and list the segments in order, except those of zero length."""
+    """Follow the causes back from `last` to time 0; list the segments in order, except those with zero length."""
     segments: list[PathSegment] = []
     until = span
     while last is not None:

@@ -1,4 +1,4 @@
-"""A layout as a picture: each node a box, each rank a cell in it.
+"""A layout as a picture: each node is a box, and each rank a cell in it.
 
 hue         pipeline stage        }  so every tensor-parallel group has its own colour, and groups of one stage
 lightness   index over dp and cp  }  look related
@@ -18,21 +18,21 @@ from triaxis.launch.pictures.drawing import element, text, write_picture
 CELL = 40
 """Side of a rank's cell, in pixels; the sizes below are in cells."""
 LABEL = 1.5
-"""Width of the label `pp 0 dp 3` in front of a line."""
+"""Width of the label `pp 0 dp 3` before a line."""
 MARGIN = 0.55
 """Margin inside a node's box and between boxes."""
 MOST_RANKS = 8192
-"""Most ranks of a picture: more would make it many thousand pixels wide and show only colours."""
+"""Most ranks in a picture; more would make it many thousand pixels wide, showing only colours."""
 LEAST_WIDTH = 14.5
-"""Width of the title and the legend."""
+"""Smallest width, which fits the title and the legend."""
 LEAST_PIXELS = 760
-"""Smallest width of a large layout in a page; a narrower page scrolls it."""
+"""Smallest width for a large layout in a page, in pixels; a narrower page scrolls it."""
 LEGEND = "one colour: a tensor-parallel group   ·   hue: pipeline stage   ·   shade: data-parallel index"
 LEGEND_OF_CUT_SAMPLES = LEGEND.replace("data-parallel index", "index over dp and cp")
 
 
 def draw_topology(grid: RankGrid, path: Path) -> None:
-    """Write the picture of a layout to an SVG file.
+    """Write a layout's picture to an SVG file.
 
     Raises:
         TopologyError: the layout has more than MOST_RANKS ranks.
@@ -59,7 +59,7 @@ def draw_topology(grid: RankGrid, path: Path) -> None:
 
 
 def topology_chart(grid: RankGrid) -> str:
-    """Draw the boxes of all nodes as HTML, at most as wide as the page."""
+    """Draw the boxes for all nodes as HTML, at most as wide as the page."""
     columns = _num_columns(grid)
     width, height = (round(side * CELL) for side in _size(grid, columns))
     frame = {"viewBox": f"0 0 {width} {height}", "aria_label": words(grid)}
@@ -75,25 +75,25 @@ def words(grid: RankGrid) -> str:
 
 
 def legend(grid: RankGrid) -> str:
-    """Return the legend of the colours."""
+    """Legend text for the colours."""
     return LEGEND if grid.sizes.cp == 1 else LEGEND_OF_CUT_SAMPLES
 
 
 def _size(grid: RankGrid, columns: int) -> tuple[float, float]:
-    """Return width and height of all boxes with their margins, in cells."""
+    """Width and height of all boxes with their margins, in cells."""
     width, height = _box(grid)
     return columns * (width + MARGIN) + MARGIN, -(-grid.num_nodes // columns) * (height + MARGIN)
 
 
 def _box(grid: RankGrid) -> tuple[float, float]:
-    """Return width and height of a node's box, in cells."""
+    """Width and height of a node's box, in cells."""
     lines = [_lines_of(grid, node) for node in range(grid.num_nodes)]
     widest, tallest = max(len(ranks) for node in lines for ranks in node), max(map(len, lines))
     return LABEL + widest + MARGIN, tallest + MARGIN + 0.8
 
 
 def _boxes(grid: RankGrid, columns: int, left: float, top: float) -> list[str]:
-    """Draw the box of each node; the first has its corner at `left`, `top`, in cells."""
+    """Draw each node's box; the first has its corner at `left`, `top`, in cells."""
     width, height = _box(grid)
     parts = []
     for node in range(grid.num_nodes):
@@ -107,7 +107,7 @@ def _boxes(grid: RankGrid, columns: int, left: float, top: float) -> list[str]:
 
 
 def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> list[str]:
-    """Draw a line of ranks, with its pp, dp and cp indices in front; `left` and `top` are in cells."""
+    """Draw one line of ranks after its pp, dp and cp indices; `left` and `top` are in cells."""
     at = grid.coordinates(ranks[0])
     parts = [
         text(f"{axis} {index}", (left + LABEL - 0.15) * CELL, (top + y) * CELL, 10, anchor="end", fill="#555555")
@@ -124,7 +124,7 @@ def _draw_group(grid: RankGrid, ranks: list[int], left: float, top: float) -> li
 
 
 def _labels(grid: RankGrid, at: Coordinates) -> list[tuple[str, int, float]]:
-    """List (axis, index, height in cells) of the labels in front of a line."""
+    """List (axis, index, height in cells) for the labels before a line."""
     if grid.sizes.cp == 1:
         return [("pp", at.pp, 0.32), ("dp", at.dp, 0.66)]
     return [("pp", at.pp, 0.24), ("dp", at.dp, 0.5), ("cp", at.cp, 0.76)]
@@ -142,7 +142,7 @@ def _lines_of(grid: RankGrid, node: int) -> list[list[int]]:
 
 
 def _num_columns(grid: RankGrid) -> int:
-    """Choose the boxes per row: the divisor of the number of nodes that comes closest to a picture of 1.6 to 1."""
+    """Choose the boxes per row: the divisor of the node count that brings the picture closest to 1.6 to 1."""
     lines = math.ceil(grid.ranks_per_node / grid.sizes.tp)
     shape = (lines + 1.9) / (min(grid.sizes.tp, grid.ranks_per_node) + LABEL + 1.1)
     wanted = max(1.0, math.sqrt(grid.num_nodes * 1.6 * shape))
@@ -151,7 +151,7 @@ def _num_columns(grid: RankGrid) -> int:
 
 
 def _colours(grid: RankGrid, rank: int) -> tuple[str, str]:
-    """Choose the colours of a rank's cell and of the text in it."""
+    """Choose the colours for a rank's cell and the text in it."""
     at = grid.coordinates(rank)
     hue = (0.58 + at.pp / grid.sizes.pp) % 1.0
     shade = (at.dp * grid.sizes.cp + at.cp) / max(1, grid.sizes.dp_cp - 1)

@@ -1,4 +1,4 @@
-"""A layout as text: nodes with their ranks, then the groups of each axis.
+"""A layout as text: nodes with their ranks, then each axis's groups.
 
     16 ranks: tp 2 x pp 2 x dp 4, on 2 nodes of 8
 
@@ -24,11 +24,11 @@ MEANINGS = {
     "pp": "one replica's stages, in order",
 }
 MOST_LINES = 16
-"""Most lines of nodes, or groups of an axis; of more, the first and the last are shown."""
+"""Most node lines, or groups per axis; longer lists show the first and the last."""
 MOST_LISTED = 8
-"""Most ranks in equal steps that are listed one by one."""
+"""Most ranks with equal steps that are listed one by one."""
 WIDTH = 110
-"""Approximate columns of a line."""
+"""Approximate line width, in columns."""
 
 
 def describe_layout(grid: RankGrid, model: ModelConfig | None = None) -> str:
@@ -60,7 +60,7 @@ def _replica(grid: RankGrid, at: Coordinates) -> str:
 
 
 def shorten(ranks: Sequence[int]) -> str:
-    """Format ranks: `0 1`, `0-7`, `0 8 .. 120`; lists without equal steps in full."""
+    """Format ranks: `0 1`, `0-7`, `0 8 .. 120`; a list without equal steps is written in full."""
     steps = {after - before for before, after in pairwise(ranks)}
     if steps == {1} and len(ranks) > 4:
         return f"{ranks[0]}-{ranks[-1]}"
@@ -89,7 +89,7 @@ def _node_lines(grid: RankGrid) -> Iterator[str]:
 
 
 def _group_lines(grid: RankGrid, name: str, meaning: str, groups: Sequence[tuple[int, ...]]) -> Iterator[str]:
-    """Yield a headline about the groups of an axis, then the groups, unless each is a single rank."""
+    """Yield a headline for an axis's groups, then the groups, unless each is a single rank."""
     size = len(groups[0])
     if size == 1:
         yield f"{name}: every rank is alone on this axis and sends nothing"

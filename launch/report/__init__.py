@@ -1,1 +1,1 @@
-"""A run directory as one HTML page: record (what the files say), charts (SVG), page (HTML)."""
+"""A run directory as one HTML page: record (the files' contents), charts (SVG), page (HTML)."""

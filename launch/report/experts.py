@@ -1,4 +1,4 @@
-"""The load of experts as heat maps: expert by layer, and layer by step.
+"""The load on experts as heat maps: expert by layer, and layer by step.
 
 tokens of an expert / the mean of its layer      0 is the full first colour, 1 none, `full` and more the full second colour
 """
@@ -13,21 +13,21 @@ from triaxis.launch.pictures.charts import WIDTH, scrolling, tick, ticks
 from triaxis.launch.report.record import RunRecord, number
 
 MOST_COLUMNS = 150
-"""Columns of a map over steps; of more steps, a column has the mean of several."""
+"""Columns in a map over steps; with more steps, each column is the mean over several."""
 MOST_EXPERTS = 256
-"""Columns of a map of experts; of more, a column has the fullest of several neighbours."""
+"""Columns in a map of experts; with more experts, each column is the fullest among several neighbours."""
 FULL_EXPERT, FULL_LAYER = 2.0, 3.0
-"""Ratios with the full colour: of an expert, and of a layer's fullest expert."""
+"""Ratios that get the full colour: an expert's, and that of a layer's fullest expert."""
 MOST_TITLES = 2048
-"""Cells of a map that show their numbers under the pointer; a map of more is drawn without."""
+"""Largest number of cells that show their values under the pointer; a larger map is drawn without them."""
 LEVELS = 10
-"""Shades of each colour."""
+"""Shades per colour."""
 
 _LEFT, _TOP, _BOTTOM = 62, 6, 36
 
 
 def expert_load(run: RunRecord) -> str:
-    """Render the load of the experts; "" for a run whose steps have none."""
+    """Render the load on the experts; "" for a run whose steps record none."""
     known = [(number(each, "step"), each["experts"]) for each in run.steps if isinstance(each.get("experts"), Mapping)]
     steps = [(step, dict(zip(layers, ratios, strict=False))) for step, layers, ratios in _ratios(known)]
     if not steps:
@@ -50,7 +50,7 @@ def _ratios(known: Sequence[tuple[float, Mapping[str, object]]]) -> Iterator[tup
 
 
 def _by_expert(known: Sequence[tuple[float, Mapping[str, object]]]) -> str:
-    """Draw the counts that were recorded last."""
+    """Draw the counts from the last step that recorded them."""
     experts = next((experts for _, experts in reversed(known) if isinstance(experts.get("counts"), list)), None)
     if experts is None:
         return '<p class="missing">No step has recorded the counts of all experts yet.</p>'
@@ -78,7 +78,7 @@ def _by_expert(known: Sequence[tuple[float, Mapping[str, object]]]) -> str:
 
 
 def _are_counts(counts: Sequence[object], layers: int) -> bool:
-    """Return whether these are rows of equal length, one for each layer, of numbers from 0 on with some above 0."""
+    """Whether these are equally long rows of counts, one per layer, with at least one positive count each."""
     rows = [row for row in counts if isinstance(row, list) and row]
     return (
         len(rows) == len(counts) == layers
@@ -89,7 +89,7 @@ def _are_counts(counts: Sequence[object], layers: int) -> bool:
 
 
 def _by_step(steps: Sequence[tuple[float, Mapping[int, float]]]) -> str:
-    """Draw the most uneven load of each layer over the steps."""
+    """Draw each layer's fullest expert over the steps, relative to the mean."""
     layers = sorted({layer for _, ratios in steps for layer in ratios})
     size = -(-len(steps) // MOST_COLUMNS)
     groups = [steps[at : at + size] for at in range(0, len(steps), size)]
@@ -135,14 +135,14 @@ def heat_map(
     """Draw ratios to a mean as shades.
 
     Args:
-        label: what it shows.
-        rows: their names.
-        cells: by row and column; NaN is a gap.
-        axis: what the columns are.
-        places: (column, text) of the marks below.
-        title: of a cell, by row and column.
-        full: the ratio with the full colour.
-        stretched: the columns fill the width however few they are.
+        label: what the map shows.
+        rows: row names.
+        cells: ratios by row and column; NaN is a gap.
+        axis: name of the column axis.
+        places: (column, text) for each mark below.
+        title: text for a cell, by row and column.
+        full: ratio that gets the full colour.
+        stretched: let the columns fill the width, however few they are.
     """
     columns = len(cells[0])
     room = (WIDTH - _LEFT - 8) / columns
@@ -192,14 +192,14 @@ def heat_map(
 
 
 def _shade(ratio: float, full: float) -> tuple[str, int]:
-    """Return the colour and its level, 0 to `LEVELS`, of a ratio to the mean."""
+    """Choose the colour and its level, 0 to `LEVELS`, for a ratio to the mean."""
     if ratio < 1:
         return "c0", round((1 - ratio) * LEVELS)
     return "c1", min(LEVELS, round((ratio - 1) / (full - 1) * LEVELS))
 
 
 def _key(low: float, full: float) -> str:
-    """Draw the scale of the shades from `low`, 0 or 1, to `full`."""
+    """Draw the scale for the shades from `low`, 0 or 1, to `full`."""
     shades = [_shade(low + (full - low) * step / LEVELS, full) for step in range(LEVELS + 1)]
     even = round((1 - low) / (full - low) * LEVELS)
     texts = {0: f"{low:g}", even: "1, the mean", LEVELS: f"{full:g}+"}

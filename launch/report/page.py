@@ -1,4 +1,4 @@
-"""The page of a run: its sections; all text from files is escaped."""
+"""A run's page: its sections, with all text from files escaped."""
 
 import math
 import time
@@ -20,25 +20,25 @@ from triaxis.launch.report.record import RunRecord, number
 from triaxis.models.predict.step_time.cluster import Cluster
 
 MOST_EVENTS = 400
-"""Rows of the table; of more events, all alerts and the last ones are shown."""
+"""Rows in the table; a longer table shows all alerts and the last events."""
 
 MOST_CHARACTERS = 50_000
-"""Of one detail of an event, such as the report of a hang."""
+"""Most characters shown for one detail of an event, such as a hang report."""
 
 STATES = {"finished": "good", "failed": "bad", "hung": "bad"}
-"""Colours of a run's end; every other is a warning."""
+"""Colours for a run's end; every other end is a warning."""
 
 
 def render(run: RunRecord, now: float, cluster: Cluster | None = None) -> str:
-    """Render the page of a run.
+    """Render a run's page.
 
     Args:
-        run: from `read_run`.
-        now: Unix time, for the line that says when it was made.
-        cluster: that the run ran on, for the prediction of its step; None: of the devices that it recorded.
+        run: result of `read_run`.
+        now: Unix time, shown as the time when the page was made.
+        cluster: cluster that it ran on, for the predicted step; None: the recorded devices.
 
     Raises:
-        ConfigError: as `predicted_beside_measured`.
+        ConfigError: raised by `predicted_beside_measured`.
     """
     name = run.path.resolve().name
     sections = {
@@ -165,7 +165,7 @@ def _colour(kind: str) -> str:
 
 
 def _message(event: Event) -> str:
-    """Return an event's message and details, without those that have a section of their own; long ones are folded."""
+    """Render an event's message and details, except those with their own section; long details are folded."""
     details = {
         name.replace("_", " "): _value(value)
         for name, value in event.details.items()
@@ -230,7 +230,7 @@ def _config(run: RunRecord) -> str:
 
 
 def _written(iso_time: str) -> str:
-    """Format a manifest's time like all other times of the page; an invalid one is shown as it is."""
+    """Format a manifest's time like all other times on the page; an invalid time is shown as it is."""
     try:
         written = datetime.fromisoformat(iso_time)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Parts of the page that show numbers over steps or ranks: each returns HTML, or what is missing and why."""
+"""Page parts that show numbers over steps or ranks: each returns HTML, or a note about what is missing and why."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,13 +22,13 @@ from triaxis.launch.report.record import RunRecord, as_number, number, value_at
 from triaxis.models.predict.rank_memory import Memory, predict, shown_kinds
 
 MOST_COLUMNS = 150
-"""Of the chart of times: longer runs show means of several steps."""
+"""Columns in the chart of times; in longer runs each column is the mean over several steps."""
 MOST_RANKS = 64
-"""With a bar of their own; of more ranks, the largest of each pipeline stage is shown."""
+"""Largest number of ranks with their own bars; with more, the largest rank in each pipeline stage is shown."""
 MOST_ACTIONS = 4000
-"""In the picture of a schedule; of more, the first microbatches are drawn."""
+"""Largest number of actions in a schedule's picture; in a longer schedule only the first microbatches are drawn."""
 BACKWARD_COST = 2
-"""Of a forward, in the picture of the schedule: two matrix products for each one of the forward."""
+"""Cost relative to a forward, in the schedule's picture: two matrix products for each one in the forward."""
 
 MISSING = '<p class="missing">{}</p>'
 
@@ -49,13 +49,13 @@ PART_NAMES = {
 
 
 def series(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[float, float]]:
-    """List (step, value) of every record that has the value; NaN and infinities stay, as gaps of the curve."""
+    """List (step, value) for every record with the value; NaN and infinities stay, as gaps in the curve."""
     found = ((each, value_at(each, *keys)) for each in records)
     return [(number(each, "step"), as_number(value)) for each, value in found if value is not None]
 
 
 def curve(records: Sequence[Mapping[str, object]], *keys: str) -> list[tuple[float, float]]:
-    """Return `series` with the points that a chart may draw: of a long run, all would take more memory than its records."""
+    """Thin `series` to the points that a chart may draw; in a long run, all would take more memory than its records."""
     return thinned(series(records, *keys), 4 * MOST_POINTS)
 
 
@@ -64,7 +64,7 @@ def _has(record: Mapping[str, object], *keys: str) -> bool:
 
 
 def starts(run: RunRecord) -> list[tuple[float, str]]:
-    """List the first steps of attempts after the first, for vertical lines."""
+    """List the first step of each attempt except the first, for vertical lines."""
     return [
         (float(attempt.first_step), f"{attempt_name(attempt.number)} begins with step {attempt.first_step:,}")
         for attempt in run.attempts[1:]
@@ -73,8 +73,8 @@ def starts(run: RunRecord) -> list[tuple[float, str]]:
 
 
 def loss(run: RunRecord) -> str:
-    """Render training and validation loss, with the steps that were repeated."""
-    # Broad and below, so that both can be seen where a step that was made again has the same loss to the bit.
+    """Render training and validation loss, with the repeated steps."""
+    # A broad line below the others, so that both are visible if a repeated step has bitwise the same loss.
     lines = [
         Line("repeated or lost, after a resume or rollback", curve(each, "loss"), "c1 broad") for each in run.replaced
     ]
@@ -102,7 +102,7 @@ def _steps_of(group: Sequence[Mapping[str, object]]) -> str:
 
 
 def small_charts(run: RunRecord) -> str:
-    """Render learning rate and gradient norm, side by side."""
+    """Render learning rate and gradient norm side by side, then charts for optional measurements."""
     charts = []
     for title, key, style in (("Learning rate", "lr", "c4"), ("Gradient norm, before clipping", "grad_norm", "c1")):
         points = curve(run.steps, key)
@@ -115,7 +115,7 @@ def small_charts(run: RunRecord) -> str:
 
 
 def loss_over_rate(run: RunRecord) -> str:
-    """Render the loss over a learning rate that each step raises, ten times or more in all, as a range test does; else ""."""
+    """Render the loss over the learning rate in a range test: every step raises the rate, tenfold or more in all; else ""."""
     logs = [(math.log10(rate), number(each, "loss")) for each in run.steps if (rate := number(each, "lr")) > 0]
     if not logs or logs[-1][0] < logs[0][0] + 1 or any(other[0] <= one[0] for one, other in pairwise(logs)):
         return ""
@@ -124,7 +124,7 @@ def loss_over_rate(run: RunRecord) -> str:
 
 
 def group_norms(run: RunRecord) -> str:
-    """Render the norms by groups of parameters, a line for each; "" where the run has measured none."""
+    """Render the norms by parameter group, one line each; "" if the run measured none."""
     measured = [each for each in run.steps if isinstance(each.get("norms"), Mapping)]
     groups = list(dict.fromkeys(group for each in measured for group in each["norms"]))
     charts = []
@@ -148,7 +148,7 @@ def group_norms(run: RunRecord) -> str:
 
 
 def fp8_losses(run: RunRecord) -> str:
-    """Render the shares of numbers that FP8 rounds to zero, of each operand the worst linear layer's; "" where none was counted."""
+    """Render the share of numbers that FP8 rounds to zero, per operand for the worst linear layer; "" if it was not counted."""
     measured = [each for each in run.steps if isinstance(each.get("fp8"), Mapping)]
     if not measured:
         return ""
@@ -162,14 +162,14 @@ def fp8_losses(run: RunRecord) -> str:
 
 
 def _worst_underflow(lost: Mapping[str, object], operand: str) -> float:
-    """Return the largest share of an operand's numbers that became zero; nan where no layer has it."""
+    """Largest share of an operand's numbers that became zero; NaN if no layer has it."""
     operands = [each[operand] for each in lost.values() if isinstance(each, Mapping) and operand in each]
     shares = [number(each, "underflow") for each in operands if isinstance(each, Mapping)]
     return max(shares, default=math.nan)
 
 
 def _norm(norms: object, key: str) -> float:
-    """Return one number of a group's record; nan where it has none."""
+    """Read one number from a group's record; NaN if there is none."""
     record = norms if isinstance(norms, Mapping) else {}
     if key != "relative_update":
         return number(record, key)
@@ -178,7 +178,7 @@ def _norm(norms: object, key: str) -> float:
 
 
 def throughput(run: RunRecord) -> str:
-    """Render tokens per second of the job, and its share of the hardware's peak."""
+    """Render the job's tokens per second, and its share of the hardware's peak."""
     tokens = curve(run.steps, "tokens_per_second")
     if not any(math.isfinite(y) for _, y in tokens):
         return MISSING.format("No step is recorded yet.")
@@ -202,7 +202,7 @@ def throughput(run: RunRecord) -> str:
 
 
 def times(run: RunRecord) -> str:
-    """Render the parts of a step's time: of all ranks where that was measured, else of the logging rank's host."""
+    """Render the parts of a step's time: over all ranks if measured, otherwise for the logging rank's host."""
     split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
     if split:
         names = [part for part in PARTS if any(number(each, "time_split", f"{part}_seconds") > 0 for each in split)]
@@ -240,7 +240,7 @@ def times(run: RunRecord) -> str:
 
 
 def _context_parallelism(run: RunRecord) -> str:
-    """Describe what is hidden of its calls, and how unequal its ranks' attention is; "" where no step has it."""
+    """Describe the hidden share of context-parallel calls, and the imbalance in attention work; "" if no step has it."""
     said = ""
     known = [each for each in run.steps if _has(each, "time_split", "hidden_cp_seconds")]
     if known:
@@ -266,7 +266,7 @@ def _zero(value: float) -> float:
 def _columns(
     records: Sequence[Mapping[str, object]], keys: Sequence[Sequence[str]], first: Sequence[str], last: Sequence[str]
 ) -> list[tuple[float, float, Sequence[float], int]]:
-    """Return (first step, last step, means of the numbers at `keys`, records) of neighbours, at most `MOST_COLUMNS` of them."""
+    """Merge neighbours into at most `MOST_COLUMNS` columns: (first step, last step, means of the numbers at `keys`, records)."""
     size = -(-len(records) // MOST_COLUMNS)
     groups = [records[start : start + size] for start in range(0, len(records), size)]
     return [
@@ -281,7 +281,7 @@ def _columns(
 
 
 def sizes_of(run: RunRecord) -> ParallelSizes | None:
-    """Return the sizes that the run had; for a config with an open dp, those that the run recorded."""
+    """Parallel sizes of the run; an open dp comes from the recorded number of ranks. None: unknown."""
     if run.config is None:
         return None
     world_size = run.layout.get("world_size")
@@ -292,7 +292,7 @@ def sizes_of(run: RunRecord) -> ParallelSizes | None:
 
 
 def memory(run: RunRecord) -> str:
-    """Render the most that each rank held, with the prediction from the configuration."""
+    """Render each rank's peak memory, with the prediction from the configuration."""
     sizes = sizes_of(run)
     predicted = {} if sizes is None or run.config is None else _predicted(run.config, sizes)
     measured = _measured_memory(run, sizes)
@@ -347,14 +347,14 @@ def memory(run: RunRecord) -> str:
 
 def _predicted(config: Config, sizes: ParallelSizes) -> dict[int, Memory]:
     try:
-        # The measured numbers are of tensors, without NCCL's buffers.
+        # Measured numbers cover tensors only, without NCCL's buffers.
         return dict(enumerate(predict(config, sizes, nccl=False).ranks))
     except TriaxisError:
         return {}
 
 
 def _measured_memory(run: RunRecord, sizes: ParallelSizes | None) -> dict[int, int]:
-    """Return bytes by rank from the last attempt that recorded them; else rank 0's, from the last step."""
+    """Bytes by rank from the last attempt that recorded them; otherwise rank 0's, from the last step."""
     for event in reversed(run.events):
         held = event.details.get("peak_memory_bytes")
         if isinstance(held, list) and held and (sizes is None or len(held) == sizes.world_size):
@@ -436,7 +436,7 @@ def _timeline(of: Schedule) -> SimulatedTimeline:
 
 
 def median_seconds(run: RunRecord) -> float:
-    """Return the median time of the steps of the run's history; NaN without any."""
+    """Median step time over the run's history; NaN if there is none."""
     known = sorted(y for _, y in series(run.steps, "step_time_seconds") if math.isfinite(y))
     return known[len(known) // 2] if known else math.nan
 
@@ -448,5 +448,5 @@ def trained_seconds(run: RunRecord) -> float:
 
 
 def last(points: Sequence[tuple[float, float]]) -> str:
-    """Format the value at the end: "2.0748"; it may be no number."""
+    """Format the last value: "2.0748"; it may not be a number."""
     return f"{points[-1][1]:.4f}" if points else "unknown"

@@ -1,4 +1,4 @@
-"""Predicted seconds of a step beside the measured ones, by component.
+"""Predicted and measured seconds per step, side by side, by component.
 
 config, sizes  ->  models/predict/step_time  ->  components of each pipeline rank  ->  their mean  }  side by side
 metrics.jsonl  ->  time splits of the last attempt                                 ->  their mean  }
@@ -41,11 +41,11 @@ NAME_IT = "`triaxis report --cluster` names one (a file, or 64xH100); `triaxis b
 
 
 def predicted_beside_measured(run: RunRecord, cluster: Cluster | None) -> str:
-    """Render both, or what is missing.
+    """Render both, or a note about what is missing.
 
     Args:
-        run: whose last attempt with time splits counts.
-        cluster: that the run ran on; None: the usual links of the devices that it recorded.
+        run: run whose last attempt with time splits is shown.
+        cluster: cluster that it ran on; None: the recorded devices with their usual links.
 
     Raises:
         ConfigError: `cluster` has fewer devices than the run has ranks, or no rate for its dtype.
@@ -68,7 +68,7 @@ def predicted_beside_measured(run: RunRecord, cluster: Cluster | None) -> str:
 
 
 def _recorded_cluster(run: RunRecord) -> Cluster | str:
-    """Return the usual cluster of the devices that the run recorded, or why there is none."""
+    """Build the usual cluster for the recorded devices; a text with the reason if there is none."""
     device, world_size, nodes = (run.layout.get(name) for name in ("device", "world_size", "nodes"))
     if not isinstance(device, str):
         return "The run recorded no device."
@@ -83,7 +83,7 @@ def _recorded_cluster(run: RunRecord) -> Cluster | str:
 
 
 def _predicted(config: Config, sizes: ParallelSizes, cluster: Cluster) -> dict[Part, float | None]:
-    """Return the seconds of each part, the mean over the pipeline ranks; None where the model predicts none."""
+    """Compute each part's seconds, as the mean over pipeline ranks; None for parts that the model does not predict."""
     if sizes.world_size > cluster.num_gpus:
         raise ConfigError(
             [
@@ -101,9 +101,9 @@ def _predicted(config: Config, sizes: ParallelSizes, cluster: Cluster) -> dict[P
 
 
 def _measured(run: RunRecord) -> dict[Part, float] | None:
-    """Return the mean seconds of each part over the last attempt with time splits; None without any.
+    """Compute each part's mean seconds over the last attempt with time splits; None if there are none.
 
-    Steps up to the attempt's first line of the log wait for starts and compilations: they count where there are no others.
+    The attempt's first time split includes starts and compilations. It counts only if there are no others.
     """
     split = [each for each in run.steps if number(each, "time_split", "step_seconds") > 0]
     if not split:

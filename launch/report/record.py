@@ -1,10 +1,10 @@
-"""The files of a run directory, of which some may be damaged or missing: the run may be live, killed, or old.
+"""The files in a run directory; some may be damaged or missing, since the run may be live, killed, or old.
 
     config.yaml      ->  config, config_text          metrics.jsonl  ->  steps, replaced   (a torn last line is counted)
     events/          ->  events, attempts             checkpoints/   ->  checkpoints
     finished         ->  results
 
-Nothing is written, and no lock is taken: a page may be made while the run runs.
+Nothing is written and no lock is taken, so a page can be made during the run.
 """
 
 import math
@@ -30,9 +30,9 @@ class SavedStep:
     """A checkpoint on disk.
 
     Attributes:
-        name: of its folder.
-        num_bytes: of its tensor files, as its manifest says; None where it has none that can be read.
-        written_at: as its manifest says.
+        name: folder name.
+        num_bytes: size of its tensor files, from its manifest; None if no manifest can be read.
+        written_at: time from its manifest.
         note: what is wrong with it, or "".
     """
 
@@ -48,11 +48,11 @@ class Attempt:
     """One start of the run.
 
     Attributes:
-        number: from 0.
-        started: Unix time of its first event; None where nothing is known.
-        first_step, last_step: that it made; None where it made none.
-        end: how it ended, in words.
-        layout: what it wrote down about itself when it started.
+        number: attempt number, from 0.
+        started: Unix time of its first event; None if unknown.
+        first_step, last_step: first and last step trained; None if there are none.
+        end: description of its end, in words.
+        layout: layout and versions that it recorded when it started.
     """
 
     number: int
@@ -68,12 +68,12 @@ class RunRecord:
     """Everything that a run's files record.
 
     Attributes:
-        config: None where config.yaml is missing or is not of this version; `config_problem` says so.
-        config_problem: why there is no `config`, or "".
-        steps: records of metrics.jsonl, one per step, ascending: each as it was made last.
-        replaced: those of steps that were made again, or lost, by a resume or a rollback: a group, ascending, for each.
-        results: what `finished` says; None where the run is not done.
-        num_unreadable: lines of metrics.jsonl and of files of events that hold no record.
+        config: configuration; None if config.yaml is missing or not for this version.
+        config_problem: reason why there is no `config`, or "".
+        steps: records from metrics.jsonl, one per step, ascending; the last record if a step was repeated.
+        replaced: records for steps that were repeated or lost, one ascending group per resume or rollback.
+        results: contents of `finished`; None if the run is not done.
+        num_unreadable: lines in metrics.jsonl and in event files that hold no record.
     """
 
     path: Path
@@ -90,12 +90,12 @@ class RunRecord:
 
     @property
     def layout(self) -> Mapping[str, Any]:
-        """Return the layout of the last attempt that recorded one."""
+        """Layout of the last attempt that recorded one."""
         return next((attempt.layout for attempt in reversed(self.attempts) if attempt.layout), {})
 
     @property
     def state(self) -> str:
-        """Return the state in a word or two: finished, or how the last attempt ended."""
+        """State in a word or two: finished, or how the last attempt ended."""
         if self.results is not None:
             return "finished"
         return self.attempts[-1].end if self.attempts else "not started"
@@ -105,7 +105,7 @@ def read_run(path: Path) -> RunRecord:
     """Read a run directory.
 
     Raises:
-        TriaxisError: it is none.
+        TriaxisError: the folder is not a run directory.
         StorageError: a file in it cannot be read.
     """
     with explaining_storage(path, "a report", "Make it as a user who can read the files of the run."):
@@ -140,21 +140,21 @@ def _read(path: Path) -> RunRecord:
 
 
 def number(record: Mapping[str, Any], *keys: str) -> float:
-    """Return a number of a record, at `keys` one inside the other; NaN where there is none. JSON spells some "nan" and "inf"."""
+    """Read a number from a record, at nested `keys`; NaN if there is none. JSON spells some numbers "nan" and "inf"."""
     return as_number(value_at(record, *keys))
 
 
 def value_at(record: Mapping[str, Any], *keys: str) -> Any:
-    """Return what a record has at `keys` one inside the other; None where there is nothing."""
+    """Read the value at nested `keys`; None if there is none."""
     value: Any = record
     for key in keys:
-        # Not of any Mapping: that takes longer than all else here.
+        # `isinstance(.., Mapping)` would take longer than everything else here.
         value = value.get(key) if isinstance(value, dict | Row) else None
     return value
 
 
 def as_number(value: Any) -> float:
-    """Return a value of a record as `number` does."""
+    """Convert a record's value as `number` does."""
     try:
         return math.nan if value is None or isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
@@ -189,9 +189,10 @@ def _attempt_of(record: Mapping[str, Any]) -> int:
 def _latest(
     records: Sequence[Mapping[str, Any]],
 ) -> tuple[list[Mapping[str, Any]], list[list[Mapping[str, Any]]]]:
-    """Split the steps into the run's history and those that were replaced.
+    """Split the records into the run's history and those that were replaced.
 
-    A step that follows a later one in the file begins a resume or a rollback: what was made from there on is made again.
+    A resume or a rollback begins at a record whose step is not later than the step before it in the file. It repeats all history
+    from that step on.
     """
     history: list[Mapping[str, Any]] = []
     replaced: list[list[Mapping[str, Any]]] = []
@@ -206,7 +207,7 @@ def _latest(
 
 
 def _with_later_validations(steps: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> list[Mapping[str, Any]]:
-    """Add `val_loss` to a step that an attempt made and a later attempt validated: the record of the step was written before."""
+    """Add `val_loss` to steps that a later attempt validated, since their records were written before."""
     later = {event.step: event for event in events if event.kind == "validation"}
     found: list[Mapping[str, Any]] = []
     for record in steps:
@@ -241,7 +242,7 @@ def _attempts(records: Sequence[Mapping[str, Any]], events: Sequence[Event]) -> 
 
 
 def _end(events: Sequence[Event], *, has_successor: bool) -> str:
-    """Return how an attempt ended, from its last event."""
+    """Describe how an attempt ended, from its last event."""
     kinds = {event.kind: event for event in events}
     if "finished" in kinds:
         return "finished"

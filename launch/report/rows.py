@@ -1,11 +1,11 @@
-"""Records of a long run in little memory: their numbers lie in one array.
+"""Compact storage for a long run's records: their numbers lie in one array.
 
     {"step": 7, "loss": 2.5, "time_split": {"data_seconds": 0.1}, "note": "x"}
       numbers   .. | 7 2.5 0.1 | ..           8 bytes each, where a dict takes some 60
       others    .. | "x" | ..
       form      step: an int at 0; loss: at 1; time_split: {data_seconds: at 2}; note: the other at 0        shared by like records
 
-200,000 records of 45 numbers take 90 MB, as dicts 1.1 GB.
+200,000 records with 45 numbers each take 90 MB; as dicts they take 1.1 GB.
 """
 
 from array import array
@@ -16,11 +16,11 @@ LARGEST_EXACT = 2**53
 """Integers up to this one are exact as a double."""
 
 Form = dict[str, "tuple[str, int] | Form"]
-"""By key: the kind of a value (`int`, `float` or `other`) and its place, or the form of a mapping."""
+"""By key: a value's kind (`int`, `float` or `other`) and its place, or a mapping's form."""
 
 
 class Rows:
-    """A store of records; calling it adds one and returns its `Row`."""
+    """A store for records; calling it adds a record and returns its `Row`."""
 
     def __init__(self) -> None:
         self.numbers = array("d")
@@ -36,7 +36,7 @@ class Rows:
         return Row(self, form, *start)
 
     def _add(self, record: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Add the values of a record, and return its keys, each with the kind of its value."""
+        """Add a record's values; return its keys, each with its value's kind."""
         shape: list[Any] = []
         for key, value in record.items():
             if type(value) is float or (type(value) is int and -LARGEST_EXACT <= value <= LARGEST_EXACT):
@@ -62,7 +62,7 @@ def _form_of(shape: tuple[Any, ...], places: list[int]) -> Form:
 
 
 class Row(Mapping[str, Any]):
-    """A record of `Rows`, or a mapping inside one: it reads as the dict that it was."""
+    """A record in `Rows`, or a mapping inside one; it reads like the original dict."""
 
     __slots__ = ("_form", "_number", "_other", "_store")
 

@@ -1,1 +1,1 @@
-"""Proof that a layout trains the same model, or what differs between one process and many ranks, by name."""
+"""Proof that a layout trains the same model as one process, or the name of what differs."""

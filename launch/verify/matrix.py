@@ -24,7 +24,7 @@ _BASE: dict[str, Any] = {
     "vocab_size": 43,
     "vocab_multiple": 8,
 }
-"""9 layers: no number of stages but 1 and 3 divides them. 43 tokens: padding. One key/value head: a replica on every tp rank."""
+"""9 layers: only 1 and 3 stages divide them evenly. 43 tokens: padding. One key/value head: a replica on every tp rank."""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt": _BASE | {"ffn_hidden_size": 24, "position": "learned"},
@@ -83,10 +83,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Models that have, between them, every parameter that is cut or summed in a way of its own, and layers that differ."""
+"""Models that together have every parameter with its own way of being cut or summed, and layers that differ."""
 
 DOCUMENTS = {"kinds of layers": {"attention": "within", "positions": "document", "count_document_starts": False}}
-"""Fields of `data` for the families whose samples are documents apart."""
+"""Fields of `data` for families whose samples keep documents apart."""
 
 WAYS_OF_EXPERTS: dict[str, dict[str, object]] = {
     "whole": {"ep": 1, "etp": 1, "dispatch": "auto"},
@@ -94,10 +94,10 @@ WAYS_OF_EXPERTS: dict[str, dict[str, object]] = {
     "ep 4, all-to-all": {"ep": 4, "etp": 1, "dispatch": "all_to_all"},
     "ep 2 and etp, all-to-all": {"ep": 2, "etp": 2, "dispatch": "all_to_all"},
 }
-"""How experts are cut over ranks and reached. etp is tp, so it is two here."""
+"""How experts are cut over ranks and reached. etp equals tp, so it is two here."""
 
 OWN = "own"
-"""The family of a config that was given."""
+"""Family name for a given config."""
 
 MOST_RANKS = 8
 
@@ -105,11 +105,11 @@ MOST_RANKS = 8
 def matrix(
     path: Path | None, overrides: tuple[str, ...], *, num_steps: int, dtype: str, most_ranks: int = MOST_RANKS
 ) -> list[tuple[Row, Trial]]:
-    """Build the trials of a matrix, with the features of each.
+    """Build a matrix's trials, with the features of each.
 
     Args:
-        path, overrides: the model to vary the layout of; None: `FAMILIES`.
-        most_ranks: no layout is larger.
+        path, overrides: model whose layout is varied; None: `FAMILIES`.
+        most_ranks: largest number of ranks in a layout.
 
     Raises:
         ConfigError: the config itself is wrong, or no layout is legal for it.
@@ -174,7 +174,7 @@ def matrix(
                 fits = fits and row["model"] in of_families and etp in (1, tp) and tp * cp * dp % (ep * etp) == 0
             schedule = str(row["schedule"])
             fits = fits and not any(schedule_problems(schedule, vpp)) and (vpp == 1 or pp > 1)
-            # Deferred weight gradients keep what whole layers would recompute.
+            # Deferred weight gradients keep the activations that whole layers would recompute.
             fits = fits and not (schedule in DEFERS_WEIGHT_GRADIENTS and row["recompute"] == "full")
             # Only experts depend on dp.
             dp_of_rules = dp if experts != "whole" else 1
@@ -189,7 +189,7 @@ def matrix(
 
 
 def _overrides(row: Row) -> list[str]:
-    """Write a row as overrides; microbatches do not fill the pipeline evenly where the schedule allows that."""
+    """Write a row as overrides; microbatches do not fill the pipeline evenly if the schedule allows that."""
     micro, dp, pp = (int(str(row[name])) for name in ("micro batch", "dp", "pp"))
     num_microbatches = 2 * pp if row["vpp"] != 1 else 2 * pp + 1
     way = WAYS_OF_EXPERTS[str(row["experts"])]
@@ -209,7 +209,7 @@ def _overrides(row: Row) -> list[str]:
         "train.global_batch_size": micro * dp * num_microbatches,
     }
     if row["recompute"] == "selective" and row["cp"] != 1 and row["cp method"] == "all_gather":
-        # Its default, attention, is never made again from gathered keys and values.
+        # Attention, the default module, is never recomputed from gathered keys and values.
         words = {**words, "recompute.modules": "[norm]"}
     if way["dispatch"] != "auto":
         words = {**words, "kernels.dispatch": way["dispatch"]}

@@ -1,11 +1,11 @@
-"""The compared steps: one process writes every tensor, a rank of a layout compares its parts with them.
+"""The compared steps: one process writes every tensor, and a layout's ranks compare their parts with them.
 
-    reference.start.safetensors        weights before the first step
-    reference.step_00.safetensors      gradients, masters, moments and parameters of the first step, `kind:name`
+    reference.step_00.safetensors      first step: weights before it, gradients, masters, moments and parameters, `kind:name`
+    reference.step_01.safetensors      the same without the first weights
     ...
 
-Weights are off the initial point (norms are not one, biases not zero), since an error in a term that starts at zero would
-not be seen. Gradients are read where the optimizer reads them: from the owned parts of the reduced main grads.
+Weights are off the initial point: norms are not one, biases not zero. Otherwise an error in a term that starts at zero would go
+unnoticed. Gradients are read from the owned parts of the reduced main grads, where the optimizer reads them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,14 +33,14 @@ NOISE_STD = 0.1
 
 
 class Notebook(Protocol):
-    """A receiver of every tensor of every step, part by part."""
+    """A receiver for every tensor in every step, part by part."""
 
     def tensor(self, step: int, kind: TensorKind, part: "HeldElements") -> None: ...
     def step_done(self, step: int) -> None: ...
 
 
 class HeldElements:
-    """Elements [start, stop) of the row-major box of one parameter, as this rank holds them."""
+    """Elements [start, stop) of one parameter's row-major box, as this rank holds them."""
 
     __slots__ = ("record", "start", "values")
 
@@ -50,7 +50,7 @@ class HeldElements:
 
 @torch.no_grad()
 def leave_the_initial_point(engine: Engine, seed: int) -> None:
-    """Add noise to every parameter, the same in every layout, and let the masters follow. `seed` is the run's."""
+    """Add noise to every parameter, the same in every layout, and copy it to the masters. `seed` is the run's."""
     for parameter in engine.parameters.values():
         record = parameter.record
         flat = parameter.value.data.view(-1)[: record.box_numel]
@@ -74,13 +74,13 @@ def start_from_rounded(engine: Engine, seed: int, dtype: torch.dtype) -> None:
 
 
 def starting_values(record: ParamRecord, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the record's box after `leave_the_initial_point`, flat, on the CPU: for a process without an engine."""
+    """Compute the record's box after `leave_the_initial_point`, flat, on the CPU: for a process without an engine."""
     dtype = dtype if record.spec.is_trained else accumulation_dtype(dtype)
     return initial_box(record, seed).to(dtype) + _noise(record, seed).to(dtype)
 
 
 def _noise(record: ParamRecord, seed: int) -> torch.Tensor:
-    """Draw noise with another seed than that of the initial values, which it would only scale."""
+    """Draw noise with its own seed; with the initial values' seed it would only scale them."""
     noisy = replace(record, spec=replace(record.spec, init=Init("normal", NOISE_STD)))
     return initial_box(noisy, seed + 1)
 
@@ -95,18 +95,17 @@ def run_steps(
     *,
     may_diverge: bool,
 ) -> list[StepFacts]:
-    """Train on the given global batches; pass every tensor of every step to the notebook.
+    """Train on the given global batches; pass every tensor in every step to the notebook.
 
     Args:
-        engine: at its start.
+        engine: engine at its start.
         steps: this rank's microbatches, step by step.
-        watch: open during the first forward and backward.
-        begin_step: called with the number of each step, from 0, before it.
-        may_diverge: go on behind a loss or gradient that is not finite: in a layout, its place is what is looked for.
+        watch: context that is open during the first forward and backward.
+        begin_step: called with each step's number, from 0, before the step.
+        may_diverge: continue after a loss or gradient that is not finite, because a layout's run must show its place.
 
     Raises:
-        DivergenceError: numbers that are not finite in one process, an overflow of fp16, or rows without room for experts; on every
-            rank.
+        DivergenceError: numbers are not finite in one process, fp16 overflows, or experts have no room for rows; on every rank.
     """
     _write_parameters(engine, 0, "start", notebook)
     facts = []
@@ -144,7 +143,7 @@ def run_steps(
 
 def _write_owned(engine: Engine, step: int, kind: StateKind, notebook: Notebook) -> None:
     for owned in engine.optimizer.trained if kind == "gradient" else having(engine.optimizer.owned, kind):
-        # Of an fp16 run, gradients wait for the update with the loss scale in them; the run in a wider dtype has none.
+        # In an fp16 run, gradients keep the loss scale until the update; the run in a wider dtype has none.
         values = owned.grads / engine.loss_scale.scale if kind == "gradient" else owned.state.read(kind)
         for segment in owned.segments:
             at = segment.offset - owned.bucket.owned[0]
@@ -163,7 +162,7 @@ def reference_file(folder: Path, step: int) -> Path:
 
 
 class Writing:
-    """The notebook of the one process: whole tensors, a file per step."""
+    """The one process's notebook: whole tensors, one file per step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -183,7 +182,7 @@ class Writing:
 
 
 class Comparing:
-    """The notebook of a rank: what it holds against the same elements of the reference."""
+    """A rank's notebook: its elements compared with the same elements in the reference."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -206,7 +205,7 @@ class Comparing:
 
 
 def deviation(wanted: torch.Tensor, got: torch.Tensor) -> Deviation:
-    """Compute the deviation of tensors of one shape, in float64."""
+    """Compute the deviation between tensors with the same shape, in float64."""
     wanted, got = wanted.detach().cpu().double(), got.detach().cpu().double()
     error_square = float((got - wanted).square().sum())
     return Deviation(

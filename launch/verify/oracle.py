@@ -1,11 +1,11 @@
-"""`triaxis verify --oracle`: our layouts compared with another library's model, which is trained in its own process.
+"""`triaxis verify --oracle`: our layouts compared with another library's model, trained in its own process.
 
     oracle (one process, CPU)  ->  whole tensors under our names  <-  our one process, then our layouts: each rank its parts
 
 All of them train on a small corpus (`launch/verify/oracles/corpus.py`), which the oracle reads, cuts and counts by itself.
 
-The files are those of an ordinary verification, so ranks and judge are the same; only the writer of the reference differs. Our
-one process goes first: when it differs too, the model is a different one, and no layout is to blame.
+The files are those of an ordinary verification, so ranks and judge are the same; only another program writes the reference. Our
+one process runs first. If it differs as well, the model itself differs, and no layout is to blame.
 """
 
 import json
@@ -53,16 +53,16 @@ ORACLES = {
     "megatron-core": ("megatron-core>=0.16,<0.17", "Megatron-Core's GPTModel and its distributed optimizer"),
     "transformers": ("transformers", "the Hugging Face model that an export would write, and torch's AdamW"),
 }
-"""Name of the package -> (what pip installs it by, what it is as an oracle)."""
+"""Package name -> (pip requirement, description as an oracle)."""
 
 MEGATRON_VERSION = "0.16."
-"""Of which the patches in `launch/verify/oracles/megatron_cpu.py` are."""
+"""Version that the patches in `launch/verify/oracles/megatron_cpu.py` are written for."""
 
 DTYPES = ("float64", "fp32")
 NUM_STEPS = 5
 
 SITES = ("token_losses", "loss")
-"""The outputs that every model has."""
+"""Outputs that every model has."""
 
 _LARGEST = {"tp": 2, "pp": 2, "vpp": 2, "dp": 2, "sequence_parallel": True}
 LAYOUTS: tuple[dict[str, Any], ...] = (
@@ -70,7 +70,7 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"tp": 2, "dp": 2, "sequence_parallel": True},
     {"pp": 2, "vpp": 2, "dp": 2},
 )
-"""What is compared where no layout was asked for: every way of cutting, on 4 ranks each, of one small model.
+"""Layouts compared by default: every way of cutting, on 4 ranks each, for one small model.
 
 With dp, an even number of experts is cut in two."""
 
@@ -80,8 +80,8 @@ class OracleTrial:
     """A comparison with an oracle.
 
     Attributes:
-        oracle: one of `ORACLES`, or SOURCE:NAME of a function.
-        trials: our one process, then layouts; all of one model, batch and optimizer.
+        oracle: one of `ORACLES`, or a function as SOURCE:NAME.
+        trials: our one process, then layouts; model, batch and optimizer are the same in all.
     """
 
     oracle: str
@@ -94,7 +94,7 @@ class OracleTrial:
 
 
 def is_own(oracle: str) -> bool:
-    """Return whether an oracle is a function of the user's, SOURCE:NAME; else it is a library's model."""
+    """Whether an oracle is a user's function, SOURCE:NAME; otherwise it is a library's model."""
     return ":" in oracle
 
 
@@ -108,14 +108,14 @@ def oracle_trial(
     num_steps: int,
     dtype: str,
 ) -> OracleTrial:
-    """Build the configurations of a comparison.
+    """Build the configurations for a comparison.
 
     Args:
         oracle: one of `ORACLES`.
-        layout: overrides of `parallel`; None: those of `LAYOUTS`.
+        layout: overrides for `parallel`; None: compare all `LAYOUTS`.
 
     Raises:
-        ConfigError: the oracle's package is missing or of another version, or it cannot express the model; the config is wrong.
+        ConfigError: the oracle's package is missing or has another version, it cannot express the model, or the config is wrong.
     """
     if dtype not in DTYPES:
         why = f"each model rounds to {dtype} in places of its own, and a difference of that size would be no bug"
@@ -139,7 +139,7 @@ def oracle_trial(
 
 
 def _largest(path: Path, overrides: Sequence[str]) -> list[str]:
-    """Return as overrides the layout that has every size of `LAYOUTS`, for which a model is made small."""
+    """Build overrides for the layout with every size in `LAYOUTS`, which the small model must fit."""
     # The config's own layout is not run, so the model need not fit it.
     model = load_config(path, (*overrides, *_words(ONE_PROCESS)), os.environ).model
     stages = _listed_stages(model, _LARGEST["pp"] * _LARGEST["vpp"])
@@ -155,7 +155,7 @@ def _words(parallel: Mapping[str, object]) -> list[str]:
 
 
 def _layouts(config: Config) -> Iterator[dict[str, Any]]:
-    """Yield `LAYOUTS` of this model, as trees of configurations."""
+    """Yield `LAYOUTS` for this model, as configuration trees."""
     tree = config.model_dump(mode="json")
     for sizes in LAYOUTS:
         experts = {"ep": _ways(config.model) if sizes.get("dp", 1) > 1 else 1}
@@ -164,21 +164,21 @@ def _layouts(config: Config) -> Iterator[dict[str, Any]]:
 
 
 def _ways(model: ModelConfig) -> int:
-    """Return the number of parts into which experts are cut with dp."""
+    """Number of parts that experts are cut into with dp."""
     return 1 if model.moe is None or model.moe.num_experts % 2 else 2
 
 
 def _listed_stages(model: ModelConfig, num_stages: int) -> list[int] | None:
-    """Return the layers of each stage where there are fewer layers than stages: the last stages have none; else None."""
+    """List layers per stage if there are fewer layers than stages, with the last stages empty; None otherwise."""
     num_layers = model.num_layers
     return None if num_layers >= num_stages else [1] * num_layers + [0] * (num_stages - num_layers)
 
 
 def installed_version(oracle: str) -> str:
-    """Return the version of an oracle's package.
+    """Look up the version of an oracle's package.
 
     Raises:
-        ConfigError: it is not installed, or not one that is known here; a function of the user's cannot be read.
+        ConfigError: the package is missing, its version is not supported here, or a user's function cannot be read.
     """
     if is_own(oracle):
         return _digest(oracle)
@@ -211,12 +211,12 @@ def _digest(oracle: str) -> str:
 
 
 def what_is(oracle: str) -> str:
-    """Return what an oracle is, in words."""
+    """Describe an oracle in words."""
     return "a function of whole tensors, and torch's AdamW" if is_own(oracle) else ORACLES[oracle][1]
 
 
 def refusals(oracle: str, config: Config) -> Iterator[str]:
-    """List the features of the model that the oracle cannot express."""
+    """Yield one refusal for each model feature that the oracle cannot express."""
     for name in ("hidden_dropout", "attention_dropout"):
         if probability := getattr(config.model, name):
             yield (
@@ -235,7 +235,7 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
         yield f"model.mtp is given: {oracle} is compared by the next token alone. Add model.mtp=null."
     if (moe := config.model.moe) is not None:
         for name in BalanceConfig.model_fields:
-            # The one word among the rates has no effect without them.
+            # The balance field that is not a rate has no effect without the rates.
             if isinstance(rate := getattr(moe.balance, name), float) and rate:
                 yield (
                     f"model.moe.balance.{name} = {rate}: {oracle} trains without it, so gradients and choices would differ. Add "
@@ -254,7 +254,7 @@ def refusals(oracle: str, config: Config) -> Iterator[str]:
         else:
             family_of(config.model)
     except ConfigError as error:
-        # Of the families, the nearest: what stands against it is the least.
+        # Only the nearest family's problem is shown, the one with the fewest obstacles.
         yield from (
             error.problems
             if oracle == "megatron-core"
@@ -277,12 +277,12 @@ def _documents_of_megatron(config: Config) -> Iterator[str]:
 
 
 def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
-    """Run the oracle, then one trial after another; yield each verdict as soon as it is there.
+    """Run the oracle, then the trials in order; yield each verdict as soon as it is known.
 
-    When our one process differs, its verdict is the last: all layouts would differ as it does.
+    If our one process differs, its verdict is the last, since all layouts would differ in the same way.
 
     Raises:
-        VerificationError: a run did not end well.
+        VerificationError: a run failed.
     """
     with tempfile.TemporaryDirectory(prefix="triaxis-oracle-") as name:
         folder = Path(name)
@@ -291,7 +291,7 @@ def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
             raise VerificationError(exit_code)
         for number, one in enumerate(asked.trials):
             for report in folder.glob("rank_*.json"):
-                report.unlink()  # of the layout before
+                report.unlink()  # left by the layout before
             exit_code = start_ranks(with_corpus(one.config, folder), folder / f"layout_{number}", _job(folder))
             if exit_code:
                 raise VerificationError(exit_code)
@@ -302,13 +302,13 @@ def verify_against(asked: OracleTrial) -> Iterator[tuple[Trial, Verdict]]:
 
 
 def verdict_against(asked: OracleTrial, one: Trial, folder: Path) -> Verdict:
-    """Judge the files in `folder`: the oracle's, and those of the ranks of this trial."""
+    """Judge the files in `folder`, written by the oracle and by this trial's ranks."""
     verdict = judge(evidence(one.config, folder), one.tolerance)
     return replace(verdict, cause=_cause(asked, one, verdict))
 
 
 def show_oracle_plan(asked: OracleTrial) -> None:
-    """Print how all runs would be started; start nothing."""
+    """Print how every run would be started; start nothing."""
     with tempfile.TemporaryDirectory(prefix="triaxis-oracle-") as name:
         folder = Path(name)
         variables = [f"{name}={shlex.quote(value)}" for name, value in import_variables(os.environ).items()]
@@ -326,25 +326,25 @@ def _oracle_command(path: Path) -> list[str]:
 
 
 def run_oracle(oracle: str, config: Config, folder: Path) -> int:
-    """Run the oracle in its own process: the globals of its code, and the patches that it needs, end with it.
+    """Run the oracle in its own process, because its code has globals and needs patches.
 
     Args:
-        config: of one process.
-        folder: has the corpus; it gets the files of a reference.
+        config: configuration for one process.
+        folder: folder with the corpus; the reference's files are written there.
     """
     place = folder / "oracle"
     place.mkdir()
     path = place / "verify.yaml"
     path.write_text(to_yaml(with_corpus(config, folder)))
     (place / JOB).write_text(json.dumps({"folder": str(folder), "oracle": oracle}))
-    # On the CPU, on any device of the layouts, and offline.
+    # The oracle runs on the CPU, whatever device the layouts use, and offline.
     variables = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"} | thread_variables(os.environ)
     variables |= import_variables(os.environ)
     return subprocess.run(_oracle_command(path), env=os.environ | variables, stdout=sys.stderr, check=False).returncode
 
 
 def _cause(asked: OracleTrial, one: Trial, verdict: Verdict) -> Cause | None:
-    """Return the cause of a difference from an oracle; the judge's guess covers only layouts and the parts that report outputs."""
+    """Find the cause of a difference from an oracle; the judge's own guess needs a layout and all outputs."""
     if verdict.equal:
         return None
     first = verdict.differences[0]

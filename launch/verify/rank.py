@@ -1,4 +1,4 @@
-"""The rank of `triaxis verify`: a few steps from a fixed start; the reference writes them down, a layout's ranks compare."""
+"""A rank of `triaxis verify`: a few steps from a fixed start, recorded by the reference and compared by a layout's ranks."""
 
 import json
 import math
@@ -50,7 +50,7 @@ REFERENCE_SITES = "reference.sites.safetensors"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of the job that `launch/verify/run.py` has written."""
+    """Run one rank of the job that `launch/verify/run.py` wrote."""
     job = read_job(argv)
     with join_run(argv) as rank:
         observe(
@@ -73,15 +73,15 @@ def observe(
     sites: Sequence[str] | None = None,
     noise_of: str | None = None,
 ) -> None:
-    """Train `config.train.steps` steps, and write records for the judge to `folder`.
+    """Train `config.train.steps` steps, and write the judge's records to `folder`.
 
     Args:
-        topology: this rank's.
-        config: with the layout; of the reference, one process.
-        folder: shared by all ranks; holds the reference's files unless this is the reference.
+        topology: this rank's topology.
+        config: configuration with the layout; for the reference, one process.
+        folder: folder shared by all ranks; holds the reference's files unless this is the reference.
         is_reference: write whole tensors, instead of comparing with them.
-        sites: places whose outputs the reference has; None: all of them.
-        noise_of: the narrower dtype of a reference whose rounding this run measures, starting from weights in that dtype.
+        sites: sites whose outputs the reference has; None: all.
+        noise_of: narrower dtype of the reference whose rounding this run measures; weights start in that dtype.
     """
     engine = build(config, topology, build_chunks)
     if noise_of is None:
@@ -133,13 +133,13 @@ def report_path(folder: Path, rank: int) -> Path:
 
 
 def checksums(microbatch: MicroBatch) -> list[Sample]:
-    """Return the id of each sample of a microbatch, and a checksum of its contents.
+    """Pair each sample's id in a microbatch with a checksum over its contents.
 
-    The checksum is the sum of those of the tokens, each with its label, mask, position and document. So the parts of a sample that
-    context-parallel ranks hold add up to that of the whole.
+    The checksum adds up one checksum per token, over the token, its label, mask, position and document. So the parts that
+    context-parallel ranks hold add up to the whole sample's checksum.
     """
     mask = microbatch.loss_mask
-    counted = mask if mask.dtype is torch.bool else mask.view(torch.int32)  # weights by their bits
+    counted = mask if mask.dtype is torch.bool else mask.view(torch.int32)  # weights are compared by their bits
     parts = [microbatch.tokens, microbatch.labels, counted, microbatch.position_ids]
     if microbatch.documents is not None:
         numbers, part = microbatch.documents.numbers, microbatch.part
@@ -150,7 +150,7 @@ def checksums(microbatch: MicroBatch) -> list[Sample]:
 
 
 def _samples_of(step: Sequence[MicroBatch], topology: Topology) -> tuple[Sample, ...]:
-    """Return the samples of this rank's step, with the checksums of all parts."""
+    """Samples that this rank reads in a step, with checksums summed over the cp ranks."""
     mine = [sample for microbatch in step for sample in checksums(microbatch)]
     sums = torch.tensor([checksum for _, checksum in mine], device=topology.device)
     whole = topology.axis("cp").all_reduce(sums, "samples").wait().tolist()
@@ -158,7 +158,7 @@ def _samples_of(step: Sequence[MicroBatch], topology: Topology) -> tuple[Sample,
 
 
 def batches_of_steps(config: Config, topology: Topology) -> list[list[MicroBatch]]:
-    """Return all steps of a dp rank, with labels masked so that microbatches have unequal counts."""
+    """Read all steps of a dp rank, with labels masked so that microbatches have unequal counts."""
     with closing(open_batches(config, topology, masked_samples(config))) as batches:
         return [batches.next_step() for _ in range(config.train.steps or 1)]
 
@@ -171,7 +171,7 @@ def _sites(
     steps: Sequence[Sequence[MicroBatch]],
     wanted_sites: Sequence[str] | None,
 ) -> list[SiteReport]:
-    """Compare this rank's outputs with the reference's of the same tokens; samples that it lacks deviate infinitely."""
+    """Compare this rank's outputs with the reference's for the same tokens; samples missing there deviate infinitely."""
     tp, cp = topology.axis("tp"), topology.axis("cp")
     places = {
         str(sample): microbatch.part.positions[row].cpu()
@@ -193,7 +193,7 @@ def _sites(
                 if not known.issuperset(keys):
                     parts.append(UNKNOWN)
                     continue
-                # The loss of a microbatch is the sum of those of its samples, where the reference has one in each.
+                # If the reference has one sample per microbatch, a microbatch's loss is the sum over its samples.
                 wanted = torch.stack([reference.get_tensor(key) for key in keys]).sum(0)
                 if site == LOSS:
                     got = cp.all_reduce(got.to(topology.device), "loss").wait().cpu()

@@ -1,6 +1,6 @@
-"""Relations between the sizes of a model and of a layout from which layout bugs come.
+"""Relations between model sizes and layout sizes that layout bugs depend on.
 
-`launch/verify/shrink.py` promises that each of them has the same value in the small configuration as in the one that was given.
+`launch/verify/shrink.py` guarantees that each relation has the same value in the small configuration as in the original.
 """
 
 import math
@@ -18,19 +18,19 @@ from triaxis.launch.verify.shrink_experts import relations_of_experts
 from triaxis.launch.verify.shrink_layers import relations_of_stages
 
 MOST_ROUNDS = 3
-"""A first, a last and one between them: further rounds of microbatches are like the second."""
+"""A first, a middle and a last round; further rounds are like the middle one."""
 
 MOST_PIECES = 3
-"""Likewise for pieces of a microbatch at the head."""
+"""Same limit for the pieces of a microbatch at the head."""
 
 
 def relations(config: Config) -> dict[str, object]:
-    """Return the value of every relation by its name; `parallel.dp` left open counts as 1."""
+    """Evaluate every relation, by name; an open `parallel.dp` counts as 1."""
     return {name: value(config) for name, value in RELATIONS.items()}
 
 
 def rows_of_ranks(vocab_size: int, padded_size: int, tp: int) -> tuple[str, ...]:
-    """Return for each tp rank whether its rows of the vocabulary are `whole`, `partly padding` or `all padding`."""
+    """Classify each tp rank's vocabulary rows as `whole`, `partly padding` or `all padding`."""
     kinds = []
     for index in range(tp):
         start, stop = cut(padded_size, tp, index)
@@ -41,48 +41,48 @@ def rows_of_ranks(vocab_size: int, padded_size: int, tp: int) -> tuple[str, ...]
 def stage_relations(
     num_layers: int, *, recomputed: str, layers_per_group: int, num_offloaded: int
 ) -> tuple[object, ...]:
-    """Relate the layers of one stage to the layers that are recomputed together and to those that are offloaded.
+    """Relate one stage's layers to the layers that are recomputed together and to those that are offloaded.
 
     Args:
-        recomputed: `uniform` or `block` for whole layers, else "".
-        layers_per_group: `recompute.num_layers`.
-        num_offloaded: `offload.num_layers`.
+        recomputed: `uniform` or `block` if whole layers are recomputed, else "".
+        layers_per_group: value of `recompute.num_layers`.
+        num_offloaded: value of `offload.num_layers`.
     """
     size = layers_per_group if recomputed == "uniform" else 1
     groups = -(-num_layers // size)
     moved = -(-min(num_offloaded, num_layers) // size)
     return (
         min(num_layers, 2),
-        # uniform: a whole group, several groups, a last group with fewer layers
+        # uniform: a whole group, several groups, a shorter last group
         (num_layers >= size, groups > 1, num_layers % size > 0),
         _sign(num_layers - layers_per_group) if recomputed == "block" else None,
-        # offloaded: no group, one, two (each in a buffer of its own) or more; all of the stage; the border inside a group
+        # offloaded: no group, one, two (each in its own buffer) or more; the whole stage; a border inside a group
         (min(moved, 3), moved == groups, num_offloaded % size > 0),
     )
 
 
 def full_recompute_method(config: Config) -> str:
-    """Return the method by which whole layers are recomputed; "": none are."""
+    """Method that recomputes whole layers; "": none."""
     return config.recompute.method if config.recompute.granularity == "full" else ""
 
 
 def layer_counts(config: Config) -> list[int]:
-    """Return the number of layers of each stage, in stage order."""
+    """Count each stage's layers, in stage order."""
     return [stage.num_own for stage in stages_of(config)]
 
 
 def num_microbatches(config: Config) -> int:
-    """Return the microbatches of a pipeline in a step."""
+    """Count one pipeline's microbatches per step."""
     dp = data_parallel_size(config.parallel, None) or 1
     return max(1, config.train.global_batch_size // (config.train.micro_batch_size * dp))
 
 
 def blocks_of_part(config: Config, seq_length: int | None = None) -> int:
-    """Return the blocks of a row that a context-parallel rank holds; 1 where it has whole rows, or a run of each.
+    """Count the blocks of a row on a context-parallel rank; 1 if it holds whole rows, or one run from each.
 
     Args:
-        config: of the run; where attention is within documents, rows have several.
-        seq_length: in place of the model's.
+        config: the run's configuration; a row has several documents if attention is within documents.
+        seq_length: length to use instead of the model's.
     """
     cp, length = config.parallel.cp, seq_length or config.model.seq_length
     if not gathers_keys(config):
@@ -92,7 +92,7 @@ def blocks_of_part(config: Config, seq_length: int | None = None) -> int:
 
 
 def _pieces_of_heads(config: Config) -> tuple[bool, bool] | None:
-    """Return (whether keys and values are gathered in several pieces, whether some are larger); None: they are not gathered."""
+    """Whether keys and values are gathered in several pieces, and whether some pieces are larger; None: they are not gathered."""
     if not gathers_keys(config) or config.model.mla is not None:
         return None
     pieces = heads_of_pieces(local_kv_heads(config))
@@ -100,7 +100,7 @@ def _pieces_of_heads(config: Config) -> tuple[bool, bool] | None:
 
 
 def head_pieces(num_tokens: int, tokens_at_a_time: int | None) -> tuple[int, bool] | None:
-    """Return (pieces at the head up to `MOST_PIECES`, whether the last one is smaller); None: the head is not cut."""
+    """Count (pieces at the head up to `MOST_PIECES`, whether the last one is smaller); None: the head is not cut."""
     if tokens_at_a_time is None:
         return None
     return min(-(-num_tokens // tokens_at_a_time), MOST_PIECES), num_tokens > tokens_at_a_time and bool(
@@ -130,7 +130,7 @@ def _layers_of_stages(config: Config) -> list[tuple[object, ...]]:
 
 
 def _kinds_of_layers(config: Config) -> list[tuple[object, ...]]:
-    """Return the relations of each kind of layer, in the order in which they first occur."""
+    """Relations for each kind of layer, in order of first appearance."""
     length = config.model.seq_length
     return [
         (
@@ -150,7 +150,7 @@ def _experts(config: Config) -> tuple[object, ...] | None:
 
 
 def is_root_of_width(model: ModelConfig) -> bool:
-    """Return whether the embedding is multiplied with the square root of the hidden size (Gemma)."""
+    """Whether the embedding is multiplied by the hidden size's square root (Gemma)."""
     return model.embedding_multiplier == math.sqrt(model.hidden_size)
 
 

@@ -1,14 +1,14 @@
-"""The choices of experts of a verification: written down by the reference, compared and summed by each rank of a layout.
+"""The experts that tokens choose in a verification: the reference records them, each rank compares and sums its own.
 
     reference.routing.safetensors      experts of each token, `step|layer|sample`: int32 [s, k], by number, and where the sequence
                                        loss counts others, those: `step|counted layer|sample`
     digest of a layer                  sum over its tokens of hash(sample, position, layer, experts), modulo 2^64
 
-Each token is routed on one rank, so the digests of all ranks add up to the reference's wherever tokens and experts are.
+Each token is routed on exactly one rank. So the ranks' digests add up to the reference's, wherever tokens and experts are.
 
-In float64 every choice must be the reference's. In a narrower dtype two scores that are nearly equal may come in another order,
-and what follows is another function. So the ranks report how many choices they would have made otherwise, and go on with those
-of the reference: everything after is compared as in a dense model.
+In float64 every choice must equal the reference's. In a narrower dtype two nearly equal scores may swap their order, and all later
+layers then compute another function. So each rank counts the choices it would have made differently and continues with the
+reference's choices. Everything after the router is compared as in a dense model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,11 +29,11 @@ REFERENCE_ROUTING = "reference.routing.safetensors"
 
 
 class Routings:
-    """The choices of this rank's layers; `step` is the one that runs, counted from 0.
+    """Choices made in this rank's layers; `step` is the current step, from 0.
 
     Args:
-        chunks: of the rank; their layers with experts are followed from now on.
-        folder: holds the reference's choices; None: this is the reference, which writes every token's.
+        chunks: the rank's model chunks; their expert layers are recorded from now on.
+        folder: folder with the reference's choices; None: this is the reference, which records every token.
         imposed: replace each choice by the reference's.
     """
 
@@ -47,17 +47,17 @@ class Routings:
         self._written: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._reports: dict[tuple[int, int], RoutingReport] = {}
         for chunk in chunks:
-            # Layers of multi-token prediction choose like the others.
+            # Layers for multi-token prediction choose experts like the others.
             for module in cast(GPTChunk, chunk).modules():
                 if isinstance(module, MoE):
                     self._follow(module, is_reference=folder is None)
 
     def reports(self) -> tuple[RoutingReport, ...]:
-        """Return what was compared, by step and layer."""
+        """Comparisons so far, by step and layer."""
         return tuple(self._reports.values())
 
     def write(self, folder: Path) -> None:
-        """Write the choices of the reference."""
+        """Write the reference's choices to `folder`."""
         whole = {}
         for name, parts in self._written.items():
             positions, experts = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -70,7 +70,7 @@ class Routings:
         def known(
             keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor, experts: torch.Tensor, *, of: str
         ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-            """Yield (sample, positions, experts, the reference's experts) of each sample; the reference writes down its own."""
+            """Yield (sample, positions, experts, the reference's experts) per sample; the reference records its own."""
             num_samples = shape[1]
             positions = moe.positions(keys, shape, scores).view(-1, num_samples).cpu()
             by_sample = experts.cpu().view(len(positions), num_samples, -1)
@@ -103,7 +103,7 @@ class Routings:
         moe.counted = counted  # type: ignore[method-assign]
 
     def _wanted(self, name: str, positions: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """Return the reference's experts int64 [n, k] of a sample's tokens; the rank's own where it has none."""
+        """Look up the reference's experts for a sample's tokens, int64 [n, k]; the rank's own if it has none."""
         if self._known is None or name not in self._names:
             return experts
         return self._known.get_tensor(name)[positions].long()
@@ -121,7 +121,7 @@ class Routings:
 
 
 def routing_digest(layer: int, sample: int, positions: torch.Tensor, experts: torch.Tensor) -> int:
-    """Return the sum of the hashes of a sample's tokens, at int64 positions [n], with experts int64 [n, k] in any order."""
+    """Sum the hashes of a sample's tokens, at `positions` int64 [n], with `experts` int64 [n, k] in any order."""
     words = mix_words_(positions * GOLDEN + key64(f"{layer}/{sample}"))
     for chosen in experts.sort().values.unbind(1):
         words = mix_words_((words ^ (chosen + 1)) * GOLDEN)

@@ -1,4 +1,4 @@
-"""From a config and a layout to a verdict: one process and the layout run, and their files are compared."""
+"""The verification of a layout: one process and the layout run, and their files are compared."""
 
 import json
 import os
@@ -51,7 +51,7 @@ WORKER = "triaxis.launch.verify.rank"
 
 
 class VerificationError(Exception):
-    """A failure of the runs; `exit_code` is theirs."""
+    """A failed run; `exit_code` is the run's exit code."""
 
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"a run ended with exit code {exit_code}")
@@ -59,10 +59,10 @@ class VerificationError(Exception):
 
 
 def verify_layout(asked: Trial) -> Verdict:
-    """Run the reference and the layout, and compare; where they differ, run sub-layouts to name the axis.
+    """Run the reference and the layout, and compare them; if they differ, run sub-layouts to name the axis.
 
     Raises:
-        VerificationError: a run did not end well.
+        VerificationError: a run failed.
     """
     with tempfile.TemporaryDirectory(prefix="triaxis-verify-") as name:
         folder = Path(name)
@@ -91,7 +91,7 @@ def show_plan(asked: Trial) -> None:
 
 
 def _runs(asked: Trial, folder: Path) -> Iterator[tuple[Config, dict[str, object]]]:
-    """Yield the reference, the measurement of its rounding if there is one, and the layout, with their jobs."""
+    """Yield the reference, the rounding measurement if there is one, and the layout, with their jobs."""
     yield asked.reference, layout_job(folder) | {"is_reference": True}
     if asked.noise is not None:
         yield asked.noise, layout_job(folder) | {"noise_of": asked.reference.precision.dtype}
@@ -99,30 +99,30 @@ def _runs(asked: Trial, folder: Path) -> Iterator[tuple[Config, dict[str, object
 
 
 def layout_job(folder: Path) -> dict[str, object]:
-    """Return the job of a layout's ranks, as `launch/verify/rank.py` reads it."""
+    """Build the job for a layout's ranks, in the form that `launch/verify/rank.py` reads."""
     return {"folder": str(folder), "is_reference": False, "sites": None, "noise_of": None}
 
 
 def start_ranks(config: Config, place: Path, job: Mapping[str, object], *, dry_run: bool = False) -> int:
-    """Run the ranks of `launch/verify/rank.py`; return their exit code.
+    """Run `launch/verify/rank.py` on every rank; return the exit code.
 
     Args:
-        place: a folder that is not there yet, for configuration and job.
-        job: what `launch/verify/rank.py` reads.
-        dry_run: say how they would be started; start nothing.
+        place: new folder for the configuration and the job.
+        job: job that `launch/verify/rank.py` reads.
+        dry_run: print how they would be started; start nothing.
     """
     place.mkdir()
     path = place / "verify.yaml"
     path.write_text(to_yaml(config))
     (place / JOB).write_text(json.dumps(job))
-    # The launch lines go to stderr, with the certificate on stdout; a dry run prints them on stdout.
+    # Launch lines go to stderr, because the certificate goes to stdout; a dry run prints them on stdout.
     with without_layout_variables(), redirect_stdout(sys.stdout if dry_run else sys.stderr):
         return launch(Request(path, (), dry_run=dry_run, worker=WORKER), os.environ)
 
 
 @contextmanager
 def without_layout_variables() -> Iterator[None]:
-    """Leave out TP, PP and the like, which have been read already: the runs in the block differ from them on purpose."""
+    """Hide TP, PP and similar variables, already read: runs inside the block differ from them on purpose."""
     kept = {name: os.environ.pop(name) for name in ENVIRONMENT if name in os.environ}
     try:
         yield
@@ -131,7 +131,7 @@ def without_layout_variables() -> Iterator[None]:
 
 
 def evidence(config: Config, folder: Path) -> Evidence:
-    """Return what the ranks of a layout left in `folder`, with what the layout does with each parameter."""
+    """Read the reports of a layout's ranks from `folder`, and add the layout's treatment of each parameter."""
     num_steps = config.train.steps
     steps = json.loads((folder / REFERENCE_STEPS).read_text())[:num_steps]
     samples, noise = folder / REFERENCE_SAMPLES, folder / NOISE_REPORT
@@ -148,14 +148,14 @@ def evidence(config: Config, folder: Path) -> Evidence:
 
 
 def routings_of(folder: Path, num_steps: int | None) -> tuple[RoutingReport, ...]:
-    """Return the reference's choices of experts in the first steps; none where it has not written them."""
+    """Read the reference's expert choices for the first `num_steps` steps; empty if it has not written them."""
     path = folder / REFERENCE_DIGESTS
     found = [RoutingReport(**one) for one in json.loads(path.read_text())] if path.exists() else []
     return tuple(one for one in found if num_steps is None or one.step < num_steps)
 
 
 def parameter_facts(config: Config) -> tuple[ParameterFacts, ...]:
-    """List every parameter of the model in forward order, as the layout holds it."""
+    """List every parameter in the model in forward order, with the layout's treatment of it."""
     parallel = config.parallel
     first_stage: dict[str, int] = {}
     for number, stage in enumerate(stages_of(config)):

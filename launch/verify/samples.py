@@ -1,4 +1,4 @@
-"""Training data of a verification: random tokens, or the corpus of a comparison with an oracle."""
+"""Training data for a verification: random tokens, or the corpus that is compared with an oracle."""
 
 from triaxis.engine.config.model import LARGEST_VOCABULARY
 from triaxis.engine.config.tree import Config
@@ -7,14 +7,14 @@ from triaxis.engine.data.samples import Sample, SampleSource
 from triaxis.engine.data.synthetic import SyntheticDataset
 
 MASKED_FRACTION = 0.3
-"""Of labels that are not counted, so that microbatches have unequal counts."""
+"""Share of labels that are masked, so that microbatches have unequal counts."""
 
 
 def masked_samples(config: Config) -> SampleSource:
-    """Return the samples of a run, some labels masked.
+    """Open the run's samples, with some labels masked.
 
     Raises:
-        DataError: the corpus of `data.train` cannot be read.
+        DataError: the corpus in `data.train` cannot be read.
     """
     model, train = config.model, config.train
     random = SyntheticDataset(
@@ -27,14 +27,14 @@ def masked_samples(config: Config) -> SampleSource:
     )
     if config.data.synthetic:
         return random
-    # A small model has fewer ids than a corpus of the user's.
+    # A small model has fewer ids than a user's corpus.
     most = model.vocab_size if config.model.extension is None else LARGEST_VOCABULARY
     corpus = open_datasets(config.data, model.seq_length, train.seed, vocab_size=most, own=model.own).train
     return MaskedSamples(corpus, random, model.vocab_size)
 
 
 class MaskedSamples:
-    """The tokens of one source, modulo a number of ids, with the loss masks of another."""
+    """Tokens from one source, modulo `num_ids`, with loss masks from another."""
 
     def __init__(self, tokens: SampleSource, masks: SampleSource, num_ids: int) -> None:
         self._tokens, self._masks, self._num_ids = tokens, masks, num_ids

@@ -1,7 +1,7 @@
 """A configuration of the same kind, small enough for float64 on a laptop.
 
-Bugs of a layout come from relations between sizes, not from sizes: whether heads outnumber ranks, whether stages are even,
-which ranks hold padding of the vocabulary. `launch/verify/relations.py` lists them, and each is kept; all else gets small.
+Layout bugs come from relations between sizes, not from the sizes: whether heads outnumber ranks, whether stages are even, which
+ranks hold vocabulary padding. Every relation in `launch/verify/relations.py` is kept; everything else becomes small.
 """
 
 import math
@@ -33,27 +33,29 @@ from triaxis.launch.verify.shrink_layers import groups_of, kept_layers, kinds_of
 
 HEAD_DIM = 8
 ROTATED = 4
-"""Elements of a head that rotate with latent attention."""
+"""Rotated elements per head with latent attention."""
 LEAST_SEQ_LENGTH = 8
 ROWS_PER_RANK = 8
-"""Rows of the padded vocabulary on a tp rank; without tensor parallelism `ROWS`, so that tokens differ."""
+"""Fewest padded vocabulary rows per tp rank; all ranks together have at least `ROWS`, so that tokens differ."""
 ROWS = 40
 PADDING = 3
 BUCKET_BYTES = 4096
-"""Several buckets, with parameters across their borders."""
+"""Small enough for several buckets, with parameters across their borders."""
 
 MOST_PER_GROUP = 4
-"""Layers that are recomputed together: with 3, stages of n and of n + 1 layers can both leave a remainder; with 4, both can have
-more layers than are offloaded, one of them as many as are recomputed."""
+"""Largest number of layers that are recomputed together.
+
+With 3, stages of n and of n + 1 layers can both leave a remainder. With 4, both can have more layers than are offloaded, and one
+of them as many as are recomputed."""
 
 Relation = tuple[object, ...]
-"""The value of `stage_relations`."""
+"""Value returned by `stage_relations`."""
 
 
 def shrink(config: Config) -> dict[str, dict[str, Any]]:
-    """Return the changes to a configuration, as sections of new values; `parallel.dp` left open counts as 1.
+    """Compute the changes to a configuration, as sections with new values; an open `parallel.dp` counts as 1.
 
-    Kept: the ranks of every axis, vpp, the schedule, and every relation of `launch/verify/relations.py`. Buckets and offloaded
+    The ranks on every axis, vpp, the schedule and every relation in `launch/verify/relations.py` are kept. Buckets and offloaded
     tensors are always small, so that there are several.
     """
     kept, per_group, num_offloaded = _layers(config)
@@ -81,7 +83,7 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
     }
     fp8 = config.precision.fp8
     if fp8 is not None:
-        # At least one layer has FP8 operands.
+        # At least one layer keeps FP8 operands.
         rounded = [min(count, 1) for count in fp8.bf16_layers]
         changes["precision"] = {
             "fp8": fp8.model_dump() | {"bf16_layers": rounded if sum(rounded) < len(layers) else [0, 0]}
@@ -92,10 +94,10 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
         changes["model"]["moe"] = shrink_experts(moe, config.parallel.ep, width)
         changes["kernels"] = {"dispatch": dispatch_of(config)}
     if config.model.mtp is not None:
-        # One token ahead reads the model's output, the others what the one before has found.
+        # The first prediction layer reads the model's output; each further one reads the layer before it.
         mtp = config.model.mtp
         changes["model"]["mtp"] = mtp.model_dump() | {"num_layers": min(mtp.num_layers, 2)}
-    # By the sizes of the small model, auto could be another method.
+    # For the small sizes, auto could choose another method.
     changes["parallel"] = {"cp_method": method_of(config)} if config.parallel.cp > 1 else {}
     if config.parallel.layers_per_stage is not None:
         changes["parallel"]["layers_per_stage"] = [len(stage) for stage in kept]
@@ -109,7 +111,7 @@ def shrink(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _block(config: Config) -> int | None:
-    """Return the numbers that share an FP8 scale, of which every size stays a multiple; None: sizes are free."""
+    """Count the numbers that share an FP8 scale; every size stays a multiple of it. None: sizes are free."""
     return None if config.precision.fp8 is None else BLOCKS.get(config.precision.fp8.recipe)
 
 
@@ -121,7 +123,7 @@ def _heads(config: Config) -> dict[str, Any]:
     model, tp = config.model, config.parallel.tp
     kv_heads, group = model.kv_heads, model.num_attention_heads // model.kv_heads
     if kv_heads < tp:
-        # Replicated: every rank has a head of its own, or two.
+        # Key/value heads are replicated: every rank has one or two query heads.
         least = tp // kv_heads
         group = least * min(group // least, 2)
     else:
@@ -148,7 +150,7 @@ def _heads(config: Config) -> dict[str, Any]:
 
 
 def _latents(model: ModelConfig) -> dict[str, Any] | None:
-    """Return small sizes of latents and of parts of a head, no two of them equal but those of values and keys where they are."""
+    """Choose small latent and head-part sizes, all different; values and keys are equal only if they were."""
     if model.mla is None:
         return None
     return {
@@ -161,7 +163,7 @@ def _latents(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _kv_heads_of_a_rank(config: Config, kv_heads: int) -> int:
-    """Return one head or two; more where cp needs them for exchanged heads, or for pieces that differ."""
+    """Choose one or two heads; more if cp exchanges heads, or needs pieces that differ."""
     pieces = heads_of_pieces(kv_heads)
     if gathers_keys(config) and pieces[0] != pieces[-1]:
         return len(pieces) + 1
@@ -170,7 +172,7 @@ def _kv_heads_of_a_rank(config: Config, kv_heads: int) -> int:
 
 
 def _vocabulary(model: ModelConfig, tp: int) -> dict[str, Any]:
-    """Give each rank as many rows as the others, of which the same ranks as before hold padding."""
+    """Give every rank the same number of rows, with padding on the same ranks as before."""
     kinds = rows_of_ranks(model.vocab_size, model.padded_vocab_size, tp)
     per_rank = max(ROWS_PER_RANK, -(-ROWS // tp))
     partly = (per_rank - PADDING) * kinds.count("partly padding")
@@ -178,13 +180,13 @@ def _vocabulary(model: ModelConfig, tp: int) -> dict[str, Any]:
 
 
 def _seq_length(config: Config) -> int:
-    """Return a length of several tokens on each rank, odd where it was (then no two equal pieces are possible)."""
+    """Choose a length with several tokens per rank; odd if it was odd, so that no two equal pieces exist."""
     length, tp, cp = config.model.seq_length, config.parallel.tp, config.parallel.cp
     least, block = max(LEAST_SEQ_LENGTH, 2 * tp), _block(config)
     if block is not None:
         least = length if length < block else math.lcm(block, tp) * (1 if cp == 1 else 2 * cp)
     if cp > 1:
-        # Parts of whole blocks, as many of them as before, and for sequence parallelism whole shards of parts.
+        # Each part has as many whole blocks as before, and whole shards if sequence parallelism needs them.
         blocks = blocks_of_part(config)
         unit = cp * math.lcm(2 * (block or 1), blocks, tp if length // cp % tp == 0 else 1)
         return next(
@@ -197,15 +199,15 @@ def _seq_length(config: Config) -> int:
 
 
 def _layers(config: Config) -> tuple[list[list[int]], int, int]:
-    """Return (numbers of the layers that each stage keeps, layers per recomputed group, offloaded layers).
+    """Choose (kept layer numbers per stage, layers per recomputed group, offloaded layers).
 
-    They are the fewest that keep all relations.
+    The result is the smallest that keeps all relations.
     """
     recomputed, counts = full_recompute_method(config), layer_counts(config)
     per_group, num_offloaded = config.recompute.num_layers, config.offload.num_layers
     sizes = sorted({count for count in counts if count})
     needed = needed_places(config)
-    # A stage has the needed places of the smaller ones too.
+    # A stage also has the places that smaller stages need.
     more = [sum(before <= place < size for place in needed) for before, size in pairwise([0, *sizes])]
 
     def related(size: int, group: int, offloaded: int) -> Relation:
@@ -229,7 +231,7 @@ def _layers(config: Config) -> tuple[list[list[int]], int, int]:
 def _even_sizes(
     wanted: Sequence[Relation], related: Callable[[int], Relation], candidates: Sequence[int]
 ) -> list[int] | None:
-    """Return the smallest sizes of stages, each one more than the one before, that are related as wanted."""
+    """Find the smallest stage sizes, consecutive integers, that have the wanted relations; None: there are none."""
     for least in candidates:
         sizes = [least + place for place in range(len(wanted))]
         if [related(size) for size in sizes] == list(wanted):
@@ -240,7 +242,10 @@ def _even_sizes(
 def _listed_sizes(
     wanted: Sequence[Relation], related: Callable[[int], Relation], more: Sequence[int], most: int
 ) -> list[int] | None:
-    """Return the smallest growing sizes of stages that are related as wanted; from `more` to `most` between two of them."""
+    """Find the smallest growing stage sizes that have the wanted relations.
+
+    Each size exceeds the one before by at least `more` (and by 1), and by less than `most` beyond that.
+    """
     sizes: list[int] = []
     for relation, least in zip(wanted, more, strict=True):
         first = (sizes[-1] if sizes else 0) + max(1, least)
@@ -252,7 +257,7 @@ def _listed_sizes(
 
 
 def _batch(config: Config, dp: int) -> dict[str, Any]:
-    """Keep a first, a middle and a last round of the pipeline, and as many microbatches beyond whole rounds as before."""
+    """Keep a first, a middle and a last pipeline round, and the same number of microbatches beyond whole rounds."""
     pp, microbatches = config.parallel.pp, num_microbatches(config)
     if microbatches > MOST_ROUNDS * pp and config.schedule.file is None:
         microbatches = MOST_ROUNDS * pp + microbatches % pp

@@ -1,7 +1,8 @@
 """The attention of a smaller model of the same kind.
 
-Kept of each kind of layers: whether its window is shorter than the samples, whether heads rotate in part, the rule that scales
-frequencies, and on which side of its original length LongRoPE is. Which layers are of it, `launch/verify/shrink_layers.py` says.
+Four properties are kept for each kind of layer: whether its window is shorter than the samples; whether heads rotate in part; the
+rule that scales frequencies; and which side of its original length LongRoPE is on. `launch/verify/shrink_layers.py` chooses the
+layers that have it.
 """
 
 from collections.abc import Mapping
@@ -11,11 +12,11 @@ from triaxis.engine.config.attention_kinds import RopeScaling
 from triaxis.engine.config.model import ModelConfig
 
 PART = 0.5
-"""Share of a head that rotates where not all of it does."""
+"""Share of a head that rotates, if not the whole head rotates."""
 
 
 def shrink_attention(model: ModelConfig, seq_length: int, head_dim: int) -> dict[str, Any]:
-    """Return the changes to the `model` section, for samples of `seq_length` and heads of `head_dim`."""
+    """Compute the changes to the `model` section, for samples of `seq_length` and heads of `head_dim`."""
     own = {name: getattr(model, name) for name in ("window", "rotary_share", "rope_scaling")}
     changes = _fields(own, model, seq_length, head_dim, own["rotary_share"])
     if model.layers is not None:
@@ -29,7 +30,7 @@ def shrink_attention(model: ModelConfig, seq_length: int, head_dim: int) -> dict
 def _fields(
     given: Mapping[str, Any], model: ModelConfig, seq_length: int, head_dim: int, share: float
 ) -> dict[str, Any]:
-    """Return the fields of a kind (or of the model) that depend on sizes, as JSON."""
+    """Fields of a kind (or of the model) that depend on sizes, as JSON."""
     found: dict[str, Any] = {}
     if "window" in given:
         window = given["window"]

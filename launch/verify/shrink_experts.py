@@ -1,6 +1,6 @@
 """The experts of a smaller model of the same kind.
 
-Kept: every relation between experts, choices, groups and the ranks that share experts (`relations_of_experts`).
+Every relation between experts, choices, groups and the ranks that share experts is kept (`relations_of_experts`).
 """
 
 from collections.abc import Iterator
@@ -9,21 +9,21 @@ from typing import Any
 from triaxis.engine.config.moe import MoEConfig
 
 MOST_GROUPS = 6
-"""Groups of a small model, per rank of experts."""
+"""Largest number of groups in a small model, per expert rank."""
 
 
 def relations_of_experts(moe: MoEConfig, ep: int) -> tuple[object, ...]:
-    """Relate the numbers of a layer's experts to each other, and to the `ep` ranks over which they are cut."""
+    """Relate a layer's expert counts to each other, and to the `ep` ranks that share the experts."""
     local, in_group = moe.num_experts // ep, moe.num_experts // moe.groups
     eligible = moe.top_groups * in_group
     return (
         # a rank's experts: one or several; fewer or more than a token chooses
         (local > 1, _sign(moe.top_k - local)),
-        # a token's experts: one, several, all; all that its groups have
+        # a token's experts: one, several, all; all experts in its groups
         (moe.top_k > 1, moe.top_k == moe.num_experts, moe.top_k == eligible),
         # an all-gather sends fewer bytes than an all-to-all
         ep <= moe.top_k,
-        # groups: none, several, all used; of several experts; cut over ranks, or whole on one
+        # groups: none, several, all used; several experts each; split over ranks, or whole on one
         (moe.groups > 1, moe.top_groups > 1, moe.top_groups == moe.groups, in_group > 1, _sign(in_group - local)),
         _sign(moe.top_k - in_group),
         min(moe.shared_experts, 2),
@@ -31,7 +31,7 @@ def relations_of_experts(moe: MoEConfig, ep: int) -> tuple[object, ...]:
 
 
 def shrink_experts(moe: MoEConfig, ep: int, width: int) -> dict[str, Any]:
-    """Return `model.moe` with the fewest experts that have the same relations; `width` is that of each."""
+    """Build `model.moe` with the fewest experts that keep all relations; `width` is each expert's FFN width."""
     wanted = relations_of_experts(moe, ep)
     changes = {"ffn_hidden_size": width, "shared_experts": min(moe.shared_experts, 2)}
     smallest = next(
@@ -41,7 +41,7 @@ def shrink_experts(moe: MoEConfig, ep: int, width: int) -> dict[str, Any]:
 
 
 def _candidates(moe: MoEConfig, ep: int, changes: dict[str, Any]) -> Iterator[MoEConfig]:
-    """Yield legal numbers of experts, fewest first; in the end those that were given."""
+    """Yield legal expert counts, fewest first; the given `moe` comes last."""
     for num_experts in range(ep, moe.num_experts, ep):
         for groups in range(1, min(moe.groups, MOST_GROUPS * ep, num_experts) + 1):
             if num_experts % groups or (groups == 1) != (moe.groups == 1):

@@ -3,8 +3,8 @@
     stages of 6 layers    [local local global local local global]   [local local global local local global]
     kept, at 0, 2, 3      [local global local]                      [local global local]
 
-Layers are told apart by what their numbers give them: their kind, and the groups of their parameters. A small stage is the layers
-at the same places of every stage, so that two stages are alike, or begin with other layers, just as before.
+Layers differ in what their number determines: their kind, and their parameters' groups. A small stage keeps the same places in
+every stage. So two stages are still alike, or still begin with different layers, as before.
 """
 
 from collections.abc import Hashable, Sequence, Set
@@ -19,21 +19,21 @@ from triaxis.engine.config.tree import Config
 from triaxis.models.specs import layer_specs, model_specs
 
 Labels = tuple[int, ...]
-"""The layers of a stage, each as a number that layers have in common which are alike; counted as they first occur in the model."""
+"""A stage's layers as numbers; equal layers share a number, counted in order of first appearance in the model."""
 
 
 def stage_labels(config: Config) -> list[Labels]:
-    """Return the labels of each stage's layers, in stage order, without those of multi-token prediction."""
+    """Label each stage's layers, in stage order, without the layers for multi-token prediction."""
     model, groups = config.model, config.optimizer.groups
     kinds = model.kinds
-    # The names of a layer's parameters, without its number, are those of its kind.
+    # A layer's parameter names, without the layer number, depend on its kind alone.
     names = {
         kind: [spec.name.split(".", 2)[2] for spec in layer_specs(model, kinds.index(kind))] for kind in set(kinds)
     }
     seen: dict[Hashable, int] = {}
 
     def label(layer: int) -> int:
-        """Return the number of what a layer's number gives it: its kind, and the group of each of its parameters."""
+        """Number what a layer's position determines: its kind, and each parameter's group."""
         rules = [group_of(f"layers.{layer}.{name}", groups) for name in names[kinds[layer]]] if groups else []
         fields = [None if number is None else _fields(groups[number]) for number in rules]
         return seen.setdefault((kinds[layer], tuple(fields)), len(seen))
@@ -42,20 +42,20 @@ def stage_labels(config: Config) -> list[Labels]:
 
 
 def relations_of_stages(config: Config) -> tuple[object, ...]:
-    """Relate what the layers of stages are to each other: where a stage begins in the pattern of kinds, and what it holds."""
+    """Relate the layers of all stages to each other: where each stage begins in the pattern of kinds, and what it holds."""
     stages = stage_labels(config)
     return (
-        # the first layer; which layers are behind which others
+        # the first layer; which layers come after which others
         [(labels[:1], {(one, other) for one, other in combinations(labels, 2) if one != other}) for labels in stages],
-        # stages that are alike as far as both go
+        # stages that are alike as far as both extend
         [[_first_difference(one, other) is None for other in stages] for one in stages],
-        # the kind of the layers of multi-token prediction
+        # the kind of the layers for multi-token prediction
         [labels for labels in stages if labels][-1][-1] if config.model.num_mtp_layers else None,
     )
 
 
 def needed_places(config: Config) -> set[int]:
-    """Return the places in a stage, from 0, of the layers that all these relations need."""
+    """Find the places in a stage, from 0, whose layers these relations need."""
     stages = list(dict.fromkeys(stage_labels(config)))
     needed = {0}
     for labels in filter(None, stages):
@@ -74,12 +74,12 @@ def needed_places(config: Config) -> set[int]:
 
 
 def kept_layers(config: Config, needed: Set[int], sizes: Sequence[int], small_sizes: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of the layers that each stage keeps; a layer may stand for several.
+    """Choose the layer numbers that each stage keeps; a layer may stand for several.
 
     Args:
-        needed: `needed_places`.
-        sizes: of stages with layers, growing.
-        small_sizes: what each becomes, growing too.
+        needed: result of `needed_places`.
+        sizes: sizes of stages that have layers, growing.
+        small_sizes: size that each becomes, also growing.
     """
     places: list[list[int]] = []
     before = (0, 0)
@@ -96,22 +96,22 @@ def kept_layers(config: Config, needed: Set[int], sizes: Sequence[int], small_si
 
 
 def kinds_of(config: Config, layers: Sequence[int]) -> dict[str, Any]:
-    """Return the pattern `model.layers` of the model that keeps these layers; nothing where all layers are alike anyway."""
+    """Write the pattern `model.layers` for a model with these layers; empty if all layers are alike anyway."""
     model = config.model
     if model.layers is None:
         return {}
     kinds = model.kinds
     names = [kinds[layer].name for layer in layers]
-    # Kinds that no layer has are still named.
+    # Kinds that no layer has keep their names.
     return {"layers": [*names, *(name for name in model.layer_kinds if name not in names)]}
 
 
 def groups_of(config: Config, small: ModelConfig, layers: Sequence[int]) -> list[GroupFields]:
-    """Return `optimizer.groups` for the model that keeps these layers: each parameter has the group that it had.
+    """Write `optimizer.groups` for the model with these layers; each parameter keeps its group.
 
     Args:
-        small: the model without them.
-        layers: the layer of the larger model that each layer of the smaller one was, those of multi-token prediction included.
+        small: small model, not yet with these groups.
+        layers: original layer number for each small layer, including those for multi-token prediction.
     """
     groups = config.optimizer.groups
     had = {}

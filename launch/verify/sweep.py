@@ -1,7 +1,7 @@
 """Sub-layouts of a layout that differs: the same run with one axis collapsed, or one feature off.
 
-The reference stays the same, because no global batch changes. Where the difference vanishes with `tp=1` and stays with `pp=1` and
-with `dp=1`, its cause is on tp, and no table is needed for that.
+The reference stays the same, because the global batch does not change. If the difference vanishes with `tp=1` and stays with
+`pp=1` and `dp=1`, its cause is on tp, and no table is needed to conclude that.
 """
 
 import math
@@ -30,14 +30,14 @@ COLLAPSED: Mapping[str, Mapping[str, object]] = {
     "ep": {"ep": 1},
     "etp": {"etp": 1},
 }
-"""What an axis of one rank cannot have goes with it."""
+"""Changes for each collapsed axis, including features that need more than one rank."""
 
 Runner = Callable[[Config], bool | None]
-"""Runs a sub-layout, and returns its verdict; None: it did not end well."""
+"""Runs a sub-layout and returns whether it is equal; None: the run failed."""
 
 
 def attributed(config: Config, evidence: Evidence, verdict: Verdict, is_equal: Runner) -> Verdict:
-    """Return the verdict with the axis that sub-layouts name; they are run only where something differs.
+    """Add the axis that sub-layouts name to the verdict; sub-layouts run only if something differs.
 
     Args:
         is_equal: runs a sub-layout against the same reference.
@@ -59,7 +59,7 @@ def attributed(config: Config, evidence: Evidence, verdict: Verdict, is_equal: R
 
 @dataclass(frozen=True, slots=True)
 class _Collapsed:
-    """A sub-layout with one axis of one rank, and what that made impossible."""
+    """A sub-layout with one axis collapsed to one rank, and the changes that this required."""
 
     change: str
     axis: str
@@ -79,7 +79,7 @@ def _collapsed(config: Config, steps: int) -> Iterator[_Collapsed]:
 
 
 def _experts_of(sizes: ParallelSizes, axis: str) -> dict[str, int]:
-    """Return how experts are cut once an axis of the mesh has one rank: as before, as far as the ranks that are left allow it."""
+    """Cut the experts as before, as far as the ranks left by a collapsed mesh axis allow it."""
     if axis in EXPERT_AXES:
         return {}
     etp = 1 if axis == "tp" else sizes.etp
@@ -90,7 +90,7 @@ def _experts_of(sizes: ParallelSizes, axis: str) -> dict[str, int]:
 def _narrowest(
     config: Config, outcomes: list[SublayoutVerdict], collapsed: Sequence[_Collapsed]
 ) -> list[SublayoutVerdict]:
-    """Leave out the axis of an outcome that an axis of experts explains: it could not be collapsed without that one."""
+    """Drop an outcome's axis if an expert axis explains it: the axis could not be collapsed without the expert axis."""
     sizes = parallel_sizes(config)
     explained = {one.axis for one in outcomes if one.equal and one.axis in EXPERT_AXES}
 
@@ -106,7 +106,7 @@ def _narrowest(
 
 
 def _features(config: Config, steps: int, vanished: set[str | None], num_axes: int) -> Iterator[tuple[str, Config]]:
-    """Yield features that a difference on an axis may need; without an axis, the features that the reference has not."""
+    """Yield features that a difference on an axis may need; if no axis is found, features that the reference lacks."""
     parallel = config.parallel
     changes: dict[str, dict[str, Mapping[str, Any]]] = {}
     if "tp" in vanished and parallel.cuts_sequence:
@@ -129,14 +129,14 @@ def _features(config: Config, steps: int, vanished: set[str | None], num_axes: i
 
 
 def _changed(config: Config, steps: int, sections: Mapping[str, Mapping[str, Any]]) -> Config | None:
-    """Return the configuration with these values, for as many steps as are needed; None where it is not legal."""
+    """Build the configuration with these values and only as many steps as needed; None: it is not legal."""
     tree = config.model_dump(mode="json")
     for section, values in sections.items():
         tree[section] |= values
     if any(schedule_problems(tree["schedule"]["name"], tree["parallel"]["vpp"])):
         tree["schedule"]["name"] = "auto"
     if {"pp", "vpp", "dp"} & sections.get("parallel", {}).keys():
-        # A file is of one layout's sizes.
+        # A schedule file fits one layout's sizes only.
         tree["schedule"]["file"] = None
     tree["train"]["steps"] = steps
     without_gather(tree)

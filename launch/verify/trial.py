@@ -1,4 +1,4 @@
-"""From a config and a layout to the configurations that a verification runs."""
+"""The configurations that a verification runs, built from a config and a layout."""
 
 import json
 import math
@@ -28,19 +28,20 @@ from triaxis.models.predict.rank_memory import resolve_recompute
 from triaxis.models.predict.recompute_choice import candidates
 
 DOCUMENT_LENGTH = 3
-"""Mean tokens of the documents of random samples, where the run depends on documents."""
+"""Mean document length in random samples, in tokens, if the run depends on documents."""
 
 CLIP = 0.5
-"""Below any gradient norm off the initial point, so that clipping is at work."""
+"""Smaller than any gradient norm off the initial point, so that clipping is active."""
 
 LEARNING_RATE = 1e-2
 
 NO_WARMUP = {"warmup_steps": 0, "warmup_tokens": None}
 
 NARROW_EPS = 1e-3
-"""Adam's eps in fp32 and below, near the size of a clipped gradient's elements. With 1e-8 the first update is lr x sign(g), and
-where a gradient is zero up to rounding, its sign is a draw: one such element would be an error of 2 lr, however small the
-rounding."""
+"""Adam's eps in fp32 and below, near the size of a clipped gradient's elements.
+
+With 1e-8 the first update is lr x sign(g). If a gradient is zero up to rounding, its sign is random, and one such element is an
+error of 2 lr, however small the rounding."""
 
 ONE_PROCESS = {
     "tp": 1,
@@ -56,17 +57,17 @@ ONE_PROCESS = {
 
 
 WIDER = {"bf16": "fp32", "fp16": "fp32", "fp32": "float64"}
-"""In which dtype the rounding of one process is measured; that of float64 is bounded by a constant."""
+"""Wider dtype in which one process's rounding is measured; for float64 the bound is a constant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Configurations of one verification.
+    """The configurations for one verification.
 
     Attributes:
-        config: the layout's, as it will run.
-        reference: the same in one process.
-        noise: the reference in a wider dtype; None: its rounding is not measured.
+        config: configuration with the layout, as it will run.
+        reference: same configuration in one process.
+        noise: reference in a wider dtype; None: its rounding is not measured.
     """
 
     config: Config
@@ -75,24 +76,24 @@ class Trial:
 
     @property
     def tolerance(self) -> float | None:
-        """Return the constant bound of errors; None: there is none for this dtype, and the rounding is measured."""
+        """Constant error bound; None: this dtype has none, and the rounding is measured."""
         return TOLERANCES.get(self.config.precision.dtype)
 
 
 def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int, dtype: str | None) -> Trial:
-    """Build the two configurations of a verification.
+    """Build the configurations for a verification.
 
     Args:
-        path, overrides: as for training, the layout among the overrides.
-        small: shrink it (`launch/verify/shrink.py`).
-        dtype: of both runs; None: the config's own.
+        path, overrides: config file and overrides, including the layout's.
+        small: shrink the model (`launch/verify/shrink.py`).
+        dtype: dtype for both runs; None: the config's own.
 
     Raises:
         ConfigError: all problems at once.
     """
     asked = load_config(path, overrides, os.environ)
     asked = with_value(asked, "parallel.dp", asked.parallel.dp or 1)
-    # What is chosen by memory is chosen for the sizes that were asked for.
+    # Choices that depend on memory are made for the requested sizes.
     asked = _with_recompute(asked, small=small)
     tree = asked.model_dump(mode="json")
     for section, values in (shrink(asked) if small else {}).items():
@@ -107,10 +108,10 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         "weight_decay": optimizer.weight_decay or 0.1,
     }
     if dtype is not None and dtype != asked.precision.dtype:
-        # A loss scale and narrow state are of the dtype that was asked for.
+        # Loss scale and narrow state belong to the requested dtype.
         tree["precision"] = {"dtype": dtype, "fp8": tree["precision"]["fp8"]}
     if tree["precision"]["fp8"] is not None:
-        # Scaled GEMMs sum in another order from size to size; layouts are compared in the numbers that they multiply.
+        # Scaled GEMMs change their summation order with size, so layouts are compared with emulated products.
         tree["precision"]["fp8"]["backend"] = "emulated"
     if tree["precision"]["dtype"] in WIDER and "eps" in OPTIMIZERS[optimizer.name].fields:
         tree["optimizer"]["eps"] = NARROW_EPS
@@ -126,18 +127,18 @@ def trial(path: Path, overrides: tuple[str, ...], *, small: bool, num_steps: int
         # One process has room for every row.
         one["model"]["moe"] = moe | {"row_headroom": None}
     if asked.model.own.loss is not None and asked.model.moe is None:
-        # Then a loss that is divided by what its microbatch holds differs. (Those of routers are over a microbatch by definition.)
+        # A loss that is divided by its microbatch's contents then differs. (Router losses are per microbatch by definition.)
         one["train"]["micro_batch_size"] = 1
     without_gather(one)
     reference = checked(one)
-    # Settled like the layout, so that a layout of one process is equal to it.
+    # Resolved like the layout, so that a one-process layout equals its reference.
     return Trial(checked(tree), resolve_recompute(reference, parallel_sizes(reference)), _noise(one))
 
 
 def _with_recompute(asked: Config, *, small: bool) -> Config:
-    """Return the configuration with what its memory asks to recompute.
+    """Resolve what the memory limit asks to recompute.
 
-    A small model may stand for a layout for which no memory is enough: then it is what saves most, the last that is tried.
+    If no memory suffices, a small model uses the candidate that saves most, which is the last one.
 
     Raises:
         ConfigError: the sizes are kept, and no choice is enough.
@@ -153,16 +154,16 @@ def _with_recompute(asked: Config, *, small: bool) -> Config:
 
 
 def layout_words(path: Path, overrides: Sequence[str], layout: str) -> list[str]:
-    """Return `--layout` as overrides; where the file lists the layers of another number of stages, its stages become even.
+    """Turn `--layout` into overrides; stages become even if the file lists layers for another number of stages.
 
     Raises:
-        ConfigError: a word of the layout that is none.
+        ConfigError: a word in the layout is not valid.
     """
     words = layout_overrides(layout)
     try:
         listed = load_config(path, overrides, os.environ).parallel.layers_per_stage
     except ConfigError:
-        return words  # what is wrong besides is said with the layout
+        return words  # other problems are reported together with the layout
     sizes = dict(word.removeprefix("parallel.").split("=") for word in words)
     num_stages = math.prod(int(sizes[name]) if sizes[name].isdecimal() else 0 for name in ("pp", "vpp"))
     is_typed = any(word.startswith("parallel.layers_per_stage=") for word in overrides)
@@ -172,7 +173,7 @@ def layout_words(path: Path, overrides: Sequence[str], layout: str) -> list[str]
 
 
 def _data(data: DataConfig) -> dict[str, Any]:
-    """Return the corpora of an extension alone, all of them for training; where there are none, random samples."""
+    """Keep only an extension's corpora, all for training; if there are none, use random samples."""
     own = [source.model_dump() for source in data.train if source.path.startswith(OWN_CORPUS)]
     if not own:
         return {"synthetic": True, **_documents(data)}
@@ -181,7 +182,7 @@ def _data(data: DataConfig) -> dict[str, Any]:
 
 
 def _documents(data: DataConfig) -> dict[str, Any]:
-    """Return the fields with which random samples have documents, where the run depends on them."""
+    """Fields that give random samples documents, if the run depends on them."""
     if not reads_documents(data):
         return {}
     asked = data.model_dump(mode="json", include={"attention", "positions", "count_document_starts"})
@@ -189,7 +190,7 @@ def _documents(data: DataConfig) -> dict[str, Any]:
 
 
 def _noise(one: Mapping[str, Any]) -> Config | None:
-    """Return the one process in a wider dtype, with kernels and a state that this dtype has; None: there is none wider."""
+    """Build the one process in a wider dtype, with kernels and state that this dtype has; None: there is none wider."""
     dtype = WIDER.get(one["precision"]["dtype"])
     if dtype is None:
         return None
@@ -199,7 +200,7 @@ def _noise(one: Mapping[str, Any]) -> Config | None:
 
 
 def checked(tree: Mapping[str, Any]) -> Config:
-    """Check a tree and return it as a configuration.
+    """Validate a tree and load it as a configuration.
 
     Raises:
         ConfigError: all problems at once.

@@ -1,1 +1,1 @@
-"""Other libraries' models: steps of Megatron-Core and of transformers, written for `launch/verify` to compare."""
+"""Other libraries' models: training steps in Megatron-Core and transformers, for `launch/verify` to compare."""

@@ -1,4 +1,4 @@
-"""What the oracles that torch updates share: weights by name, and torch's AdamW with clipping."""
+"""The shared half of oracles that torch updates: weights by name, and torch's AdamW with clipping."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,11 +10,11 @@ from triaxis.launch.verify.verdict.records import TensorKind
 
 
 class UpdatedByTorch:
-    """The half of an oracle (`model.Oracle`) that knows weights and their updates.
+    """The half of an oracle (`model.Oracle`) that holds weights and updates them.
 
     Args:
-        named: all weights by the oracle's names.
-        decayed, others: those that are trained, with weight decay and without.
+        named: all weights, by the oracle's names.
+        decayed, others: trained weights with decay, and without.
         config: rate, betas, eps, weight decay and clipping.
     """
 
@@ -55,6 +55,6 @@ class UpdatedByTorch:
         return float(grad_norm)
 
     def state(self, kind: TensorKind, name: str) -> torch.Tensor:
-        """Return the master or a moment of a weight."""
+        """Master or moment of a weight."""
         weight = self._named[name]
         return weight if kind == "master" else self._optimizer.state[weight][kind]

@@ -1,10 +1,10 @@
-"""A small corpus for a comparison with an oracle, and the oracle's own way to read it.
+"""A small corpus for a comparison with an oracle, and the oracle's own reader for it.
 
     PREFIX.bin, PREFIX.idx  --`rows_of_steps`-->  tokens, labels, masks, counts of every microbatch of one process
 
-Nothing of `engine/data` is used. The rows follow the documented formulas: the format in `engine/data/corpus/indexed.py`, the orders
-in `engine/data/shuffle.py` and `epoch_index.py`, the samples in `samples.py`, the deal in `sampler.py`, the mask in `synthetic.py`.
-An error of our loader is therefore a difference, and not the same on both sides.
+Nothing from `engine/data` is used. The rows follow the documented formulas: the format in `engine/data/corpus/indexed.py`, the
+orders in `engine/data/shuffle.py` and `epoch_index.py`, the samples in `samples.py`, the distribution over ranks in `sampler.py`,
+the mask in `synthetic.py`. So an error in our loader shows as a difference, instead of occurring on both sides.
 """
 
 import hashlib
@@ -26,25 +26,25 @@ from triaxis.engine.config.sources import Source
 from triaxis.engine.config.tree import Config
 
 CORPUS = "corpus"
-"""Name of the pair of files in the folder of a comparison."""
+"""File name, without suffix, of the corpus in a comparison's folder."""
 
 TOKENIZER = "tokenizer.json"
-"""Name of its tokenizer there."""
+"""File name of its tokenizer there."""
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC, VERSION, UINT16 = b"MMIDIDX\x00\x00", 1, 8
 LONGEST_DOCUMENT = 3
-"""In samples; where a run depends on documents a third of that, so that samples have several."""
+"""Length in samples; a run that depends on documents uses a third, so that samples contain several documents."""
 
 
 @dataclass(frozen=True, slots=True)
 class OracleBatch:
-    """One microbatch of b samples of s labels, cut by the oracle.
+    """One microbatch with b samples of s labels, cut by the oracle.
 
     Attributes:
         tokens, labels: int64 [b, s].
-        loss_mask: bool [b, s], False where a label is not counted.
-        documents: int64 [b, s], the number of each token's document in its row, from 0.
+        loss_mask: bool [b, s], False for labels that are not counted.
+        documents: int64 [b, s], each token's document number in its row, from 0.
         positions: int64 [b, s].
     """
 
@@ -57,9 +57,9 @@ class OracleBatch:
 
 
 def with_corpus(config: Config, folder: Path) -> Config:
-    """Return the configuration that reads the corpus in `folder`, every document of it, and names its tokenizer.
+    """Point the configuration at the corpus in `folder`, with every document, and at its tokenizer.
 
-    What the configuration makes of documents stays.
+    Settings for documents stay as they are.
     """
     corpus, tokenizer = str(folder / CORPUS), str(folder / TOKENIZER)
     of_documents = config.data.model_dump(include={"attention", "positions", "count_document_starts"})
@@ -68,9 +68,9 @@ def with_corpus(config: Config, folder: Path) -> Config:
 
 
 def write_corpus(config: Config, folder: Path) -> None:
-    """Write documents of random tokens and lengths, so few that the steps of `config` need more than one epoch.
+    """Write documents with random tokens and lengths, so few that the steps in `config` need more than one epoch.
 
-    A tokenizer with as many words as the model has ids is added: a small model has too few for bytes.
+    The tokenizer has one word for each id in the model; a small model has too few ids for a byte tokenizer.
     """
     model, train = config.model, config.train
     draw = np.random.default_rng(train.seed)
@@ -92,10 +92,10 @@ def write_corpus(config: Config, folder: Path) -> None:
 
 
 def rows_of_steps(config: Config, masked_fraction: float) -> Iterator[list[OracleBatch]]:
-    """Yield the microbatches of each step of one process: row k of microbatch j is sample consumed + j x micro + k.
+    """Yield the microbatches of each step for one process: row k in microbatch j is sample consumed + j x micro + k.
 
     Args:
-        config: with the corpus in `data.train`.
+        config: configuration with the corpus in `data.train`.
         masked_fraction: probability that a label is not counted.
     """
     train, micro = config.train, config.train.micro_batch_size
@@ -118,7 +118,7 @@ def _rows(samples: "_Samples", ids: list[int], seed: int, masked_fraction: float
 
 
 class _Samples:
-    """The samples of all documents of a corpus, epoch after epoch."""
+    """The samples from all documents in a corpus, epoch after epoch."""
 
     def __init__(self, data: DataConfig, seq_length: int, seed: int) -> None:
         prefix, self._data = data.train[0].path, data
@@ -134,9 +134,9 @@ class _Samples:
         self._per_epoch = (sum(map(len, self._documents)) - 1) // seq_length
 
     def row(self, sample_id: int) -> tuple[NDArray[Any], ...]:
-        """Return one row [s] of each field of `OracleBatch`.
+        """Read one row [s] for each field in `OracleBatch`.
 
-        They are tokens k s .. k s + s - 1 of the epoch's stream, and as labels the s tokens that begin one later.
+        Tokens are k s .. k s + s - 1 in the epoch's stream; labels are the s tokens that begin one later.
         """
         epoch, place = divmod(sample_id, self._per_epoch)
         order = _permutation(len(self._documents), "documents", self._seed, epoch)
@@ -147,7 +147,7 @@ class _Samples:
         documents = document[row] - document[start]
         positions = np.arange(self._length)
         if self._data.positions == "document":
-            positions -= np.searchsorted(documents, documents)  # the first token of each document
+            positions -= np.searchsorted(documents, documents)  # place of each document's first token
         is_counted = np.full(self._length, True)
         if not self._data.count_document_starts:
             is_counted = document[after] == document[row]
@@ -160,6 +160,6 @@ def _random_bits(count: int, *key: int | str) -> NDArray[np.uint64]:
 
 
 def _permutation(count: int, *key: int | str) -> NDArray[np.int64]:
-    """Return 0 .. count - 1 sorted by the high bits of each index's draw; equal ones stay in order."""
+    """Sort 0 .. count - 1 by the high bits of each index's draw; ties stay in order."""
     index_bits = np.uint64(max(count - 1, 0).bit_length())
     return np.argsort(_random_bits(count, *key) >> index_bits, kind="stable")

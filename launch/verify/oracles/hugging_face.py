@@ -1,4 +1,4 @@
-"""A model of transformers with torch's AdamW, as an oracle."""
+"""A transformers model with torch's AdamW, as an oracle."""
 
 from unittest.mock import patch
 
@@ -15,7 +15,7 @@ from triaxis.models.interop.huggingface.weights import exchanges
 
 
 class HuggingFace(UpdatedByTorch):
-    """An oracle (`model.Oracle`): the family that an export would choose, built from the config that it would write."""
+    """An oracle (`model.Oracle`): the family that an export would choose, built from the exported config."""
 
     def __init__(self, config: Config) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -24,12 +24,12 @@ class HuggingFace(UpdatedByTorch):
         dtype = DTYPES[config.precision.dtype]
         keys, _ = to_hugging_face(config.model, family, dtype=str(dtype).removeprefix("torch."))
         self._gpt = AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).to(dtype)
-        # Its products of several experts at once take no float64.
+        # Its batched expert products do not accept float64.
         self._gpt.set_experts_implementation("eager")
         naming = FAMILIES[family].naming
         self.pairs = exchanges(family, config.model, naming.fused or naming)
         weights = dict(self._gpt.named_parameters())
-        # A bias of the choice of experts is a buffer there.
+        # Its expert-choice bias is a buffer.
         names = {name for pair in self.pairs for name in pair.theirs}
         named = weights | {name: buffer for name, buffer in self._gpt.named_buffers() if name in names}
         trained = list(weights.values())
@@ -38,7 +38,7 @@ class HuggingFace(UpdatedByTorch):
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
         numbers = None if microbatch.documents is None else microbatch.documents.numbers
-        # It finds documents where positions begin anew; here they are known.
+        # transformers infers documents from restarting positions; here their numbers are known.
         with patch("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: numbers):
             output = self._gpt(input_ids=microbatch.tokens, position_ids=microbatch.position_ids, use_cache=False)
         logits = output.logits

@@ -1,7 +1,7 @@
-"""Code of other libraries, in float64 throughout.
+"""Other libraries' code, in float64 throughout.
 
-Their models say fp32 where bf16 would lose bits: in norms, in the angles of RoPE, in softmax, loss and gradient norm. A
-float64 run would lose bits there, and an error of 1e-7 could be a bug. Each such wish for fp32 becomes one for float64.
+Their models ask for fp32 where bf16 would lose bits: in norms, RoPE angles, softmax, loss and gradient norm. A float64 run would
+lose bits there, and an error of 1e-7 could hide a bug. So each request for fp32 becomes a request for float64.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 
 
 class InFloat64(torch.overrides.TorchFunctionMode):
-    """A context in which fp32 requests, and requests without a dtype, make float64 tensors."""
+    """A context in which fp32 requests, and requests without a dtype, create float64 tensors."""
 
     def __enter__(self) -> Any:
         self._before = torch.get_default_dtype()

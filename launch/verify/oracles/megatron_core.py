@@ -20,7 +20,7 @@ from triaxis.models.specs import model_specs
 
 @dataclass(frozen=True, slots=True)
 class MegatronPair:
-    """One parameter of Megatron-Core, and its parts among ours."""
+    """One parameter in Megatron-Core, and the parameters in our model that it consists of."""
 
     parameter: Parameter
     ours: tuple[ParamSpec, ...]
@@ -34,7 +34,7 @@ class MegatronPair:
 
 
 class MegatronCore:
-    """An oracle (`model.Oracle`); inside of `megatron_cpu.on_cpu` only."""
+    """An oracle (`model.Oracle`); usable only inside `megatron_cpu.on_cpu`."""
 
     def __init__(self, config: Config) -> None:
         self._gpt = gpt_model(config.model, DTYPES[config.precision.dtype], rows=config.model.vocab_size)
@@ -46,7 +46,7 @@ class MegatronCore:
         ]
         length = config.model.seq_length
         self._mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-        # Its buffers take the weights over when the wrapper is made, and its optimizer finds them by their place there.
+        # The wrapper's buffers take over the weights, and the optimizer finds them by their place there.
         self._wrapped, self._optimizer = distributed_optimizer(self._gpt, config.optimizer)
         (self._inner,) = self._optimizer.chained_optimizers
         self._scheduler = constant_schedule(self._optimizer, config.optimizer)
@@ -61,7 +61,7 @@ class MegatronCore:
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
         mask = self._mask
         if microbatch.documents is not None:
-            # As its own `--reset-attention-mask` has it.
+            # Megatron's `--reset-attention-mask` masks in the same way.
             numbers = microbatch.documents.numbers
             mask = mask | (numbers[:, None, :, None] != numbers[:, None, None, :])
         losses: torch.Tensor = self._wrapped(microbatch.tokens, microbatch.position_ids, mask, labels=microbatch.labels)
@@ -85,11 +85,11 @@ class MegatronCore:
 
 
 def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_output: bool = True) -> Any:
-    """Build this rank's part of a GPTModel, with initial weights of its own.
+    """Build this rank's part of a GPTModel, with its own initial weights.
 
     Args:
-        rows: of the vocabulary's table, padding included.
-        parallel_output: logits stay cut over tp, as its loss wants them.
+        rows: rows of the vocabulary table, padding included.
+        parallel_output: keep logits sharded over tp, as Megatron's loss expects them.
     """
     from megatron.core import parallel_state
     from megatron.core.activations import squared_relu
@@ -137,7 +137,7 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=model.tie_embeddings,
         position_embedding_type=model.position_kind.megatron,
-        rotary_base=args["rotary_base"],  # it says int, and takes its powers
+        rotary_base=args["rotary_base"],  # annotated int, used as a float
         rotary_percent=args["rotary_percent"],
         seq_len_interpolation_factor=args["rotary_seq_len_interpolation_factor"],
         rope_scaling=args["use_rope_scaling"],
@@ -147,9 +147,9 @@ def gpt_model(model: ModelConfig, dtype: torch.dtype, *, rows: int, parallel_out
 
 
 def distributed_optimizer(gpt: Any, config: OptimizerConfig) -> tuple[Any, Any]:
-    """Return (the model in Megatron-Core's data-parallel wrapper, its distributed AdamW with clipping).
+    """Build (the model in Megatron-Core's data-parallel wrapper, its distributed AdamW with clipping).
 
-    Decay is multiplied into a group when the scheduler first steps, as in Megatron-LM's loop.
+    Decay becomes active when the scheduler first steps, as in Megatron-LM's loop.
     """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig as TheirConfig

@@ -1,7 +1,7 @@
-"""Megatron-Core 0.16 on a CPU, in its own process: its calls to CUDA that do not matter there are replaced.
+"""Megatron-Core 0.16 on a CPU, in its own process: CUDA calls that do not affect the results are replaced.
 
-It calls CUDA's allocator and streams by name, and checks tensors' types, without computing otherwise on a GPU. The patches stay:
-its groups are globals too, so a process that has called `on_cpu` is good for nothing else.
+It calls CUDA's allocator and streams by name and checks tensor types, but a GPU would compute the same. The patches stay in place,
+and its groups are globals. So a process that has called `on_cpu` can do nothing else.
 """
 
 import warnings
@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 @contextmanager
 def on_cpu(tp: int = 1, pp: int = 1) -> Iterator[None]:
-    """Create Megatron-Core's groups of tp x pp in torch's default group, or in one of this process alone where there is none."""
+    """Create Megatron-Core's tp x pp groups in torch's default group, which is created for this process alone if needed."""
     warnings.simplefilter("ignore")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    torch._dynamo.config.disable = True  # its fused functions would be compiled, for seconds each
+    torch._dynamo.config.disable = True  # its fused functions would take seconds each to compile
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
@@ -35,7 +35,7 @@ def on_cpu(tp: int = 1, pp: int = 1) -> Iterator[None]:
 
 
 class _OnCpu(torch.overrides.TorchFunctionMode):
-    """A mode that makes tensors on the CPU where CUDA is requested."""
+    """A mode that creates tensors on the CPU if CUDA is requested."""
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -47,6 +47,6 @@ class _OnCpu(torch.overrides.TorchFunctionMode):
 
 
 def _type_on_cuda(name: str) -> str:
-    """Return the type name that its optimizer looks for; it treats the unknown double like a type that needs no master."""
+    """Give the type name that its optimizer expects; it treats double, which it does not list, as a type that needs no master."""
     name = name if "cuda" in name else name.replace("torch.", "torch.cuda.", 1)
     return name.replace("DoubleTensor", "FloatTensor")

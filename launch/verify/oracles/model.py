@@ -1,4 +1,4 @@
-"""The interface of an oracle: losses, gradients and updates by its own names, and their pairs among ours."""
+"""The interface of an oracle: losses, gradients and updates under its own names, and the pairing with our parameters."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -11,7 +11,7 @@ from triaxis.launch.verify.verdict.records import TensorKind
 
 
 class Pair(Protocol):
-    """Our parameters and the oracle's that hold the same numbers (`triaxis.models.interop.huggingface.weights.Exchange` is one)."""
+    """Our parameters and the oracle's that hold the same numbers, such as `triaxis.models.interop.huggingface.weights.Exchange`."""
 
     @property
     def ours(self) -> tuple[ParamSpec, ...]: ...
@@ -22,29 +22,29 @@ class Pair(Protocol):
 
 
 class Oracle(Protocol):
-    """A model and its optimizer in one process. Tensors are whole, of the run's dtype, on the CPU."""
+    """A model and its optimizer in one process. Tensors are whole, in the run's dtype, on the CPU."""
 
     @property
     def pairs(self) -> Sequence[Pair]:
-        """Return all parameters, in our forward order."""
+        """All parameters, in our forward order."""
 
     def parameter(self, name: str) -> torch.Tensor:
-        """Return the weight that its next forward uses."""
+        """Weight for the next forward."""
 
     def begin_step(self) -> None:
         """Set the gradients to zero."""
 
     def token_losses(self, microbatch: MicroBatch) -> torch.Tensor:
-        """Return the loss of every label [b, s], masked ones too, with a graph; gradients of its backward add up."""
+        """Compute the loss of every label [b, s], masked ones too, with a graph; gradients add up over backward calls."""
 
     def end_backward(self) -> None:
-        """Finish the gradients after every microbatch's backward."""
+        """Finish the gradients after the last microbatch's backward."""
 
     def gradient(self, name: str) -> torch.Tensor:
-        """Return the sum so far."""
+        """Gradient summed so far."""
 
     def update(self) -> float:
-        """Run one optimizer step with the gradients, clipped; return their norm before clipping."""
+        """Run one optimizer step with clipped gradients; return their norm before clipping."""
 
     def state(self, kind: TensorKind, name: str) -> torch.Tensor:
-        """Return the master or a moment (`exp_avg`) after an update, with the parameter's number of elements."""
+        """Master or moment (`exp_avg`) after an update, with the parameter's number of elements."""

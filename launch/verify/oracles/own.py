@@ -1,13 +1,13 @@
-"""A plain function of the user's as an oracle, with torch's AdamW: `--oracle mine.py:reference`.
+"""A user's plain function as an oracle, with torch's AdamW: `--oracle mine.py:reference`.
 
     def reference(model, weights, batch):
         x = weights["embedding.word.weight"][batch.tokens]              # [b, s, h]
         ...
         return losses                                                   # [b, s], of every label
 
-`model` is the section of the configuration, `weights` has whole tensors by our names, in their specs' shapes, and `batch` is a
-`triaxis.engine.data.loader.MicroBatch` of the one process: tokens, labels and positions, int64 [b, s]. The function knows nothing
-of layouts, and shares no code with the modules that it judges.
+`model` is the configuration's section. `weights` has whole tensors under our names, in their specs' shapes. `batch` is the one
+process's `triaxis.engine.data.loader.MicroBatch`: tokens, labels and positions, int64 [b, s]. The function is independent of
+layouts, and shares no code with the modules that it judges.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +29,10 @@ Reference = Callable[[ModelConfig, Mapping[str, torch.Tensor], MicroBatch], torc
 
 
 def module_of(oracle: str) -> tuple[ModuleType, str]:
-    """Return the module of `SOURCE:NAME`, and the digest of its sources.
+    """Load the module in `SOURCE:NAME`, and compute its sources' digest.
 
     Raises:
-        UserModuleError: there is none, or running it fails.
+        UserModuleError: the module does not exist, or running it fails.
     """
     source = oracle.rpartition(":")[0]
     digest = find_sources(source).digest()
@@ -40,7 +40,7 @@ def module_of(oracle: str) -> tuple[ModuleType, str]:
 
 
 class _Same:
-    """A parameter that both know by one name and shape."""
+    """A parameter with the same name and shape on both sides."""
 
     def __init__(self, spec: ParamSpec) -> None:
         self.ours, self.theirs = (spec,), (spec.name,)
@@ -53,7 +53,7 @@ class _Same:
 
 
 class OwnFunction(UpdatedByTorch):
-    """An oracle (`model.Oracle`): the function of `SOURCE:NAME`."""
+    """An oracle (`model.Oracle`): the function in `SOURCE:NAME`."""
 
     def __init__(self, oracle: str, config: Config) -> None:
         self._function: Reference = getattr(module_of(oracle)[0], oracle.rpartition(":")[2])
@@ -73,6 +73,6 @@ class OwnFunction(UpdatedByTorch):
         return self._function(self._model, self._named, microbatch)
 
     def end_backward(self) -> None:
-        """Give a gradient of zero to a parameter that the function does not read: the comparison shows it."""
+        """Give a zero gradient to each parameter that the function does not read, so that the comparison shows it."""
         for weight in self._weights:
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad

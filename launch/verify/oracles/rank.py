@@ -1,4 +1,4 @@
-"""The process of an oracle: the steps of `triaxis verify` in another library's model, in the files of our one process.
+"""The process of an oracle: the steps of `triaxis verify` in another library's model, written as our one process writes them.
 
     python -P -m triaxis.launch.verify.oracles.rank verify.yaml    next to it job.json: {"folder": .., "oracle": "megatron-core"}
 
@@ -38,7 +38,7 @@ from triaxis.models.specs import model_specs
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run what `launch/verify/oracle.py` asks for."""
+    """Run the job that `launch/verify/oracle.py` wrote."""
     end_with_parent()
     job = read_job(argv)
     run(job["oracle"], load_config(argv[0]), Path(job["folder"]))
@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(name: str, config: Config, folder: Path) -> None:
-    """Write the steps of the oracle of that name to `folder`; the process can run nothing else afterwards."""
-    # Drawn before an oracle is built: in its surroundings even our own fp32 draws would be made in float64.
+    """Write the named oracle's steps to `folder`; the process cannot be used for anything else afterwards."""
+    # Weights are drawn before the oracle is built: inside its contexts even our fp32 draws would be float64.
     start = {
         spec.name: starting_values(_whole(spec), config.train.seed, DTYPES[config.precision.dtype]).view(spec.shape)
         for spec in model_specs(config.model)
@@ -57,7 +57,7 @@ def run(name: str, config: Config, folder: Path) -> None:
 
 
 def build_oracle(name: str, config: Config, stack: ExitStack) -> Oracle:
-    """Build the oracle of that name in the run's dtype; enter the contexts that it needs on `stack`."""
+    """Build the named oracle in the run's dtype; enter the contexts that it needs on `stack`."""
     if config.precision.dtype == "float64":
         from triaxis.launch.verify.oracles.in_float64 import InFloat64
 
@@ -78,13 +78,13 @@ def build_oracle(name: str, config: Config, stack: ExitStack) -> Oracle:
 
 
 def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Train `config.train.steps` steps and write to `folder` the files that the ranks of a layout compare with.
+    """Train `config.train.steps` steps and write the reference files for a layout's ranks to `folder`.
 
     Args:
-        oracle: with any weights; they are set.
-        config: of one process, with the corpus in `data.train`.
+        oracle: oracle with any weights; they are overwritten.
+        config: configuration for one process, with the corpus in `data.train`.
         start: our weights by name, in their logical shapes and the run's dtype.
-        folder: where `triaxis.launch.verify.rank` looks for its reference.
+        folder: folder where `triaxis.launch.verify.rank` looks for its reference.
     """
     book = _Book(oracle, Writing(folder))
     book.set_start(start)
@@ -98,7 +98,7 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
         samples.append([sample for one in microbatches for sample in checksums(one)])
         oracle.begin_step()
         loss_sum, num_tokens = 0.0, sum(microbatch.num_tokens for microbatch in microbatches)
-        counted = max(num_tokens, 1)  # a batch without a counted token has no gradient, and a loss of zero
+        counted = max(num_tokens, 1)  # a batch without counted tokens has no gradient and zero loss
         for microbatch in microbatches:
             losses = oracle.token_losses(microbatch)
             loss = (losses * microbatch.loss_mask).sum()
@@ -122,7 +122,7 @@ def observe(oracle: Oracle, config: Config, start: Mapping[str, torch.Tensor], f
 
 
 def microbatch_of(rows: OracleBatch, *, within: bool) -> MicroBatch:
-    """Return the oracle's own rows as the tensors that a model reads; it has documents where attention is `within` them."""
+    """Convert the oracle's rows into a model's input tensors; it has documents if attention is `within` them."""
     numbers = torch.from_numpy(rows.documents)
     return MicroBatch(
         tokens=torch.from_numpy(rows.tokens),
@@ -131,20 +131,20 @@ def microbatch_of(rows: OracleBatch, *, within: bool) -> MicroBatch:
         position_ids=torch.from_numpy(rows.positions),
         sample_ids=rows.sample_ids,
         num_tokens=int(rows.loss_mask.sum()),
-        # An oracle masks by the numbers alone.
+        # An oracle masks by document numbers alone.
         documents=Documents((), torch.empty(0), numbers) if within else None,
     )
 
 
 class _Book:
-    """The notebook of a reference: an oracle's tensors under our names."""
+    """A reference's notebook: an oracle's tensors under our names."""
 
     def __init__(self, oracle: Oracle, notebook: Writing) -> None:
         self._oracle, self._notebook = oracle, notebook
 
     @torch.no_grad()
     def set_start(self, start: Mapping[str, torch.Tensor]) -> None:
-        """Give the oracle our weights, and write down those that it then has."""
+        """Give our weights to the oracle, and record the weights that it then has."""
         for pair in self._oracle.pairs:
             theirs = pair.to_theirs([start[spec.name] for spec in pair.ours])
             for name, values in zip(pair.theirs, theirs, strict=True):
@@ -155,7 +155,7 @@ class _Book:
     def write(self, step: int, kind: TensorKind, read: Callable[[str], torch.Tensor]) -> None:
         """Write all tensors of a kind; `read` returns them by the oracle's names.
 
-        What no gradient trains has neither gradient nor moments.
+        Parameters that are not trained have neither gradient nor moments.
         """
         is_of_all = kind in ("start", "master", "parameter")
         for pair in self._oracle.pairs:

@@ -1,1 +1,1 @@
-"""`triaxis verify --subject`: another engine in place of ours."""
+"""`triaxis verify --subject`: another engine takes our engine's place."""

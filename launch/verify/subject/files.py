@@ -1,4 +1,4 @@
-"""The files between us and an adapter: what it starts from, and what its ranks report."""
+"""The files shared with an adapter: its inputs, and its ranks' reports."""
 
 import json
 from collections import Counter
@@ -28,7 +28,7 @@ from triaxis.models.interop.huggingface.weights import exchanges
 from triaxis.models.specs import model_specs
 
 KINDS = ("gradient", "parameter")
-"""Tensors that an adapter reports in each step."""
+"""Tensor kinds that an adapter reports in each step."""
 
 
 def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[ParameterFacts, ...]]:
@@ -74,10 +74,10 @@ def write_inputs(config: Config, folder: Path) -> tuple[dict[str, Any], tuple[Pa
 
 
 def write_as_subject(config: Config, folder: Path) -> Path:
-    """Write a reference of ours or of an oracle's, in `folder`, as an adapter's one process would; return the place.
+    """Convert a reference in `folder`, ours or an oracle's, into an adapter's one-process report; return its folder.
 
     Args:
-        config: of one process.
+        config: configuration for one process.
     """
     place = folder / "against"
     place.mkdir()
@@ -101,11 +101,11 @@ def write_as_subject(config: Config, folder: Path) -> Path:
 
 
 class Reference:
-    """Base of the comparisons: the reports of the smallest layout's ranks.
+    """Base for the comparisons: reports from the smallest layout's ranks.
 
     Args:
-        folder: of their reports.
-        world_size: their number.
+        folder: folder with their reports.
+        world_size: number of ranks.
 
     Raises:
         ReportError: a rank has not closed its job.
@@ -118,11 +118,11 @@ class Reference:
     def reports(
         self, folder: Path, parameters: Sequence[ParameterFacts], sizes: ParallelSizes
     ) -> tuple[RankReport, ...]:
-        """Compare what the ranks of a layout left in `folder`; a tensor's sums are those of a mean copy, however many report it.
+        """Compare the reports that a layout's ranks left in `folder`; a tensor's sums are divided by the number of copies.
 
         Raises:
-            ReportError: a rank has not closed its job, or has another's place, or a tensor has no name or shape of the model's, or
-                no rank holds it.
+            ReportError: a rank has not closed its job, or reports another rank's place; or a tensor's name or shape is not the
+                model's, or no rank reports it.
         """
         ranks = [self._read(folder, rank) for rank in range(sizes.world_size)]
         places: dict[tuple[int, ...], int] = {}
@@ -169,7 +169,7 @@ class Reference:
                 stack.enter_context(safe_open(one, framework="pt"))
                 for one in (path, *(self._folder / _tensors_of(other, step) for other in range(self._world_size)))
             )
-            # Of copies, that of the first rank: the others are compared with it.
+            # The first rank's copy is the reference, and later copies are compared with it.
             holder = {key: one for one in reversed(known) for key in list(one.keys())}
             for key in sorted(ours.keys()):
                 kind, _, parameter = key.partition(":")

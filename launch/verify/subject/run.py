@@ -1,11 +1,11 @@
-"""`triaxis verify --subject`: another engine in one process against itself in covering layouts.
+"""`triaxis verify --subject`: another engine's one process compared with its own covering layouts.
 
     our config  ->  a small model, its weights and batches  ->  ADAPTER.py in one process  ->  the reference
                                                                 ADAPTER.py in a layout      ->  the tensors of each rank, compared
                                                                 --against ENGINE            ->  compared with the reference
 
-The judge is that of our own layouts. Weights have Hugging Face's names, and all files are safetensors and JSON, so the adapter may
-run in another environment (`triaxis_subject.py` is all that it needs).
+The judge is the one for our own layouts. Weights have Hugging Face's names, and all files are safetensors and JSON. So the adapter
+may run in another environment (`triaxis_subject.py` is all that it needs).
 """
 
 import ast
@@ -44,27 +44,27 @@ AXES = ("tp", "pp", "dp", "cp")
 """Axes that an adapter may declare."""
 
 MOST_RANKS = 8
-"""Ranks of a covering layout."""
+"""Largest number of ranks in a covering layout."""
 
 MOST_SECONDS = 600
-"""Longest run of an adapter without another word: ranks that wait for each other for ever are a mistake too."""
+"""Default time limit for one adapter run; ranks that wait for each other forever are a bug too."""
 
 OURS = "triaxis"
-"""Our one process, as the engine that `--against` names."""
+"""Our one process, as an engine for `--against`."""
 
 
 class ReportError(Exception):
-    """A report that nothing can be compared with."""
+    """A report that cannot be compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """An adapter's file, read and not run: its packages may be in another environment.
+    """An adapter's file, parsed but not run, since its packages may be in another environment.
 
     Attributes:
-        path: absolute.
-        axes: those of its layouts.
-        smallest: the ranks of each axis in its reference.
+        path: absolute path.
+        axes: axes of its layouts.
+        smallest: ranks on each axis in its reference.
     """
 
     path: Path
@@ -77,10 +77,10 @@ class SubjectTrial:
     """A subject and the layouts in which it is tried.
 
     Attributes:
-        python: the interpreter that runs it.
-        trials: of one small model; each layout against the smallest one.
-        against: the engine that the reference is compared with too, and its version; empty: none.
-        most_seconds: of one run.
+        python: interpreter that runs the subject.
+        trials: layouts of one small model, each compared with the smallest layout.
+        against: second engine to compare the reference with, and its version; empty: none.
+        most_seconds: time limit for one run.
     """
 
     adapter: Adapter
@@ -91,10 +91,10 @@ class SubjectTrial:
 
 
 def read_adapter(path: Path) -> Adapter:
-    """Read what an adapter declares.
+    """Read the axes and the smallest layout that an adapter declares.
 
     Raises:
-        ConfigError: it cannot be read, or declares no axes that are known.
+        ConfigError: the file cannot be read, or declares no known axes.
     """
     try:
         found = {
@@ -119,7 +119,7 @@ def read_adapter(path: Path) -> Adapter:
 
 
 def covering_layouts(adapter: Adapter) -> list[dict[str, int]]:
-    """Return layouts with 1 or 2 ranks on each axis, in which every two axes meet in every way, without the smallest."""
+    """Choose layouts with 1 or 2 ranks per axis in which every two axes meet in every way, without the smallest layout."""
     sizes = {axis: (2, 1) if adapter.smallest[axis] == 1 else (2,) for axis in adapter.axes}
     smallest = math.prod(adapter.smallest.values())
 
@@ -141,18 +141,18 @@ def subject_trial(
     dtype: str,
     most_seconds: int,
 ) -> SubjectTrial:
-    """Build the layouts of a subject and a small model that fits them all.
+    """Build a subject's layouts and a small model that fits them all.
 
     Args:
-        path, overrides: as for training; the layout there is not read.
-        adapter: its file.
-        python: as of `SubjectTrial`.
-        layouts: in words such as `tp=2,dp=2`; empty: covering ones of the axes that the adapter declares.
-        against: the name of an engine; None: none.
-        num_steps, dtype, most_seconds: of every run.
+        path, overrides: config file and overrides as for training; their layout is not read.
+        adapter: adapter file.
+        python: interpreter, as in `SubjectTrial`.
+        layouts: layouts in words, such as `tp=2,dp=2`; empty: covering layouts over the adapter's axes.
+        against: name of an engine; None: none.
+        num_steps, dtype, most_seconds: settings for every run.
 
     Raises:
-        ConfigError: the adapter cannot be read, the model has no name at Hugging Face, or the config is wrong.
+        ConfigError: the adapter cannot be read, the model has no Hugging Face equivalent, or the config is wrong.
     """
     subject = read_adapter(adapter)
     chosen = [_sizes(one, subject) for one in layouts] or covering_layouts(subject)
@@ -171,10 +171,10 @@ def subject_trial(
 
 
 def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
-    """Return the sizes of a layout in words.
+    """Parse a layout in words into sizes.
 
     Raises:
-        ConfigError: a word is no axis of the adapter's with a size that its smallest layout divides.
+        ConfigError: a word is not one of the adapter's axes with a size that is a multiple of its smallest layout's.
     """
     words = [word.partition("=") for word in re.split("[, ]+", layout.strip())]
     wrong = [
@@ -198,7 +198,7 @@ def _sizes(layout: str, adapter: Adapter) -> dict[str, int]:
 
 
 def named(sizes: Mapping[str, int]) -> str:
-    """Return a layout in words; axes of one rank are left out."""
+    """Write a layout in words; axes with one rank are left out."""
     return " ".join(f"{axis}={size}" for axis, size in sizes.items() if size > 1) or "one process"
 
 
@@ -207,12 +207,12 @@ def _with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
 
 
 def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
-    """Run the subject in its smallest layout, then in the others; yield each verdict, and against what, as soon as it is there.
+    """Run the subject in its smallest layout, then in the others; yield each verdict, and its reference, as soon as it is known.
 
-    Where a layout differs, it runs again with one axis after the other collapsed.
+    If a layout differs, it runs again with one axis after another collapsed.
 
     Raises:
-        VerificationError: a run did not end well.
+        VerificationError: a run failed.
         ReportError: a report cannot be compared.
     """
     from triaxis.launch.verify.subject.files import Reference, write_as_subject, write_inputs
@@ -262,10 +262,10 @@ def verify_subject(asked: SubjectTrial) -> Iterator[tuple[Trial, Verdict, str]]:
 
 
 def _run_against(asked: SubjectTrial, folder: Path) -> None:
-    """Run the engine that `--against` names in one process.
+    """Run the `--against` engine in one process.
 
     Raises:
-        VerificationError: it did not end well.
+        VerificationError: the run failed.
     """
     config = _with_sizes(asked.trials[0].reference, dict.fromkeys(AXES, 1))
     if asked.against[0] == OURS:
@@ -278,10 +278,10 @@ def _run_against(asked: SubjectTrial, folder: Path) -> None:
 
 
 def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
-    """Run the adapter on every rank; return the first exit code that is not 0. A rank that fails ends the others."""
+    """Run the adapter on every rank; return the first nonzero exit code. A rank that fails ends the others."""
     from torch.distributed import TCPStore
 
-    # The ranks meet in our store, as torchrun's do, so nobody takes the port before rank 0 opens it.
+    # Ranks meet in our store, as torchrun's do, so nothing else can take the port before rank 0 opens it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     around = {
         "WORLD_SIZE": str(world_size),
@@ -291,12 +291,12 @@ def _start(asked: SubjectTrial, place: Path, world_size: int) -> int:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
-    # The module lies beside the job, wherever the adapter's environment is.
+    # A copy of the module is placed next to the job, wherever the adapter's environment is.
     module = Path(__file__).with_name("triaxis_subject.py")
     shutil.copy(module, place)
     paths = [str(place), os.environ.get("PYTHONPATH", "")]
     variables = {**os.environ, **thread_variables(os.environ), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    variables.pop("PYTHONSAFEPATH", None)  # modules beside the adapter are found first
+    variables.pop("PYTHONSAFEPATH", None)  # modules next to the adapter are found first
     with ExitStack() as stack:
         ranks = [
             stack.enter_context(

@@ -1,9 +1,9 @@
-"""What an adapter of another engine reads and writes. It needs torch and safetensors, and nothing of Triaxis.
+"""The inputs and reports of another engine's adapter. It needs torch and safetensors, and nothing from Triaxis.
 
 `triaxis verify CONFIG --subject ADAPTER.py` starts `ADAPTER.py FOLDER` on every rank of a layout, with torchrun's RANK, WORLD_SIZE,
 LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and this file on PYTHONPATH. An adapter in 15 lines:
 
-    AXES = ("tp", "pp", "dp")                                      # of layouts; a literal, since the file is not imported
+    AXES = ("tp", "pp", "dp")                                      # layout axes; a literal, since the file is not imported
     job = Job()
     dist.init_process_group("gloo")
     engine = MyEngine(job.model, **job.layout, dtype=job.dtype)    # a Hugging Face configuration, {"tp": 2, "pp": 1, "dp": 2}
@@ -16,7 +16,7 @@ LOCAL_RANK, MASTER_ADDR and MASTER_PORT, and this file on PYTHONPATH. An adapter
         job.done(step, loss, grad_norm, engine.whole_weights())
     job.close(tp=engine.tp_rank, pp=engine.pp_rank, dp=engine.dp_rank)
 
-A rank reports the tensors that it holds, put together where they are cut. Copies on other ranks are reported there.
+A rank reports the tensors that it holds, gathered if they are sharded. Other ranks report their own copies.
 """
 
 import json
@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 
 
 def gathered(part: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    """Return the whole of a tensor whose equal parts are cut along `dim` over the ranks of a process group of torch's."""
+    """Gather a tensor whose equal parts are cut along `dim` over the ranks of a torch process group."""
     parts = [torch.empty_like(part) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(parts, part.detach().contiguous(), group=group)
     return torch.cat(parts, dim)
@@ -50,11 +50,11 @@ class Job:
     """One layout, on this rank.
 
     Attributes:
-        layout: ranks of each axis that the adapter declares.
+        layout: ranks on each axis that the adapter declares.
         model: keys of Hugging Face's `config.json`.
-        optimizer: of AdamW: `lr`, `betas`, `eps`, `weight_decay`, `max_norm`, and `no_decay`, names of weights that do not decay.
-        num_steps: updates.
-        dtype: of weights, gradients and all sums.
+        optimizer: AdamW settings: `lr`, `betas`, `eps`, `weight_decay`, `max_norm`, and `no_decay`, names of weights without decay.
+        num_steps: number of updates.
+        dtype: dtype for weights, gradients and all sums.
     """
 
     def __init__(self) -> None:
@@ -71,21 +71,21 @@ class Job:
         self._steps: list[dict[str, float]] = []
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the first weights, whole, by name."""
+        """Load the first weights, whole, by name."""
         return load_file(self._inputs / "weights.safetensors")
 
     def microbatches(self, step: int) -> list[MicroBatch]:
-        """Return the microbatches of a step's global batch, in order; data-parallel ranks share them."""
+        """Load the microbatches of a step's global batch, in order; data-parallel ranks share them out."""
         with safe_open(self._inputs / "batches.safetensors", framework="pt") as batches:
             parts = [batches.get_tensor(f"{step}.{name}") for name in MicroBatch._fields]
         return [MicroBatch(*each) for each in zip(*parts, strict=True)]
 
     def num_counted(self, step: int) -> int:
-        """Return the counted labels of a step's global batch, by which its loss is divided."""
+        """Count the labels that count in a step's global batch; its loss is divided by this number."""
         return sum(int(one.counted.sum()) for one in self.microbatches(step))
 
     def adamw(self, weights: Mapping[str, torch.Tensor]) -> torch.optim.AdamW:
-        """Return torch's AdamW with the job's settings for weights by name, for an engine that has no optimizer of its own."""
+        """Build torch's AdamW with the job's settings for weights by name, for an engine without its own optimizer."""
         plain, decayed = (
             [one for name, one in weights.items() if (name in self.optimizer["no_decay"]) is chosen]
             for chosen in (True, False)
@@ -95,11 +95,11 @@ class Job:
         return torch.optim.AdamW(groups, **settings)
 
     def gradients(self, step: int, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Report gradients of the loss by name, as the optimizer will read them, before clipping."""
+        """Report the loss's gradients by name, as the optimizer will read them, before clipping."""
         self._keep("gradient", tensors)
 
     def done(self, step: int, loss: float, grad_norm: float, weights: Mapping[str, torch.Tensor]) -> None:
-        """Report the end of a step: the mean loss of the counted labels, the norm before clipping, the updated weights."""
+        """Report the end of a step: the counted labels' mean loss, the norm before clipping, the updated weights."""
         self._keep("parameter", weights)
         save_file(self._held, self._folder / f"rank_{self._rank:05d}.step_{step:02d}.safetensors")
         self._held = {}
@@ -107,9 +107,9 @@ class Job:
         self._steps.append({"loss": float(loss), "grad_norm": float(grad_norm), "num_tokens": num_tokens})
 
     def close(self, **place: int) -> None:
-        """Report the rank's place on each axis that has several ranks, and end the process groups, where torch has any.
+        """Report the rank's place on each axis with several ranks, and end torch's process groups, if there are any.
 
-        A rank that leaves before its peers have read its last message, or with a group's threads running, can break a good run.
+        A rank can break a good run by leaving before its peers have read its last message, or while a group's threads are running.
         """
         if missing := [axis for axis, size in self.layout.items() if size > 1 and axis not in place]:
             raise ValueError(
@@ -123,5 +123,5 @@ class Job:
 
     def _keep(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
-            # A copy: the engine goes on with its own memory, and a file holds no tensor that shares another's.
+            # A copy, because the engine reuses its memory and a safetensors file cannot hold tensors that share memory.
             self._held[f"{kind}:{name}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

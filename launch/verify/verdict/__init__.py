@@ -1,1 +1,1 @@
-"""From measured differences to a verdict and its cause."""
+"""The verdict and its cause, from measured differences."""

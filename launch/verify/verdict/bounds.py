@@ -1,19 +1,19 @@
 """The largest error that rounding can explain.
 
-In float64 it is a constant, far above any rounding and far below any bug. In a narrower dtype it is measured. One process runs
-in that dtype (the reference), and once more in the next wider one, from the same rounded weights. The relative error e of each
-tensor between the two is the rounding of one process. A layout adds the same numbers in other orders, so its rounding has the
-size of e, and is another draw. Only tensor parallelism rounds more often: partial sums of t ranks are rounded before they are
-added, and each addition rounds again. If the partial sums have equal sizes and independent errors, t of them add (1 / t) of the
-variance each, and the t - 1 running sums of k / t of the size add the sum of k / t, about t / 2. Hence
+In float64 the bound is a constant, far above any rounding and far below any bug. In a narrower dtype it is measured. One process
+runs in that dtype (the reference), and once more in the next wider one, from the same rounded weights. Each tensor's relative
+error e between the two runs is one process's rounding. A layout adds the same numbers in another order, so its rounding is another
+draw with the size of e. Only tensor parallelism rounds more often: partial sums from t ranks are rounded before they are added,
+and each addition rounds again. Suppose that partial sums have equal sizes and independent errors. Then t partial sums add 1 / t of
+the variance each. The t - 1 running sums, with k / t of the size each, add the sum of k / t, about t / 2. Hence
 
     variance of (layout - reference) <= e^2 (1 + t / 2) + e^2          bound = DRAWS e sqrt(2 + t / 2)
 
-A small tensor may be rounded well by luck; so e is at least the root mean square over all tensors of its kind in the step.
+A small tensor may be rounded well by luck. So e is at least the root mean square over all tensors of the same kind in the step.
 
-A moment has the rounding of the gradients that it averages. If an error is proportional to the gradient, as that of one token's
-backward nearly is, the p-th power of the gradient has p times the relative error. The one draw of the reference may have its
-error in small elements, which a square hides. So e of a moment is at least p times the e of the gradients up to its step.
+A moment inherits the rounding of the gradients that it averages. If an error is proportional to the gradient, the gradient's p-th
+power has p times the relative error. In one token's backward this is nearly so. The reference's single draw may have its error in
+small elements, which a square hides. So a moment's e is at least p times the gradients' e up to its step.
 """
 
 import math
@@ -26,23 +26,23 @@ from triaxis.launch.verify.verdict.evidence import Evidence, relative, relative_
 from triaxis.launch.verify.verdict.records import TensorKind
 
 TOLERANCES = {"float64": 1e-9, "fp32": 1e-3}
-"""Constants: in float64, and in fp32 against an oracle, whose rounding is its own."""
+"""Constants: in float64, and in fp32 against an oracle, which rounds in its own way."""
 
 DRAWS = 3.0
-"""Standard deviations: rounding errors of a tensor are many, so their norm is seldom beyond 3."""
+"""Standard deviations: a tensor has many rounding errors, so their norm seldom exceeds 3."""
 
 
 def noise_factor(tp: int) -> float:
-    """Return the bound of an error as a multiple of the measured rounding of one process."""
+    """Largest error allowed, as a multiple of one process's measured rounding."""
     return DRAWS * math.sqrt(2 + tp / 2)
 
 
 class Bounds:
-    """Bounds of relative errors, by step, kind and name.
+    """Bounds for relative errors, by step, kind and name.
 
     Args:
-        evidence: of the layout; `noise` is read where it is there.
-        tolerance: the constant where it is not; unused else.
+        evidence: the layout's evidence; its `noise` is used if present.
+        tolerance: constant bound if there is no `noise`; unused otherwise.
     """
 
     def __init__(self, evidence: Evidence, tolerance: float | None) -> None:
@@ -51,12 +51,12 @@ class Bounds:
         self._factor = noise_factor(evidence.sizes.tp)
 
     def tensors(self, step: int, kind: TensorKind) -> Mapping[str, float]:
-        """Return the bound of each tensor of a kind."""
+        """Bound for each tensor of a kind."""
         if self._evidence.noise is None:
             return self._constant(self._evidence.tensors.get((step, kind), {}))
         rounding = self._rounding(step, kind)
         if kind not in NOT_MOMENTS:
-            # A moment of an extension's rule counts as a mean of gradients.
+            # A moment in an extension's rule counts as a mean of gradients.
             power = MOMENTS[kind].power if kind in MOMENTS else 1
             for at in range(step + 1):
                 gradients = self._rounding(at, "gradient")
@@ -64,16 +64,16 @@ class Bounds:
         return {name: self._factor * e for name, e in rounding.items()}
 
     def sites(self) -> Mapping[str, float]:
-        """Return the bound of each output of the first forward."""
+        """Bound for each output of the first forward."""
         if self._evidence.noise is None:
             return self._constant(self._evidence.sites)
         return {name: self._factor * e for name, e in _at_least_the_mean(self._evidence.noise_sites).items()}
 
     def loss(self, step: int) -> float:
-        """Return the bound of a global batch's loss.
+        """Bound for a global batch's loss.
 
-        A mean over tokens is off by no more than the root mean square of its terms, and often by far less: by luck. So e is
-        also that of the first step's token losses, and that of the step's gradients, which come from the same forward.
+        A mean over tokens errs by at most the root mean square of its terms, and often by far less, by luck. So e also covers the
+        first step's token losses and this step's gradients, which come from the same forward.
         """
         if self._evidence.noise is None:
             return self._only()
@@ -82,7 +82,7 @@ class Bounds:
         return self._factor * max(*scalars, tokens, self._all_gradients(step))
 
     def grad_norm(self, step: int) -> float:
-        """Return the bound of the gradient norm: | |g| - |g'| | <= |g - g'|."""
+        """Bound for the gradient norm: | |g| - |g'| | <= |g - g'|."""
         if self._evidence.noise is None:
             return self._only()
         return self._factor * max(self._scalar(step, "grad_norm"), self._all_gradients(step))
@@ -109,7 +109,7 @@ class Bounds:
 
 
 def _at_least_the_mean(noise: Mapping[str, Deviation]) -> dict[str, float]:
-    """Return e of each tensor: its relative error, or the root mean square of all where that is larger."""
+    """Compute each tensor's e: its relative error, or the root mean square over all if that is larger."""
     errors = relative_errors(noise)
     mean = math.sqrt(sum(error**2 for error in errors.values()) / max(1, len(errors)))
     return {name: max(error, mean) for name, error in errors.items()}

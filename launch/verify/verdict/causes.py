@@ -1,13 +1,13 @@
-"""From a difference to a description of it, and to an axis where measurements name one.
+"""The description of a difference, and its axis if measurements name one.
 
-An axis is named only from what was measured:
+An axis is named only from measurements:
 
     sub-layouts     the same run with one axis collapsed to 1 rank: the axis without which the difference vanishes
-    which ranks     where several such axes are left: the one along which right and wrong ranks part
-    partial sums    where several are left, or no sub-layouts: projections of the ranks' gradients add up to 1 along one axis
-    factor          without sub-layouts: everything is the same multiple, and that is the size (or its inverse) of one axis only
+    which ranks     several such axes left: the one that separates right ranks from wrong ranks
+    partial sums    several left, or no sub-layouts: projections of the ranks' gradients add up to 1 along one axis
+    factor          no sub-layouts: everything is the same multiple, equal to the size (or its inverse) of one axis only
 
-Tables of what is summed over which axis are not read: a bug may be in them.
+The tables that list which gradients are summed over which axis are not read, because a bug may be in them.
 """
 
 import math
@@ -20,20 +20,20 @@ from triaxis.launch.verify.verdict.evidence import ALONE, Cause, Difference, Evi
 from triaxis.launch.verify.verdict.records import RankReport, together
 
 AXES = ("tp", "pp", "cp", "dp", "ep", "etp")
-"""The mesh's, and those of the second reading of a stage's ranks, by which experts are cut."""
+"""The mesh axes, then the expert axes, which cut the same ranks of a stage in another way."""
 LOOSEST_SUM = 0.05
-"""Projections that add up to 1 within this speak for partial sums, where the bound is not tighter."""
+"""Largest distance from 1 at which projections indicate partial sums; a tighter bound takes precedence."""
 
 FP32_ROUNDING = 1e-6
-"""Of a tensor: a few times the rounding of its elements, 6e-8."""
+"""A tensor's relative error: a few times the rounding of its elements, 6e-8."""
 
 
 def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[SublayoutVerdict] = ()) -> Cause:
-    """Return the axis that measurements name, and what was measured.
+    """Find the axis that the measurements name, and describe them.
 
     Args:
-        differing: all differences of the first kind that differs.
-        outcomes: of sub-layouts; empty: none were run.
+        differing: all differences within the first kind that differs.
+        outcomes: sub-layout verdicts; empty: none were run.
     """
     parts = [_appearance(evidence, differing)]
     apart = axes_apart(evidence, differing)
@@ -47,7 +47,7 @@ def cause_of(evidence: Evidence, differing: Sequence[Difference], outcomes: Sequ
 
 
 def axes_apart(evidence: Evidence, differing: Sequence[Difference]) -> dict[str, tuple[int, ...]]:
-    """Return the axes along which right and wrong ranks part, with the coordinates of the wrong ones."""
+    """Find the axes that separate right ranks from wrong ranks, with the wrong coordinates."""
     right_ranks: list[RankReport] = []
     wrong_ranks: list[RankReport] = []
     for rank in evidence.ranks:
@@ -65,7 +65,7 @@ def axes_apart(evidence: Evidence, differing: Sequence[Difference]) -> dict[str,
 
 
 def _deviation_on(rank: RankReport, differing: Sequence[Difference]) -> Deviation | None:
-    """Return the deviation of this rank's parts of the differing tensors; None: it has no part."""
+    """Add up this rank's deviations over the differing tensors; None: it holds no part of them."""
     first, names = differing[0], {one.name for one in differing}
     if first.what == "output":
         found = [one.deviation for one in rank.sites if one.name == first.name]
@@ -81,7 +81,7 @@ def _deviation_on(rank: RankReport, differing: Sequence[Difference]) -> Deviatio
 def _from_outcomes(
     evidence: Evidence, differing: Sequence[Difference], outcomes: Sequence[SublayoutVerdict]
 ) -> str | None:
-    """Return the axis without which the difference vanishes; of several, the one that the ranks' values speak for."""
+    """Find the axis without which the difference vanishes; the ranks' values decide between several."""
     vanished = {one.axis for one in outcomes if one.axis is not None and one.equal}
     is_gradient = differing[0].what == "gradient"
     summed = {axis for axis in AXES[:2] if is_gradient and are_partial_sums(evidence, differing, axis)}
@@ -126,7 +126,7 @@ def _from_ranks(evidence: Evidence, differing: Sequence[Difference]) -> str | No
 
 
 def _axis_of_samples(evidence: Evidence, step: int) -> str | None:
-    """Return tp or pp where ranks that differ on it alone read other samples, else dp."""
+    """Name tp or pp if ranks that differ on it alone read other samples; dp otherwise."""
     for axis in AXES[:2]:
         for ranks in _along(evidence, axis):
             if len({rank.samples[step] for rank in ranks}) > 1:
@@ -135,7 +135,7 @@ def _axis_of_samples(evidence: Evidence, step: int) -> str | None:
 
 
 def common_factor(differing: Sequence[Difference]) -> float | None:
-    """Return the one number by which all values are multiplied; None: there is no such number."""
+    """The one number that multiplies all values; None: there is no such number."""
     factors = [one.factor for one in differing]
     first = factors[0]
     if first is None or any(one is None or not math.isclose(one, first, rel_tol=1e-3) for one in factors):
@@ -144,11 +144,11 @@ def common_factor(differing: Sequence[Difference]) -> float | None:
 
 
 def are_partial_sums(evidence: Evidence, differing: Sequence[Difference], axis: str) -> bool:
-    """Return whether the gradients of the ranks along an axis add up to the right ones, and none is a multiple of them.
+    """Whether the ranks' gradients along an axis add up to the right ones, and none is a multiple of them.
 
-    What rank i has, g_i, is seen as its projection <w, g_i> / <w, w> on what is wanted. Where g_0 + g_1 + ... = w, the
-    projections add up to 1. Parts of a tensor that is cut along the axis could do so by chance if each were 1 / size: those are
-    multiples.
+    Rank i's gradient g_i is measured by its projection <w, g_i> / <w, w> on the wanted gradient w. If g_0 + g_1 + ... = w, the
+    projections add up to 1. Parts of a tensor that is cut along the axis could do so by chance, if each projection were
+    1 / size; such parts are multiples.
     """
     first = differing[0]
     close = max(1e-6, min(first.bound, LOOSEST_SUM))
@@ -166,14 +166,14 @@ def are_partial_sums(evidence: Evidence, differing: Sequence[Difference], axis: 
 
 
 def _along(evidence: Evidence, axis: str) -> list[list[RankReport]]:
-    """Return the ranks in groups that differ on this axis alone."""
+    """Group the ranks that differ on this axis alone."""
     groups: dict[tuple[int, ...], list[RankReport]] = {}
     for rank in evidence.ranks:
         groups.setdefault(tuple(at for name, at in rank.place(axis).items() if name != axis), []).append(rank)
     return list(groups.values())
 
 
-# What it looks like ------------------------------------------------------------------------------------------------------
+# Descriptions ------------------------------------------------------------------------------------------------------------
 
 
 def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
@@ -199,7 +199,7 @@ def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
         "parameter": "masters are right and the weights that the next forward uses are not: the all-gather after the update is "
         "missing, or ran before the owner had written its part",
     }
-    # Another engine may keep no masters to be compared.
+    # Another engine may have no masters to compare.
     is_of_update = first.what == "parameter" and (first.step, MASTER) not in evidence.tensors
     return texts[first.what] if first.what in texts and not is_of_update else _of_update(evidence, differing)
 
@@ -250,7 +250,7 @@ def _of_routing(first: Difference) -> str:
 
 
 def _of_forward(evidence: Evidence, first: Difference) -> str:
-    """Describe a wrong loss by the gradients of its step, where no outputs were reported."""
+    """Describe a wrong loss by the gradients of its step, if no outputs were reported."""
     gradients = evidence.tensors.get((first.step, "gradient"), {})
     errors = relative_errors(gradients)
     wrong = sorted((name for name, error in errors.items() if not error <= first.bound), key=lambda name: -errors[name])
@@ -276,7 +276,7 @@ def _of_forward(evidence: Evidence, first: Difference) -> str:
 
 
 def _begins_a_stage(evidence: Evidence, site: str) -> bool:
-    """Return whether a site is of the first layer of a stage that has a stage before it."""
+    """Whether a site is in the first layer of a stage, other than the first stage."""
     stages = {".".join(facts.name.split(".")[:2]): facts.stage for facts in evidence.parameters}
     layer = ".".join(site.split(".")[:2])
     return any(after == layer and stages[before] != stages[after] for before, after in pairwise(stages))
@@ -307,7 +307,7 @@ def _of_gradients(evidence: Evidence, differing: Sequence[Difference]) -> str:
             else "a mean is taken where a sum belongs, or it is scaled already, as by clipping"
         )
         return f"{which}: {factor:.4g} times what it should be{equal_to}: {reason}"
-    # Of a wrong gradient, all that backward reaches after it is wrong, too.
+    # Backward spreads a wrong gradient to everything that it reaches later.
     order = [facts.name for facts in evidence.parameters]
     reached = max(differing, key=lambda one: order.index(one.name))
     if evidence.are_whole:
@@ -326,7 +326,7 @@ def _of_gradients(evidence: Evidence, differing: Sequence[Difference]) -> str:
 
 
 def _of_same_kind(evidence: Evidence, differing: Sequence[Difference]) -> Mapping[str, Deviation]:
-    """Return all tensors of the kind and step of a difference: of gradients, those of trained parameters."""
+    """All tensors of the difference's kind and step; gradients exist for trained parameters only."""
     return evidence.tensors.get((differing[0].step, differing[0].what), {})
 
 

@@ -1,4 +1,4 @@
-"""Distance of one tensor from another, as sums that can be added over the parts that ranks hold."""
+"""Distance between two tensors, as sums that can be added over the parts that ranks hold."""
 
 import math
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Sums over the elements of `got` and of the `wanted` values in the same places.
+    """Sums over the elements of `got` and the `wanted` values in the same places.
 
     Attributes:
-        error_square: sum of (got - wanted)^2; infinite where something is not finite.
+        error_square: sum of (got - wanted)^2; infinite if any element is not finite.
     """
 
     numel: int
@@ -28,7 +28,7 @@ class Deviation:
         )
 
     def shared(self, copies: int) -> "Deviation":
-        """Return the share of one of several copies, whose sum is then that of a mean copy."""
+        """Divide by the number of copies, so that the sum over copies equals one mean copy."""
         squares = (self.wanted_square, self.got_square, self.product, self.error_square)
         return Deviation(self.numel, *(square / copies for square in squares))
 
@@ -42,17 +42,17 @@ class Deviation:
 
     @property
     def error(self) -> float:
-        """Return the norm of the difference."""
+        """Norm of the difference."""
         return math.sqrt(self.error_square)
 
     @property
     def factor(self) -> float | None:
-        """Return the f for which f x wanted is nearest to `got`: 2 means that something was added twice."""
+        """The f that brings f x wanted nearest to `got`: 2 means that something was added twice."""
         return self.product / self.wanted_square if self.wanted_square else None
 
     @property
     def is_multiple(self) -> bool:
-        """Return whether `got` is `factor` x wanted and nothing else, to one part in 10^4."""
+        """Whether `got` is `factor` x wanted and nothing else, to one part in 10^4."""
         if self.factor is None or not math.isfinite(self.error_square):
             return False
         beside = max(0.0, self.got_square - self.factor * self.product)

@@ -1,4 +1,4 @@
-"""Reports of ranks and sub-layouts, and the record of a difference."""
+"""Reports from ranks and sub-layouts, and the record of a difference."""
 
 import math
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from triaxis.launch.verify.verdict.records import (
 )
 
 ALONE = "one process"
-"""`SublayoutVerdict.change` of the run without any axis: the reference's own layout, once more."""
+"""`SublayoutVerdict.change` for the run without any axis: the reference's own layout, once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +27,14 @@ class Difference:
     """One thing that differs.
 
     Attributes:
-        step: counted from 0.
-        what: a tensor kind, `samples`, `routing`, `output`, `loss` or `gradient norm`.
-        name: of the parameter, the place or the sample; empty for scalars.
-        wanted, got: norms, or the scalars themselves; of a sample, how often it is read; of a routing, experts of all tokens
-            and those of them that the reference has chosen.
-        error: of the difference, relative to `wanted` or to the tensor's share of all.
-        factor: what was got is this multiple of what was wanted and nothing else; None where it is no multiple.
-        bound: the largest error that is rounding.
+        step: step, from 0.
+        what: tensor kind, `samples`, `routing`, `output`, `loss` or `gradient norm`.
+        name: parameter, site or sample; empty for scalars.
+        wanted, got: norms, or the scalars themselves; for a sample, how often it is read; for a routing, all expert choices and
+            those that the reference made too.
+        error: norm of the difference, relative to `wanted` or to the tensor's share of all tensors.
+        factor: multiple of the wanted value, if `got` is exactly that; None otherwise.
+        bound: largest error that rounding explains.
     """
 
     step: int
@@ -49,7 +49,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """An axis that measurements name (None: they name none), and what was measured."""
+    """An axis that measurements name (None: they name none), and a description of the measurements."""
 
     axis: str | None
     text: str
@@ -57,12 +57,12 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class SublayoutVerdict:
-    """The verdict about a sub-layout: the same run with one thing taken out.
+    """The verdict on a sub-layout: the same run without one axis or feature.
 
     Attributes:
-        change: such as `tp=1`.
-        axis: the axis of ranks that is taken out; None: something else is.
-        equal: None where the run did not end well.
+        change: change to the run, such as `tp=1`.
+        axis: removed axis; None: a feature was removed instead.
+        equal: whether the sub-layout equals the reference; None: the run failed.
     """
 
     change: str
@@ -75,13 +75,13 @@ class Evidence:
     """Everything that ranks and sub-layouts reported.
 
     Attributes:
-        parameters: what it does with each parameter, in forward order.
-        reference: the steps of the one process.
-        ranks: the reports of the layout.
-        samples: of the one process's steps; empty: the reference has not written them.
-        noise: the report of one process in a wider dtype; None: the bound is a constant.
-        routings: the one process's choices of experts; empty: the reference has not written them.
-        are_whole: each rank reports whole gradients, so those of dp ranks can be parts of a sum; ours are then owned parts.
+        parameters: the layout's treatment of each parameter, in forward order.
+        reference: the one process's steps.
+        ranks: the layout's reports.
+        samples: samples by step of the one process; empty: the reference has not written them.
+        noise: report from one process in a wider dtype; None: the bound is a constant.
+        routings: the one process's expert choices; empty: the reference has not written them.
+        are_whole: each rank reports whole gradients, so dp ranks may hold parts of a sum; our ranks report owned parts.
     """
 
     sizes: ParallelSizes
@@ -96,28 +96,28 @@ class Evidence:
 
     @cached_property
     def tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
-        """Return every tensor over all ranks, in forward order, by step and kind."""
+        """Every tensor, added up over all ranks, in forward order, by step and kind."""
         return self._tensors(self.ranks)
 
     def kinds(self, step: int) -> list[TensorKind]:
-        """Return the kinds that a step makes, in its order; moments have the names that their optimizer gives them."""
+        """List the kinds that a step produces, in order; moments have their optimizer's names."""
         moments = [kind for at, kind in self.tensors if at == step and kind not in NOT_MOMENTS]
         return [*NOT_MOMENTS[1:3], *moments, *NOT_MOMENTS[3:]]
 
     @cached_property
     def sites(self) -> dict[str, Deviation]:
-        """Return outputs of the first forward over all ranks, along the model."""
+        """Outputs of the first forward, added up over all ranks, along the model."""
         return _sites(self.ranks)
 
     @cached_property
     def noise_tensors(self) -> dict[tuple[int, TensorKind], dict[str, Deviation]]:
-        """Return the tensors of the one process in a wider dtype, as `tensors` does."""
+        """Tensors from the one process in a wider dtype, in the form of `tensors`."""
         assert self.noise is not None
         return self._tensors((self.noise,))
 
     @cached_property
     def noise_sites(self) -> dict[str, Deviation]:
-        """Return the outputs of the one process in a wider dtype, as `sites` does."""
+        """Outputs from the one process in a wider dtype, in the form of `sites`."""
         assert self.noise is not None
         return _sites((self.noise,))
 
@@ -142,11 +142,14 @@ def _sites(ranks: tuple[RankReport, ...]) -> dict[str, Deviation]:
 
 
 def relative_errors(tensors: Mapping[str, Deviation]) -> dict[str, float]:
-    """Return errors relative to the tensor, or to its share of all: a gradient that is zero in theory is rounding in practice."""
+    """Divide each error by its tensor's norm, or by the tensor's share of all if that is larger.
+
+    A gradient that is zero in theory is rounding in practice, and its own norm would be too small a scale.
+    """
     share = math.sqrt(sum(one.wanted_square for one in tensors.values()) / max(1, len(tensors)))
     return {name: relative(one.error, max(one.wanted_norm, share)) for name, one in tensors.items()}
 
 
 def relative(error: float, scale: float) -> float:
-    """Return `error` / `scale`; of nothing, 0 where there is no error and infinity where there is one."""
+    """Compute `error` / `scale`; if the scale is 0, the result is 0 without an error and infinity with one."""
     return error / scale if scale else (0.0 if error == 0 else math.inf)

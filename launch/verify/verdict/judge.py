@@ -1,8 +1,7 @@
-"""From the ranks' reports to a verdict: equal, or the first difference and its place.
+"""The verdict on the ranks' reports: equal, or the first difference and its place.
 
-The order of a step is the order of the search: samples that are read, weights at the start, outputs and choices of experts
-along the model, loss, gradients, their norm, masters and moments, the parameters that the next forward uses. What comes later
-differs because of what came before.
+The search follows the order of a step: samples, weights at the start, outputs and expert choices along the model, loss, gradients,
+gradient norm, masters and moments, parameters for the next forward. Later differences follow from earlier ones.
 """
 
 import math
@@ -21,13 +20,13 @@ __all__ = ["TOLERANCES", "Cause", "Difference", "Evidence", "Verdict", "judge"]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome; equal where `differences` is empty.
+    """The outcome; equal if `differences` is empty.
 
     Attributes:
-        largest: for every kind compared, the largest relative error and whose it was.
-        differences: all of the first kind that differs, the first of them first.
-        reference: the steps of the one process.
-        of_bound: the largest error as a part of its bound; at most 1 where equal.
+        largest: largest relative error and its name, for every compared kind.
+        differences: all differences within the first kind that differs, in order.
+        reference: the one process's steps.
+        of_bound: largest error as a fraction of its bound; at most 1 if equal.
     """
 
     largest: Mapping[str, tuple[float, str]]
@@ -42,10 +41,10 @@ class Verdict:
 
 
 def judge(evidence: Evidence, tolerance: float | None) -> Verdict:
-    """Find the first difference, and the evidence in the ranks' reports for an axis.
+    """Find the first difference, and the evidence for an axis in the ranks' reports.
 
     Args:
-        tolerance: the bound of every error where the evidence has no measured noise.
+        tolerance: bound for every error, if the evidence has no measured noise.
     """
     largest: dict[str, tuple[float, str]] = {}
     first: list[Difference] = []
@@ -69,7 +68,7 @@ def judge(evidence: Evidence, tolerance: float | None) -> Verdict:
         if step == 0:
             look(_of(step, "start", evidence.tensors.get((0, "start"), {}), bounds.tensors(0, "start")))
             outputs = _of(step, "output", evidence.sites, bounds.sites())
-            # A router chooses by what came before it along the model, and what comes after follows from its choice.
+            # A router's choices depend on the layers before it, and later outputs depend on its choices.
             place = _first_wrong_routing(outputs, routing)
             look(outputs[:place])
             look(routing)
@@ -105,7 +104,7 @@ def _of(step: int, what: str, tensors: Mapping[str, Deviation], bounds: Mapping[
 
 
 def _routing(evidence: Evidence, step: int) -> Iterator[Difference]:
-    """Compare the choices of experts, layer by layer; in a narrow dtype they are counted, and any number of flips is rounding."""
+    """Compare expert choices layer by layer; in a narrow dtype flips are counted only, since any number can be rounding."""
     found: dict[int, RoutingReport] = {}
     for rank in evidence.ranks:
         for one in rank.routings:
@@ -117,17 +116,17 @@ def _routing(evidence: Evidence, step: int) -> Iterator[Difference]:
         got = found.get(wanted.layer, RoutingReport(step, wanted.layer, 0, 0, 0))
         right = got.num_choices - got.num_flipped
         error = got.num_flipped / wanted.num_choices
-        # A narrow dtype goes on with the reference's choices: any number of flips is rounding, and the digest is still exact.
+        # In a narrow dtype the run uses the reference's choices: any number of flips is rounding, and the digest stays exact.
         bound = 0.0 if evidence.noise is None else math.inf
         if (got.digest, got.num_choices) != (wanted.digest, wanted.num_choices):
-            # Tokens that are missing or there twice, or in another place: no flip shows them.
+            # Tokens are missing, duplicated or misplaced; flips do not show this.
             missing = abs(got.num_choices - wanted.num_choices) / wanted.num_choices
             error, bound = max(error, missing, 1 / wanted.num_choices), 0.0
         yield Difference(step, "routing", f"layers.{wanted.layer}.mlp", wanted.num_choices, right, error, None, bound)
 
 
 def _first_wrong_routing(outputs: Sequence[Difference], routing: Sequence[Difference]) -> int:
-    """Return the place among the outputs of the first layer whose choices differ; the end where none do."""
+    """Index of the output of the first layer whose choices differ; `len(outputs)` if none do."""
     wrong = next((one.name for one in routing if not one.error <= one.bound), None)
     return next((place for place, one in enumerate(outputs) if one.name == wrong), len(outputs))
 
@@ -140,7 +139,7 @@ def _scalars(
     value: Callable[[StepFacts], float],
     bound: float,
 ) -> list[Difference]:
-    """Return the deviation of the worst rank."""
+    """Difference at the worst rank."""
     expected = value(wanted)
     worst = max((value(facts) for facts in got), key=lambda number: _distance(number, expected))
     factor = worst / expected if expected else None
@@ -149,7 +148,7 @@ def _scalars(
 
 
 def _distance(number: float, expected: float) -> float:
-    """Return the distance of two scalars; infinity where one is not finite."""
+    """Distance between two scalars; infinity if `number` is not finite."""
     return abs(number - expected) if math.isfinite(number) else math.inf
 
 
@@ -157,7 +156,7 @@ OTHER_CONTENTS = "other tokens, labels, mask, positions or documents"
 
 
 def _samples(evidence: Evidence, step: int) -> Iterator[Difference]:
-    """Compare how often each sample of the step is read by the dp ranks that have the same place on the other axes."""
+    """Compare how often each sample of the step is read, among dp ranks with the same place on the other axes."""
     if not evidence.samples:
         return
     wanted = Counter(evidence.samples[step])

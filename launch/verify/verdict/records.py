@@ -1,7 +1,7 @@
-"""The report of a verification's rank, as JSON between processes.
+"""The report that a verification's rank writes, as JSON between processes.
 
-A reference (one process) writes whole tensors; each rank of the layout compares its own parts with them and reports sums. No
-rank holds the tensors of another, so the layout may be as large as the machine allows.
+The reference (one process) writes whole tensors. Each rank of the layout compares its own parts with them and reports sums. No
+rank holds another rank's tensors, so the layout may be as large as the machine allows.
 """
 
 import json
@@ -12,24 +12,24 @@ from pathlib import Path
 from triaxis.launch.verify.verdict.deviation import NOTHING, Deviation
 
 TensorKind = str
-"""`gradient`, a kind of optimizer state, or one of these two:
+"""`gradient`, an optimizer state's kind, or one of these two:
 
-start: weights before the first step. parameter: what the next forward uses, on every rank that holds a copy."""
+start: weights before the first step. parameter: weights for the next forward, on every rank that holds a copy."""
 
 REFERENCE_STEPS = "reference.steps.json"
-"""File of the one process, with its `StepFacts`."""
+"""The one process's file with its `StepFacts`."""
 
 REFERENCE_DIGESTS = "reference.digests.json"
-"""File of the one process, with its `RoutingReport`s."""
+"""The one process's file with its `RoutingReport`s."""
 
 REFERENCE_SAMPLES = "reference.samples.json"
-"""File of the one process, with the samples of its steps, as `RankReport.samples`."""
+"""The one process's file with the samples of its steps, as in `RankReport.samples`."""
 
 NOISE_REPORT = "noise.json"
-"""File of the one process in a wider dtype, with its `RankReport`: the rounding of the reference."""
+"""The file of one process in a wider dtype, with its `RankReport`: the reference's rounding."""
 
 Sample = tuple[int, int]
-"""The id of a sample, and a checksum of its tokens, labels, mask, positions and documents."""
+"""A sample's id, and a checksum over its tokens, labels, mask, positions and documents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
-    """One tensor of one step on one rank, its parts together."""
+    """One tensor in one step on one rank, its parts added up."""
 
     step: int
     kind: TensorKind
@@ -53,11 +53,11 @@ class TensorReport:
 
 @dataclass(frozen=True, slots=True)
 class SiteReport:
-    """The output of one place of the model in the first step's forward, on one rank.
+    """The output of one site in the model during the first step's forward, on one rank.
 
     Attributes:
-        order: along the model.
-        name: such as `layers.3.attention`.
+        order: position along the model.
+        name: site name, such as `layers.3.attention`.
     """
 
     order: int
@@ -67,12 +67,12 @@ class SiteReport:
 
 @dataclass(frozen=True, slots=True)
 class RoutingReport:
-    """The choices of experts of one layer in one step, on one rank (`launch/verify/routing.py`).
+    """The expert choices in one layer and one step, on one rank (`launch/verify/routing.py`).
 
     Attributes:
-        num_choices: experts of all tokens that were routed here, k each.
-        num_flipped: of these, experts that the reference has not chosen for the token.
-        digest: of tokens and experts, an int64 that adds up over ranks modulo 2^64.
+        num_choices: choices made by all tokens routed here, k each.
+        num_flipped: choices that the reference did not make for the same token.
+        digest: hash sum over tokens and experts, an int64 that adds up over ranks modulo 2^64.
     """
 
     step: int
@@ -94,13 +94,13 @@ class RoutingReport:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """Everything of one rank.
+    """Everything that one rank reports.
 
     Attributes:
-        coordinates: its place on the axes pp, dp, cp and tp.
+        coordinates: the rank's place on the axes pp, dp, cp and tp.
         experts: the same rank's place on edp, ep and etp.
-        samples: by step, in the order in which they are read.
-        routings: of its layers with experts.
+        samples: samples by step, in reading order.
+        routings: reports for the rank's expert layers.
     """
 
     rank: int
@@ -113,7 +113,7 @@ class RankReport:
     routings: tuple[RoutingReport, ...] = ()
 
     def place(self, axis: str) -> dict[str, int]:
-        """Return the coordinates among which an axis is: those of the mesh, or those of experts with the stage."""
+        """Coordinates that include `axis`: the mesh's own, or the expert axes together with the stage."""
         if axis in self.coordinates:
             return self.coordinates
         return {"pp": self.coordinates["pp"], **self.experts}
@@ -140,13 +140,13 @@ class RankReport:
 
 
 def samples_of(steps: Iterable[Iterable[Iterable[int]]]) -> tuple[tuple[Sample, ...], ...]:
-    """Return the samples of steps as they were before they became JSON."""
+    """Restore the samples of all steps from JSON."""
     return tuple(tuple((int(number), int(checksum)) for number, checksum in step) for step in steps)
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterFacts:
-    """The layout's treatment of a parameter: the axis of its replicas, and the axis over which their gradients are summed."""
+    """A layout's view of one parameter: the axis of its replicas, and the axis over which their gradients are summed."""
 
     name: str
     replicas: str | None
@@ -157,5 +157,5 @@ class ParameterFacts:
 
 
 def together(deviations: Iterable[Deviation]) -> Deviation:
-    """Add up the parts of a tensor. Replicas count as often as they are held, in what is wanted and in what was got."""
+    """Add up a tensor's parts. Replicas count as often as they are held, in the wanted and in the measured sums."""
     return sum(deviations, NOTHING)
