@@ -1,1 +1,1 @@
-"""Data: from tokens on disk to the microbatches of a step. Only `loader` imports torch."""
+"""Data: from tokens on disk to a step's microbatches. Only `loader`, `documents` and `sequence_part` import torch."""

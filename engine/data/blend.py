@@ -1,14 +1,14 @@
-"""A weighted blend of corpora: the corpus and the inner sample id of each sample n.
+"""A weighted blend of corpora, which maps each sample n to a corpus and a sample id within it.
 
-    weights 3 : 1        n        0 1 2 3 | 4 5 6 7 | ...      the table of one period repeats for ever
+    weights 3 : 1        n        0 1 2 3 | 4 5 6 7 | ...      the table for one period repeats forever
                          corpus   a b a a | a b a a |
                          sample   0 0 1 2 | 3 1 4 5 |          n -> (table[n % P], n // P * share + rank[n % P])
 
-After any n samples each corpus has given floor(w n) or ceil(w n): the error stays below one sample. The usual rule, the corpus with
-the largest deficit, does not keep that (weights 5:3:1:5:30:30:1 reach 1.2). Earliest deadline first does: sample j of a corpus may
-be taken from step floor(j / w) on and must be by step ceil((j + 1) / w) - 1, and for unit tasks on one machine that order meets
-every deadline that can be met (the "Pfair" windows of Baruah, Cohen, Plaxton and Varvel, Algorithmica 15, 1996). All numbers are
-whole, so no rounding moves a sample.
+After any n samples a corpus with weight w has given floor(w n) or ceil(w n), so the error stays below one sample. The usual rule
+picks the corpus with the largest deficit and does not guarantee that (weights 5:3:1:5:30:30:1 reach 1.2). Earliest deadline first
+does. A corpus's sample j may be taken from step floor(j / w) on and must be taken by step ceil((j + 1) / w) - 1. For unit tasks on
+one machine this order meets every deadline that can be met (the "Pfair" windows in Baruah, Cohen, Plaxton and Varvel,
+Algorithmica 15, 1996). The computation uses integers only, so no rounding moves a sample.
 """
 
 import heapq
@@ -23,14 +23,14 @@ from triaxis.engine.data.samples import Sample, SampleSource
 from triaxis.engine.errors import DataError
 
 MAX_PERIOD = 100_000
-"""Longest period. Weights that need a longer one are rounded to parts of it: to one in a hundred thousand."""
+"""Longest period, in samples. Weights that need a longer one are rounded to multiples of 1 / MAX_PERIOD."""
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Return the samples of each corpus in one period, whole numbers in the ratio of the weights; their sum is the period.
+    """Compute each corpus's samples per period: integers in the ratio of the weights, whose sum is the period.
 
-    Decimal weights are exact (0.1 is one tenth, not the nearest binary number). Where the exact ratio needs a period above
-    `MAX_PERIOD`, each share is rounded down to a part of it, at least 1, and the largest remainders get the rest.
+    Decimal weights are exact (0.1 is one tenth, not the nearest binary number). If the exact ratio needs a period above
+    `MAX_PERIOD`, shares are scaled to that period and rounded down, to at least 1. The largest remainders get the rest.
     """
     assert weights and all(0 < weight < float("inf") for weight in weights), weights
     exact = [Fraction(str(weight)) for weight in weights]
@@ -49,7 +49,7 @@ def shares(weights: Sequence[float]) -> list[int]:
 
 
 def one_period(share: Sequence[int]) -> NDArray[np.int64]:
-    """Return the corpus of each sample of a period, int64 [sum(share)], by earliest deadline first; ties to the first."""
+    """Assign a corpus to each sample in a period by earliest deadline first, int64 [sum(share)]; ties go to the first corpus."""
     period = sum(share)
     released: list[tuple[int, int]] = []
     waiting = [(0, corpus) for corpus in range(len(share))]
@@ -69,7 +69,7 @@ def one_period(share: Sequence[int]) -> NDArray[np.int64]:
 
 
 def counts_of(weights: Sequence[float], num_samples: int) -> list[int]:
-    """Return how many of the first samples of a blend are of each corpus."""
+    """Count how many of a blend's first `num_samples` samples come from each corpus."""
     share = shares(weights)
     periods, rest = divmod(num_samples, sum(share))
     begun = np.bincount(one_period(share)[:rest], minlength=len(share))
@@ -77,12 +77,15 @@ def counts_of(weights: Sequence[float], num_samples: int) -> list[int]:
 
 
 class Blend:
-    """Samples of several sources in a fixed ratio, as one source.
+    """Several sources merged in a fixed ratio into one.
 
     Args:
-        sources: one per weight; each has every sample id >= 0.
-        weights: relative to their sum, as in `shares`.
-        first_id: id of the first sample of the blend.
+        sources: one source per weight; each has every sample id >= 0.
+        weights: positive weights, relative to their sum, as in `shares`.
+        first_id: id of the blend's first sample.
+
+    Raises:
+        DataError: the numbers of sources and weights differ.
     """
 
     def __init__(self, sources: Sequence[SampleSource], weights: Sequence[float], first_id: int = 0) -> None:
@@ -98,13 +101,13 @@ class Blend:
             self._rank[self._table == source] = np.arange(share)
 
     def locate(self, sample_id: int) -> tuple[int, int]:
-        """Return (source, sample id within it) of a sample of the blend."""
+        """Map a blend sample to (source number, sample id within that source)."""
         periods, place = divmod(sample_id - self.first_id, len(self._table))
         source = int(self._table[place])
         return source, periods * self.shares[source] + int(self._rank[place])
 
     def next_of_each(self, sample_id: int) -> list[tuple[SampleSource, int]]:
-        """Return each source with its first sample at or behind a sample of the blend."""
+        """Pair each source with the id of its first sample at or after a blend sample."""
         periods, place = divmod(sample_id - self.first_id, len(self._table))
         taken = np.bincount(self._table[:place], minlength=len(self.sources))
         starts = zip(self.sources, self.shares, taken, strict=True)

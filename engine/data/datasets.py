@@ -1,10 +1,10 @@
-"""The samples of train, valid and test, from the configuration: training's entry into this room.
+"""The train, valid and test samples that a configuration describes: training's entry point to `engine/data`.
 
     data.train web 0.7, code 0.3    data.valid none     split each corpus by documents, blend each part
-                                    data.valid other    train: all documents of data.train; valid: all of data.valid
+                                    data.valid other    train: every document in data.train; valid: every one in data.valid
     data.synthetic true                                 random tokens, no corpus
 
-Every process of every node gets the same samples from the same arguments; the first one builds the caches.
+Every process on every node gets the same samples from the same arguments; a node's first process builds its caches.
 """
 
 import hashlib
@@ -36,24 +36,24 @@ from triaxis.engine.data.synthetic import SyntheticDataset
 from triaxis.engine.errors import DataError
 
 IDS_AT_START = 2**18
-"""Ids of a corpus without a record that every start looks at; `triaxis data check` reads them all."""
+"""Token ids checked at every start if a corpus has no record; `triaxis data check` reads all ids."""
 
 ENDS_AT_START = 100
-"""Documents of a corpus at whose last ids every start looks."""
+"""Documents per corpus whose last ids are checked at every start."""
 
 
 @dataclass(frozen=True, slots=True)
 class Datasets:
-    """The three parts, each with every sample id >= 0; None where the configuration has none."""
+    """The three parts, each with every sample id >= 0; None if the configuration has no such part."""
 
     train: SampleSource
-    """Samples of training from 0; where they change on the way, those of the present part of the run."""
+    """Training samples from 0; if the sample length or blend changes during the run, those for its present segment."""
     valid: SampleSource | None
     test: SampleSource | None
     fingerprint: str
-    """Hexadecimal: equal where every sample of every part is equal (within the reach of `IndexedTokens.fingerprint`)."""
+    """Hexadecimal digest; equal if all samples in all parts are equal (as far as `IndexedTokens.fingerprint` can distinguish)."""
     train_after: Callable[[SkippedRanges], SampleSource]
-    """Returns training's samples by their ids in the run, behind those that the run has read before its present part."""
+    """Function that opens training samples by their ids in the run, continuing after the samples that earlier segments read."""
 
 
 def open_datasets(
@@ -67,22 +67,22 @@ def open_datasets(
     segments: Sequence[DataSegment] = (),
     progress: Progress | None = None,
 ) -> Datasets:
-    """Open the corpora, split and blend them.
+    """Open the corpora, split them and blend them.
 
     Args:
-        data_config: the corpora and their split.
+        data_config: corpora and their split.
         seq_length: labels per sample.
-        seed: of all orders.
-        cache_dir: folder of index caches, instead of `data.cache_dir`; without both, PREFIX.cache next to each corpus.
-        vocab_size: of the model, without padding; a corpus with larger ids is refused.
-        own: gives the corpora of `extension:NAME`.
-        segments: parts of the run up to the present one, where its samples change on the way (`data_segments`).
-        progress: follows the building of orders.
+        seed: random seed for all orders.
+        cache_dir: folder for index caches, overriding `data.cache_dir`; if neither is set, PREFIX.cache next to each corpus.
+        vocab_size: model vocabulary without padding; a corpus with larger ids is refused.
+        own: extension that provides the `extension:NAME` corpora.
+        segments: run segments up to the present one, if the samples change during the run (`data_segments`).
+        progress: observer notified while orders are built.
 
     Raises:
-        DataError: a corpus is missing, damaged, too small for its split or of another vocabulary.
+        DataError: a corpus is missing, damaged, too small for its split, named twice, or has ids outside the vocabulary.
     """
-    # Choices beyond the defaults are a part of what a sample is; without them the digest is that of older checkpoints.
+    # Only non-default choices enter the digest, so digests in older checkpoints stay valid.
     chosen = data_config.model_dump(
         include={"synthetic_document_length", "count_document_starts"}, exclude_defaults=True
     )
@@ -158,7 +158,7 @@ def open_datasets(
 
 
 def open_run_datasets(config: Config, progress: Progress | None = None) -> Datasets:
-    """Open the datasets of a run in the phase whose fields its configuration has; see `open_datasets`."""
+    """Open a run's datasets for the phase that its configuration describes; see `open_datasets`."""
     return open_datasets(
         config.data,
         config.model.seq_length,
@@ -171,7 +171,7 @@ def open_run_datasets(config: Config, progress: Progress | None = None) -> Datas
 
 
 def open_orders(source: SampleSource, sample_id: int) -> None:
-    """Open the orders of the epochs that are read from a sample of a source on, of each of its corpora.
+    """Open, for each corpus in a source, the epoch order that is read from `sample_id` on.
 
     Raises:
         DataError: the index cache cannot be written.
@@ -184,15 +184,15 @@ def open_orders(source: SampleSource, sample_id: int) -> None:
 def continued(
     segments: Sequence[DataSegment], skipped: SkippedRanges, open_stream: Callable[[str, int], SampleStream]
 ) -> Blend:
-    """Return the samples of the last segment, by ids of the run: each corpus goes on where the segments before have left it.
+    """Open the last segment's samples, indexed by ids in the run; each corpus continues where earlier segments stopped.
 
     Args:
-        segments: of the run, in order.
+        segments: run segments, in order.
         skipped: sample ids that the run leaves out; they count as read.
-        open_stream: opens a corpus by its prefix, with samples of a length.
+        open_stream: function that opens a corpus by its prefix, cut to a sample length.
     """
     *earlier, present = segments
-    # The segment behind position p begins with the id behind that of the sample before it.
+    # A segment's first id follows the id of the last sample before it.
     first_ids = [0] + [skipped.id_at(each.first_position - 1) + 1 for each in segments[1:]]
     streams: dict[str, ContinuedStream] = {}
     for number, segment in enumerate(earlier):
@@ -213,7 +213,7 @@ def continued(
 
 
 def unbroken_corpora(source: SampleSource) -> list[str]:
-    """Return the prefixes of corpora whose documents are longer than UNBROKEN samples on average: their ends seem to be lost."""
+    """List the corpora whose mean document is longer than UNBROKEN samples: they seem to have lost their document ends."""
     return [
         stream.corpus.prefix
         for stream in _streams(source)
@@ -222,26 +222,28 @@ def unbroken_corpora(source: SampleSource) -> list[str]:
 
 
 def trained_and_validated(datasets: Datasets) -> list[str]:
-    """Return the prefixes of corpora whose documents are read by validation and by training, copies among them."""
+    """List the corpora whose documents both training and validation read; copies count as the same corpus."""
     trained = {stream.identity for stream in _streams(datasets.train)}
     validated = [] if datasets.valid is None else _streams(datasets.valid)
     return [stream.corpus.prefix for stream in validated if stream.identity in trained]
 
 
 class OtherEnd(NamedTuple):
-    """A corpus whose documents do not end with the token that ends documents."""
+    """A corpus whose documents do not end with the end-of-document token."""
 
     corpus: str
     num_others: int
+    """Examined documents that end with another id."""
     looked_at: int
+    """Documents examined."""
     end: int
-    """The id that ends documents."""
+    """Id expected at a document's end."""
     most: int
-    """The most frequent last id of the others."""
+    """Most frequent last id among the others."""
 
 
 def other_ends(source: SampleSource, eod_id: int) -> list[OtherEnd]:
-    """Return the corpora of whose first documents most end with another id, unless they were prepared without one."""
+    """Find corpora whose first documents mostly do not end with `eod_id`, except those prepared without an end token."""
     found = []
     for stream in _streams(source):
         record, first = read_record(stream.corpus.prefix), stream.documents[:ENDS_AT_START]
@@ -254,22 +256,24 @@ def other_ends(source: SampleSource, eod_id: int) -> list[OtherEnd]:
 
 
 def _streams(source: SampleSource) -> list[SampleStream]:
-    """Return the streams of corpora in a blend; none of random tokens."""
+    """List a blend's corpus streams; a source of random tokens has none."""
     sources = source.sources if isinstance(source, Blend) else ()
     wholes = [each.stream if isinstance(each, ContinuedStream) else each for each in sources]
     return [each for each in wholes if isinstance(each, SampleStream)]
 
 
 class ReadAgain(NamedTuple):
-    """A corpus of which more samples are asked than an epoch of its part holds."""
+    """A corpus that must provide more samples than one epoch holds."""
 
     corpus: str
     asked: int
+    """Samples needed."""
     held: int
+    """Samples per epoch."""
 
 
 def read_again(source: SampleSource, num_samples: int) -> list[ReadAgain]:
-    """Return the corpora that give some of the first `num_samples` samples more than once; random tokens never do."""
+    """Find corpora that repeat samples within the first `num_samples` samples; random tokens never do."""
     if not isinstance(source, Blend):
         return []
     asked = zip(source.sources, counts_of(source.shares, num_samples), strict=True)

@@ -1,10 +1,10 @@
-"""Documents of the first steps of a run: how many, how long, and the attention work that they leave.
+"""Document statistics for a run's first steps: how many documents, how long, and how much attention work they cause.
 
-With `data.attention: within` a query sees the tokens of its own document, so attention costs what the lengths of documents make
-of it. The first steps stand for the run: lengths come from the index, and no token is read.
+With `data.attention: within` a query sees only its own document, so attention cost depends on the document lengths. The first
+steps stand for the whole run: lengths come from the index, and no token is read.
 
-    keys of a document of l tokens    l^2 / 2 without a window, m (l - m / 2) with m = min(l, window)
-    (an integral in place of the sum over queries, as in the published 6 L a d s of a causal mask: half of s keys each)
+    keys in a document with l tokens    l^2 / 2 without a window, m (l - m / 2) with m = min(l, window)
+    (an integral replaces the sum over queries, as in the published 6 L a d s for a causal mask: s / 2 keys per query)
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from triaxis.engine.data.sampler import step_sample_ids
 from triaxis.engine.data.samples import SampleSource, input_lengths
 
 MOST_SAMPLES = 1024
-"""Samples that are looked at, or one step's where that has more."""
+"""Samples examined; a single step is always examined whole, even if it has more."""
 
 UNBROKEN = 100
 """Mean document length in samples above which a corpus seems to have lost its document ends."""
@@ -23,11 +23,11 @@ UNBROKEN = 100
 
 @dataclass(frozen=True, slots=True)
 class DocumentStatistics:
-    """The documents of some steps, by what each data-parallel rank reads.
+    """The document lengths in some steps, grouped by data-parallel rank.
 
     Attributes:
-        seq_length: s, tokens of a sample.
-        steps: for each step and dp rank, the lengths of the documents in the inputs of its samples; each sample's add up to s.
+        seq_length: s, input tokens per sample.
+        steps: document lengths for each step and dp rank, counted in the samples' inputs; each sample's lengths add up to s.
     """
 
     seq_length: int
@@ -35,17 +35,17 @@ class DocumentStatistics:
 
     @property
     def num_samples(self) -> int:
-        """Return the number of samples that were looked at."""
+        """Number of samples examined."""
         return sum(length for step in self.steps for rank in step for length in rank) // self.seq_length
 
     @property
     def per_sample(self) -> float:
-        """Return the mean number of documents in a sample, parts of documents included."""
+        """Mean number of documents per sample, including partial documents."""
         lengths = [length for step in self.steps for rank in step for length in rank]
         return len(lengths) * self.seq_length / sum(lengths)
 
     def rows(self) -> list[tuple[int, ...]]:
-        """Return the documents of each sample, in the order of training of one rank after the other, step by step."""
+        """List each sample's document lengths, step by step and rank by rank, each rank's samples in training order."""
         rows: list[tuple[int, ...]] = []
         for lengths in (rank for step in self.steps for rank in step):
             first, end = 0, 0
@@ -57,28 +57,28 @@ class DocumentStatistics:
         return rows
 
     def keys_per_query(self, window: int | None) -> float:
-        """Return the mean number of keys that a query sees within its document."""
+        """Compute the mean number of keys that a query sees within its document."""
         lengths = [length for step in self.steps for rank in step for length in rank]
         return sum(keys_of(length, window) for length in lengths) / sum(lengths)
 
     def imbalance(self, window: int | None) -> float:
-        """Return the keys of the dp rank that has most of them over the mean of all ranks, averaged over steps; at least 1."""
+        """Compute the busiest dp rank's keys divided by the mean over ranks, averaged over steps; at least 1."""
         keys = [[sum(keys_of(length, window) for length in rank) for rank in step] for step in self.steps]
         return fmean(max(ranks) / fmean(ranks) for ranks in keys)
 
 
 def one_document_per_sample(seq_length: int) -> DocumentStatistics:
-    """Return the statistics of samples whose tokens attend across documents."""
+    """Build the statistics that apply if tokens attend across documents."""
     return DocumentStatistics(seq_length, (((seq_length,),),))
 
 
 def measure_documents(
     source: SampleSource, *, seq_length: int, global_batch_size: int, micro_batch_size: int, dp: int
 ) -> DocumentStatistics:
-    """Look at the lengths of the first steps' documents; the same on every rank.
+    """Measure the first steps' document lengths; the result is the same on every rank.
 
     Raises:
-        DataError: the index of the corpus cannot be read.
+        DataError: the corpus index cannot be read.
     """
     num_steps = max(1, MOST_SAMPLES // global_batch_size)
 

@@ -1,12 +1,11 @@
-"""The order of one epoch, built once per node and kept in a hashed cache file.
+"""One epoch's order, built once per node and kept in a hashed cache file.
 
-    document_order  int64 [D]      documents of the split in this epoch's order
-    token_offsets   int64 [D + 1]  their starts in the epoch's stream of tokens
-    sample_order    int64 [n]      samples of the stream in the order of training
+    document_order  int64 [D]      the split's documents in this epoch's order
+    token_offsets   int64 [D + 1]  their starts in the epoch's token stream
+    sample_order    int64 [n]      the stream's samples in training order
 
-Both orders are functions of (seed, epoch) and of the counts, never of the length of the run: a longer run extends a shorter one.
-The order of documents does not depend on the length of a sample: an epoch that is cut anew (`engine/data/remainder.py`) is the
-same stream of tokens.
+Both orders depend on (seed, epoch) and the counts, never on the run length, so a longer run extends a shorter one. The document
+order does not depend on the sample length, so an epoch cut again (`engine/data/remainder.py`) is the same token stream.
 """
 
 import json
@@ -23,10 +22,10 @@ from triaxis.engine.data.shuffle import permutation
 
 @dataclass(frozen=True, slots=True)
 class EpochKey:
-    """The inputs of an epoch's order."""
+    """The inputs that decide an epoch's order."""
 
     corpus: str
-    """Fingerprint of the corpus."""
+    """Corpus fingerprint."""
     first_document: int
     last_document: int
     seq_length: int
@@ -42,7 +41,7 @@ class EpochKey:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpochIndex:
-    """The three arrays of the picture above."""
+    """The three arrays described in the module docstring."""
 
     document_order: NDArray[np.int64]
     token_offsets: NDArray[np.int64]
@@ -50,7 +49,7 @@ class EpochIndex:
 
 
 def build_epoch(key: EpochKey, document_lengths: NDArray[np.int64], num_samples: int) -> EpochIndex:
-    """Return the order of one epoch from its key and the lengths of the split's documents, int64 [D]."""
+    """Build one epoch's order in memory from its key and the split's document lengths, int64 [D]."""
     order = permutation(len(document_lengths), "documents", key.seed, key.epoch)
     offsets = np.zeros(len(order) + 1, np.int64)
     np.cumsum(document_lengths[order], out=offsets[1:])
@@ -64,9 +63,10 @@ def open_epoch(
     num_samples: int,
     progress: Progress | None = None,
 ) -> EpochIndex:
-    """Return the epoch's order from its cache file, which the first process of a node builds while the others wait.
+    """Open the epoch's order from its cache file; the first process on a node builds it while the others wait.
 
-    One of more numbers than a piece is built in pieces that survive a kill, with the same bits. `progress` follows that.
+    An order with more than `order_pieces.PIECE` numbers is built in pieces that survive a kill, with identical bits. `progress`
+    is notified after each piece.
 
     Raises:
         DataError: the cache folder cannot be read or written.

@@ -1,8 +1,8 @@
-"""Numbers that take long to compute, once per node, in a hashed cache file.
+"""A hashed cache file for numbers that take long to compute, built once per node.
 
     file:  magic (8 bytes) | sha256 of key and numbers (32) | int64 numbers
 
-All processes of a node share the file by mmap. A truncated, damaged or foreign file does not match its hash and is built again.
+All processes on a node share the file by mmap. A truncated, damaged or foreign file does not match its hash and is built again.
 """
 
 import hashlib
@@ -24,23 +24,23 @@ logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """A follower of what takes long: here, one that does nothing."""
+    """An observer for slow operations; this base class ignores every notification."""
 
     def piece(self, path: Path, done: int, of: int) -> None:
-        """Hear that this process has made a piece of a cache file."""
+        """Handle a cache file's piece: this process has finished `done` pieces out of `of`."""
 
     def waits(self, path: Path) -> None:
-        """Hear, again and again, that another process of the node has the lock under which a cache file is made."""
+        """Handle a wait: another process on the node holds the lock for building a cache file. Called repeatedly."""
 
     def hashes(self, path: Path) -> None:
-        """Hear that this process has read on in a cache file."""
+        """Handle another block of a cache file that this process has hashed."""
 
     def ends(self) -> None:
-        """Hear that the numbers are there."""
+        """Handle the end of an `open_numbers` call, successful or not."""
 
 
 def key_digest(key: str) -> str:
-    """Return the part of a file's name that names its key."""
+    """Hash a key to 20 hexadecimal digits for a file name."""
     return hashlib.sha256(key.encode()).hexdigest()[:20]
 
 
@@ -52,15 +52,15 @@ def open_numbers(
     lock: str = ".lock",
     progress: Progress | None = None,
 ) -> NDArray[np.int64]:
-    """Return the numbers of a cache file, int64, which the first process of a node builds while the others wait.
+    """Open a cache file's int64 numbers; the first process on a node builds the file while the others wait.
 
     Args:
-        path: of the file.
-        key: text of all that decides the numbers.
-        build: returns the arrays that are written behind each other; None: it has made the file itself (`seal`).
-        count: how many numbers there are; None: as many as there are in the file.
-        lock: name of the file that is locked meanwhile; `build` may open numbers under another one.
-        progress: follows what takes long.
+        path: path of the cache file.
+        key: text that contains everything that decides the numbers.
+        build: function that returns the arrays to write one after another, or None if it wrote the file itself (`seal`).
+        count: expected length; None accepts any.
+        lock: name of the lock file held while building; `build` may call `open_numbers` with another lock.
+        progress: observer for building, waiting and hashing.
 
     Raises:
         DataError: the cache folder cannot be read or written.
@@ -98,10 +98,10 @@ def open_numbers(
 
 
 def seal(building: Path, path: Path, key: str, progress: Progress) -> None:
-    """Make a cache file of one whose numbers are written behind room for the head.
+    """Turn `building` into the cache file at `path`: its numbers follow HEAD_BYTES of space, where the head is written.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with building.open("r+b") as file:
         content = np.memmap(building, dtype=np.uint8, mode="r", offset=HEAD_BYTES)
@@ -113,7 +113,7 @@ def seal(building: Path, path: Path, key: str, progress: Progress) -> None:
 
 
 def _digest(key: str, payload: Sequence[memoryview], hashed: Callable[[], None]) -> bytes:
-    """Return the sha256 of a key and numbers; `hashed` is called after each block."""
+    """Hash a key and numbers with sha256; call `hashed` after each block."""
     digest = hashlib.sha256(key.encode())
     for part in payload:
         for start in range(0, len(part), HASH_BLOCK_BYTES):
@@ -123,7 +123,7 @@ def _digest(key: str, payload: Sequence[memoryview], hashed: Callable[[], None])
 
 
 def _load(path: Path, key: str, count: int | None, hashed: Callable[[], None]) -> NDArray[np.int64] | None:
-    """Return the numbers of a cache file, or None if it is missing or does not match its key."""
+    """Map a cache file's numbers; None if the file is missing or does not match its key."""
     start = HEAD_BYTES
     try:
         size = path.stat().st_size

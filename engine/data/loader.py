@@ -2,12 +2,12 @@
 
     samples (mmap)  --thread, `prefetch_steps` ahead-->  CPU tensors [b, s] (pinned for CUDA)  --next_step-->  device
 
-    tokens  t_0 t_1 ... t_{s-1}       labels  t_1 t_2 ... t_s       of the s + 1 tokens of a sample
-    ahead   t_2 t_3 ... t_s 0, and so on, a row for each layer of multi-token prediction
-    positions   0 .. s - 1, or from 0 in every document; documents with `data.attention: within` only
+    tokens  t_0 t_1 ... t_{s-1}       labels  t_1 t_2 ... t_s       from a sample's s + 1 tokens
+    ahead   t_2 t_3 ... t_s 0, and so on, one row per multi-token prediction layer
+    positions   0 .. s - 1, or from 0 in every document; documents only with `data.attention: within`
 
-Every rank of a pipeline reads its own samples from the mmap, since every stage needs the positions; nothing is broadcast. One
-thread and a queue in step order make the result independent of timing.
+Every pipeline rank reads its samples from the mmap itself, since every stage needs the positions; nothing is broadcast. One thread
+and a queue in step order make the result independent of timing.
 """
 
 from collections import deque
@@ -29,53 +29,54 @@ from triaxis.engine.errors import DataError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """The input of one forward; b = micro_batch_size, s = seq_length."""
+    """The input to one forward pass; b = micro_batch_size, s = seq_length."""
 
     tokens: torch.Tensor
     """int64 [b, s]"""
     labels: torch.Tensor
     """int64 [b, s]: the next tokens"""
     loss_mask: torch.Tensor
-    """bool [b, s]: False where the label is left out of the loss; float32 where an extension's loss weighs labels"""
+    """bool [b, s]: False where the loss ignores the label; float32 weights if an extension's loss weighs labels"""
     position_ids: torch.Tensor
     """int64 [b, s]: 0 .. s - 1 in each row, or from 0 in each document"""
     sample_ids: list[int]
-    """The sample id of each row."""
+    """Sample id of each row."""
     num_tokens: float
-    """Number of counted labels or sum of their weights, known on the host."""
+    """Number of counted labels, or the sum of their weights; known on the host."""
     documents: Documents | None = None
-    """The documents within which tokens attend; None: each token attends to all before it in its row."""
+    """Documents that limit attention; None: each token attends to every earlier token in its row."""
     part: SequencePart | None = None
-    """The part of each row that the tensors above have, where a row is cut over ranks; s is s/cp then, documents are of the row."""
+    """This rank's part of each row if context parallelism cuts rows. Then s above is s/cp, but `documents` covers whole rows."""
     ahead: torch.Tensor | None = None
-    """int64 [D, b, s]: the tokens 1 .. D beyond the labels, 0 where there is none; None: nothing predicts them."""
+    """int64 [D, b, s]: the tokens 1 .. D places after the labels, 0 past the row's end; None: nothing predicts them."""
     mask_ahead: torch.Tensor | None = None
-    """bool [D, b, s]: where such a token is predicted."""
+    """bool [D, b, s]: True where such a token is predicted."""
     num_ahead: tuple[int, ...] = ()
-    """Numbers of tokens that are predicted at each of these distances."""
+    """Number of tokens predicted at each distance 1 .. D."""
     rank_work: tuple[int, ...] | None = None
-    """Keys that the queries of each rank that shares the rows see, over all layers; None: rows are not cut, or are one document."""
+    """Keys seen by each context-parallel rank's queries, over all layers; None: rows are not cut, or each is one document."""
 
 
 def count_labels(microbatches: Sequence[MicroBatch]) -> list[float]:
-    """Return the counted labels of a rank's microbatches, by distance: of the next tokens, then of those ahead."""
+    """Sum the counted labels over a rank's microbatches: next-token labels first, then tokens ahead at distances 1 .. D."""
     return [sum(counts) for counts in zip(*((each.num_tokens, *each.num_ahead) for each in microbatches), strict=True)]
 
 
 class Batches:
-    """The steps of one dp rank in order, from `consumed_samples` on, without end.
+    """An endless, ordered iterator over one dp rank's steps, starting at `consumed_samples`.
 
     Args:
-        dataset: has every sample id >= 0.
-        global_batch_size, micro_batch_size, dp, dp_rank: see `engine/data/sampler.py`.
-        consumed_samples: samples of the steps already made.
-        device: holds the tensors of `next_step`.
-        skipped: sample ids that are left out.
+        dataset: source that has every sample id >= 0.
+        global_batch_size, micro_batch_size, dp, dp_rank: batch sizes in samples and dp coordinates; see `engine/data/sampler.py`.
+        consumed_samples: samples consumed by earlier steps.
+        device: device for the tensors that `next_step` returns.
+        skipped: sample ids to leave out.
         prefetch_steps: steps read ahead, at least 1; host memory grows with it.
         attention, positions: `data.attention` and `data.positions`.
-        num_ahead: D, tokens beyond the next that each position predicts (`model.mtp.num_layers`).
-        weigh: returns weights [b, s] of labels from tokens, labels and the mask (`triaxis.engine.config.extension.LossPart`).
-        cut: takes this rank's part of a microbatch (`triaxis.engine.context_parallel.cut`); None: ranks hold whole rows.
+        num_ahead: D, tokens after the next one that each position predicts (`model.mtp.num_layers`).
+        weigh: function (tokens, labels, mask) -> label weights [b, s] (`triaxis.engine.config.extension.LossPart`).
+        cut: function that takes this rank's part of a microbatch (`triaxis.engine.context_parallel.cut`); None: ranks hold whole
+            rows.
 
     Raises:
         DataError: prefetch_steps < 1.
@@ -119,9 +120,12 @@ class Batches:
             self._read_one_more()
 
     def next_step(self) -> list[MicroBatch]:
-        """Return the microbatches of the next step, on the device.
+        """Return the next step's microbatches, on the device.
 
-        An error of the reading thread is raised here, and again by every later call: no step is skipped.
+        An error in the reading thread is raised here, and again at every later call, so no step is skipped.
+
+        Raises:
+            DataError: the batches are closed, or a sample cannot be read.
         """
         if self._closed:
             raise DataError("these batches are closed; open new ones from the number of consumed samples.")
@@ -132,12 +136,12 @@ class Batches:
         return [self._to_device(microbatch) for microbatch in microbatches]
 
     def next_labels(self) -> list[float]:
-        """Return `count_labels` of the step that comes next; zeros where it cannot be read, since `next_step` raises that error."""
+        """Return `count_labels` for the upcoming step; zeros if it cannot be read, since `next_step` will raise the error."""
         upcoming = self._ahead[0]
         return [0] * (1 + self._num_ahead) if upcoming.exception() else count_labels(upcoming.result())
 
     def close(self) -> None:
-        """Stop reading and wait for the thread; may be called twice."""
+        """Stop reading and wait for the thread; calling it twice is harmless."""
         self._closed = True
         self._reader.shutdown(wait=True, cancel_futures=True)
         self._ahead.clear()
@@ -170,9 +174,9 @@ class Batches:
         microbatch = self._with_tokens_ahead(microbatch, samples)
         if self._weigh is not None:
             microbatch = weighted(microbatch, self._weigh)
-        # Labels were shifted above, in the whole row: a part's last label is the first token of another rank.
+        # Labels were shifted above, in whole rows: the label at a run's end is a token that another rank holds.
         microbatch = microbatch if self._cut is None else self._cut(microbatch)
-        # Only a copy from pinned memory overlaps with work of the GPU.
+        # Only a copy from pinned memory overlaps with GPU work.
         return self._map(microbatch, torch.Tensor.pin_memory) if self.device.type == "cuda" else microbatch
 
     def _with_tokens_ahead(self, microbatch: MicroBatch, samples: list[Sample]) -> MicroBatch:
@@ -209,12 +213,12 @@ class Batches:
 def weighted(
     microbatch: MicroBatch, weigh: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> MicroBatch:
-    """Return the microbatch with weights in place of its mask.
+    """Replace the microbatch's loss mask with label weights, and `num_tokens` with their sum.
 
     Raises:
-        DataError: weights of another shape, below 0, or not finite.
+        DataError: the weights have the wrong shape, or one is negative or not finite.
     """
-    # Row by row, so that no weight depends on the samples that happen to share a microbatch.
+    # Row by row, so that no weight depends on which samples share the microbatch.
     rows = zip(microbatch.tokens.split(1), microbatch.labels.split(1), microbatch.loss_mask.split(1), strict=True)
     weights = torch.cat([weigh(*row) for row in rows]).to(torch.get_default_dtype())
     if weights.shape != microbatch.labels.shape or not bool((weights.isfinite() & (weights >= 0)).all()):

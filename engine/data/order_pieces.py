@@ -1,12 +1,12 @@
-"""The order of a large epoch, built in pieces inside its file: a kill costs one piece.
+"""A large epoch's order, built piece by piece inside its file, so that a kill loses at most one piece.
 
     numbers of a block (random bits | index)  -- sorted -->  FILE.runs    each block by itself
-    slices of all blocks by value             -- sorted -->  their place  the same order as of one sort over all
+    slices of all blocks by value             -- sorted -->  their place  the same order as one sort over all numbers
     lengths along the order                   -- added  -->  offsets
     every piece written: FILE.building, on the disk; then FILE.done counts it
 
-A sort of numbers that all differ has one result, so the pieces have the bits of `triaxis.engine.data.shuffle.permutation`. At the
-end `FILE.building` gets the head of a cache file and its name (`engine/data/index_cache.py`).
+Sorting distinct numbers has a single result, so the pieces have the same bits as `triaxis.engine.data.shuffle.permutation`. At the
+end, `FILE.building` gets a cache file's head and name (`engine/data/index_cache.py`).
 """
 
 import json
@@ -25,37 +25,37 @@ from triaxis.engine.storage.files import sync, write_atomically
 from triaxis.engine.storage.state_files import read_object
 
 PIECE = 2**24
-"""Numbers of a piece, a multiple of 4: 128 MiB, sorted in about two seconds."""
+"""Numbers per piece, a multiple of 4: 128 MiB, sorted in about two seconds."""
 
 Int64s = NDArray[np.int64]
 _Steps = Iterator[Callable[[], None]]
 
 
 def done_path(path: Path) -> Path:
-    """Return the file that counts the pieces of a cache file that are on the disk."""
+    """Return the path of the journal that counts a cache file's finished pieces."""
     return path.with_name(f"{path.name}.done")
 
 
 def fill_epoch(
     path: Path, key: str, seed: int, epoch: int, document_lengths: Int64s, num_samples: int, progress: Progress
 ) -> None:
-    """Write the cache file of an epoch's three arrays, from the pieces that an earlier start has left, if there are some.
+    """Write the cache file with an epoch's three arrays, continuing from pieces that an earlier start has left.
 
     Args:
-        path: of the cache file.
-        key: text of all that decides the numbers.
-        seed, epoch: of both orders.
-        document_lengths: int64 [D], tokens.
-        num_samples: of the epoch.
-        progress: hears of each piece.
+        path: path for the cache file.
+        key: text that contains everything that decides the numbers.
+        seed, epoch: seed and epoch number for both orders.
+        document_lengths: tokens per document, int64 [D].
+        num_samples: samples per epoch.
+        progress: observer notified after each piece.
 
     Raises:
-        OSError: the folder cannot be written, or has no room.
+        OSError: the folder is not writable or its disk is full.
     """
     num_documents = len(document_lengths)
     building, runs_path = (path.with_name(f"{path.name}.{kind}") for kind in ("building", "runs"))
     count, longest = 2 * num_documents + 1 + num_samples, max(num_documents, num_samples)
-    # Of a journal without its files, or of other sizes, nothing is taken over.
+    # A journal whose files are missing or have other sizes counts for nothing.
     name = key_digest(json.dumps([key, PIECE, count]))
     done = _num_done(path, name, {building: HEAD_BYTES + 8 * count, runs_path: 8 * longest})
     with _reserved(building, HEAD_BYTES + 8 * count) as file, _reserved(runs_path, 8 * longest) as runs_file:
@@ -84,7 +84,7 @@ def fill_epoch(
 
 
 def pieces_done(path: Path) -> tuple[int, int]:
-    """Return how many pieces of a cache file are done, of how many; (0, 0) where none is known."""
+    """Read (finished pieces, all pieces) from a cache file's journal; (0, 0) if there is none."""
     try:
         found = read_object(done_path(path)) or {}
         return int(found["done"]), int(found["of"])
@@ -102,7 +102,7 @@ def _num_done(path: Path, name: str, sizes: dict[Path, int]) -> int:
 
 
 def _reserved(path: Path, size: int) -> BinaryIO:
-    """Open a file of that size whose room is taken: a page without room would end the process with SIGBUS."""
+    """Open a file with its `size` bytes allocated: without that, writing a page to a full disk would raise SIGBUS."""
     file = path.open("r+b" if path.exists() else "w+b")
     try:
         file.truncate(size)
@@ -118,7 +118,7 @@ def _blocks(count: int) -> list[tuple[int, int]]:
 
 
 def _sorting(out: Int64s, runs: NDArray[np.uint64], *key: int | str) -> _Steps:
-    """Yield the steps of `permutation(len(out), *key)`."""
+    """Yield the steps that compute `permutation(len(out), *key)`."""
     count = len(out)
     index_bits = np.uint64(max(count - 1, 0).bit_length())
     mask = (np.uint64(1) << index_bits) - np.uint64(1)
@@ -132,7 +132,7 @@ def _sorting(out: Int64s, runs: NDArray[np.uint64], *key: int | str) -> _Steps:
         runs[start:stop] = numbers
 
     def sort_values(part: int) -> None:
-        # Numbers are spread evenly, so that parts of their range have about PIECE of them each.
+        # The numbers are uniform, so equal parts of their range hold about PIECE numbers each.
         least = np.uint64(part * 2**64 // len(blocks))
         firsts = [int(np.searchsorted(runs[start:stop], least)) for start, stop in blocks]
         lasts = [stop - start for start, stop in blocks]
@@ -152,7 +152,7 @@ def _sorting(out: Int64s, runs: NDArray[np.uint64], *key: int | str) -> _Steps:
 
 
 def _adding(order: Int64s, offsets: Int64s, lengths: Int64s) -> _Steps:
-    """Yield the steps of the cumulative sums of lengths in this order, from 0."""
+    """Yield the steps that accumulate the lengths in this order, starting from 0."""
 
     def add(start: int, stop: int) -> None:
         if start == 0:

@@ -1,15 +1,14 @@
-"""The unread rest of an epoch, cut anew: where a run changes the length of its samples.
+"""An epoch's unread remainder, cut into samples again after a run changes its sample length.
 
     epoch, cut by 4     |0 . . .|1 . . .|2 . . .|3 . . .|4 . . .|     samples 3 and 0 were read: 1, 2 and 4 were not
     unread pieces               |1 . . . 2 . . . x|     |4 . . . x|     x: the last label, which is no input here
     cut by 6                    |- - - - - - -|- - - - - -            in an order of its own; fewer than 6 tokens are left over
 
-A run that has read n samples of an epoch has read scattered windows of it, since samples come in a random order. What it has not
-read becomes a stream of its own: the unread windows in the order of the epoch, those that follow each other in one piece. Where
-two pieces meet, a document begins, and its first token is no label of the loss: an earlier sample has predicted it. So each label
-of the epoch is predicted once, but for those that are left over at the end.
+Samples come in random order, so a run that has read n samples has read scattered windows of the epoch. The unread windows form a
+new stream in epoch order, and adjacent windows form one piece. A document begins where two pieces meet. Its first token is not a
+label, since an earlier sample predicted it. So each label in the epoch is predicted once, except those left over at the end.
 
-A remainder may be cut again. All follows from the counts of samples that were read, so nothing of it is saved.
+A remainder may be cut again. It follows from the number of samples read, so no checkpoint stores it.
 """
 
 import json
@@ -24,13 +23,14 @@ from triaxis.engine.data.shuffle import permutation
 
 
 class Cut(Protocol):
-    """Tokens of an epoch, cut into samples: the whole epoch, or a remainder of it.
+    """An epoch's tokens cut into samples: the whole epoch or a remainder.
 
     Attributes:
-        starts: int64 [R], the first token of each piece in the stream of the epoch.
-        offsets: int64 [R + 1], the places of the pieces behind each other.
-        order: int64 [n], the samples in the order of training.
-        history: (length, samples read) of each cut before this one.
+        starts: each piece's first token in the epoch's stream, int64 [R].
+        offsets: each piece's start after concatenation, then the total length, int64 [R + 1].
+        seq_length: labels per sample.
+        order: samples in training order, int64 [n].
+        history: (seq_length, samples read) for each earlier cut.
     """
 
     starts: NDArray[np.int64]
@@ -44,7 +44,7 @@ class Cut(Protocol):
 
 
 class WholeEpoch:
-    """An epoch of a stream, as one piece."""
+    """A whole epoch, as one piece."""
 
     def __init__(self, stream: SampleStream, epoch: int) -> None:
         self._stream, self._epoch = stream, epoch
@@ -61,13 +61,16 @@ class WholeEpoch:
 
 
 class Remainder:
-    """The samples that are left of an epoch after so many were read, with a length of their own.
+    """The samples left in an epoch after some were read, cut to a new length.
 
     Args:
-        stream: the corpus, cut into samples of the new length.
-        epoch: which one.
-        before: the cut of which samples were read.
-        read: how many of them, in their order.
+        stream: corpus stream with the new sample length.
+        epoch: epoch number, from 0.
+        before: previous cut, whose samples were read.
+        read: number of its samples that were read, in its order.
+
+    Raises:
+        DataError: the cache folder cannot be read or written.
     """
 
     def __init__(self, stream: SampleStream, epoch: int, before: Cut, read: int) -> None:
@@ -94,13 +97,13 @@ class Remainder:
 
     @property
     def left_over(self) -> int:
-        """Return the labels at the end that no sample has, fewer than one sample."""
+        """Number of labels at the end that no sample contains, fewer than one sample has."""
         end = len(self) * self.seq_length
         joins = int(np.count_nonzero(self.offsets[1:-1] > end))
         return int(self.offsets[-1]) - 1 - end - joins
 
     def recut(self, stream: SampleStream, read: int) -> "Remainder":
-        """Return what is left after `read` samples, cut into samples of the length of `stream`."""
+        """Cut what is left after `read` samples into samples with the length of `stream`."""
         if read == 0:
             return Remainder(stream, self._epoch, self._before, self._read)
         return Remainder(stream, self._epoch, self, read)
@@ -113,13 +116,13 @@ class Remainder:
         return np.array([len(starts)]), starts, lengths, order
 
     def read(self, sample_id: int) -> Sample:
-        """Return a sample; the first token of a piece is no label."""
+        """Read a sample; a piece's first token is not a label."""
         pieces = self.pieces(sample_id)
         joins = np.cumsum([sum(part.length for part in piece) for piece in pieces[:-1]], dtype=np.int64)
         return self._stream.read([part for piece in pieces for part in piece], sample_id, joins.tolist())
 
     def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
-        """List the parts of documents that make the s + 1 tokens of a sample, by piece, in order."""
+        """List the document parts that make up a sample's s + 1 tokens, in order, grouped by piece."""
         index = self._stream.epoch(self._epoch)
         start, left = int(self.order[sample_id]) * self.seq_length, self.seq_length + 1
         number = int(np.searchsorted(self.offsets, start, side="right")) - 1
@@ -133,15 +136,18 @@ class Remainder:
 
 
 def unread_pieces(cut: Cut, read: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the pieces that the samples behind the first `read` ones of a cut cover: their first tokens in the epoch, and lengths.
+    """Find the pieces covered by a cut's samples after the first `read` ones.
 
-    A piece ends with the last label of its last sample. int64 [R] each, in the order of the epoch.
+    A piece ends with the last label in its last sample.
+
+    Returns:
+        Each piece's first token in the epoch and its length in tokens, int64 [R] each, in epoch order.
     """
     windows = np.sort(cut.order[read:])
     is_first = np.diff(windows, prepend=-2) != 1
     is_last = np.append(is_first[1:], True)
     begins, ends = windows[is_first] * cut.seq_length, (windows[is_last] + 1) * cut.seq_length + 1
-    # A range of windows may cover several pieces of this cut.
+    # A range of windows may span several pieces in this cut.
     first = np.searchsorted(cut.offsets, begins, side="right") - 1
     last = np.searchsorted(cut.offsets, ends - 1, side="right") - 1
     spans = last - first + 1
@@ -153,13 +159,13 @@ def unread_pieces(cut: Cut, read: int) -> tuple[NDArray[np.int64], NDArray[np.in
 
 
 class ContinuedStream:
-    """The samples of a corpus behind those that a run has read of it: the remainder of an epoch first, then whole epochs.
+    """A corpus's samples after those that a run has read: first an epoch's remainder, then whole epochs.
 
     Args:
-        stream: of whole epochs.
-        first: its sample that follows the remainder.
-        remainder: what is left of the epoch before, where samples had another length; None: nothing.
-        read: samples of the remainder that were read.
+        stream: stream for the whole epochs.
+        first: id within `stream` of the sample that follows the remainder.
+        remainder: remainder of the epoch before `first`, begun with another sample length; None if nothing is left.
+        read: samples already read from the remainder.
     """
 
     def __init__(self, stream: SampleStream, first: int = 0, remainder: Remainder | None = None, read: int = 0) -> None:
@@ -168,10 +174,10 @@ class ContinuedStream:
         self._left = 0 if remainder is None else len(remainder) - read
 
     def after(self, count: int, seq_length: int) -> "ContinuedStream":
-        """Return the samples behind the first `count` of these, of another length or the same.
+        """Continue after the first `count` samples, with the same or another sample length.
 
         Raises:
-            DataError: the corpus has too few tokens for a sample of that length.
+            DataError: the corpus has too few tokens for one such sample, or the index cache cannot be written.
         """
         stream = self.stream if seq_length == self.stream.seq_length else self.stream.recut(seq_length)
         if count < self._left:
@@ -191,13 +197,13 @@ class ContinuedStream:
         return ContinuedStream(stream, (epoch + 1) * stream.samples_per_epoch, remainder)
 
     def epoch_of(self, sample_id: int) -> int:
-        """Return the epoch of a sample, from 0."""
+        """Return the epoch that contains a sample, from 0."""
         if sample_id < self._left:
             return self.stream.epoch_of(self.first) - 1
         return self.stream.epoch_of(self.first + sample_id - self._left)
 
     def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
-        """List the parts of documents that make the s + 1 tokens of a sample, by piece, in order."""
+        """List the document parts that make up a sample's s + 1 tokens, in order, grouped by piece."""
         if self.remainder is not None and sample_id < self._left:
             return self.remainder.pieces(self.read + sample_id)
         return self.stream.pieces(self.first + sample_id - self._left)
@@ -208,5 +214,5 @@ class ContinuedStream:
         return self.stream[self.first + sample_id - self._left]
 
     def lengths(self, sample_id: int) -> tuple[int, ...]:
-        """Return `Sample.lengths` of a sample, without its tokens."""
+        """Compute a sample's `Sample.lengths` without reading its tokens."""
         return tuple(length for piece in self.pieces(sample_id) for _, _, length in piece)

@@ -1,10 +1,10 @@
-"""The tokenizer of a run: the one that it names, or else that of its corpora; never one that contradicts them.
+"""A run's tokenizer: the one it names or the one its corpora record, never one that contradicts the corpora.
 
     data.tokenizer X       every corpus with a record must have been encoded by X
-    data.tokenizer null    that of the first corpus with a record, and every other one must agree; without records: bytes
+    data.tokenizer null    the tokenizer in the first record, and every other record must agree; without records: bytes
 
-Every process of a training run resolves it once, right after it has read the configuration. From there on `data.tokenizer` is a
-name, which the run's config.yaml and its checkpoints record. A run on synthetic data keeps null.
+Every process in a training run resolves the tokenizer once, right after reading the configuration. From then on `data.tokenizer` is
+a name, which the run's config.yaml and checkpoints record. A run on synthetic data keeps null.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,11 @@ from triaxis.engine.errors import DataError
 
 
 def with_tokenizer(config: Config) -> tuple[Config, str | None]:
-    """Return the configuration with the name of the run's tokenizer, and a note where it is only assumed.
+    """Fill in the tokenizer's name in the configuration; also return a note if the tokenizer is only assumed.
 
     Raises:
-        DataError: a corpus was encoded by another tokenizer, or the recorded one is not found.
+        DataError: a corpus was encoded by another tokenizer, the recorded one is not found, or the model has too few tokens for
+            the assumed bytes.
     """
     prefixes = corpora_of(config)
     if not prefixes:
@@ -40,20 +41,20 @@ def with_tokenizer(config: Config) -> tuple[Config, str | None]:
 
 
 def recorded_end(config: Config, tokenizer: Tokenizer) -> int:
-    """Return the id that ends the documents of a run's corpora, by the first record that has one; else the tokenizer's."""
+    """Return the id that ends documents in a run's corpora: from the first record that has one, else the tokenizer's own."""
     records = (read_record(prefix) for prefix in corpora_of(config))
     return next((each.eod_id for each in records if each is not None and each.append_eod), tokenizer.eod_id)
 
 
 def corpora_of(config: Config) -> list[str]:
-    """Return the prefixes of the corpora of all phases of a run, each once; none for synthetic data."""
+    """List the corpus prefixes that a run's phases name, each once; none for synthetic data."""
     phases = [at_phase(config, entry["name"]).data for entry in config.phases] or [config.data]
     named = ([*data.train, *(data.valid or ())] for data in phases if not data.synthetic)
     return list(dict.fromkeys(source.path for sources in named for source in sources))
 
 
 def _assumed(config: Config, prefixes: Sequence[str]) -> str:
-    """Return the note that bytes are assumed; DataError where the model has fewer tokens."""
+    """Write the note that bytes are assumed; DataError if the model's vocabulary is smaller than that of bytes."""
     why = f"{', '.join(prefixes)}: no record names the tokenizer (`triaxis prepare` writes PREFIX.json), so bytes are assumed"
     if config.model.vocab_size < BYTES_VOCABULARY and all(idx_path(prefix).is_file() for prefix in prefixes):
         raise DataError(

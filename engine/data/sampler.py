@@ -1,4 +1,4 @@
-"""The samples of a rank in a step: pure arithmetic on consumed samples and skipped ranges.
+"""The assignment of samples to ranks in a step: pure arithmetic on consumed samples and skipped ranges.
 
     global batch 8, micro batch 2, dp 2, 24 samples consumed:      ids 24 .. 31 are the step, in every layout
 
@@ -6,9 +6,9 @@
     microbatch 0      24 25        26 27          id = consumed + (j * dp + r) * micro + k
     microbatch 1      28 29        30 31               for row k of microbatch j of dp rank r
 
-Where ranges of ids are skipped, the numbers are positions, each with its id (`engine/data/skipped.py`). Tensor- and
-pipeline-parallel ranks of one dp rank read the same ids. The dp size, the micro batch and restarts only distribute the ids of a
-step differently.
+With skipped id ranges these numbers are positions, and each position maps to an id (`engine/data/skipped.py`). Tensor- and
+pipeline-parallel ranks that share a dp rank read the same ids. A different dp size, micro batch or restart only distributes a
+step's ids differently.
 """
 
 from triaxis.engine.data.skipped import SkippedRanges
@@ -24,10 +24,10 @@ def step_sample_ids(
     dp_rank: int,
     skipped: SkippedRanges = NOTHING_SKIPPED,
 ) -> list[list[int]]:
-    """Return the sample ids of one dp rank in the step after `consumed_samples`.
+    """List one dp rank's sample ids for the step after `consumed_samples`.
 
     Returns:
-        num_microbatches lists of micro_batch_size ids, in the order of training.
+        num_microbatches lists with micro_batch_size ids each, in training order.
     """
     num_microbatches, rest = divmod(global_batch_size, micro_batch_size * dp)
     assert num_microbatches > 0 and rest == 0, "some samples of a step would be read by no rank"

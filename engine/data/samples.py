@@ -1,4 +1,4 @@
-"""Samples: fixed-length runs of tokens from a stream of shuffled documents, epoch after epoch.
+"""Samples: fixed-length token runs cut from a stream of shuffled documents, epoch after epoch.
 
     epoch e:   | doc 7 ... eod | doc 2 . eod | doc 9 ....... eod | ...     T tokens, documents in this epoch's order
     sample k:  |<- seq_length + 1 ->|                                      tokens k s .. k s + s  (s = seq_length)
@@ -6,9 +6,9 @@
 
     sample id i  ->  epoch i // n, place i % n, k = sample_order[place],    n = (T - 1) // s samples per epoch
 
-Documents follow each other without padding, the end-of-document token between them. The fewer than s tokens at the end of an epoch
-are not used in it; the next epoch has another order. The stream is endless, and sample i is the same whatever the length of the
-run. A sample carries the lengths of its documents, from the corpus' index; an end-of-document token inside a text ends nothing.
+Documents follow each other without padding, separated by the end-of-document token. The last tokens in an epoch, fewer than s, go
+unused there; the next epoch has a different order. The stream is endless, and sample i does not depend on the run length. A
+sample carries its document lengths, taken from the corpus index; an end-of-document token inside a text ends nothing.
 """
 
 import threading
@@ -28,18 +28,18 @@ from triaxis.engine.data.index_cache import Progress
 from triaxis.engine.errors import DataError
 
 EPOCHS_KEPT_OPEN = 2
-"""Open epochs: at a boundary, samples of two alternate."""
+"""Epochs kept open: around a boundary, samples from two epochs alternate."""
 AHEAD = 0.9
-"""The part of an epoch behind which the order of the next one is built."""
+"""Fraction of an epoch after which the next epoch's order is built."""
 
 
 class Sample(NamedTuple):
-    """One sample of s = seq_length labels.
+    """One sample with s = seq_length labels.
 
     Attributes:
-        tokens: int64 [s + 1].
-        loss_mask: bool [s], False where a label is not counted.
-        lengths: tokens of each document's part in `tokens`, in order; their sum is s + 1.
+        tokens: token ids, int64 [s + 1].
+        loss_mask: bool [s], False where the loss ignores the label.
+        lengths: number of tokens that each document contributes to `tokens`, in order; they add up to s + 1.
     """
 
     tokens: NDArray[np.int64]
@@ -48,15 +48,16 @@ class Sample(NamedTuple):
 
 
 def input_lengths(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return the lengths of the documents in the s inputs of a sample: without its last token, which is a label only."""
+    """Convert `Sample.lengths` to document lengths in the sample's s inputs: the last token is a label only."""
     *others, last = lengths
     return (*others, last - 1) if last > 1 else tuple(others)
 
 
 def mask_ahead(sample: Sample, distance: int, *, within_documents: bool) -> NDArray[np.bool_]:
-    """Return which positions count for the token that is `distance` beyond the next one, bool [s].
+    """Compute the mask for predicting the token `distance` places after the next one, bool [s].
 
-    All labels up to that token are counted by the loss itself, and `within_documents` they are in the document of the input.
+    A position counts if the loss counts every label up to that token. With `within_documents`, that token must also belong to the
+    input's document.
     """
     mask = np.zeros_like(sample.loss_mask)
     length = len(mask) - distance
@@ -69,16 +70,16 @@ def mask_ahead(sample: Sample, distance: int, *, within_documents: bool) -> NDAr
 
 
 class SampleSource(Protocol):
-    """A source of sample i for every i >= 0, always the same."""
+    """A deterministic source that has sample i for every i >= 0."""
 
     def __getitem__(self, sample_id: int) -> Sample: ...
     def lengths(self, sample_id: int) -> tuple[int, ...]:
-        """Return `Sample.lengths` of a sample, without reading its tokens."""
+        """Return a sample's `Sample.lengths` without reading its tokens."""
         ...
 
 
 class DocumentPart(NamedTuple):
-    """Tokens `first` .. `first + length - 1` of one document of the corpus."""
+    """Tokens `first` .. `first + length - 1` in one document."""
 
     document: int
     first: int
@@ -86,17 +87,17 @@ class DocumentPart(NamedTuple):
 
 
 class SampleStream:
-    """The samples of a contiguous range of documents of one corpus.
+    """The samples drawn from a contiguous range of documents in one corpus.
 
     Args:
-        corpus: the indexed tokens.
-        documents: the documents of this split, a range with step 1.
-        seq_length: s, labels of a sample.
-        seed: with the epoch, decides both orders.
-        cache_dir: folder of the epochs' orders.
-        vocab_size: upper bound of the tokens.
-        count_document_starts: the loss counts a document's first token, predicted from the end of the document before it.
-        progress: follows the building of an epoch's order.
+        corpus: indexed tokens.
+        documents: document numbers in this split, a range with step 1.
+        seq_length: s, labels per sample.
+        seed: random seed; seed and epoch decide the orders of documents and samples.
+        cache_dir: folder for cached epoch orders.
+        vocab_size: exclusive upper bound on token ids.
+        count_document_starts: whether the loss counts a document's first token, predicted from the end of the previous document.
+        progress: observer notified while an epoch's order is built.
 
     Raises:
         DataError: the documents have fewer than s + 1 tokens.
@@ -132,14 +133,14 @@ class SampleStream:
 
     @property
     def identity(self) -> tuple[str, int, int, int]:
-        """Return what decides the tokens of an epoch: fingerprint of the corpus, first document, the one after the last, seed."""
+        """(corpus fingerprint, first document, end document, seed), which together decide an epoch's tokens."""
         return self._fingerprint, self.documents.start, self.documents.stop, self.seed
 
     def recut(self, seq_length: int) -> "SampleStream":
-        """Return the stream of the same tokens with samples of another length.
+        """Cut the same token stream into samples with `seq_length` labels.
 
         Raises:
-            DataError: the documents have too few tokens.
+            DataError: the documents have fewer than seq_length + 1 tokens.
         """
         return SampleStream(
             self.corpus,
@@ -153,25 +154,26 @@ class SampleStream:
         )
 
     def __getitem__(self, sample_id: int) -> Sample:
-        """Return sample `sample_id` >= 0.
+        """Read sample `sample_id` >= 0.
 
         Raises:
-            DataError: a token is not in the model's vocabulary, or the index cache cannot be written.
+            DataError: a token is outside the model's vocabulary, or the index cache cannot be written.
         """
         sample = self.read(self.parts(sample_id), sample_id)
         self._open_ahead(sample_id)
         return sample
 
     def read(self, parts: Sequence[DocumentPart], sample_id: int, joins: Sequence[int] = ()) -> Sample:
-        """Return the sample that is made of these parts of documents.
+        """Read the sample that these document parts make up.
 
         Args:
-            parts: s + 1 tokens, in order.
-            sample_id: for messages.
-            joins: places in the s + 1 tokens at which tokens begin that do not follow the ones before: no label of the loss.
+            parts: document parts in order, s + 1 tokens in total.
+            sample_id: number of the sample, for error messages.
+            joins: indices into the s + 1 tokens where a token does not follow its predecessor in the epoch; the loss ignores it
+                as a label.
 
         Raises:
-            DataError: a token is not in the model's vocabulary.
+            DataError: a token is outside the model's vocabulary.
         """
         tokens = np.concatenate([self.corpus.tokens(document, first, first + n) for document, first, n in parts])
         tokens = tokens.astype(np.int64, copy=False)
@@ -185,23 +187,23 @@ class SampleStream:
         loss_mask[np.asarray(joins, np.int64) - 1] = False
         if not self.count_document_starts:
             starts = np.cumsum([length for _, _, length in parts[:-1]], dtype=np.int64)
-            loss_mask[starts - 1] = False  # the label in front of a start is the first token of another document
+            loss_mask[starts - 1] = False  # the label at start - 1 is the first token of the next document
         return Sample(tokens, loss_mask, tuple(length for _, _, length in parts))
 
     def lengths(self, sample_id: int) -> tuple[int, ...]:
-        """Return `Sample.lengths` of sample `sample_id` from the index alone, without its tokens."""
+        """Compute a sample's `Sample.lengths` from the index, without reading its tokens."""
         return tuple(length for _, _, length in self.parts(sample_id))
 
     def epoch_of(self, sample_id: int) -> int:
-        """Return the epoch of a sample, from 0."""
+        """Return the epoch that contains a sample, from 0."""
         return sample_id // self.samples_per_epoch
 
     def _open_ahead(self, sample_id: int) -> None:
-        """Open the next epoch in a thread where a sample lies late in its own and the build would be a pause.
+        """Start opening the next epoch in a thread, if this sample is late in its epoch and the build would cause a pause.
 
-        The thread follows no progress, so a watch of this rank sees what the rank itself does. It has the priority of others: one
-        that gets no core while it holds Python's lock would stop them. Where it fails, or is not done at the end of the epoch,
-        `epoch` builds, waits for it or raises.
+        The thread reports no progress, so a watchdog on this rank sees only the rank's own work. Its priority is not lowered: a
+        thread that holds Python's lock but gets no core would stop the other threads. If it fails, or is not done when the epoch
+        ends, `epoch` builds the order itself, waits for it or raises.
         """
         epoch, place = divmod(sample_id, self.samples_per_epoch)
         is_long = 2 * len(self.documents) + self.samples_per_epoch > order_pieces.PIECE
@@ -213,11 +215,11 @@ class SampleStream:
             with suppress(DataError, OSError):
                 self.epoch(epoch + 1, Progress())
 
-        # A daemon: the end of a run does not wait for an epoch that it never reads.
+        # A daemon thread: a run that ends does not wait for an epoch it never reads.
         threading.Thread(target=work, name=f"order of epoch {epoch + 1}", daemon=True).start()
 
     def epoch(self, epoch: int, progress: Progress | None = None) -> EpochIndex:
-        """Return the order of an epoch; the last ones stay open. `progress` follows the build, in place of the stream's own."""
+        """Open an epoch's order; the last EPOCHS_KEPT_OPEN stay open. `progress` replaces the stream's own observer."""
         index = self._epochs.get(epoch)
         if index is None:
             key = EpochKey(
@@ -231,17 +233,17 @@ class SampleStream:
         return index
 
     def parts(self, sample_id: int) -> list[DocumentPart]:
-        """List the parts of documents that make the s + 1 tokens of a sample, in order; a document without tokens has none."""
+        """List the document parts that make up a sample's s + 1 tokens, in order; empty documents are left out."""
         epoch, place = divmod(sample_id, self.samples_per_epoch)
         index = self.epoch(epoch)
         return self.parts_at(index, int(index.sample_order[place]) * self.seq_length, self.seq_length + 1)
 
     def pieces(self, sample_id: int) -> list[list[DocumentPart]]:
-        """Return `parts` as one piece: its tokens follow each other in the epoch."""
+        """Return `parts` as a single piece, since a sample's tokens follow each other in the epoch."""
         return [self.parts(sample_id)]
 
     def parts_at(self, index: EpochIndex, start: int, length: int) -> list[DocumentPart]:
-        """List the parts of documents that make the tokens `start` .. `start + length - 1` of an epoch's stream, in order."""
+        """List the document parts that make up tokens `start` .. `start + length - 1` in an epoch's stream, in order."""
         left = length
         place = int(np.searchsorted(index.token_offsets, start, side="right")) - 1
         parts = []

@@ -3,7 +3,7 @@
     row of s tokens      0 ............................................ s
     runs of this rank         |-- run --|              |-- run --|              s/c tokens in all
 
-Local tensors have the tokens of the runs, in order. `engine/context_parallel/` deals the runs and gathers what is cut.
+A rank's local tensors hold its runs' tokens, in order. `engine/context_parallel/` deals out the runs and gathers the cut tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,25 +14,26 @@ import numpy as np
 import torch
 
 TokenRange = tuple[int, int]
-"""Positions [start, stop) of a row."""
+"""Positions [start, stop) within a row."""
 
 Rows = Sequence[Sequence[int]]
-"""Lengths of each row's documents."""
+"""Document lengths in tokens, row by row."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowStretch:
-    """A run of one row, or of all rows alike, and the keys of the row from its first document's start to its end.
+    """A run in one row, or the same run in all rows, with the keys that it attends to.
 
-    Queries are aligned with the last of their document's keys.
+    The keys reach from the start of the run's first document to the run's end. Within a document, the queries align with the last
+    keys.
 
     Attributes:
-        row: its number; None: all rows, each of one document.
+        row: row number; None stands for all rows, each with one document.
         queries: local tokens [start, stop).
-        keys: positions [start, stop) of the row.
-        boundaries: int32, of the documents among the queries and among the keys (the `cu_seqlens` of varlen kernels); None: there
+        keys: positions [start, stop) within the row.
+        boundaries: int32 document boundaries among the queries and among the keys (`cu_seqlens` in varlen kernels); None if there
             is one document.
-        longest: tokens of the longest document among the queries, and among the keys.
+        longest: longest document's length in tokens, among the queries and among the keys.
     """
 
     row: int | None
@@ -43,7 +44,7 @@ class RowStretch:
 
     @classmethod
     def of(cls, row: int, run: TokenRange, first: int, documents: Sequence[int]) -> "RowStretch":
-        """Build the stretch of a run, whose first local token is `first`, in a row with documents of these lengths."""
+        """Build the stretch for a run in a row with these document lengths; `first` is the run's first local token."""
         start, stop = run
         queries, keys, begin = [0], [0], start
         for end, length in zip(accumulate(documents), documents, strict=True):
@@ -59,14 +60,15 @@ class RowStretch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SequencePart:
-    """The positions of b rows that this rank holds, and the order of all ranks' parts.
+    """The positions that this rank holds in b rows, and the order of all ranks' parts.
 
     Attributes:
-        runs: of each row; the host reads these without waiting for the device.
-        positions: int64 [b, s/c], the place of each local token in its row.
-        to_rows: int64 [s b]; of the ranks' parts [c s/c, b] one after the other, element `to_rows[i]` is element i of [s, b].
-        to_parts: int64 [s b], the inverse.
-        stretches: the same runs as a varlen kernel takes them, one call each.
+        runs: this rank's runs in each row; the host reads them without waiting for the device.
+        positions: each local token's position in its row, int64 [b, s/c].
+        to_rows: permutation from parts to rows, int64 [s b]: with the ranks' parts concatenated to [c s/c, b] and flattened,
+            element `to_rows[i]` is element i of the flattened [s, b].
+        to_parts: inverse permutation, int64 [s b].
+        stretches: the same runs in the form that varlen kernels need, one kernel call each.
     """
 
     runs: tuple[tuple[TokenRange, ...], ...]
@@ -77,17 +79,17 @@ class SequencePart:
 
     @classmethod
     def of(cls, runs: Sequence[Sequence[Sequence[TokenRange]]], index: int, rows: Rows) -> "SequencePart":
-        """Build the record of rank `index`, on the CPU.
+        """Build the part that rank `index` holds, on the CPU.
 
         Args:
-            runs: of each row's ranks.
-            index: of this rank.
-            rows: lengths of each row's documents.
+            runs: runs for each row and rank.
+            index: this rank's number in the context-parallel group.
+            rows: document lengths, row by row.
         """
         b = len(runs)
-        # Positions [c, s/c] of each row, rank by rank.
+        # Each row's positions [c, s/c], rank by rank.
         by_row = [np.stack([_positions(of_rank) for of_rank in of_row]) for of_row in runs]
-        # Element (slot, row) of the gathered parts is element (position, row) of the rows, with dim 0 slow.
+        # Element (slot, row) in the gathered parts is element (position, row) in the rows; dim 0 varies slowest.
         to_parts = (np.stack([places.reshape(-1) for places in by_row], axis=1) * b + np.arange(b)).reshape(-1)
         to_rows = np.empty_like(to_parts)
         to_rows[to_parts] = np.arange(to_parts.size)
@@ -101,7 +103,7 @@ class SequencePart:
         )
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SequencePart":
-        """Return the same part with changed tensors: pinned, or copied to a device."""
+        """Apply `change` to all tensors, for example to pin them or copy them to a device."""
         return replace(
             self,
             positions=change(self.positions),

@@ -1,9 +1,9 @@
-"""Random bits and permutations as functions of a key alone.
+"""Random bits and permutations that depend on a key alone.
 
     key ("documents", seed, epoch) --sha256--> 128-bit Philox key --> high bits | index --> sorted --> indices
 
-numpy guarantees the raw bits of its bit generators across versions, but not `Generator.permutation` or `integers`: a run resumed
-under another numpy would see its data in another order. So only raw bits are used.
+numpy guarantees its bit generators' raw bits across versions, but not `Generator.permutation` or `integers`: with those, a run
+resumed under another numpy version would see its data in another order. So only raw bits are used.
 """
 
 import hashlib
@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 PER_COUNT = 4
-"""Numbers that Philox makes at each count of its counter."""
+"""Numbers that Philox generates per counter value."""
 DRAWN_AT_ONCE = 2**20
-"""Numbers of one call, some milliseconds: numpy holds Python's lock, and an order may be built while a run trains."""
+"""Numbers drawn per call, a few milliseconds: numpy holds Python's lock, and an order may be built while a run trains."""
 
 
 def random_bits(count: int, *key: int | str, skip: int = 0) -> NDArray[np.uint64]:
-    """Return `count` uniform 64-bit numbers, uint64 [count]; a longer call with the same key begins with the same numbers.
+    """Draw uniform 64-bit numbers, uint64 [count]; a longer call with the same key begins with the same numbers.
 
     Args:
-        count: how many.
-        key: decides them.
-        skip: of the same key's numbers, how many come before; a multiple of `PER_COUNT`.
+        count: length of the result.
+        key: values that seed the generator.
+        skip: index of the first number within the key's sequence, a multiple of `PER_COUNT`.
     """
     assert skip % PER_COUNT == 0, skip
     digest = hashlib.sha256(json.dumps(key).encode()).digest()
@@ -36,10 +36,10 @@ def random_bits(count: int, *key: int | str, skip: int = 0) -> NDArray[np.uint64
 
 
 def permutation(count: int, *key: int | str) -> NDArray[np.int64]:
-    """Return a uniformly random order of 0 .. count - 1, int64 [count].
+    """Shuffle 0 .. count - 1 uniformly, int64 [count].
 
-    Each index replaces the low bits of its random number. So all numbers differ, any sorting algorithm gives the same order, and a
-    plain sort does, several times as fast as an argsort.
+    Each index replaces the low bits of its random number. All numbers then differ, so every sorting algorithm gives the same
+    order. A plain sort is enough, and it is several times as fast as an argsort.
     """
     index_bits = np.uint64(max(count - 1, 0).bit_length())
     numbers = (random_bits(count, *key) >> index_bits << index_bits) | np.arange(count, dtype=np.uint64)

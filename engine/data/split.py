@@ -1,10 +1,10 @@
-"""The cut of a corpus into train, valid and test by documents.
+"""The split of a corpus into train, valid and test, by documents.
 
     documents   0 ............................. 97 | 98 99 |        split 98, 2, 0 of 100 documents
                              train                  valid   test: none
 
-The parts are contiguous ranges in the order of the file, bounds rounded to the nearest document, as in Megatron: the same split of
-the same file holds back the same documents.
+The parts are contiguous ranges in file order, with bounds rounded to the nearest document as in Megatron. So the same split holds
+back the same documents from the same file.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ PARTS = ("train", "valid", "test")
 
 
 def split_documents(num_documents: int, split: Sequence[float], corpus: str) -> dict[str, range]:
-    """Return the documents of each part of `PARTS`.
+    """Compute each part's document range, by its name in `PARTS`.
 
     Args:
         num_documents: documents in the corpus.
-        split: three weights, relative to their sum; a part of weight 0 is an empty range.
-        corpus: its name, for messages.
+        split: three weights, relative to their sum; a part with weight 0 is an empty range.
+        corpus: corpus name, for error messages.
 
     Raises:
-        DataError: a part with a weight would get no document.
+        DataError: a part with a positive weight would get no document.
     """
     assert len(split) == len(PARTS) and min(split) >= 0 and split[0] > 0, split
     bounds = [0]

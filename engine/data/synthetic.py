@@ -1,4 +1,4 @@
-"""Random tokens in place of a corpus, for tests and for timing a layout without data."""
+"""Random tokens instead of a corpus, for tests and for timing a layout without data."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,17 +9,20 @@ from triaxis.engine.errors import DataError
 
 
 class SyntheticDataset:
-    """Samples as a function of (seed, i): uniform tokens, and a mask that leaves out a fraction of the labels.
+    """Random samples as a function of (seed, i): uniform tokens, and a mask that hides a fraction of the labels.
 
-    Lengths of documents are geometric: behind each token a document ends with probability 1 / mean_document_length.
+    Document lengths are geometric: after each token a document ends with probability 1 / mean_document_length.
 
     Args:
-        seed: of the data.
-        vocab_size: tokens are in 0 .. vocab_size - 1.
+        seed: random seed.
+        vocab_size: exclusive upper bound on token ids.
         seq_length: labels per sample.
         mask_fraction: probability that a label is masked, 0 <= mask_fraction < 1.
-        mean_document_length: tokens of a document on average, at least 1; None: each sample is one document.
-        count_document_starts: `data.count_document_starts`.
+        mean_document_length: mean tokens per document, at least 1; None makes each sample one document.
+        count_document_starts: whether the loss counts each document's first token (`data.count_document_starts`).
+
+    Raises:
+        DataError: mask_fraction is not in [0, 1).
     """
 
     def __init__(
@@ -38,7 +41,7 @@ class SyntheticDataset:
         self.mean_document_length, self.count_document_starts = mean_document_length, count_document_starts
 
     def __getitem__(self, sample_id: int) -> Sample:
-        """Return sample `sample_id`: tokens int64 [seq_length + 1], loss_mask bool [seq_length]."""
+        """Draw sample `sample_id`: tokens int64 [seq_length + 1], loss_mask bool [seq_length]."""
         tokens = random_bits(self.seq_length + 1, "synthetic tokens", self.seed, sample_id) % np.uint64(self.vocab_size)
         counted = self._draws("synthetic mask", sample_id) >= self.mask_fraction
         lengths = self.lengths(sample_id)
@@ -47,13 +50,13 @@ class SyntheticDataset:
         return Sample(tokens.astype(np.int64), counted, lengths)
 
     def lengths(self, sample_id: int) -> tuple[int, ...]:
-        """Return the lengths of a sample's documents; their sum is seq_length + 1."""
+        """Draw a sample's document lengths; they add up to seq_length + 1."""
         if self.mean_document_length is None:
             return (self.seq_length + 1,)
         ends = np.flatnonzero(self._draws("synthetic documents", sample_id) < 1 / self.mean_document_length) + 1
         return tuple(np.diff(ends, prepend=0, append=self.seq_length + 1).tolist())
 
     def _draws(self, purpose: str, sample_id: int) -> NDArray[np.float64]:
-        """Return uniform numbers in [0, 1), float64 [seq_length]: the top 53 bits of a draw each."""
+        """Draw uniform numbers in [0, 1), float64 [seq_length], each from a draw's top 53 bits."""
         bits = random_bits(self.seq_length, purpose, self.seed, sample_id) >> np.uint64(11)
         return bits.astype(np.float64) * 2.0**-53

@@ -1,1 +1,1 @@
-"""Checkpoints checked and compared, for `triaxis checkpoint`. Nothing here is imported by a training rank."""
+"""Checkpoint checks and comparisons, for `triaxis checkpoint`. Training ranks import nothing from here."""

@@ -1,9 +1,9 @@
-"""The check of every byte of a checkpoint against its manifest, in one process without a process group.
+"""The full checkpoint check, which compares every byte with the manifest, in one process without a process group.
 
-    manifest.sha256   ->  manifest.json               each field, each file's size, every element of every tensor exactly once
+    manifest.sha256   ->  manifest.json               each field, each file's size, every tensor element exactly once
     safetensors head  ->  names, dtypes, offsets      other tools read the same tensors
-    xxh3              ->  the bytes of every piece
-    fingerprint       ->  the values of every piece, and the sum per kind
+    xxh3              ->  every piece's bytes
+    fingerprint       ->  every piece's values, and the sum per kind
 
 One piece is in memory at a time. All faults are reported, since a user needs them all to restore files.
 """
@@ -31,7 +31,7 @@ class CheckpointCheck:
     """The result for one checkpoint.
 
     Attributes:
-        folder: folder of the checkpoint.
+        folder: checkpoint folder.
         manifest: manifest, or None if it could not be read.
         problems: all faults, each with its file; empty if every byte is as it was written.
     """
@@ -45,8 +45,8 @@ def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointChec
     """Read a whole checkpoint and collect its faults.
 
     Args:
-        folder: folder of the checkpoint.
-        progress: function that is called after each piece with its number of bytes.
+        folder: checkpoint folder.
+        progress: function called after each piece with its number of bytes.
     """
     try:
         manifest = parse_manifest(folder)
@@ -85,7 +85,7 @@ def check_files(folder: Path, progress: Callable[[int], None]) -> CheckpointChec
 
 
 def fingerprint_bytes(folder: Path, manifest: Manifest, progress: Callable[[int], None]) -> dict[Kind, str]:
-    """Compute the fingerprint of each kind of tensor from the bytes on the disk.
+    """Compute the fingerprint per kind of tensor from the bytes on disk.
 
     Raises:
         CheckpointError: a file is damaged.
@@ -114,7 +114,7 @@ def header_problems(path: Path, file: DataFile, manifest: Manifest) -> list[str]
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Read the safetensors header: (names -> entries, byte at which the data begins)."""
+    """Read the safetensors header; return (names -> entries, byte offset at which the data begins)."""
     with path.open("rb") as handle:
         (length,) = struct.unpack("<Q", handle.read(8))
         if length > _MOST_HEADER_BYTES:

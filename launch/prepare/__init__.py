@@ -1,1 +1,1 @@
-"""Corpora made of text, joined, cut and checked, offline. Nothing here is imported by a training rank."""
+"""Offline tools that prepare, merge, split and check corpora. Training ranks import nothing from here."""

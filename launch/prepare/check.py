@@ -1,7 +1,7 @@
-"""The check of a corpus against its record's hashes and its tokenizer's ids.
+"""The corpus check against the hashes in the record and the tokenizer's ids.
 
-A check reads every byte and writes its result to PREFIX.checked.json: for each node, the contents that it found and the version of
-the files that it read. So a job that restarts often reads a corpus once per node. Problems are derived anew from the kept contents.
+A check reads every byte and writes its result to PREFIX.checked.json: for each node, the contents it found and the file versions it
+read. So a job that restarts often reads a corpus once per node. Problems are recomputed each time from the stored contents.
 """
 
 import hashlib
@@ -23,13 +23,13 @@ ENDS_KEPT = 3
 
 @dataclass(frozen=True, slots=True)
 class CorpusCheck:
-    """The contents of a corpus, found by reading every byte.
+    """A corpus's contents, found by reading every byte.
 
     Attributes:
-        version: device, inode, size, mtime and ctime (both in nanoseconds) of the .bin, then of the .idx.
-        bin_sha256, idx_sha256: hashes of the files, hexadecimal.
-        smallest_id, largest_id: bounds of all token ids.
-        ends: the ENDS_KEPT most frequent last tokens of non-empty documents: [[id, documents], ...].
+        version: device, inode, size, mtime and ctime (times in nanoseconds) for the .bin, then for the .idx.
+        bin_sha256, idx_sha256: file hashes, hexadecimal.
+        smallest_id, largest_id: smallest and largest token id.
+        ends: ENDS_KEPT most frequent last tokens in non-empty documents: [[id, documents], ...].
     """
 
     version: list[list[int]]
@@ -45,10 +45,10 @@ class CorpusCheck:
         """List contradictions to the record, the vocabulary and the end-of-document id, one message each.
 
         Args:
-            prefix: path of the corpus without its ending.
-            record: the corpus's record, or None if it has none.
-            vocab_size: size of the tokenizer's vocabulary, or None if no tokenizer is known.
-            eod_id: expected last id of documents, or None if it is unknown or the corpus was prepared without one.
+            prefix: corpus path without an ending.
+            record: corpus record, or None if it has none.
+            vocab_size: tokenizer's vocabulary size, or None if no tokenizer is known.
+            eod_id: expected last id in documents, or None if it is unknown or the corpus was prepared without one.
         """
         found = []
         if eod_id not in (None, self.ends[0][0]):
@@ -76,7 +76,7 @@ class CorpusCheck:
 
 
 def check(corpus: IndexedTokens) -> tuple[CorpusCheck, bool]:
-    """Read every byte of a corpus; return its contents, and whether they come from an earlier check on this node."""
+    """Read every byte in a corpus; return its contents, and whether they come from an earlier check on this node."""
     version = [_version(path) for path in (bin_path(corpus.prefix), idx_path(corpus.prefix))]
     kept = Path(f"{corpus.prefix}.checked.json")
     nodes = _kept(kept)
@@ -111,7 +111,7 @@ def _version(path: Path) -> list[int]:
 
 
 def _kept(path: Path) -> dict[str, CorpusCheck]:
-    """Read the checks of all nodes; {} if the file is missing or has another form."""
+    """Read all nodes' checks; {} if the file is missing or has another form."""
     try:
         return {node: CorpusCheck(**each) for node, each in (read_object(path) or {}).items()}
     except (OSError, ValueError, TypeError):

@@ -1,7 +1,7 @@
-"""Corpora joined and cut by documents, without encoding anything again.
+"""Merging and splitting corpora by documents, without encoding the text a second time.
 
-merge   A, B  -->  C          the documents of A, then those of B: the bytes of one preparation of both texts
-split   C     -->  A, B       the first documents and the last ones: merged again they are C
+merge   A, B  -->  C          the documents of A, then those of B: the same bytes as preparing both texts together
+split   C     -->  A, B       the first documents and the last ones: merging them gives C
 """
 
 import hashlib
@@ -17,15 +17,15 @@ from triaxis.engine.storage.files import locked, sha256_of_file, write_atomicall
 
 
 def merge(prefixes: Sequence[str], output: str, *, force: bool = False) -> CorpusRecord | None:
-    """Write the documents of all corpora, in this order, as one.
+    """Write all corpora's documents, in this order, as one corpus.
 
     Args:
-        prefixes: paths of the corpora without endings. A corpus of Megatron's tools has no record; its ids are not compared.
-        output: prefix of the new corpus.
-        force: whether to replace a corpus of that name.
+        prefixes: corpus paths without endings. A corpus from Megatron's tools has no record, so its tokenizer is not compared.
+        output: prefix for the new corpus.
+        force: whether to replace an existing corpus with that name.
 
     Returns:
-        The record of the new corpus, or None if one of the corpora has none.
+        The new corpus's record, or None if one input has none.
 
     Raises:
         DataError: a corpus is missing, damaged or named twice, the tokenizers differ, or the output exists.
@@ -41,16 +41,16 @@ def merge(prefixes: Sequence[str], output: str, *, force: bool = False) -> Corpu
 def split(
     prefix: str, outputs: Sequence[str], bounds: Sequence[int], *, force: bool = False
 ) -> list[CorpusRecord | None]:
-    """Write contiguous ranges of a corpus's documents as corpora of their own.
+    """Write contiguous ranges of a corpus's documents as separate corpora.
 
     Args:
-        prefix: path of the corpus without its ending.
-        outputs: prefix of each part.
-        bounds: first document of each part, then the number of all documents: rising from 0, [len(outputs) + 1].
-        force: whether to replace corpora of these names.
+        prefix: corpus path without an ending.
+        outputs: prefix for each part.
+        bounds: each part's first document, then the number of all documents: rising from 0, [len(outputs) + 1].
+        force: whether to replace existing corpora with these names.
 
     Returns:
-        The record of each part, or None if the corpus has none.
+        Each part's record, or None if the corpus has none.
 
     Raises:
         DataError: the corpus is missing or damaged, a part would be empty, or an output exists.
@@ -67,7 +67,7 @@ def split(
         raise DataError(f"--output {' '.join(outputs)}: the second part would replace the first. Name each part once.")
     for output in outputs:
         _refuse_to_replace(output, [prefix], force)
-    # Nothing tells which part of the input text belongs to which part of the corpus.
+    # It is unknown which input text belongs to which part, so the input counts are reset.
     part = (
         None
         if record is None
@@ -82,7 +82,7 @@ def split(
 
 
 def bounds_of_shares(num_documents: int, shares: Sequence[float]) -> list[int]:
-    """Compute the `bounds` of parts in proportion to `shares`, rounded to the nearest document, [len(shares) + 1]."""
+    """Compute `bounds` for parts in proportion to `shares`, rounded to the nearest document, [len(shares) + 1]."""
     return [0, *(round(num_documents * sum(shares[: at + 1]) / sum(shares)) for at in range(len(shares)))]
 
 
@@ -93,7 +93,7 @@ def _write(
     inputs: Sequence[str],
     force: bool,
 ) -> CorpusRecord | None:
-    """Write documents of several corpora as one, and its record, if there is one, with new counts and hashes."""
+    """Write documents from several corpora as one, and `record`, if there is one, with new counts and hashes."""
     folder = Path(output).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +129,7 @@ def _refuse_to_replace(output: str, inputs: Sequence[str], force: bool) -> None:
     target = bin_path(output)
     if target.exists() and any(target.samefile(bin_path(prefix)) for prefix in inputs):
         raise DataError(f"--output {output} is one of the corpora that are read. Choose another name.")
-    read_record(output)  # refuses a file of another kind
+    read_record(output)  # raises if PREFIX.json is some other file
     if not force and any(path.exists() for path in (bin_path(output), idx_path(output))):
         raise DataError(
             f"{output} exists, and runs that read it would change. Choose another --output, or use --force."
@@ -156,9 +156,9 @@ def _check_agreement(corpora: Sequence[IndexedTokens], records: Sequence[CorpusR
 
 
 def _tokens_of(record: CorpusRecord, has_identity: bool) -> str:
-    """Describe the tokenizer, its size and the document end: equal texts mean equal ids.
+    """Describe the tokenizer, its size and the document end: equal descriptions mean equal ids.
 
-    Records of earlier versions have no identity; then the tokenizer's name stands for it.
+    Records from earlier versions have no identity; then the tokenizer's name replaces it.
     """
     tokenizer = f"sha256 {record.tokenizer_identity[:16]}" if has_identity else record.tokenizer
     ends = f"id {record.eod_id} ends a document" if record.append_eod else "no token ends a document"
@@ -166,7 +166,7 @@ def _tokens_of(record: CorpusRecord, has_identity: bool) -> str:
 
 
 def _sum(records: Sequence[CorpusRecord]) -> CorpusRecord:
-    """Add up the input counts of all records; the other fields are those of the first."""
+    """Add up all records' input counts; the other fields come from the first record."""
     left_out: dict[str, dict[str, object]] = {}
     for record in records:
         for kind, found in record.left_out.items():

@@ -1,4 +1,4 @@
-"""A corpus in numbers, for `triaxis data inspect`."""
+"""Corpus statistics, for `triaxis data inspect`."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,15 @@ MOST_DOCUMENTS = 2**22
 
 @dataclass(frozen=True, slots=True)
 class CorpusCounts:
-    """Counts of a corpus.
+    """A corpus's counts.
 
     Attributes:
         documents, sequences, tokens: counts in the whole corpus.
-        dtype: numpy's name of a token's type.
+        dtype: numpy name of the token dtype.
         looked_at: number of documents examined; the attributes below describe only these.
         quantiles: document length in tokens at each of QUANTILES, keyed "50%" and the like.
-        without_tokens: number of empty documents.
-        without_end: number of non-empty documents whose last token is not `eod_id`; None if that id is unknown.
+        without_tokens: empty documents.
+        without_end: non-empty documents whose last token is not `eod_id`; None if that id is unknown.
     """
 
     documents: int
@@ -35,12 +35,12 @@ class CorpusCounts:
 
     @property
     def mean_length(self) -> float:
-        """Return the tokens per document."""
+        """Mean tokens per document."""
         return self.tokens / self.documents
 
 
 def describe(corpus: IndexedTokens, eod_id: int | None) -> CorpusCounts:
-    """Count documents and tokens, and examine the lengths and last tokens of up to MOST_DOCUMENTS documents."""
+    """Count documents and tokens, and examine lengths and last tokens in up to MOST_DOCUMENTS documents."""
     looked_at = min(corpus.num_documents, MOST_DOCUMENTS)
     chosen = np.arange(looked_at) * corpus.num_documents // looked_at
     lengths = corpus.document_lengths(range(corpus.num_documents))[chosen]

@@ -1,4 +1,4 @@
-"""The work of one worker process of `triaxis prepare`: it reads a unit of text and encodes it into a part.
+"""The worker process in `triaxis prepare`, which reads a unit of text and encodes it into a part.
 
 unit = pieces of files  -->  documents  -->  batches  -->  document . eod | document . eod | ...   PREFIX.parts/DIGEST
 """
@@ -40,7 +40,7 @@ class EncodeSettings:
     append_eod: bool
     on_bad: OnBad
     folder: Path
-    """The folder of the parts."""
+    """The folder for the parts."""
     num_units: int
 
 
@@ -50,7 +50,7 @@ def start_worker() -> None:
     A worker waits for work on a pipe that its siblings hold open too, so the death of the parent alone would not wake it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # There is a worker per core, so threads of the library would only compete for cores.
+    # There is one worker per core, so the library's own threads would only compete for cores.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -67,7 +67,7 @@ def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part
 
     Raises:
         DataError: bad input, if the job stops at it.
-        OSError: an input file or a file of the part cannot be used.
+        OSError: an input file cannot be read, or the part cannot be written.
     """
     table = ProgressTable(job.folder / PROGRESS, job.num_units)
     path = job.folder / digest
@@ -90,7 +90,7 @@ def make_part(unit: Unit, number: int, digest: str, job: EncodeSettings) -> Part
 
 
 def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
-    """Yield the documents of a piece; none if its file changed since the units were planned.
+    """Yield a piece's documents; none if its file changed since the units were planned.
 
     Raises:
         DataError: bad input, if the reading stops at it.
@@ -108,7 +108,7 @@ def documents(piece: Piece, reading: Reading) -> Iterator[Document]:
 
 
 def is_as_planned(file: InputFile, findings: Findings) -> bool:
-    """Return true if a file exists, is readable and is unchanged since the planning; else add it to the findings."""
+    """Whether a file exists, is readable and is unchanged since the planning; if not, add it to the findings."""
     try:
         now = InputFile.of(file.path, file.options)
     except (FileNotFoundError, PermissionError) as error:
@@ -149,7 +149,7 @@ def _encode(
     for document, ids in zip(batch, _ids(batch, tokenizer, findings), strict=True):
         if ids is None:
             continue
-        # A document of ready-made tokens may end with eod already.
+        # A document with ready-made tokens may already end with eod.
         has_end = not isinstance(document.content, str) and len(ids) > 0 and ids[-1] == tokenizer.eod_id
         row = np.concatenate([ids, end[: 1 - has_end]])
         if len(ids) == 0:
@@ -165,7 +165,7 @@ def _encode(
 
 
 def _ids(batch: list[Document], tokenizer: Tokenizer, findings: Findings) -> Iterator[Tokens | None]:
-    """Yield the token ids of each document, or None for a document that was added to the findings."""
+    """Yield each document's token ids, or None for a document that was added to the findings."""
     texts = [document.content for document in batch if isinstance(document.content, str)]
     try:
         encoded: Iterator[list[int] | None] = iter(tokenizer.encode_batch(texts))
@@ -189,7 +189,7 @@ def _ids(batch: list[Document], tokenizer: Tokenizer, findings: Findings) -> Ite
 
 
 def _alone(document: Document, tokenizer: Tokenizer, findings: Findings) -> list[int] | None:
-    """Encode one text of a batch on which the tokenizer's library failed; None if this text is the cause."""
+    """Encode one text from a batch on which the tokenizer's library failed; None if this text is the cause."""
     assert isinstance(document.content, str)
     try:
         return tokenizer.encode(document.content)

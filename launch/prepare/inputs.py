@@ -1,4 +1,4 @@
-"""The input files of a corpus, from paths, globs and folders.
+"""Input files for a corpus, found from paths, globs and folders.
 
 texts/a.txt      the file, whatever its ending
 'texts/**/*.md'  the matching files, whatever their endings; if only folders match, the folders
@@ -23,25 +23,25 @@ NAMES_SHOWN = 5
 
 @dataclass(slots=True)
 class Inputs:
-    """Input files, each once, in the order of the patterns and sorted within a pattern; and counts of other files."""
+    """Input files, each once, in pattern order and sorted within a pattern, with counts for other files."""
 
     files: tuple[Path, ...] = ()
     patterns: tuple[str, ...] = ()
     """The first pattern that named each file, one per file."""
     num_links: int = 0
-    """Number of further names of these files (hard or symbolic links); they are not read again."""
+    """Number of further names for these files (hard or symbolic links), which are not read again."""
     passed_over: Counter[str] = field(default_factory=Counter)
-    """Number of files in folders that are not inputs, by ending."""
+    """Number of files in the folders that are not inputs, by ending."""
 
 
 def find_inputs(patterns: Sequence[str], on_bad: OnBad = "stop") -> Inputs:
-    """Find the files of some paths, globs or folders.
+    """Find the files that paths, globs and folders name.
 
     Raises:
         DataError: a pattern matches no input file; or, with `stop`, files are empty or unreadable (the message lists them).
     """
     found: dict[tuple[int, int], list[tuple[Path, str]]] = {}
-    """The names of each file with their patterns, by device and inode."""
+    """Each file's names and their patterns, by device and inode."""
     inputs = Inputs()
     for pattern in patterns:
         if (why := why_no_path(pattern)) and not os.path.exists(pattern):  # noqa: PTH110
@@ -91,7 +91,7 @@ def _files_below(folder: Path, passed_over: Counter[str]) -> Iterator[Path]:
 
 
 def _is_input(path: Path) -> bool:
-    """Return true for an input file of a folder; an unreadable one with a known ending becomes a finding later."""
+    """Whether a folder contributes this file; an unreadable one with a known ending becomes a finding later."""
     return is_input_of_folder(path) if os.access(path, os.R_OK) else ending_of(path) in READERS
 
 

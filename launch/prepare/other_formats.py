@@ -1,7 +1,7 @@
 """Formats that are refused by name, most with a command that converts the file to a format that is read.
 
-Read as text, a table would become one document of commas, JSON lines one of braces, and an archive one of its own bytes. A format
-is recognised by the ending of the file's name, or by content that is unambiguous.
+Read as text, a table would become one document full of commas, JSON lines one full of braces, and an archive one full of raw bytes.
+A format is recognised by the file name's ending, or by unambiguous content.
 """
 
 import codecs
@@ -22,7 +22,7 @@ from triaxis.launch.prepare.streams import GZIP, ZSTANDARD, open_plain, opener_o
 UNPACKERS = {".gz": "gzip -dc", ".zst": "zstd -dc", ".xz": "xz -dc", ".bz2": "bzip2 -dc", ".lz4": "lz4 -dc"}
 """Ending -> the command that decompresses a file to standard output."""
 HEAD_BYTES = 2**16
-"""Bytes read at the head of a file to recognise its form; a first line beyond them is assumed to be one of many."""
+"""Bytes read at a file's start to recognise its form; a longer first line is assumed to be one of many."""
 ROWS_COMPARED = 20
 LEAST_ROWS = 3
 """Rows needed to recognise a table with blanks beside its commas, since prose has such commas too."""
@@ -44,13 +44,13 @@ AS_IT_IS = "--format text takes it as it is."
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The reader of a refused format: it adds every file to the findings.
+    """The reader for a refused format, which adds every file to the findings.
 
     Attributes:
-        title: name of the format, with its article.
-        command: template of the command that writes `result`, over {file}, {result} and {unpack} (prints the file decompressed).
-        result: template, over {file} and {stem}, of the converted file or folder; its name is unlikely to exist already.
-        advice: sentences after the command, or in place of a command.
+        title: format name, with its article.
+        command: template for the command that writes `result`, over {file}, {result} and {unpack} (prints the file decompressed).
+        result: template, over {file} and {stem}, for the converted file or folder; its name is unlikely to exist already.
+        advice: sentences after the command, or instead of one.
     """
 
     title: str
@@ -77,12 +77,12 @@ class Refused:
         yield from ()
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
-        """Yield nothing: no piece is of this format."""
+        """Yield nothing: a refused file has no pieces."""
         yield from ()
 
 
 def _unpacked(ending: str, result: str = "{stem}") -> Refused:
-    # By default the result has the file's name before compression, so a file of that name may exist.
+    # By default the result has the file's name before compression, so that file may already exist.
     command = f"[ -e {{result}} ] || {UNPACKERS[ending]} < {{file}} > {{result}}"
     return Refused(f"compressed, a {ending}", command, result)
 
@@ -161,12 +161,12 @@ TEXT_FORMS: tuple[tuple[re.Pattern[bytes], Refused], ...] = (
     # Pickle protocol 0: a dict, a list, an object with its arguments, or strings in a tuple; each is stored in the memo.
     (re.compile(rb"\(*(\([dl]p\d+\n|c[\w.]+\n\w+\np\d+\n\(|\([SV].*\np\d+\n)"), PICKLE),
 )
-"""Beginnings of formats whose files may be plain letters, from their specifications."""
+"""First bytes of formats whose files may be plain text, from their specifications."""
 NOT_IN_TEXT = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
 
 
 def refused_file(file: InputFile) -> Refused | None:
-    """Return the refusal of a file that its name misdescribes: a pointer (such as Git LFS's), or plain text named .gz or .zst.
+    """Detect a file that its name misdescribes: a pointer (such as Git LFS's), or plain text named .gz or .zst.
 
     Raises:
         OSError: the file cannot be read.
@@ -184,7 +184,7 @@ def refused_file(file: InputFile) -> Refused | None:
 
 
 def refused_content(content: bytes | None) -> Refused | None:
-    """Return the refused format that a file's first bytes belong to, or None.
+    """Recognise a refused format by a file's first bytes, or return None.
 
     A text may begin with the same letters, so a head that is valid text is never refused.
     """
@@ -211,9 +211,9 @@ def json_form(head: bytes) -> Refused | None:
 
 
 def refused_text(content: bytes | None, file: InputFile) -> Refused | None:
-    """Recognise a refused format in a text: by its beginning, as JSON records, or as a table with the text key; else None.
+    """Recognise a refused format in a text: by its first bytes, as JSON records, or as a table with the text key; else None.
 
-    Content is not questioned if the user named the format.
+    If the user named the format, the content is accepted as it is.
     """
     if file.options.format is not None or content is None:
         return None
@@ -256,9 +256,9 @@ def _has_field(value: dict[str, Any] | None, key: str) -> bool:
 
 
 def _is_table(lines: Sequence[str], delimiter: str, key: str) -> bool:
-    """Return true for a header that has the key, followed by rows with as many fields as the header.
+    """Whether the lines are a header that has the key, followed by rows with as many fields as the header.
 
-    Prose has blanks beside its commas. If the header does, its names must be single words and LEAST_ROWS rows must follow.
+    Prose has blanks beside its commas. If the header does too, its names must be single words and LEAST_ROWS rows must follow.
     """
     if not lines or key not in lines[0]:
         return False

@@ -1,7 +1,7 @@
-"""Documents of a parquet file: a column of text, or of lists of ids, read a row group at a time.
+"""Documents from a parquet file: a column with text or with lists of ids, read one row group at a time.
 
-A parquet file can be entered only at a row group. Text is read as bytes and decoded value by value, so that one bad value does not
-hide the others of its batch. Page checksums are compared if the writer made any.
+Reading a parquet file can start only at a row group. Text is read as bytes and decoded value by value, so that one bad value does
+not hide the others in its batch. Page checksums are compared if the writer stored any.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ RULE = "Each row of a parquet file is one document; --text-key names another col
 
 
 class Parquet:
-    """The reader of parquet files."""
+    """The reader for parquet files."""
 
     title = "parquet"
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
-        """Yield a piece per row group; each counts an equal share of the file's bytes.
+        """Yield one piece per row group; each counts as an equal share of the file's bytes.
 
         Raises:
             DataError: the package pyarrow is not installed.
@@ -62,7 +62,7 @@ class Parquet:
                 yield Piece(file, number, number + 1, share(file.size, number, count))
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
-        """Yield the values of the column in the piece's row group."""
+        """Yield the column's values in the piece's row group."""
         arrow = need("pyarrow", f"{piece.file.path}, a .parquet,")
         path, key = str(piece.file.path), piece.file.options.text_key
         with self._open(piece.file) as parquet:
@@ -87,7 +87,7 @@ class Parquet:
 def _document(
     value: bytes | list[int | None] | None, place: InputPlace, file: InputFile, reading: Reading
 ) -> Iterator[Document]:
-    """Yield the document of a row, or add the row to the findings."""
+    """Yield the document in a row, or add the row to the findings."""
     if value is None or (isinstance(value, list) and None in value):
         what = "it is null" if value is None else f"item {value.index(None) + 1:,} of its list is null"
         reading.add(BadInput.NOT_TEXT, replace(place, detail=what), RULE)
@@ -109,7 +109,7 @@ def _document(
 
 
 def _column(arrow: Any, schema: Any, key: str) -> Any:
-    """Return the type of a column by its name, or by a dotted path into structs; KeyError if there is none."""
+    """Look up a column's type by its name, or by a dotted path into structs; KeyError if there is none."""
     if key in schema.names:
         return schema.types[schema.names.index(key)]
     kind = arrow.struct(list(schema))
@@ -134,7 +134,7 @@ def _is_ids(arrow: Any, kind: Any) -> bool:
 
 
 def _values(arrow: Any, batch: Any, key: str) -> list[Any]:
-    """Return the values of a column: undecoded bytes of text, or lists of ids."""
+    """Return a column's values: text as undecoded bytes, or lists of ids."""
     column = batch.column(0)
     if key not in batch.schema.names:
         for name in key.split(".")[1:]:

@@ -1,12 +1,12 @@
-"""Parts of a corpus in preparation: each is complete or absent, so that a killed run can continue from them.
+"""Parts of an unfinished corpus: each is complete or absent, so a killed run can continue from them.
 
     PREFIX.parts/DIGEST.tokens    document . eod | document . eod | ..     the corpus's dtype
                  DIGEST.lengths   int32 per document
-                 DIGEST.json      written last and atomically: counts, findings, the hash of the other two files
-                 progress         int64 [units, 5]: the counts of each unit, for the progress line
+                 DIGEST.json      written last and atomically: counts, findings, and a hash over the other two files
+                 progress         int64 [units, 5]: each unit's counts, for the progress line
 
-DIGEST hashes everything that decides the bytes of a part: its pieces (path, size, mtime), the tokenizer and the options. So a later
-run finds a part exactly if it needs the same bytes.
+DIGEST hashes everything that decides a part's bytes: its pieces (path, size, mtime), the tokenizer and the options. So a later run
+finds a part exactly if it needs the same bytes.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ from triaxis.engine.storage.json_text import parse_json
 
 SUFFIXES = (".tokens", ".lengths", ".json")
 PROGRESS = "progress"
-"""File name of the `ProgressTable`."""
+"""The `ProgressTable` file's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +37,23 @@ class Part:
     """A complete part on disk."""
 
     path: Path
-    """Path of its files without their suffix."""
+    """Path shared by its files, without their suffix."""
     num_documents: int
     num_tokens: int
     num_bytes: int
-    """Bytes of input."""
+    """Input bytes."""
     num_unknown: int
     """Number of tokens with the tokenizer's unknown id."""
     left_out: Tally
 
     def token_blocks(self) -> Iterator[bytes]:
-        """Yield the bytes of the tokens in blocks of HASH_BLOCK_BYTES."""
+        """Yield the token file's bytes in blocks of HASH_BLOCK_BYTES."""
         with self.path.with_suffix(".tokens").open("rb") as handle:
             while block := handle.read(HASH_BLOCK_BYTES):
                 yield block
 
     def lengths(self) -> NDArray[np.int32]:
-        """Read the number of tokens of each document, int32 [num_documents]."""
+        """Read each document's length in tokens, int32 [num_documents]."""
         return np.fromfile(self.path.with_suffix(".lengths"), "<i4")
 
 
@@ -61,7 +61,7 @@ def digest_of(unit: Unit, *options: object) -> str:
     """Compute the name of a unit's part, 32 hexadecimal digits. File contents are not read.
 
     Args:
-        unit: pieces of input files.
+        unit: input pieces.
         options: all other values that decide the part's tokens.
     """
     pieces = [
@@ -73,7 +73,7 @@ def digest_of(unit: Unit, *options: object) -> str:
 
 
 def find_part(path: Path, on_bad: OnBad) -> Part | None:
-    """Return the complete part of this path; None if it is absent or damaged, or if `on_bad` forbids its findings.
+    """Load the complete part at this path; None if it is absent or damaged, or if `on_bad` forbids its findings.
 
     The part is read and hashed, since a power cut may lose bytes that had been written.
     """
@@ -106,7 +106,7 @@ def _hash(part: Part) -> str:
 
 
 class PartWriter:
-    """A writer of one part; a context manager. The part counts as complete only after `finish`."""
+    """A writer for one part; a context manager. The part counts as complete only after `finish`."""
 
     def __init__(self, path: Path, dtype: str) -> None:
         self._path, self._dtype = path, dtype
@@ -159,19 +159,19 @@ class PartWriter:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Counts of finished work, of one unit or of a whole preparation."""
+    """The finished work in one unit or in a whole preparation."""
 
     num_bytes: int = 0
-    """Bytes of input, including those of parts from an earlier run."""
+    """Input bytes, including those in parts from an earlier run."""
     num_documents: int = 0
     num_tokens: int = 0
     found_bytes: int = 0
-    """Bytes of input whose parts an earlier run had completed: they cost no time."""
+    """Input bytes whose parts an earlier run had completed: they cost no time."""
     found_tokens: int = 0
 
 
 class ProgressTable:
-    """Counts of every unit in a memory-mapped file: workers write a row per unit, the parent adds the rows up."""
+    """A memory-mapped table with every unit's counts: workers write one row per unit, the parent adds the rows up."""
 
     COLUMNS = 5
 

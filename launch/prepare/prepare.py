@@ -1,4 +1,4 @@
-"""The preparation of a corpus from text files, with the same bytes for any number of processes.
+"""Corpus preparation from text files, with the same bytes for any number of processes.
 
     files --plan--> pieces --units--> worker 0: encode  \\
       a reader per format             worker 1: encode   >--> PREFIX.parts --in the order of the plan--> PREFIX.bin, .idx, .json
@@ -6,7 +6,7 @@
 
 The plan depends only on the files, and parts are joined in its order: 1 and 32 workers give the same corpus. A killed run leaves
 its complete parts, and the same command continues from them to the same bytes. PREFIX.json, written last, marks the corpus as
-complete, records its inputs and hashes, and tells a second start whether anything is left to do.
+complete and records its inputs and hashes; from these a second start decides whether anything is left to do.
 """
 
 import multiprocessing
@@ -32,32 +32,32 @@ from triaxis.launch.prepare.readers import reader_of
 from triaxis.launch.prepare.train_bpe import size_to_train, train_bpe
 
 UNIT_BYTES = 2**20
-"""Fewest input bytes per unit of work: large against the cost of sending a unit to a worker."""
+"""Fewest input bytes per unit: large compared with the cost of sending a unit to a worker."""
 MOST_UNIT_BYTES = 64 * 2**20
-"""Most bytes per unit of a file that can be cut. A killed run loses up to one unit per worker, some seconds of work."""
+"""Most bytes per unit, for files that can be cut. A killed run loses up to one unit per worker, some seconds of work."""
 UNITS = 4096
-"""Units of a corpus between these sizes: enough to occupy any node, few enough for a folder of parts."""
+"""Units per corpus between these sizes: enough to occupy any node, few enough for one folder of parts."""
 MOST_WORKERS = 1024
-"""Most encoding processes, far above the cores of any node."""
+"""Most encoding processes, far more than any node has cores."""
 UNITS_AHEAD = 3
 """Units per worker that are submitted and not yet finished."""
 PROGRESS_SECONDS = 0.2
 INSTALLING = "installing"
-"""A file in the folder of parts: the digest of the request whose corpus is being moved into place."""
+"""A file in the parts folder: the request digest for the corpus that is being moved into place."""
 
 Progress = Callable[[Done], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """Inputs, tokenizer and output of a preparation.
+    """A preparation's inputs, tokenizer and output.
 
     Attributes:
         files: input files, in order.
         tokenizer: name for `load_tokenizer`, or `train-bpe:N`.
-        output: prefix of the corpus.
-        options: reading options of all files.
-        text_keys: text key of each file; if empty, the options' key for all.
+        output: corpus prefix.
+        options: reading options for all files.
+        text_keys: text key per file; if empty, the options' key for all.
         eod_token: end-of-document token, or None for the tokenizer's own.
         append_eod: whether each document ends with that token.
         on_bad: whether to stop at bad input or to skip and count it.
@@ -74,30 +74,30 @@ class PrepareRequest:
 
     @property
     def input_bytes(self) -> int:
-        """Return the bytes of all input files that exist."""
+        """Total size of the existing input files, in bytes."""
         return sum(path.stat().st_size for path in self.files if path.exists())
 
     @property
     def parts(self) -> Path:
-        """Return the folder of parts, beside the corpus."""
+        """Parts folder, beside the corpus."""
         return Path(f"{self.output}.parts")
 
     @property
     def trained_tokenizer(self) -> Path:
-        """Return the path of the tokenizer that `train-bpe:N` writes."""
+        """Path for the tokenizer that `train-bpe:N` writes."""
         return Path(f"{self.output}.tokenizer.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """The record of a corpus, and whether it was complete before this call."""
+    """A corpus record, and whether the corpus was complete before this call."""
 
     record: CorpusRecord
     already_there: bool
 
 
 def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
-    """Read size and mtime of the input files; missing and empty files are added to the findings."""
+    """Read the input files' size and mtime; missing and empty files are added to the findings."""
     found = []
     keys = request.text_keys or (request.options.text_key,) * len(request.files)
     for path, key in zip(request.files, keys, strict=True):
@@ -117,7 +117,7 @@ def look_at(request: PrepareRequest, findings: Findings) -> list[InputFile]:
 
 
 def plan(files: Sequence[InputFile], findings: Findings) -> list[Unit]:
-    """Split the input into units of work, as a function of the files alone.
+    """Split the input into units, which depend on the files alone.
 
     A .jsonl may be cut at any byte; a file that is one document is never cut.
 
@@ -158,8 +158,8 @@ def prepare(request: PrepareRequest, *, num_workers: int, force: bool = False, p
     Args:
         request: inputs, tokenizer and output.
         num_workers: number of encoding processes.
-        force: whether to replace a corpus of other inputs.
-        progress: function that is called several times a second.
+        force: whether to replace a corpus made from other inputs.
+        progress: function called with the finished work several times a second.
 
     Raises:
         DataError: the tokenizer, an input or the output cannot be used, or the output holds another corpus.
@@ -233,19 +233,19 @@ def _refuse_another_corpus(
 
 
 def _was_installing(request: PrepareRequest, digest: str) -> bool:
-    """Return true if a run of the same request was killed while it replaced the output."""
+    """Whether a run with the same request was killed while it replaced the output."""
     path = request.parts / INSTALLING
     return path.is_file() and path.read_text() == digest
 
 
 @dataclass(frozen=True, slots=True)
 class OpenTokenizer:
-    """The tokenizer of a preparation.
+    """A preparation's open tokenizer.
 
     Attributes:
-        tokenizer: the open tokenizer.
+        tokenizer: open tokenizer.
         name: name or path by which workers open it.
-        trained: content of tokenizer.json if `train-bpe:N` asked for it, else None.
+        trained: tokenizer.json content if `train-bpe:N` asked for it, else None.
     """
 
     tokenizer: Tokenizer
@@ -282,8 +282,8 @@ def _write(
 ) -> CorpusRecord:
     """Make the parts, join them and move the corpus into place.
 
-    `left_out` has the plan's findings; those of the parts are added to it. From INSTALLING to the record, the output's files may
-    be of two corpora: a later start of the same request finishes them without --force.
+    `left_out` holds the plan's findings, and the parts' findings are added to it. After INSTALLING is written and before the record
+    is, the output's files may belong to two corpora: a later start with the same request finishes them without --force.
     """
     tokenizer, dtype = opened.tokenizer, smallest_dtype(opened.tokenizer.vocab_size)
     options = (dtype.str, request.append_eod)
@@ -347,7 +347,7 @@ def _num_empty(left_out: Tally) -> int:
 def _parts_in_order(
     units: Sequence[Unit], names: Sequence[str], job: EncodeSettings, num_workers: int, progress: Progress
 ) -> Generator[Part, None, None]:
-    """Yield the parts in the order of the plan, while workers make later ones."""
+    """Yield the parts in plan order, while workers make later ones."""
     if not units:
         return
     table = ProgressTable(job.folder / PROGRESS, len(units), create=True)
@@ -382,7 +382,7 @@ def _parts_in_order(
 
 
 def _remove_parts(folder: Path) -> None:
-    """Remove all files that preparations write to the folder of parts, and the folder if it is then empty."""
+    """Remove all files that preparations write to the parts folder, and the folder if it is then empty."""
     for path in folder.iterdir():
         if path.suffix in (*SUFFIXES, ".partial") or path.name in (PROGRESS, INSTALLING):
             path.unlink()

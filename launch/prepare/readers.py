@@ -1,7 +1,7 @@
-"""The readers that turn files into documents, one row of READERS per file ending.
+"""The readers that turn files into documents, one READERS row per file ending.
 
-    .txt (any other name)    one document, or several with separators     a piece is the file, or a range of bytes
-    .jsonl, .json, .ndjson   a document per line                          a piece is a range of bytes
+    .txt (any other name)    one document, or several with separators     a piece is the file, or a byte range
+    .jsonl, .json, .ndjson   a document per line                          a piece is a byte range
     .gz, .zst of these       the same, decompressed as a stream           a piece is the file
     .parquet                 a document per row                           a piece is a row group
     .npy, .bin               ready-made tokens                            a piece is the file
@@ -41,29 +41,29 @@ NOT_UTF8 = (
 )
 BINARY = "It has zero bytes, so it is UTF-16 (iconv -f utf-16 -t utf-8) or no text at all. Convert it first, or leave it out."
 BOM = "\ufeff"
-"""The byte order mark that Windows writes at the head of a file; it is not part of the text."""
+"""The byte order mark that Windows programs write at the start of a file; it is not part of the text."""
 
 
 class Reader(Protocol):
-    """A format of files with text or tokens."""
+    """The interface of a file format with text or tokens."""
 
     @property
     def title(self) -> str:
-        """Return the format's name as printed to users."""
+        """The format's name, as printed to users."""
         ...
 
     def pieces(self, file: InputFile, step: int, findings: Findings) -> Iterator[Piece]:
-        """Yield the pieces of a file in order, as a function of the file and `step` alone; none if the whole file is bad.
+        """Yield a file's pieces in order; they depend on the file and `step` alone. A bad file has none.
 
         Args:
-            file: file that is not empty.
+            file: non-empty input file.
             step: bytes per piece, for files that can be cut anywhere.
-            findings: recipient of a bad file.
+            findings: collector to which a bad file is added.
         """
         ...
 
     def documents(self, piece: Piece, reading: Reading) -> Iterator[Document]:
-        """Yield the non-empty documents of a piece; report the others, and optionally the progress, to `reading`.
+        """Yield a piece's non-empty documents; report bad ones, and optionally the progress, to `reading`.
 
         Raises:
             OSError: the file cannot be opened or read.
@@ -72,7 +72,7 @@ class Reader(Protocol):
 
 
 class Text:
-    """The reader of files that are one document, or several with a separator between them."""
+    """The reader for files that hold one document, or several with a separator between them."""
 
     title = "text"
 
@@ -131,7 +131,7 @@ class Text:
 
 
 class JsonLines:
-    """The reader of files with a JSON object per line; blank lines are skipped."""
+    """The reader for files with one JSON object per line; blank lines are skipped."""
 
     title = "JSON lines"
 
@@ -170,19 +170,19 @@ def _cut(file: InputFile, step: int) -> Iterator[Piece]:
 
 
 def _has_border(separator: str) -> bool:
-    """Return true if the separator can overlap itself: then its positions depend on where reading began."""
+    """Whether the separator can overlap itself: then its positions depend on where reading began."""
     return any(separator.startswith(separator[start:]) for start in range(1, len(separator)))
 
 
 def _whole(stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
-    """Yield a file as one record, in the form of `split_at`."""
+    """Yield a file as one record, like `split_at`."""
     limit = piece.file.options.max_document_bytes
     content = stream.content.read(limit + 1)
     yield 0, None if len(content) > limit else content
 
 
 def _head(path: Path) -> bytes | None:
-    """Read the first HEAD_BYTES of a file, decompressed; None if they are damaged, which the reader will report."""
+    """Read a file's first HEAD_BYTES, decompressed; None if they are damaged, which the reader will report."""
     try:
         with opener_of(path)(path) as stream:
             return stream.content.read(HEAD_BYTES)
@@ -191,7 +191,7 @@ def _head(path: Path) -> bytes | None:
 
 
 def _document(line: bytes, text_key: str, place: InputPlace, reading: Reading) -> Iterator[Document]:
-    """Yield the document of a line, or add the line to the findings."""
+    """Yield the document in a line, or add the line to the findings."""
     content: str | list[int] = ""
     try:
         kind, detail, content = _parse(line, text_key)
@@ -207,8 +207,8 @@ def _document(line: bytes, text_key: str, place: InputPlace, reading: Reading) -
 
 
 def _parse(line: bytes, text_key: str) -> tuple[BadInput | None, str, Any]:
-    """Parse a line into (kind of fault, detail, ""), or (None, "", text or ids); ValueError if it is not JSON."""
-    # If an object had the key twice, one of the texts would be lost silently.
+    """Parse a line into (fault, detail, ""), or (None, "", text or ids); ValueError if it is not JSON."""
+    # If an object had the key twice, one text would be lost silently.
     value = parse_json(line.decode(), is_unique=line.count(f'"{text_key}"'.encode()) > 1)
     try:
         content = field_of(value, text_key)
@@ -231,12 +231,12 @@ def _parse(line: bytes, text_key: str) -> tuple[BadInput | None, str, Any]:
 
 
 def _named(value: Any) -> str:
-    """Name the type of a JSON value for a message."""
+    """Name a JSON value's type for a message."""
     return "null" if value is None else f"a {type(value).__name__}"
 
 
 def _is_unicode(text: str) -> bool:
-    """Return false for a text with a lone surrogate, which JSON can express and UTF-8 cannot."""
+    """Whether a text has no lone surrogate, which JSON can express and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -262,7 +262,7 @@ READERS: dict[str, Reader] = {
 
 
 def reader_of(path: Path, options: ReadOptions) -> Reader:
-    """Choose the reader of a file: by the options, else by the ending of its name, else text."""
+    """Choose a file's reader: by the options, else by its name's ending, else text."""
     if options.format is not None:
         return FORMATS[options.format]
     ending = ending_of(path)
@@ -270,13 +270,13 @@ def reader_of(path: Path, options: ReadOptions) -> Reader:
 
 
 def ending_of(path: Path) -> str:
-    """Return the longest known ending of a file's name (READERS, REFUSED) in lower case, or ""."""
+    """Find the longest known ending (READERS, REFUSED) of a file name, in lower case; "" if there is none."""
     name = path.name.lower()
     return max((ending for ending in (*READERS, *REFUSED) if name.endswith(ending)), key=len, default="")
 
 
 def is_input_of_folder(path: Path) -> bool:
-    """Return true if a folder contributes this file: a known ending that is not of tokens, and no multi-line .json object."""
+    """Whether a folder contributes this file: it has a known ending, holds no tokens and is not a multi-line .json object."""
     ending = ending_of(path)
     if ending == ".json":
         head = _head(path)

@@ -1,4 +1,4 @@
-"""Files as streams of bytes, decompressed on the fly where needed, and their split into records.
+"""Files as byte streams, decompressed on the fly if needed, and their split into records.
 
 A file is decompressed if its first bytes or its name say so, since a download may change the name but not the content. A compressed
 file can only be read from its beginning. A damaged one yields the bytes before the damage, then raises `DamagedStreamError`.
@@ -20,11 +20,11 @@ BLOCK_BYTES = 2**20
 COMPRESSED_BYTES = 2**17
 """Bytes read at a time from a .zst: they are decompressed in one piece, which may be many times as large."""
 GZIP, ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-"""The first bytes of compressed files (RFC 1952, RFC 8878)."""
+"""First bytes in compressed files (RFC 1952, RFC 8878)."""
 RECORD_BLOCK_BYTES = 2**16
-"""Bytes read at a time when splitting records: at the border of two pieces up to this many are read twice."""
+"""Bytes read at a time when splitting records: up to this many are read twice at the border between two pieces."""
 LARGEST_ZSTANDARD_WINDOW = 2**31
-"""Largest accepted window in bytes, that of `zstd --ultra --long=31`. The library's own limit is 2^27."""
+"""Largest accepted window in bytes, as `zstd --ultra --long=31` uses. The library's own default limit is 2^27."""
 
 
 class DamagedStreamError(Exception):
@@ -38,7 +38,7 @@ class Stream:
     content: io.BufferedReader
     """Its bytes, decompressed."""
     raw: BinaryIO
-    """The file on disk; its position tells the progress."""
+    """The file on disk; its position measures the progress."""
 
 
 Opener = Callable[[Path], AbstractContextManager[Stream]]
@@ -71,7 +71,7 @@ def open_zstandard(path: Path) -> Iterator[Stream]:
 
 
 def opener_of(path: Path) -> Opener:
-    """Choose the function that opens a file, by its first bytes, then by its name; OSError if it cannot be read."""
+    """Choose the function that opens a file: by its first bytes, then by its name; OSError if it cannot be read."""
     with path.open("rb") as handle:
         head = handle.read(len(ZSTANDARD))
     if head.startswith(GZIP) or (path.name.lower().endswith(".gz") and head != ZSTANDARD):
@@ -80,12 +80,13 @@ def opener_of(path: Path) -> Opener:
 
 
 def split_at(separator: bytes, stream: Stream, piece: Piece) -> Iterator[tuple[int, bytes | None]]:
-    """Yield (offset in the file, content) of each record that begins in a piece; None as content above the options' limit.
+    """Yield (file offset, content) for each record that begins in a piece; content is None above the options' size limit.
 
-    A record begins at the start of the file or after a separator, so each record belongs to exactly one piece. A piece in the
-    middle starts reading one separator earlier: if a separator ends at its border, its first record begins at the border.
+    A record begins at the file's start or after a separator, so each record belongs to exactly one piece. A later piece starts
+    reading one separator earlier: if a separator ends at the piece's border, its first record begins at the border.
     """
-    # held: bytes read and not yet yielded, of which `searched` hold no separator; dropped: bytes of an oversized record.
+    # held: bytes read but not yet yielded; searched: leading bytes in `held` without a separator; dropped: an oversized record's
+    # bytes already thrown away.
     held, dropped, searched = bytearray(), 0, 0
     is_cut, limit = piece.num_bytes < piece.file.size, piece.file.options.max_document_bytes
     at = max(0, piece.start - len(separator))
@@ -121,7 +122,7 @@ def _gzip_blocks(raw: BinaryIO) -> Iterator[bytes]:
 
 
 def _zstandard_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    """Yield the decompressed frames. The library's own reader would take a truncated frame for the end of the file."""
+    """Yield the decompressed frames. The library's own reader would mistake a truncated frame for the file's end."""
     zstandard = need("zstandard", "a .zst")
     decompressor = zstandard.ZstdDecompressor(max_window_size=LARGEST_ZSTANDARD_WINDOW)
     frame: Any = None
@@ -140,7 +141,7 @@ def _zstandard_blocks(raw: BinaryIO) -> Iterator[bytes]:
 
 
 class _Blocks(io.RawIOBase):
-    """A readable file over an iterator of blocks, for BufferedReader."""
+    """A readable file over a block iterator, for BufferedReader."""
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._rest = blocks, memoryview(b"")

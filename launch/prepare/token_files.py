@@ -1,10 +1,10 @@
 """Files of ready-made tokens from other software.
 
     .npy   numpy's format, integers [n] or [documents, n]
-    .bin   of llm.c: 256 int32 (magic, version, n), then n tokens
-    .bin   of nanoGPT, and .npy of OLMo: tokens alone, uint16 if the vocabulary fits, else uint32
+    .bin   from llm.c: 256 int32 (magic, version, n), then n tokens
+    .bin   from nanoGPT, and .npy from OLMo: tokens alone, uint16 if the vocabulary fits, else uint32
 
-Each row of a 2-dim array is a document; a 1-dim array is cut after each end-of-document token.
+Each row in a 2-dim array is a document; a 1-dim array is cut after each end-of-document token.
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ from triaxis.engine.data.corpus.pieces import Document, InputFile, Piece
 
 NUMPY = b"\x93NUMPY"
 LLM_C = {20240520: (1, "<u2"), 20240801: (7, "<u4")}
-"""Magic number of an llm.c file -> its version and token type (llmc/dataloader.h, train_llama3.cu)."""
+"""llm.c magic number -> version and token type (llmc/dataloader.h, train_llama3.cu)."""
 LLM_C_HEADER = 256
 BLOCK_TOKENS = 2**22
 LEAST_TO_SEE = 16
-"""Fewest tokens from which a pattern of zeros is no coincidence."""
+"""Fewest tokens for which alternating zeros cannot be a coincidence."""
 RULE = "Tokens are integers: numpy's .npy, or a .bin of nanoGPT or llm.c."
 
 
 class TokenFile:
-    """The reader of token files."""
+    """The reader for token files."""
 
     title = "tokens"
 
@@ -61,7 +61,7 @@ class TokenFile:
 
 
 def _open(path: Path, vocab_size: int) -> Tokens:
-    """Memory-map the tokens of a file, integers [n] or [documents, n]; ValueError if it holds none."""
+    """Memory-map a file's tokens, integers [n] or [documents, n]; ValueError if it holds none."""
     with path.open("rb") as handle:
         head = handle.read(4 * LLM_C_HEADER)
     if head.startswith(NUMPY):
@@ -91,7 +91,7 @@ def _open(path: Path, vocab_size: int) -> Tokens:
 
 
 def _cut_after(tokens: Tokens, eod_id: int) -> Iterator[Tokens]:
-    """Yield the documents of a row of tokens, each including its end-of-document token."""
+    """Yield the documents in a 1-dim array, each including its end-of-document token."""
     begin = 0
     for start in range(0, len(tokens), BLOCK_TOKENS):
         for end in (np.flatnonzero(tokens[start : start + BLOCK_TOKENS] == eod_id) + start + 1).tolist():

@@ -1,9 +1,9 @@
-"""The training of a tokenizer on the corpus itself: `train-bpe:32000`.
+"""Tokenizer training on the corpus itself, for `train-bpe:32000`.
 
     units of the corpus --evenly spread, TRAINING_BYTES at most--> documents --tokenizers' BpeTrainer--> PREFIX.tokenizer.json
 
-A byte-level BPE as GPT-2's: 256 bytes, so that any text has ids, and merges of the most frequent pairs. Ties are decided by id, so
-the same text gives the same file.
+The result is a byte-level BPE like GPT-2's: 256 bytes, so that any text has ids, and merges for the most frequent pairs. Ties are
+decided by id, so the same text gives the same file.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from triaxis.launch.prepare.encode import documents
 
 PREFIX = "train-bpe:"
 TRAINING_BYTES = 256 * 2**20
-"""Most bytes of text for training; more text would change the merges little."""
+"""Upper limit on training text; more text would change the merges little."""
 SMALLEST_VOCABULARY = 257
 """256 bytes and the end-of-document token."""
 LARGEST_VOCABULARY = 2**24
@@ -24,7 +24,7 @@ LARGEST_VOCABULARY = 2**24
 
 
 def size_to_train(name: str) -> int | None:
-    """Parse N of `train-bpe:N`; None for any other tokenizer name.
+    """Parse N from `train-bpe:N`; None for any other tokenizer name.
 
     Raises:
         DataError: N is not a number from SMALLEST_VOCABULARY to LARGEST_VOCABULARY.
@@ -66,7 +66,7 @@ def train_bpe(units: Sequence[Unit], vocab_size: int, eod_token: str | None, on_
 
 
 def _sample(units: Sequence[Unit], on_bad: OnBad) -> Iterator[str]:
-    """Yield documents of evenly spaced units. Bad input is not counted here; `encode.py` counts it."""
+    """Yield documents from evenly spaced units. Bad input is not counted here; `encode.py` counts it."""
     total = sum(piece.num_bytes for unit in units for piece in unit)
     step = max(1, -(-total // TRAINING_BYTES))
     left = TRAINING_BYTES

@@ -1,1 +1,1 @@
-"""The reads of a run: documents of a step, tokens read twice or left out. Nothing here is imported by a training rank."""
+"""What a run has read: the documents in a step, tokens read twice or left out. Training ranks import nothing from here."""

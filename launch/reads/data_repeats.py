@@ -1,4 +1,4 @@
-"""`triaxis data repeats`: tokens that a run has read twice or left out, over all its attempts, from its config and its events."""
+"""`triaxis data repeats`: tokens that a run has read twice or left out over all attempts, from its config and events."""
 
 import argparse
 from collections.abc import Iterator
@@ -34,7 +34,8 @@ def add_arguments(parser: CommandParser) -> None:
 def find_repeats(args: argparse.Namespace) -> int:
     """Print the tokens that a run has read; return 1 for a repeat, a jump, or an epoch that lost tokens.
 
-    An epoch may leave out fewer labels than one sample of each sequence length has: that many are cut off its end.
+    At an epoch's end, each sequence length leaves over fewer labels than one sample has. An epoch counts as lost only if it misses
+    at least the sum over these sequence lengths.
     """
     run = read_run(args.run)
     if run.config is None:
@@ -61,14 +62,14 @@ class _Sources:
         self._opened: dict[str, SampleSource] = {}
 
     def open(self, config: Config, skipped: SkippedRanges) -> SampleSource:
-        """Open the samples of a config, indexed by their ids in the run."""
+        """Open the samples that a config describes, indexed by their ids in the run."""
         key = repr((data_segments(config), config.train.seed, config.data, skipped.ranges))
         if key not in self._opened:
             self._opened[key] = open_run_datasets(config).train_after(skipped)
         return self._opened[key]
 
     def labels_of(self, config: Config, corpus: str) -> int:
-        """Count the labels in an epoch of a corpus: all its tokens except the first."""
+        """Count the labels in one epoch: all the corpus's tokens except the first."""
         source = self.open(config, SkippedRanges())
         assert isinstance(source, Blend), "random tokens are of no corpus"
         streams = [each.stream if isinstance(each, ContinuedStream) else each for each in source.sources]

@@ -1,4 +1,4 @@
-"""`triaxis data which`: the documents that a step of a run has read, from its config and its events."""
+"""`triaxis data which`: the documents that a run's step has read, from its config and events."""
 
 import argparse
 from pathlib import Path
@@ -23,7 +23,7 @@ EXAMPLES = """examples:
   triaxis data which --run runs/gpt_tiny --step 120 --text
 """
 MOST_CHARACTERS = 200
-"""Most characters of a part that `--text` shows."""
+"""Most characters per part that `--text` shows."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -36,7 +36,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def which_documents(args: argparse.Namespace) -> int:
-    """Print the samples of a step, each with its parts of documents."""
+    """Print a step's samples, each with its document parts."""
     run = read_run(args.run)
     config = run.config
     if config is None:
@@ -68,7 +68,7 @@ def which_documents(args: argparse.Namespace) -> int:
 
 
 class _Reader:
-    """A corpus of a run, and the tokenizer in its record; without a record the run's."""
+    """A run's corpus, and the tokenizer in its record; if it has no record, the run's tokenizer."""
 
     def __init__(self, prefix: str, config: Config) -> None:
         record = read_record(prefix)
@@ -76,7 +76,7 @@ class _Reader:
         self._corpus, self._tokenizer = open_corpus(prefix, config.model.own), load_tokenizer(name)
 
     def text(self, part: DocumentPart) -> str:
-        """Decode the beginning of a part, at most MOST_CHARACTERS."""
+        """Decode a part's beginning, at most MOST_CHARACTERS."""
         # A token is usually one character or more, so this many tokens are enough.
         last = part.first + min(part.length, MOST_CHARACTERS)
         return self._tokenizer.decode(self._corpus.tokens(part.document, part.first, last).tolist())[:MOST_CHARACTERS]

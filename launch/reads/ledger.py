@@ -1,9 +1,9 @@
 """The documents that a step read, sample by sample, computed from the configuration and never recorded.
 
-    step  ->  positions  ->  sample ids (without skipped ranges)  ->  (corpus, its own sample)  ->  parts of documents
+    step  ->  positions  ->  sample ids (without skipped ranges)  ->  (corpus, its own sample)  ->  document parts
 
-The samples of a step follow from the configuration, the number of the step and the skipped ranges, in every layout. So the result
-holds for any number of ranks and restarts.
+A step's samples follow from the configuration, the step number and the skipped ranges, in every layout. So the result holds for any
+number of ranks and restarts.
 """
 
 from collections.abc import Iterator
@@ -18,15 +18,15 @@ from triaxis.engine.data.skipped import SkippedRanges
 
 @dataclass(frozen=True, slots=True)
 class SampleRead:
-    """One sample of a step.
+    """One sample in a step.
 
     Attributes:
-        position: number of the sample in the run, from 0.
-        sample_id: number of the sample in the data, from 0; larger than `position` after skipped ranges.
-        corpus: prefix of the corpus.
-        epoch: epoch of the corpus, from 0.
-        pieces: stretches of consecutive tokens of the epoch, each as parts of documents in order. The first token of a piece is no
-            label, and the last token of the sample is a label only.
+        position: sample number in the run, from 0.
+        sample_id: sample number in the data, from 0; larger than `position` after skipped ranges.
+        corpus: corpus prefix.
+        epoch: epoch number within the corpus, from 0.
+        pieces: stretches of consecutive tokens in the epoch, each as document parts in order. A piece's first token is not a label,
+            and the sample's last token is a label only.
     """
 
     position: int
@@ -37,16 +37,18 @@ class SampleRead:
 
     @property
     def parts(self) -> tuple[DocumentPart, ...]:
-        """Return the parts of all pieces, in order."""
+        """The parts in all pieces, in order."""
         return tuple(part for piece in self.pieces for part in piece)
 
 
 def reads_of_step(step: int, phase: RunPhase, source: SampleSource, skipped: SkippedRanges) -> Iterator[SampleRead]:
-    """Yield the samples of a step in order; steps count from 1.
+    """Yield a step's samples in order.
 
     Args:
-        phase: phase of the run that has the step.
-        source: blend of that phase, indexed by ids of the run (`Datasets.train_after`).
+        step: step number, from 1.
+        phase: run phase that contains the step.
+        source: blend for this phase, indexed by ids in the run (`Datasets.train_after`).
+        skipped: sample ids that the run leaves out.
     """
     first = phase.samples_before(step - 1)
     for position, sample_id in enumerate(skipped.ids(first, phase.samples_per_step), start=first):
@@ -54,7 +56,7 @@ def reads_of_step(step: int, phase: RunPhase, source: SampleSource, skipped: Ski
 
 
 def read_of(source: SampleSource, sample_id: int, position: int) -> SampleRead:
-    """Locate the documents of one sample of a blend."""
+    """Locate the documents that one blend sample comes from."""
     assert isinstance(source, Blend), "random tokens come from no corpus"
     number, inner = source.locate(sample_id)
     stream = source.sources[number]

@@ -1,12 +1,12 @@
-"""The reads of a run over all its attempts: tokens that were read twice, and tokens that were left out.
+"""A run's reads over all its attempts: tokens that were read twice, and tokens that were left out.
 
     attempt 0   steps 1 .. 43                      ->  spans, each step from the attempt that made it last:
     attempt 1   resumed after 40, steps 41 .. 60       1 .. 40 from attempt 0, 41 .. 60 from attempt 1
 
-Within one epoch of a corpus each token should be predicted once. So labels are counted by (corpus, epoch, document), which also
-compares attempts with other seeds, blends or lengths. A sample predicts all tokens of a piece except the first.
+Within one epoch each token in a corpus should be predicted once. So labels are counted by (corpus, epoch, document), which also
+compares attempts with other seeds, blends or lengths. A sample predicts all tokens in a piece except the first.
 
-Once the next epoch has begun, every label of this one must have been read, except skipped samples and less than one sample per cut.
+Once the next epoch has begun, every label in this one must have been read, except skipped samples and less than one sample per cut.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -30,10 +30,10 @@ class ReadSpan:
     """Consecutive steps that one attempt made last, with the same skipped ranges.
 
     Attributes:
-        first_step, end_step: bounds of the steps first_step + 1 .. end_step, as users count them.
-        attempt: number of the attempt.
-        config: config of the attempt.
-        skipped: ranges of sample ids that these steps left out.
+        first_step, end_step: bounds for the steps first_step + 1 .. end_step, as users count them.
+        attempt: attempt number.
+        config: configuration used by the attempt.
+        skipped: sample ids that these steps left out.
     """
 
     first_step: int
@@ -43,7 +43,7 @@ class ReadSpan:
     skipped: SkippedRanges
 
     def parts(self) -> Iterator[tuple[RunPhase, Config, range]]:
-        """Yield (phase, its config, steps counted from 0) of each phase that overlaps the span."""
+        """Yield (phase, its config, steps counted from 0) for each phase that overlaps the span."""
         for phase in run_phases(self.config):
             steps = range(max(self.first_step, phase.first_step), min(self.end_step, phase.end_step))
             if steps:
@@ -52,7 +52,7 @@ class ReadSpan:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """Tokens `first` .. `first + length - 1` of a document, which two steps have predicted in the same epoch."""
+    """Tokens `first` .. `first + length - 1` in a document, which two steps have predicted in the same epoch."""
 
     corpus: str
     epoch: int
@@ -65,12 +65,12 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class EpochRead:
-    """The labels of one epoch of a corpus.
+    """Label counts for one epoch of a corpus.
 
     Attributes:
-        labels: number of labels in the epoch, all its tokens except the first.
-        read: number that steps have read.
-        skipped: number that only skipped samples have.
+        labels: labels in the epoch, all its tokens except the first.
+        read: labels that steps have read.
+        skipped: labels that only skipped samples contain.
         is_over: whether a later epoch has begun.
     """
 
@@ -83,19 +83,19 @@ class EpochRead:
 
     @property
     def left_out(self) -> int:
-        """Count the labels that neither a step nor a skipped sample has."""
+        """Number of labels that are in no step and no skipped sample."""
         return self.labels - self.read - self.skipped
 
 
 @dataclass(frozen=True, slots=True)
 class RunReads:
-    """The reads of a whole run.
+    """A whole run's reads.
 
     Attributes:
-        num_samples: number of samples that the steps consumed.
+        num_samples: samples that the steps consumed.
         repeats: tokens that were read twice.
-        epochs: counts of each epoch.
-        jumps: messages about steps whose samples do not follow those of the step before.
+        epochs: label counts per epoch.
+        jumps: messages about steps whose samples do not follow the previous step's.
     """
 
     num_samples: int
@@ -109,12 +109,12 @@ def reads_of_run(
     open_source: Callable[[Config, SkippedRanges], SampleSource],
     labels_of: Callable[[Config, str], int],
 ) -> RunReads:
-    """Collect the reads of all steps of a run.
+    """Collect the reads over all steps in a run.
 
     Args:
-        spans: spans of all steps, in order.
-        open_source: function that opens the samples of a config, indexed by their ids in the run.
-        labels_of: function that counts the labels in an epoch of a corpus.
+        spans: spans that cover all steps, in order.
+        open_source: function that opens a config's samples, indexed by their ids in the run.
+        labels_of: function that counts the labels per epoch in a corpus.
     """
     read: dict[Place, list[tuple[int, int, int]]] = {}
     left_out: dict[Place, list[tuple[int, int, int]]] = {}
@@ -156,7 +156,7 @@ class _Names:
 
 
 def _identity(prefix: str) -> Hashable:
-    """Return what is equal for two names of a corpus; one of an extension has its path alone."""
+    """Return a key that is equal if two names mean one corpus; an extension's corpus is identified by its path alone."""
     return prefix if prefix.startswith(OWN_CORPUS) else IndexedTokens(prefix).identity
 
 
@@ -198,7 +198,7 @@ def _epochs(
         covered[corpus, epoch] = covered.get((corpus, epoch), 0) + _union(intervals)
     absent: dict[tuple[str, int], int] = {}
     for (corpus, epoch, document), intervals in left_out.items():
-        # Tokens of a skipped sample that some step did read count as read.
+        # Tokens in a skipped sample count as read if some step did read them.
         others = _union([*intervals, *read.get((corpus, epoch, document), [])])
         own = others - _union(read.get((corpus, epoch, document), []))
         absent[corpus, epoch] = absent.get((corpus, epoch), 0) + own
@@ -217,7 +217,7 @@ def _epochs(
 
 
 def _union(intervals: Sequence[tuple[int, int, int]]) -> int:
-    """Count the tokens that at least one interval (first, end, step) has."""
+    """Count the tokens that at least one interval (first, end, step) covers."""
     total = reached = 0
     for first, end, _ in sorted(intervals):
         total += max(0, end - max(first, reached))

@@ -1,4 +1,4 @@
-"""The spans of a run: its steps as they were made last, by attempt and skipped ranges, from its files."""
+"""A run's spans: its steps as last made, grouped by attempt and skipped ranges, read from its files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
@@ -15,7 +15,7 @@ from triaxis.launch.report.record import RunRecord
 
 
 def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
-    """Yield the steps of a run as they were made last, grouped by attempt and skipped ranges."""
+    """Yield a run's steps as they were last made, grouped by attempt and skipped ranges."""
     begun = {event.attempt: event for event in run.events if event.kind == "begun"}
     rollbacks = [event for event in run.events if event.kind == "rolled_back"]
 
@@ -34,7 +34,7 @@ def spans_of(run: RunRecord, config: Config) -> Iterator[ReadSpan]:
 
 
 def span_of_step(run: RunRecord, config: Config, step: int) -> ReadSpan:
-    """Return the span of one step, counted from 1; a step not made yet gets the last attempt and its skipped ranges."""
+    """Return the span that contains a step, counted from 1; a step not made yet gets the last attempt and its skipped ranges."""
     spans = list(spans_of(run, config))
     found = next((span for span in spans if span.first_step < step <= span.end_step), None)
     if found is not None:
@@ -45,9 +45,9 @@ def span_of_step(run: RunRecord, config: Config, step: int) -> ReadSpan:
 
 
 def _skipped_at(step: int, attempt: int, begun: Mapping[int, Event], rollbacks: Sequence[Event]) -> SkippedRanges:
-    """Return the skipped ranges at a step: those its attempt began with, or those of the attempt's last rollback before it."""
+    """Find the skipped ranges at a step: from the attempt's last rollback before it, else those the attempt began with."""
     began_with = begun[attempt].details.get("skipped") if attempt in begun else None
-    # Attempts of older versions do not record their first ranges; those of the last rollback before them apply.
+    # Attempts made by older versions do not record their first ranges; the last rollback in an earlier attempt has them.
     before = [event.details.get("skipped") for event in rollbacks if event.attempt < attempt]
     known = [began_with] if began_with is not None else before[-1:]
     own = [event for event in rollbacks if event.attempt == attempt and int(event.details.get("to_step", 0)) < step]
@@ -56,7 +56,7 @@ def _skipped_at(step: int, attempt: int, begun: Mapping[int, Event], rollbacks: 
 
 
 def ranges_of(recorded: Any) -> SkippedRanges:
-    """Parse the skipped ranges of an event.
+    """Parse the skipped ranges in an event.
 
     Raises:
         DataError: the event records no ranges.

@@ -1,1 +1,1 @@
-"""Corpora on disk: tokens, their records and tokenizers. `triaxis.launch.prepare` makes them."""
+"""Corpora on disk: tokens, records and tokenizers. `triaxis.launch.prepare` creates them."""

@@ -1,4 +1,4 @@
-"""The token that ends a document, by its usual names."""
+"""The end-of-document token, found by its usual names."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,22 +6,22 @@ from pathlib import Path
 from triaxis.engine.errors import DataError
 
 END_OF_DOCUMENT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-"""Names of the token, tried in this order where none is given."""
+"""Usual token names, tried in this order if no name is given."""
 
 
 def end_of_document(
     path: Path, id_of: Callable[[str], int | None], eod_token: str | None, own: str | None = None
 ) -> int:
-    """Return the id of the token that ends a document.
+    """Look up the end-of-document token's id.
 
     Args:
-        path: of the tokenizer.
-        id_of: returns the id of a token; None where there is no such token.
-        eod_token: the user's choice.
-        own: the tokenizer's; used where the user has chosen none.
+        path: path of the tokenizer, for error messages.
+        id_of: function that returns a token's id, or None if there is no such token.
+        eod_token: token that the user named, if any.
+        own: token that the tokenizer itself names, used if the user named none.
 
     Raises:
-        DataError: no such token.
+        DataError: the tokenizer has no such token.
     """
     chosen = eod_token or own
     names = END_OF_DOCUMENT_NAMES if chosen is None else (chosen,)

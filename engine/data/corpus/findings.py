@@ -1,9 +1,9 @@
-"""Bad input of a corpus: each kind has a name, each case a place, and none is lost in silence.
+"""Findings of bad input: each kind has a name, each case a place, and none is dropped silently.
 
-    --on-bad stop    the first case is an error that names file and line (row of a parquet)
-    --on-bad skip    the case is left out; its kind is counted, and the first places of each kind are kept
+    --on-bad stop    the first case is an error that names file and line (row in a parquet file)
+    --on-bad skip    the case is left out; its kind is counted, and the first places for each kind are kept
 
-Documents without text or tokens are counted in both: they are no damage, and there is nothing in them to train on.
+Documents without text or tokens are counted in both modes: they are not damage, and they contain nothing to train on.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from triaxis.engine.errors import DataError
 OnBad = Literal["stop", "skip"]
 BLOCK_BYTES = 2**20
 PLACES_KEPT = 5
-"""Places that are kept of each kind."""
+"""Places kept per kind."""
 
 
 class BadInput(StrEnum):
@@ -43,20 +43,20 @@ class BadInput(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class InputPlace:
-    """A place in an input, and what is wrong there."""
+    """A place in an input file, and what is wrong there."""
 
     path: str
     where: str = ""
-    """Line or row; empty for the file as a whole."""
+    """Line or row; empty for the whole file."""
     byte: int | None = None
-    """First byte of a line whose number is not known yet, since that means to count the lines before it."""
+    """Byte offset of a line whose number is still unknown: finding it means counting the lines before it."""
     detail: str = ""
 
     def __str__(self) -> str:
         return f"{self.path}, {self.where}: {self.detail}" if self.where else f"{self.path} {self.detail}"
 
     def with_line(self) -> "InputPlace":
-        """Return the place with the number of its line, from 1; this reads the file up to there."""
+        """Fill in the line number, from 1, if it is unknown; this reads the file up to the line."""
         if self.byte is None:
             return self
         number, left = 1, self.byte
@@ -69,18 +69,18 @@ class InputPlace:
 
 @dataclass(frozen=True, slots=True)
 class LeftOut:
-    """The input of one kind that is not in a corpus."""
+    """The count and first places for one kind of left-out input."""
 
     count: int
     places: tuple[InputPlace, ...]
-    """The first places, at most PLACES_KEPT."""
+    """First places, at most PLACES_KEPT."""
 
     def __add__(self, other: "LeftOut") -> "LeftOut":
         return LeftOut(self.count + other.count, (self.places + other.places)[:PLACES_KEPT])
 
 
 Tally = dict[str, LeftOut]
-"""Input that is left out, by the value of its kind."""
+"""Left-out input, keyed by the value of its `BadInput` kind."""
 
 
 def add_up(total: Tally, more: Mapping[str, LeftOut]) -> None:
@@ -90,15 +90,15 @@ def add_up(total: Tally, more: Mapping[str, LeftOut]) -> None:
 
 
 def is_allowed(tally: Mapping[str, LeftOut], on_bad: OnBad) -> bool:
-    """Return true if a corpus with this tally could have been made under `on_bad`."""
+    """Whether a corpus with this tally could have been made under `on_bad`."""
     return on_bad == "skip" or not set(tally) - {BadInput.EMPTY_DOCUMENT, BadInput.EMPTIED_DOCUMENT}
 
 
 class Findings:
-    """The bad input that was met so far.
+    """The bad input found so far.
 
     Args:
-        on_bad: `stop` to raise at the first case, `skip` to count.
+        on_bad: `stop` to raise at the first case, `skip` to count cases.
     """
 
     def __init__(self, on_bad: OnBad) -> None:
@@ -109,12 +109,12 @@ class Findings:
         """Count a case.
 
         Args:
-            kind: of the case.
-            place: of the case, with its detail.
+            kind: kind of bad input.
+            place: location of the case, with its detail.
             advice: sentences about the rule and the remedy.
 
         Raises:
-            DataError: the findings stop at bad input, and this is some.
+            DataError: `on_bad` is `stop`, and this kind is not allowed then.
         """
         case = {kind.value: LeftOut(1, (place,))}
         if not is_allowed(case, self._on_bad):
@@ -124,36 +124,36 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The ids of the tokenizer that a corpus is made with: 0 .. size - 1, and the one that ends a document."""
+    """The id range 0 .. size - 1 of a corpus's tokenizer, and its end-of-document id."""
 
     size: int
     eod_id: int
 
 
 class Reading(Findings):
-    """The findings in a piece while it is read, and how far it is read.
+    """The findings in a piece that is being read, and the reading progress.
 
     Args:
-        on_bad: as for `Findings`.
-        vocabulary: that tokens in the input must belong to; None where the tokenizer is not there yet.
+        on_bad: see `Findings`.
+        vocabulary: ids allowed in inputs that hold tokens; None if the tokenizer is not trained yet.
     """
 
     def __init__(self, on_bad: OnBad, vocabulary: Vocabulary | None = None) -> None:
         super().__init__(on_bad)
         self._vocabulary = vocabulary
         self.done_bytes: Callable[[], int] = lambda: 0
-        """Returns the bytes of the piece that were read; a reader may leave it as it is."""
+        """Function that returns the number of bytes read from the piece; setting it is optional for a reader."""
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Return the vocabulary; DataError where the tokenizer is to be trained on this very input."""
+        """Ids allowed in token inputs; DataError if the tokenizer is yet to be trained on this input."""
         if self._vocabulary is None:
             raise no_vocabulary()
         return self._vocabulary
 
 
 def no_vocabulary() -> DataError:
-    """Return the error that the input holds tokens where a tokenizer is to be trained on text."""
+    """Build the error for token input from which a tokenizer should be trained."""
     return DataError(
         "--input holds tokens, and train-bpe learns from text: the ids would be of a tokenizer that is not there yet. "
         "Name with --tokenizer the one that made them."

@@ -6,9 +6,9 @@
                  | sequence_pointers  int64 [S]      byte offset of each sequence in PREFIX.bin
                  | document_indices   int64 [D + 1]  document d is the sequences document_indices[d] .. [d + 1] - 1
 
-The `.idx` is renamed into place after the `.bin`, so a pair with an `.idx` is whole. Files of Megatron-LM, NeMo and gpt-neox are
-read unchanged, and they read ours (tests/engine/data/corpus/test_indexed.py compares both with megatron-core). Every claim of the
-index is checked at opening, because a wrong pointer would train on noise.
+The `.idx` is renamed into place after the `.bin`, so a pair with an `.idx` is complete. Files from Megatron-LM, NeMo and gpt-neox
+are read unchanged, and these programs read ours (tests/engine/data/corpus/test_indexed.py compares both with megatron-core). The
+whole index is checked at opening, because a wrong pointer would make a run train on noise.
 """
 
 import hashlib
@@ -35,9 +35,9 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
 DTYPE_CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
-"""Megatron's numbers for numpy's dtypes; 6 and 7 (floats) are never tokens."""
+"""Megatron's codes for numpy dtypes; 6 and 7 (floats) are never tokens."""
 LONGEST_SEQUENCE = 2**31 - 1
-"""Tokens: the format counts those of a sequence in int32."""
+"""Longest sequence in tokens: the format stores sequence lengths as int32."""
 CHECK_BLOCK_SEQUENCES = 2**20
 CHECK_BLOCK_TOKENS = 2**22
 PREFIXES_SHOWN = 4
@@ -56,19 +56,19 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 def _prefixes_near(name: str) -> list[str]:
-    """Return the prefixes of the corpora that a name means which is none: with an ending, with a `/`, or of their folder."""
+    """Guess the corpus prefixes that a wrong name meant: without its ending, without a trailing `/`, or inside that folder."""
     stem = re.sub(r"(\.bin|\.idx|\.json)?/*$", "", name)
     below = sorted(str(path.with_suffix("")) for path in Path(name).glob("*.idx")) if Path(name).is_dir() else []
     return [each for each in (stem, *below) if each != name and bin_path(each).is_file() and idx_path(each).is_file()]
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the dtype that Megatron's tools choose: uint16 where the ids fit, with its margin, else int32."""
+    """Choose the same dtype as Megatron's tools: uint16 below 65,500 ids (Megatron's margin), else int32."""
     return np.dtype("<u2" if vocab_size < 65500 else "<i4")
 
 
 class NamedCorpus(Protocol):
-    """A corpus, and what two of its names have alike."""
+    """A corpus with an `identity` that is equal under all its names."""
 
     prefix: str
 
@@ -77,14 +77,14 @@ class NamedCorpus(Protocol):
 
 
 class IndexedTokens:
-    """The documents of one `.bin/.idx` pair, memory-mapped.
+    """The documents in one `.bin/.idx` pair, memory-mapped.
 
     Args:
-        prefix: the common path of the pair, without the ending.
-        tokenizer: that the reader wants, for the advice on a missing pair.
+        prefix: common path of the two files, without the ending.
+        tokenizer: tokenizer name to suggest in the error for a missing pair.
 
     Raises:
-        DataError: a file is missing, truncated, of another format, or the two do not belong together.
+        DataError: a file is missing, truncated or in another format, or the two do not belong together.
     """
 
     def __init__(self, prefix: str | Path, tokenizer: str = "bytes") -> None:
@@ -147,14 +147,14 @@ class IndexedTokens:
         self._documents = index[pointers_end:].view("<i8")
 
     def _check_pointers(self) -> None:
-        """Check that sequences lie inside the `.bin`, the last one ends with it, and documents are runs of sequences."""
+        """Check that sequences lie inside the `.bin`, the last one ends at its end, and documents are runs of sequences."""
         size = self._bin_path.stat().st_size
         end = 0
         for start in range(0, len(self._lengths), CHECK_BLOCK_SEQUENCES):
             lengths = self._lengths[start : start + CHECK_BLOCK_SEQUENCES].astype(np.int64)
             pointers = self._pointers[start : start + CHECK_BLOCK_SEQUENCES]
             ends = pointers + lengths * self.dtype.itemsize
-            # The end of a pointer near 2^63 wraps below 0, so the pointer itself is compared too.
+            # A pointer near 2^63 makes `ends` wrap below 0, so the pointer itself is compared too.
             wrong = (lengths < 0) | (pointers < 0) | (pointers > size) | (ends > size)
             wrong |= pointers % self.dtype.itemsize != 0
             if wrong.any():
@@ -185,7 +185,7 @@ class IndexedTokens:
 
     @property
     def cache_dir(self) -> Path:
-        """Return where its orders are kept, unless the configuration names another folder."""
+        """Folder for cached orders, unless the configuration names another one."""
         return Path(f"{self.prefix}.cache")
 
     @property
@@ -201,12 +201,12 @@ class IndexedTokens:
         return int(self._lengths.sum(dtype=np.int64))
 
     def sequence(self, index: int) -> Tokens:
-        """Return the tokens of sequence `index`, `dtype` [length], a view of the file."""
+        """Return a sequence's tokens, `dtype` [length], as a view into the file."""
         start = int(self._pointers[index]) // self.dtype.itemsize
         return self._tokens[start : start + int(self._lengths[index])]
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> Tokens:
-        """Return tokens `start` to `stop` - 1 of a document, `dtype` [stop - start]; fewer where the document ends."""
+        """Read tokens `start` to `stop` - 1 from a document, `dtype` [stop - start]; fewer if the document ends earlier."""
         parts = []
         at = 0
         for index in range(int(self._documents[document]), int(self._documents[document + 1])):
@@ -220,19 +220,19 @@ class IndexedTokens:
         return np.concatenate(parts) if parts else np.empty(0, self.dtype)
 
     def document_lengths(self, documents: range) -> NDArray[np.int64]:
-        """Return the tokens of each document of a contiguous range, int64 [len(documents)]."""
+        """Compute document lengths in tokens for a contiguous range, int64 [len(documents)]."""
         bounds = self._documents[documents.start : documents.stop + 1]
         ends = np.concatenate([[0], np.cumsum(self._lengths[bounds[0] : bounds[-1]], dtype=np.int64)])
         return np.diff(ends[bounds - bounds[0]])
 
     def encoded(self, documents: range) -> tuple[Iterator[bytes], NDArray[np.int32], NDArray[np.int64]]:
-        """Return a contiguous range of documents as `IndexedWriter.add_encoded` takes it: blocks, lengths, document ends."""
+        """Return a contiguous range of documents as arguments to `IndexedWriter.add_encoded`: blocks, lengths, document ends."""
         first, last = int(self._documents[documents.start]), int(self._documents[documents.stop])
         ends = self._documents[documents.start + 1 : documents.stop + 1] - first
         return self._blocks(first, last), self._lengths[first:last], ends
 
     def _blocks(self, first: int, last: int) -> Iterator[bytes]:
-        """Yield the bytes of sequences `first` to `last` - 1, in runs that follow one another in the file."""
+        """Yield the bytes of sequences `first` to `last` - 1, reading runs that are contiguous in the file together."""
         pointers = self._pointers[first:last]
         stops = pointers + self._lengths[first:last].astype(np.int64) * self.dtype.itemsize
         breaks = (np.flatnonzero(pointers[1:] != stops[:-1]) + 1).tolist()
@@ -248,10 +248,10 @@ class IndexedTokens:
                     yield block
 
     def last_tokens(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the last token of each of these documents, int64 [len(documents)]; -1 for a document without any."""
+        """Read each document's last token, int64 [len(documents)]; -1 for an empty document."""
         last = self._documents[documents + 1] - 1
         found = np.full(len(documents), -1, np.int64)
-        # A sequence may be empty, so a document ends with the last one that is not.
+        # Sequences may be empty, so a document ends with its last non-empty sequence.
         while (empty := (last >= self._documents[documents]) & (self._lengths[last] == 0)).any():
             last = last - empty
         filled = last >= self._documents[documents]
@@ -261,29 +261,29 @@ class IndexedTokens:
         return found
 
     def ids(self, most_tokens: int) -> tuple[int, int]:
-        """Return the smallest and the largest of up to `most_tokens` ids, in stretches evenly spaced over the file."""
+        """Find the smallest and largest among about `most_tokens` ids, sampled in evenly spaced stretches."""
         length = -(-most_tokens // FINGERPRINT_SAMPLES)
         starts = np.linspace(0, max(0, len(self._tokens) - length), FINGERPRINT_SAMPLES, dtype=np.int64)
         found = [self._tokens[start : start + length] for start in starts]
         return min(int(each.min()) for each in found), max(int(each.max()) for each in found)
 
     def blocks(self) -> Iterator[Tokens]:
-        """Yield all tokens of the file in order, `dtype` [n], a view."""
+        """Yield all tokens in file order, in blocks `dtype` [n] that are views into the file."""
         for start in range(0, len(self._tokens), CHECK_BLOCK_TOKENS):
             yield self._tokens[start : start + CHECK_BLOCK_TOKENS]
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Return what is equal for two names of one corpus on this node: device and inode of the .bin."""
+        """(device, inode) of the .bin: equal on this node if two names mean one corpus."""
         status = self._bin_path.stat()
         return status.st_dev, status.st_ino
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return an identity of the corpus, hexadecimal: of the whole index, and of size and samples of the tokens.
+        """Hexadecimal sha256 over the whole index, the .bin's size and samples from its bytes.
 
-        Terabytes of tokens are not read. Corpora with equal lengths of all documents and equal tokens at all sampled places have
-        the same fingerprint (the sidecar of `triaxis prepare` has the full sha256).
+        The full .bin is not read, since it may be terabytes. Corpora with equal indices and equal bytes at all sampled places
+        have the same fingerprint (the record that `triaxis prepare` writes has the full sha256).
         """
         digest = hashlib.sha256()
         with self._idx_path.open("rb") as handle:
@@ -299,21 +299,21 @@ class IndexedTokens:
 
 
 def _refuse_pointer(path: Path) -> None:
-    """Refuse a file that is no corpus because it stands for one. (A whole file is not opened once more for that.)"""
+    """Raise DataError if a file is a placeholder, such as a Git LFS pointer. Call this only for files already found invalid."""
     if how := how_to_get(path):
         raise DataError(f"{path} is not there yet: its tokens would be noise.{how}")
 
 
 def refuse_repeated(where: str, corpora: Sequence[NamedCorpus], harm: str) -> None:
-    """Refuse a corpus that is named twice, by links and other spellings of its path too.
+    """Refuse a corpus that is named twice, also by a link or another spelling of its path.
 
     Args:
-        where: what names the corpora, for the message.
-        corpora: in order.
-        harm: what would come of it, and what to do.
+        where: option or command that names the corpora, for the message.
+        corpora: corpora, in order.
+        harm: sentences on the consequence and the remedy.
 
     Raises:
-        DataError: two of them are one.
+        DataError: two names mean the same corpus.
     """
     names: dict[tuple[int, int], str] = {}
     for corpus in corpora:
@@ -325,14 +325,17 @@ def refuse_repeated(where: str, corpora: Sequence[NamedCorpus], harm: str) -> No
 
 
 class IndexedWriter:
-    """A writer of one `.bin/.idx` pair; a context manager that leaves a whole pair or none.
+    """A writer for one `.bin/.idx` pair; a context manager that leaves a complete pair or none.
 
-    An exception inside the `with` block removes the partial files. An older pair stays in place until the new one is complete; its
-    `.idx` is removed first, so that no old index ever describes a new `.bin`.
+    An exception inside the `with` block removes the partial files. An older pair stays in place until the new one is complete. Its
+    `.idx` is removed first, so an old index never describes a new `.bin`.
 
     Args:
-        prefix: the common path of the pair, without the ending, in an existing folder.
-        dtype: an integer dtype of `DTYPE_CODES`; see `smallest_dtype`.
+        prefix: common path of the two files, without the ending, in an existing folder.
+        dtype: integer dtype from `DTYPE_CODES`; see `smallest_dtype`.
+
+    Raises:
+        DataError: the format has no such dtype.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
@@ -381,9 +384,9 @@ class IndexedWriter:
         """Append sequences whose tokens are already in `dtype`.
 
         Args:
-            blocks: their bytes, one after another, cut anywhere.
-            lengths: tokens of each sequence, [sequences], each at most LONGEST_SEQUENCE.
-            document_ends: sequences up to the end of each document, [documents], rising; None: each sequence is a document.
+            blocks: the sequences' bytes in order, cut anywhere.
+            lengths: tokens per sequence, [sequences], each at most LONGEST_SEQUENCE.
+            document_ends: number of sequences up to each document's end, [documents], rising; None: each sequence is a document.
         """
         first = len(self._lengths)
         for block in blocks:
@@ -396,7 +399,7 @@ class IndexedWriter:
 
     @property
     def bin_sha256(self) -> str:
-        """Return the hexadecimal sha256 of the `.bin` as written so far."""
+        """Hexadecimal sha256 over the `.bin` as written so far."""
         return self._sha256.hexdigest()
 
     def _write_index(self) -> None:

@@ -1,10 +1,10 @@
-"""The tokenizer of a corpus: found by its record, or compared with that of a model or of a run.
+"""A corpus's tokenizer: found through its record, or compared with the tokenizer that a model or run uses.
 
-    PREFIX.json has the tokenizer's identity       it is that of one of the model's, or the corpus is refused
-    PREFIX.json of an earlier version, or none     vocabulary and ids are compared, and the result says that this is no proof
+    PREFIX.json has the tokenizer's identity       one of the model's tokenizers must have it, or the corpus is refused
+    PREFIX.json from an earlier version, or none   vocabulary and ids are compared, and the result says that this is no proof
 
-Ids of another tokenizer would be learned as noise: nothing else in a run would notice. A record names its tokenizer as it was typed
-for `triaxis prepare`, and a corpus may have moved since: the identity decides which file is the recorded one.
+A model would learn another tokenizer's ids as noise, and nothing else in a run would notice. A record names its tokenizer as it was
+typed for `triaxis prepare`, and the corpus may have moved since, so the identity decides which file is the recorded one.
 """
 
 import shlex
@@ -26,19 +26,19 @@ from triaxis.engine.errors import DataError
 from triaxis.engine.program import triaxis
 
 MOST_IDS = 2**22
-"""Token ids of a corpus that are looked at."""
+"""Token ids examined per corpus."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The tokenizer of a corpus among those of a model.
+    """A model's tokenizer that matches a corpus.
 
     Attributes:
-        name: for `load_tokenizer`.
-        tokenizer: opened.
-        corpus: opened.
-        evidence: what was compared, as a few words.
-        is_proven: the corpus records this very tokenizer.
+        name: name for `load_tokenizer`.
+        tokenizer: open tokenizer.
+        corpus: open corpus.
+        evidence: phrase that states what was compared.
+        is_proven: whether the corpus records this very tokenizer.
     """
 
     name: str
@@ -49,17 +49,17 @@ class Match:
 
 
 def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: str) -> Match:
-    """Find the tokenizer of a corpus among those of a model.
+    """Find which of a model's tokenizers encoded a corpus.
 
     Args:
-        prefix: of the corpus.
-        names: of the model's tokenizers, for `load_tokenizer`, the preferred one first; none: the corpus' recorded one is taken.
-        vocab_size: of the model, without padding.
-        model: its name, for messages.
+        prefix: corpus path without an ending.
+        names: model's tokenizers for `load_tokenizer`, preferred one first; if empty, the corpus's recorded tokenizer is used.
+        vocab_size: model vocabulary without padding.
+        model: model name, for error messages.
 
     Raises:
-        DataError: the corpus is missing or damaged; it was encoded otherwise, or with ids that the model lacks; no tokenizer is
-            known, or none of them can be opened.
+        DataError: the corpus is missing or damaged; it was encoded by another tokenizer, or with ids that the model lacks; no
+            tokenizer is known, or none can be opened.
     """
     corpus, record = IndexedTokens(prefix), read_record(prefix)
     _, largest = corpus.ids(MOST_IDS)
@@ -87,12 +87,12 @@ def match_tokenizer(prefix: str, names: Sequence[str], vocab_size: int, model: s
 
 
 def recorded_as(prefix: str, record: CorpusRecord, name: str) -> str:
-    """Return the name under which a run's tokenizer is the one that a corpus records: its own, its folder's or its file's.
+    """Find the name that makes a run's tokenizer the one a corpus records: `name`, its folder, or a file in its folder.
 
-    A tokenizer.json and the folder around it give the same ids, but may end documents otherwise.
+    A tokenizer.json and its folder give the same ids, but may end documents differently.
 
     Raises:
-        DataError: it cannot be opened, or is another tokenizer.
+        DataError: the tokenizer cannot be opened, or is not the recorded one.
     """
     found = right_spelling(name, lambda tokenizer: is_recorded(tokenizer, record))
     if found is None:
@@ -101,12 +101,12 @@ def recorded_as(prefix: str, record: CorpusRecord, name: str) -> str:
 
 
 def find_recorded(prefix: str, record: CorpusRecord) -> str:
-    """Return the name of the tokenizer that a corpus records, for `load_tokenizer`.
+    """Locate the tokenizer that a corpus records; return its name for `load_tokenizer`.
 
-    It is looked for where the record names it, from the current folder; then beside the corpus; then below each folder above it.
+    The recorded path is tried relative to the current folder, then beside the corpus, then relative to each folder above it.
 
     Raises:
-        DataError: it is in none of these places, or what is there is another one by now.
+        DataError: no file at these places is the recorded tokenizer.
     """
     if record.tokenizer == BYTES:
         return BYTES
@@ -130,10 +130,10 @@ def find_recorded(prefix: str, record: CorpusRecord) -> str:
 
 
 def right_spelling(name: str, is_right: Callable[[Tokenizer], bool]) -> str | None:
-    """Return the name of the right tokenizer among a given one, its file and the folder around it; None where none is.
+    """Find the first tokenizer that `is_right` accepts: `name`, its folder, or the files in its folder; None if there is none.
 
     Raises:
-        DataError: none of them can be opened.
+        DataError: none can be opened.
     """
     path, _ = split_name(name)
     if path.name in (TOKENIZER_JSON, SENTENCEPIECE):
@@ -144,14 +144,14 @@ def right_spelling(name: str, is_right: Callable[[Tokenizer], bool]) -> str | No
 
 
 def is_recorded(tokenizer: Tokenizer, record: CorpusRecord) -> bool:
-    """Return whether a corpus records this tokenizer, whichever of its tokens ends documents."""
+    """Whether a corpus records this tokenizer, regardless of which token ends documents."""
     if not record.tokenizer_identity:
         return tokenizer.vocab_size == record.vocab_size
     return tokenizer.identity_with(record.eod_id) == record.tokenizer_identity
 
 
 def _open(names: Sequence[str]) -> list[tuple[str, Tokenizer]]:
-    """Open the tokenizers that can be opened; the error of the first where none can."""
+    """Open every tokenizer that can be opened; raise the first error if none can."""
     opened: list[tuple[str, Tokenizer]] = []
     problems: list[DataError] = []
     for name in names:
@@ -165,7 +165,7 @@ def _open(names: Sequence[str]) -> list[tuple[str, Tokenizer]]:
 
 
 def _recorded(prefix: str, corpus: IndexedTokens, record: CorpusRecord | None, model: str) -> Match:
-    """Return the tokenizer that a corpus records, for a model that came without one."""
+    """Match a model that came without a tokenizer to the one that its corpus records."""
     if record is None:
         raise DataError(
             f"neither {model} nor {prefix} has a tokenizer: a run could not be recognised by it, and would write no text. Put the "

@@ -1,4 +1,4 @@
-"""Packages that only some text needs."""
+"""Imports of optional packages that only some inputs need."""
 
 import importlib
 from typing import Any
@@ -8,14 +8,14 @@ from triaxis.engine.program import install
 
 
 def need(package: str, purpose: str) -> Any:
-    """Import an optional package, which may be a submodule.
+    """Import an optional package or one of its submodules.
 
     Args:
-        package: as it is imported.
-        purpose: what needs it, as the subject of a sentence.
+        package: import name.
+        purpose: phrase for what needs it, used as the subject of the error message.
 
     Raises:
-        DataError: it is not installed.
+        DataError: the package cannot be imported.
     """
     try:
         return importlib.import_module(package)

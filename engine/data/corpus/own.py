@@ -1,10 +1,10 @@
-"""Corpora of an extension: documents by number, read as those of a `.bin/.idx` pair are.
+"""Corpora that an extension provides: documents by number, read in the same way as a `.bin/.idx` pair.
 
     data:
       train: [{path: "extension:memmap:data/tokens.npy", weight: 0.7}, {path: data/web, weight: 0.3}]
 
-The path names the corpus in `Extension.corpora`, and after a second colon an argument for it. Orders, samples, blends, splits and
-the ledger of what was read are the engine's own: `OwnCorpus` is all of `IndexedTokens` that they use.
+The path names the corpus in `Extension.corpora`, and after a second colon its argument. The engine's own code makes orders,
+samples, blends, splits and the ledger of reads: `OwnCorpus` implements everything that this code needs from `IndexedTokens`.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ FINGERPRINT_DOCUMENTS = 64
 
 
 class OwnCorpus:
-    """The documents of an extension.
+    """A corpus whose documents come from an extension.
 
     Args:
-        prefix: the path in the configuration.
-        documents: what the extension opened.
+        prefix: path in the configuration.
+        documents: object that the extension opened.
 
     Raises:
-        DataError: no token, or lengths that are no list of counts.
+        DataError: the corpus has no tokens, or its lengths are not one count >= 0 per document.
     """
 
     def __init__(self, prefix: str, documents: DocumentsPart) -> None:
@@ -49,19 +49,19 @@ class OwnCorpus:
 
     @property
     def cache_dir(self) -> Path:
-        """Return where its orders are kept: beside what its argument names, else in the working folder."""
+        """Folder for cached orders: beside the path in the argument, else in the working folder."""
         name, _, argument = self.prefix.removeprefix(OWN_CORPUS).partition(":")
         return Path(f"{argument or name}.cache")
 
     def document_lengths(self, documents: range) -> NDArray[np.int64]:
-        """Return the tokens of each document of a contiguous range, int64 [len(documents)]."""
+        """Return document lengths in tokens for a contiguous range, int64 [len(documents)]."""
         return self._lengths[documents.start : documents.stop]
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Return tokens `start` to `stop` - 1 of a document.
+        """Read tokens `start` to `stop` - 1 from a document.
 
         Raises:
-            DataError: the document is no list of ids, or has not as many as its length says.
+            DataError: the document is not a list of integers, or contradicts its length.
         """
         tokens = np.asarray(self._documents[document])
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or len(tokens) != self._lengths[document]:
@@ -72,22 +72,22 @@ class OwnCorpus:
         return tokens[start:stop]
 
     def last_tokens(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the last token of each of these documents, int64 [len(documents)]; -1 for a document without any."""
+        """Read each document's last token, int64 [len(documents)]; -1 for an empty document."""
         return np.array([self.tokens(int(one))[-1] if self._lengths[one] else -1 for one in documents], np.int64)
 
     def ids(self, most_tokens: int) -> tuple[int, int]:
-        """Return the smallest and the largest id of up to `FINGERPRINT_DOCUMENTS` documents, evenly spaced."""
+        """Find the smallest and largest id in up to FINGERPRINT_DOCUMENTS evenly spaced documents; `most_tokens` is ignored."""
         found = [tokens for tokens in self._spaced() if len(tokens)]
         return min(int(each.min()) for each in found), max(int(each.max()) for each in found)
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Return what is equal for two namings of one corpus: a number of its path; no device has the first one."""
+        """(-1, hash of the path), equal if two names mean one corpus; a file's identity never begins with -1."""
         return -1, int(hashlib.sha256(self.prefix.encode()).hexdigest()[:15], 16)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return an identity of the corpus, hexadecimal: of all lengths, and of the tokens of some documents."""
+        """Hexadecimal sha256 over all document lengths and the tokens of FINGERPRINT_DOCUMENTS documents at most."""
         digest = hashlib.sha256(self._lengths.astype("<i8").tobytes())
         for tokens in self._spaced():
             digest.update(tokens.astype("<i8").tobytes())
@@ -106,12 +106,12 @@ def open_corpus(prefix: str, own: Extension, tokenizer: str = "bytes") -> Corpus
     """Open a corpus that a configuration names.
 
     Args:
-        prefix: the path of a pair of files without the ending, or `extension:NAME` with or without `:ARGUMENT`.
-        own: of the configuration.
-        tokenizer: that the reader wants, for the advice on a missing pair.
+        prefix: path without an ending for a pair of files, or `extension:NAME` with or without `:ARGUMENT`.
+        own: extension that the configuration names.
+        tokenizer: tokenizer name to suggest in the error for a missing pair.
 
     Raises:
-        DataError: there is none, or it is damaged.
+        DataError: the corpus is missing or damaged.
     """
     if not prefix.startswith(OWN_CORPUS):
         return IndexedTokens(prefix, tokenizer)

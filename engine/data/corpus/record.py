@@ -1,4 +1,4 @@
-"""PREFIX.json, the record of a corpus: its inputs, and the hashes that prove it whole."""
+"""The corpus record PREFIX.json: inputs, counts, and hashes that prove the corpus is complete."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ FORMAT = "triaxis corpus 1"
 
 @dataclass(frozen=True, slots=True)
 class CorpusRecord:
-    """Counts, identity and hashes of a finished corpus."""
+    """A finished corpus's counts, identity and hashes."""
 
     tokenizer: str
     vocab_size: int
@@ -33,28 +33,28 @@ class CorpusRecord:
     bin_sha256: str
     idx_sha256: str
     request: str
-    """Digest of inputs, tokenizer and key; equal for equal corpora."""
+    """Digest over inputs, tokenizer and key; equal for equal corpora."""
     tokenizer_identity: str = ""
-    """`Tokenizer.identity`; empty in records of earlier versions."""
+    """`Tokenizer.identity`; empty in records from earlier versions."""
     append_eod: bool = True
-    """Each document ends with `eod_id`."""
+    """Whether each document ends with `eod_id`."""
     text_size: int = 0
-    """`Tokenizer.text_size`; 0 in records of earlier versions."""
+    """`Tokenizer.text_size`; 0 in records from earlier versions."""
     num_unknown_tokens: int = 0
-    """Tokens that stand for what the tokenizer does not know; 0 where they were not counted."""
+    """Tokens with the tokenizer's unknown id; 0 if they were not counted."""
     left_out: dict[str, Any] = field(default_factory=dict)
-    """Kind of input that is not in the corpus -> its `count`, and the first `places`; documents without text are among them."""
+    """Kind of left-out input -> its `count` and first `places`; documents without text are included."""
 
     @property
     def num_embeddings(self) -> int:
-        """Return the embeddings that a model of this corpus needs, by ids."""
+        """Number of embeddings that a model needs for this corpus: largest possible id + 1."""
         return self.text_size or self.vocab_size
 
     def to_json(self) -> str:
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
 
     def problem(self, prefix: str) -> str | None:
-        """Read the whole corpus and return its damage, or None where it is as written."""
+        """Read and hash the whole corpus; return a message about any damage, or None if it is intact."""
         for path, expected in ((bin_path(prefix), self.bin_sha256), (idx_path(prefix), self.idx_sha256)):
             if not path.is_file():
                 return f"{path} is missing"
@@ -68,10 +68,10 @@ def record_path(prefix: str) -> Path:
 
 
 def read_record(prefix: str) -> CorpusRecord | None:
-    """Return the record of a corpus, or None where it has none (prepared for Megatron, or unfinished).
+    """Read a corpus's record; None if it has none (prepared by Megatron's tools, or unfinished).
 
     Raises:
-        DataError: PREFIX.json is something else, which must not be replaced.
+        DataError: PREFIX.json is some other file, which must not be replaced.
     """
     path = record_path(prefix)
     if not path.exists():
@@ -90,10 +90,10 @@ def read_record(prefix: str) -> CorpusRecord | None:
 
 
 def request_digest(files: Sequence[InputFile], tokenizer_identity: str, *, append_eod: bool = True) -> str:
-    """Return the hexadecimal sha256 of all inputs of a corpus: files in order (path, size, time of change), options, tokenizer.
+    """Hash a corpus's inputs: files in order (path, size, mtime), options and tokenizer; hexadecimal sha256.
 
-    Contents are not read, since inputs may be terabytes; a touched file counts as another one. What has its default is not part
-    of it, so that digests of earlier versions stay valid.
+    File contents are not read, since inputs may be terabytes; a touched file counts as changed. Defaults are left out of the
+    digest, so old digests stay valid.
     """
     inputs = [(str(file.path.resolve()), file.size, file.mtime_ns) for file in files]
     keys = list(dict.fromkeys(file.options.text_key for file in files))

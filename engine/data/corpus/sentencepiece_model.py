@@ -1,4 +1,4 @@
-"""Tokenizers of the sentencepiece library, from their .model file."""
+"""Tokenizers for the sentencepiece library's .model files."""
 
 import hashlib
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from triaxis.engine.storage.files import sha256_of_file
 
 
 class SentencePieceTokenizer:
-    """A tokenizer from a .model file. It adds neither the token of a text's beginning nor that of its end.
+    """A tokenizer from a .model file; it adds no beginning-of-text or end-of-text token.
 
     Args:
-        path: the file.
-        eod_token: the token that ends a document; None: the model's eos, else the first of END_OF_DOCUMENT_NAMES that it has.
+        path: path to the .model file.
+        eod_token: end-of-document token; None: the model's eos, else the first name in END_OF_DOCUMENT_NAMES that it has.
 
     Raises:
-        DataError: the package sentencepiece is missing, the file is no such model, or it has no token that ends a document.
+        DataError: the package sentencepiece is missing, the file is not such a model, or it has no end-of-document token.
     """
 
     json_file: Path | None = None
@@ -42,7 +42,7 @@ class SentencePieceTokenizer:
         self.identity = self.identity_with(self.eod_id)
 
     def identity_with(self, eod_id: int) -> str:
-        """Return the identity with another end of documents."""
+        """Compute the identity with another end-of-document id."""
         return hashlib.sha256(f"{self._sha256} {eod_id}".encode()).hexdigest()
 
     def _id_of(self, name: str) -> int | None:

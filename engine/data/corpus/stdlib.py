@@ -1,9 +1,9 @@
-"""A real text on every machine, the sources of Python's standard library; and the entropies of a text.
+"""Python's standard-library sources as a real text that every machine has, and the entropies of a text.
 
     <stdlib>/**/*.py, sorted, up to `max_bytes`  -->  files in an order that their names' hashes give  -->  prepare
 
-Sorted first, so that the same Python gives the same files; then shuffled, because a split by documents holds back the last ones,
-and the last names of the alphabet are not like the others (encodings, idlelib, tests).
+Files are sorted first, so that the same Python gives the same files. Then they are shuffled: a split by documents holds back the
+last ones, and alphabetical order would make those unlike the rest (encodings, idlelib, tests).
 """
 
 import hashlib
@@ -29,13 +29,13 @@ NOT_STDLIB = {"site-packages", "dist-packages"}
 
 
 def stdlib_files(max_bytes: int = STDLIB_BYTES) -> tuple[Path, ...]:
-    """Return sources of the running Python's standard library, at most `max_bytes` together, in the order of a hash.
+    """List source files from the running Python's standard library, at most `max_bytes` together, ordered by a hash.
 
-    In a virtual environment these are the sources of its base Python. Empty files, and the few that are deliberately not UTF-8
-    (test data), are left out.
+    In a virtual environment these come from its base Python. Empty files, and the few that are deliberately not UTF-8 (test
+    data), are left out.
 
     Raises:
-        DataError: this Python has no sources (a minimal or frozen build), or `max_bytes` admits none.
+        DataError: this Python has no sources (a minimal or frozen build), or none fits into `max_bytes`.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(path.relative_to(root).as_posix() for path in _sources(root))
@@ -59,34 +59,34 @@ def stdlib_files(max_bytes: int = STDLIB_BYTES) -> tuple[Path, ...]:
 
 def _sources(root: Path) -> Iterator[Path]:
     for folder, below, names in os.walk(root):
-        # Installed packages are below the library and may be far larger, so they are not even entered.
+        # Installed packages lie inside the library folder and may be far larger, so their folders are not entered.
         below[:] = [name for name in below if name not in NOT_STDLIB]
         yield from (Path(folder, name) for name in names if name.endswith(".py"))
 
 
 @dataclass(frozen=True, slots=True)
 class Entropies:
-    """The losses that models without, with no and with one token of context can reach, in nats per token."""
+    """The losses of an untrained model and of the best models with zero or one token of context, in nats per token."""
 
     uniform: float
-    """ln(vocab_size): the loss of an untrained model, where training begins."""
+    """ln(vocab_size): an untrained model's loss, where training begins."""
     unigram: float
-    """Entropy of the token frequencies: the best loss without any context."""
+    """Token-frequency entropy: the best loss without any context."""
     bigram: float
-    """Entropy of a token given the one before it: the best loss with one token of context."""
+    """Entropy of a token given the previous one: the best loss with one token of context."""
 
 
 def entropies(
     tokens: Corpus | NDArray[np.integer[Any]], vocab_size: int, max_tokens: int = ENTROPY_TOKENS
 ) -> Entropies:
-    """Compute entropies of the frequencies of a corpus (Shannon 1948, H(X) and H(X_t | X_{t-1})), in nats per token.
+    """Compute a corpus's entropies from its token frequencies (Shannon 1948, H(X) and H(X_t | X_{t-1})), in nats per token.
 
-    They are exact for the counted text, and a little low for other text: the more, the larger the vocabulary.
+    They are exact for the counted text. For other text they are a little too low, increasingly so with a larger vocabulary.
 
     Args:
-        tokens: a corpus, or its tokens, integers [n].
-        vocab_size: of the tokenizer, without padding.
-        max_tokens: only this many tokens are counted, from the first on.
+        tokens: corpus, or its tokens, integers [n].
+        vocab_size: tokenizer vocabulary without padding.
+        max_tokens: largest number of tokens to count, from the first on.
 
     Raises:
         DataError: fewer than two tokens, or one outside the vocabulary.
@@ -101,7 +101,7 @@ def entropies(
         )
     first = _entropy(np.bincount(ids[:-1]))
     pairs = ids[:-1] * vocab_size + ids[1:]
-    # A table of all pairs is several times as fast as sorting, while not much larger than the text.
+    # Counting in a table of all pairs is several times as fast as sorting, if the table is not much larger than the text.
     small = vocab_size**2 <= LARGEST_PAIR_TABLE
     both = _entropy(np.bincount(pairs) if small else np.unique(pairs, return_counts=True)[1])
     return Entropies(uniform=math.log(vocab_size), unigram=_entropy(np.bincount(ids)), bigram=both - first)
@@ -119,6 +119,6 @@ def _first_tokens(corpus: Corpus, max_tokens: int) -> NDArray[np.integer[Any]]:
 
 
 def _entropy(counts: NDArray[np.int64]) -> float:
-    """Return the entropy of frequencies in nats."""
+    """Compute the entropy in nats from token counts."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -1,11 +1,11 @@
-"""Tokenizers of the tiktoken library, from a file of ranks.
+"""Tokenizers for the tiktoken library's rank files.
 
     cl100k_base.tiktoken            a line per token, "IQ== 0": its bytes in base64, and its rank, which is its id
     cl100k_base.tiktoken:PATTERN    PATTERN cuts a text before it is merged: a name of PATTERNS, or a regular expression
 
-The file has no pattern, and another one gives other ids. So it must be named, unless the file's own name begins with one of
-PATTERNS. Its special tokens are not in the file either. Those of PATTERNS belong to the encoding of that name: where one of their
-ids is a rank, the ranks are another encoding's, and END is the first id behind them.
+The file does not contain the pattern, and another pattern gives other ids. So the pattern must be named, unless the file name
+begins with a name from PATTERNS. Special tokens are not in the file either. PATTERNS lists them for each named encoding. If one of
+these ids is also a rank, the ranks belong to another encoding, and END becomes the first id after the ranks.
 """
 
 import hashlib
@@ -25,14 +25,14 @@ END = "<|endoftext|>"
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A way to cut text, with the special tokens that end a document."""
+    """A regular expression that cuts text, and the special tokens that end a document."""
 
     regex: str
     ends: Mapping[str, int]
-    """Ids of the tokens; they are not in the file of ranks."""
+    """Ids of the end tokens, which the rank file does not contain."""
 
 
-# The expressions and ids that define these encodings: tiktoken_ext/openai_public.py; for Llama 3 models/llama3/tokenizer.py.
+# Expressions and ids come from tiktoken_ext/openai_public.py; for Llama 3, from models/llama3/tokenizer.py.
 _GPT2 = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 _CL100K = (
     r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"""
@@ -61,16 +61,16 @@ PATTERNS = {
 
 
 class TiktokenTokenizer:
-    """A tokenizer from a file of ranks.
+    """A tokenizer from a rank file.
 
     Args:
-        path: the file.
-        pattern: a name of PATTERNS or a regular expression; None: the name with which the file's begins. With an expression,
-            `<|endoftext|>` is the first id after the ranks.
-        eod_token: the token that ends a document; None: the first of END_OF_DOCUMENT_NAMES that it has.
+        path: path to the rank file.
+        pattern: name in PATTERNS or a regular expression; None: the name that the file name begins with. With a regular
+            expression, `<|endoftext|>` is the first id after the ranks.
+        eod_token: end-of-document token; None: the first name in END_OF_DOCUMENT_NAMES that it has.
 
     Raises:
-        DataError: the package tiktoken is missing, the file holds no ranks, or no pattern is known.
+        DataError: the package tiktoken is missing, the file holds no ranks, no pattern is known, or there is no such token.
     """
 
     json_file: Path | None = None
@@ -110,7 +110,7 @@ class TiktokenTokenizer:
         self.identity = self.identity_with(self.eod_id)
 
     def identity_with(self, eod_id: int) -> str:
-        """Return the identity with another end of documents."""
+        """Compute the identity with another end-of-document id."""
         return hashlib.sha256(f"{self._content} {eod_id}".encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:

@@ -1,13 +1,13 @@
-"""Text to token ids and back: one record of KINDS per kind of tokenizer.
+"""Tokenizers, which convert text to token ids and back; KINDS has one entry per kind.
 
-    load_tokenizer("bytes")                 ids 0 .. 255 are the bytes of UTF-8, 256 ends a document; vocab_size 257
-    load_tokenizer("tokenizer.json")        a file of Hugging Face's `tokenizers` library
-    load_tokenizer("some/folder")           a folder of transformers: its tokenizer.json, and the special tokens of its config
-    load_tokenizer("tokenizer.model")       a model of sentencepiece; so is a folder with that file and no tokenizer.json
-    load_tokenizer("gpt2.tiktoken")         ranks of tiktoken; .tiktoken:PATTERN names how a text is cut
+    load_tokenizer("bytes")                 ids 0 .. 255 are UTF-8 bytes, 256 ends a document; vocab_size 257
+    load_tokenizer("tokenizer.json")        a file for Hugging Face's `tokenizers` library
+    load_tokenizer("some/folder")           a transformers folder: its tokenizer.json, and the special tokens in its config
+    load_tokenizer("tokenizer.model")       a sentencepiece model; so is a folder with that file and no tokenizer.json
+    load_tokenizer("gpt2.tiktoken")         tiktoken ranks; .tiktoken:PATTERN names how a text is cut
 
-Text is data: a document that spells the name of a special token gets the ids of its characters, never that token. So no text can
-end its own document. No special token is added either, such as a beginning of text that a library would put before each document.
+Text is data: if a document spells a special token's name, it gets the ids of the name's characters, never that token. So no text
+can end its own document. Special tokens are not added either, such as the beginning-of-text token that some libraries prepend.
 """
 
 import hashlib
@@ -37,40 +37,40 @@ _AGAIN = "Which tokens the tokenizer has would be a guess. Copy the file from th
 
 
 class Tokenizer(Protocol):
-    """A tokenizer, as the data room and generation use it."""
+    """The tokenizer interface that `engine/data` and generation use."""
 
     vocab_size: int
     """Largest id + 1."""
     text_size: int
-    """Largest id of a text or of a document's end, + 1: the embeddings that a model needs. Special tokens may lie beyond it."""
+    """Largest id in any text or at a document's end, + 1: the number of embeddings a model needs. Special tokens may exceed it."""
     eod_id: int
-    """Id that ends a document."""
+    """End-of-document id."""
     unknown_id: int | None
-    """Id that stands for whatever the tokenizer does not know; None where it knows every text."""
+    """Id for text that the tokenizer does not know; None if it can encode every text."""
     identity: str
-    """Hexadecimal sha256 of everything that decides the ids; equal where two tokenizers encode alike."""
+    """Hexadecimal sha256 over everything that decides the ids; equal if two tokenizers encode alike."""
     json_file: Path | None
-    """Its tokenizer.json, which other libraries read; None where it has none."""
+    """Path to its tokenizer.json, which other libraries read; None if it has none."""
 
     def identity_with(self, eod_id: int) -> str:
-        """Return the identity of this tokenizer where another one of its tokens ends a document."""
+        """Compute this tokenizer's identity with another end-of-document id."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without any special token."""
+        """Convert a text to ids, without any special token."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, as `encode` gives them."""
+        """Encode each text as `encode` does."""
         ...
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of some ids; the end-of-document id and ids of the padded vocabulary give none."""
+        """Convert ids to text; the end-of-document id and ids in the vocabulary's padding are dropped."""
         ...
 
 
 class BytesTokenizer:
-    """One id per byte of UTF-8."""
+    """A tokenizer with one id per UTF-8 byte."""
 
     json_file: Path | None = None
     unknown_id: int | None = None
@@ -81,7 +81,7 @@ class BytesTokenizer:
         self.identity = hashlib.sha256(b"bytes of utf-8, 256 ends a document").hexdigest()
 
     def identity_with(self, eod_id: int) -> str:
-        """Return the identity: no other id ends a document."""
+        """Return the fixed identity: no other id can end a document."""
         return self.identity
 
     def encode(self, text: str) -> list[int]:
@@ -91,19 +91,19 @@ class BytesTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text; bytes that are no UTF-8 (a model may write any) become the replacement character."""
+        """Decode bytes; invalid UTF-8, which a model may write, becomes the replacement character."""
         return bytes(token for token in ids if token < 256).decode(errors="replace")
 
 
 class JsonTokenizer:
-    """A tokenizer of the Hugging Face `tokenizers` library.
+    """A tokenizer from the Hugging Face `tokenizers` library.
 
     Args:
-        path: its .json file, or a folder of transformers with a tokenizer.json.
-        eod_token: the token that ends a document; None: the folder's eos_token, else the first of END_OF_DOCUMENT_NAMES.
+        path: its .json file, or a transformers folder with a tokenizer.json.
+        eod_token: end-of-document token; None: the folder's eos_token, else the first name in END_OF_DOCUMENT_NAMES that it has.
 
     Raises:
-        DataError: no such file, no tokenizer, or no token that ends a document.
+        DataError: the file does not exist or is not a tokenizer, or it has no end-of-document token.
     """
 
     def __init__(self, path: Path, eod_token: str | None = None) -> None:
@@ -113,7 +113,7 @@ class JsonTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None):
-            # It is for the training of models on varied ids; a corpus has one form.
+            # BPE dropout varies the ids from call to call; a corpus needs one fixed encoding.
             self._tokenizer.model.dropout = None
         own, added = _of_folder(folder, self._tokenizer) if folder else (None, [])
         self._tokenizer.encode_special_tokens = True
@@ -125,21 +125,20 @@ class JsonTokenizer:
         self.identity = self.identity_with(self.eod_id)
 
     def identity_with(self, eod_id: int) -> str:
-        """Return the identity with another end of documents."""
+        """Compute the identity with another end-of-document id."""
         return hashlib.sha256(" ".join([self._sha256, str(eod_id), *self._added]).encode()).hexdigest()
 
     def id_of(self, token: str) -> int | None:
-        """Return the id of a token, a special one too; None where there is no such token."""
+        """Look up a token's id, including special tokens; None if there is no such token."""
         found: int | None = self._tokenizer.token_to_id(token)
         return found
 
     def tokens_of_no_text(self) -> list[str]:
-        """Return the tokens that the library itself would add to a text."""
+        """List the tokens that the library itself would add to a text."""
         tokens: list[str] = self._tokenizer.encode("").tokens
         return tokens
 
     def token_of(self, token_id: int) -> str:
-        """Return the name of a token."""
         name: str = self._tokenizer.id_to_token(token_id)
         return name
 
@@ -148,7 +147,7 @@ class JsonTokenizer:
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        # "fast" leaves out the places of tokens in the text, not any id.
+        # "fast" skips the tokens' offsets in the text; the ids are the same.
         return [found.ids for found in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: list[int]) -> str:
@@ -158,9 +157,15 @@ class JsonTokenizer:
 
 
 def _of_folder(folder: Path, tokenizer: Any) -> tuple[str | None, list[str]]:
-    """Add the tokens of a folder's tokenizer_config.json that its tokenizer.json lacks; return its eos_token and their names.
+    """Add the tokens that a folder's tokenizer.json lacks and its tokenizer_config.json lists.
 
     transformers does the same when it opens the folder (`added_tokens_decoder` in PreTrainedTokenizerFast).
+
+    Returns:
+        The folder's eos_token, if it names one, and the names of the added tokens.
+
+    Raises:
+        DataError: the two files give a token different ids, or one cannot be read.
     """
     added = []
     for number, token in _added_tokens(folder / CONFIG):
@@ -177,10 +182,11 @@ def _of_folder(folder: Path, tokenizer: Any) -> tuple[str | None, list[str]]:
 
 
 def special_token(folder: Path, role: str) -> str | None:
-    """Return the token that a folder of transformers names for a role, such as `eos_token`; None where it names none.
+    """Read the token that a transformers folder names for a role, such as `eos_token`; None if it names none.
 
     Raises:
-        DataError: its tokenizer_config.json or special_tokens_map.json is no JSON, or names something else than a token.
+        DataError: its tokenizer_config.json or special_tokens_map.json is not a JSON object, or names something other than a
+            token.
     """
     for path in (folder / CONFIG, folder / SPECIAL_TOKENS):
         if token := _json_of(path).get(role):
@@ -192,10 +198,10 @@ def special_token(folder: Path, role: str) -> str | None:
 
 
 def _added_tokens(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the tokens that a tokenizer_config.json lists with their ids, in the order of these.
+    """Read the (id, token) pairs that a tokenizer_config.json lists, sorted by id.
 
     Raises:
-        DataError: the file is no JSON, or its list has another form than transformers writes.
+        DataError: the file is not a JSON object, or its list has a form that transformers does not write.
     """
     listed = _json_of(path).get("added_tokens_decoder") or {}
     if not isinstance(listed, dict):
@@ -220,7 +226,7 @@ def _add_token(tokenizer: Any, token: dict[str, Any]) -> None:
 
 
 def _json_of(path: Path) -> dict[str, Any]:
-    """Read a file of a tokenizer's folder; empty where there is none."""
+    """Read a JSON object from a tokenizer's folder; {} if the file is missing."""
     if not os.path.lexists(path):
         return {}
     try:
@@ -235,13 +241,13 @@ def _json_of(path: Path) -> dict[str, Any]:
 
 
 def check_tokenizer(path: Path, vocab_size: int) -> str | None:
-    """Check that another model's tokenizer.json is readable and that the model has an embedding for each id that text can have.
+    """Check that a tokenizer.json is readable, and that a model with `vocab_size` embeddings has one for every id in text.
 
     Returns:
-        A note about special tokens without an embedding, such as Gemma 3 1B's for images; None where there are none.
+        A note about special tokens without an embedding, such as Gemma 3 1B's image tokens; None if there are none.
 
     Raises:
-        DataError: the file is no tokenizer, or a text may have ids of `vocab_size` or above.
+        DataError: the file is not a tokenizer, or text may contain ids >= `vocab_size`.
     """
     tokenizer = _open(path)
     ids, beyond = _text_size(tokenizer), range(vocab_size, _vocab_size(tokenizer))
@@ -256,7 +262,7 @@ def check_tokenizer(path: Path, vocab_size: int) -> str | None:
 
 
 def _open(path: Path) -> Any:
-    """Read a tokenizer of the `tokenizers` library; DataError where there is none."""
+    """Open a tokenizer file with the `tokenizers` library; DataError if it is missing or invalid."""
     import tokenizers  # 10 MB of native code, only needed for a .json
 
     if not path.is_file():
@@ -276,13 +282,13 @@ def _open(path: Path) -> Any:
 
 
 def _vocab_size(tokenizer: Any) -> int:
-    """Return the largest id + 1; 0 where the tokenizer has no token."""
+    """Compute the largest id + 1; 0 if the tokenizer has no tokens."""
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
     return max(ids.values(), default=-1) + 1
 
 
 def _unknown_id(tokenizer: Any) -> int | None:
-    """Return the id of text that the tokenizer does not know; None where its model has none."""
+    """Look up the unknown token's id; None if the tokenizer's model has none."""
     model = parse_json(tokenizer.to_str())["model"]
     if isinstance(found := model.get("unk_id"), int):
         return found
@@ -291,7 +297,7 @@ def _unknown_id(tokenizer: Any) -> int | None:
 
 
 def _text_size(tokenizer: Any) -> int:
-    """Return the largest id + 1 that a text can have: it is never encoded to an added special token."""
+    """Compute the largest id in encoded text, + 1: text is never encoded to an added special token."""
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     never = special - tokenizer.get_vocab(with_added_tokens=False).keys()
     ids: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
@@ -303,11 +309,11 @@ class TokenizerKind:
     """A kind of tokenizer."""
 
     shown: str
-    """How it is given, for messages."""
+    """Description for messages: how to name this kind."""
     fits: Callable[[Path, str | None], bool]
-    """Returns true for a path, and the pattern after its colon, that is of this kind."""
+    """Predicate over a path and the pattern after its colon: whether they name this kind."""
     open: Callable[[Path, str | None, str | None], Tokenizer]
-    """Opens it: path, pattern, end-of-document token."""
+    """Function that opens it, from a path, a pattern and an end-of-document token."""
 
 
 KINDS = (
@@ -332,22 +338,23 @@ KINDS = (
         lambda path, pattern, eod_token: JsonTokenizer(path, eod_token),
     ),
 )
-"""The kinds of tokenizers; the first that fits opens a name."""
+"""Tokenizer kinds; the first that fits a name opens it."""
 
 
 def split_name(name: str) -> tuple[Path, str | None]:
-    """Return the path in the name of a tokenizer, and the pattern after its colon."""
+    """Split a tokenizer name into a path and the pattern after the colon, if it has one."""
     path, colon, pattern = name.partition(":")
-    # pathlib raises for a name that no file can have, as a pattern is.
+    # pathlib raises for names that no file can have, and a pattern may be such a name.
     is_ranks = colon and not os.path.exists(name) and (os.path.isfile(path) or path.endswith(ENDING))  # noqa: PTH110, PTH113
     return (Path(path), pattern) if is_ranks else (Path(name), None)
 
 
 def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer that `data.tokenizer` or `--tokenizer` names; KINDS has what can be named.
+    """Open the tokenizer that `data.tokenizer` or `--tokenizer` names; KINDS lists the accepted forms.
 
     Raises:
-        DataError: see the kinds; or an end-of-document token for bytes, which have their own.
+        DataError: the file is missing or cannot be opened (see the kinds), or `eod_token` is given for `bytes`, which has a fixed
+            end of document.
     """
     path, pattern = split_name(name)
     if why := why_no_path(name if pattern is None else path):
@@ -363,7 +370,7 @@ def _has_model_only(folder: Path) -> bool:
 
 
 def _sentencepiece(path: Path, eod_token: str | None) -> SentencePieceTokenizer:
-    """Open a model of sentencepiece; that of a folder ends documents with the folder's eos_token."""
+    """Open a sentencepiece model; in a folder, the folder's eos_token ends documents unless `eod_token` is given."""
     if path.is_file():
         return SentencePieceTokenizer(path, eod_token)
     return SentencePieceTokenizer(path / SENTENCEPIECE, eod_token or special_token(path, "eos_token"))
