@@ -1,1 +1,1 @@
-"""One module per subcommand of `triaxis`; the table of their names is in `launch/cli.py`."""
+"""One module per `triaxis` subcommand; `launch/cli.py` lists their names."""

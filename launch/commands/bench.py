@@ -120,8 +120,8 @@ def run(args: argparse.Namespace) -> int:
     """Train the layouts one after the other and print the block, or measure the device; return the exit code.
 
     Raises:
-        ConfigError: neither a config nor --device, or words of one with the other.
-        OutputError: the device's file cannot be written.
+        ConfigError: neither a config nor --device is given, or arguments for one are given with the other.
+        OutputError: the device file cannot be written.
     """
     refuse(_problems(args))
     if args.device is None:
@@ -154,7 +154,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _device(args: argparse.Namespace) -> None:
-    """Measure this machine's device, and write its file."""
+    """Measure this machine's device and write its file."""
     from triaxis.launch.tuning.calibrate import write_device
 
     (num_ranks,) = args.ranks or [1]
@@ -212,10 +212,10 @@ def _layouts(args: argparse.Namespace) -> int:
 
 
 def _asked(args: argparse.Namespace) -> Iterator[tuple[str, list[str], int | None]]:
-    """Yield each run: its name, what it changes, and its number of ranks (None: as many as the launcher starts).
+    """Yield each run: its name, its overrides, and its number of ranks (None: the launcher's default).
 
     Raises:
-        ConfigError: no layout is named, or several together with --ranks.
+        ConfigError: --layouts names none, or several together with --ranks.
     """
     layouts = [] if args.layouts is None else [text.strip() for text in args.layouts.split(";") if text.strip()]
     if args.layouts is not None and not layouts:
@@ -247,7 +247,7 @@ def _numbers(text: str) -> list[int]:
 def _try(
     args: argparse.Namespace, label: str, change: Sequence[str], folder: Path, name: str
 ) -> LayoutResult | Failed | None:
-    """Try one layout; None for one that was only shown."""
+    """Try one layout; None in a dry run."""
     try:
         path = write_config(args.config, (*args.overrides, *change), args.steps, folder, name, os.environ)
         if not args.dry_run:
@@ -262,7 +262,7 @@ def _try(
 
 
 def _print_outcome(outcome: LayoutResult | Failed) -> None:
-    """Print on stderr how a layout went, and the end of the output of a run that broke."""
+    """Print a layout's outcome on stderr, with the last output of a run that broke."""
     if isinstance(outcome, LayoutResult):
         print(f"  {outcome.layout}: {outcome.tokens_per_second:,.0f} tokens/s on {outcome.num_ranks}", file=sys.stderr)
         return
@@ -272,7 +272,7 @@ def _print_outcome(outcome: LayoutResult | Failed) -> None:
 
 
 def _that_fits(args: argparse.Namespace, smaller: ParallelConfig | None) -> str:
-    """Return the command that tries a layout which fits the GPUs; nothing where none does."""
+    """Build the command that tries a layout that fits the GPUs, or explain that there is none."""
     if smaller is None:
         return " No smaller layout keeps the rules of this config."
     sizes = [f"{name}={getattr(smaller, name)}" for name in ("tp", "pp", "vpp", "ep", "etp")]
@@ -281,7 +281,7 @@ def _that_fits(args: argparse.Namespace, smaller: ParallelConfig | None) -> str:
 
 
 def _words(args: argparse.Namespace, layouts: str | None) -> list[str]:
-    """Return the command that does the same again, or with other layouts."""
+    """Build the command line that repeats this benchmark, or runs it with other layouts."""
     options = ["--steps", str(args.steps)]
     options += [] if layouts is None else ["--layouts", layouts]
     options += [] if args.ranks is None else ["--ranks", ",".join(map(str, args.ranks))]
@@ -290,10 +290,10 @@ def _words(args: argparse.Namespace, layouts: str | None) -> list[str]:
 
 
 def _refuse_other_launchers() -> None:
-    """Refuse to run as a rank of a job, or on several nodes.
+    """Refuse to run as one rank of a job, or on several nodes.
 
     Raises:
-        ConfigError: another launcher has started this process, or was asked for.
+        ConfigError: another launcher started this process, or was requested.
     """
     several = os.environ.get("NNODES", "") not in ("", "1") or hostfile.is_asked_for(os.environ)
     if "RANK" in os.environ or is_rank(os.environ) or several:
@@ -306,7 +306,7 @@ def _refuse_other_launchers() -> None:
 
 @contextmanager
 def _ranks(world_size: int | None) -> Iterator[None]:
-    """Set the number of ranks that the launcher starts; None leaves it to the launcher."""
+    """Set the number of ranks that the launcher starts; None leaves the choice to the launcher."""
     before = os.environ.get("NPROC_PER_NODE")
     if world_size is not None:
         os.environ["NPROC_PER_NODE"] = str(world_size)

@@ -1,9 +1,9 @@
-"""`triaxis checkpoint`: look into checkpoints; one process, no process group, one piece of a tensor in memory at a time.
+"""`triaxis checkpoint`: inspect and compare checkpoints in one process, with one piece of a tensor in memory at a time.
 
-inspect       what it holds, where its run stood, what it descends from
+inspect       content, where its run stood, which checkpoints it descends from
 diff          A and B: the first tensor that differs and where in it, and what else is not the same
-check         every byte against the hashes that were taken while it was written
-fingerprint   the number that no layout changes, as stored or from the bytes
+check         every byte against the hashes taken while it was written
+fingerprint   a number that does not depend on the layout, as stored or computed from the bytes
 
 A checkpoint is named by its folder, a folder of checkpoints (the latest) or a run directory.
 """
@@ -26,7 +26,7 @@ from triaxis.engine.telemetry.outlets.format import compact, significant
 from triaxis.engine.telemetry.record.parameters import MODULES, module_of
 from triaxis.launch.start.command_line import CommandParser, add_checkpoint, print_json
 
-if TYPE_CHECKING:  # they import torch, which takes a second: not for --help
+if TYPE_CHECKING:  # these import torch, which takes a second, too long for --help
     from triaxis.engine.checkpoint.directory import Candidate
     from triaxis.engine.checkpoint.format.manifest import Manifest
     from triaxis.launch.inspect.check import CheckpointCheck
@@ -53,7 +53,7 @@ FINGERPRINT_EXAMPLES = """examples:
 """
 PROBLEMS_PER_FILE = 3
 FIELDS_PER_SECTION = 12
-"""What is shown of long lists."""
+"""How much of long lists is shown."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -83,13 +83,13 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen verb; CheckpointError where there is no checkpoint."""
+    """Run the chosen verb; CheckpointError if there is no checkpoint."""
     function: Callable[[argparse.Namespace], int] = args.verb_function
     return function(args)
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Print what a checkpoint holds."""
+    """Print a checkpoint's content."""
     from triaxis.engine.checkpoint.directory import find
 
     candidate = find(args.path)
@@ -101,13 +101,13 @@ def inspect(args: argparse.Namespace) -> int:
     console.print(_module_table(manifest))
     if args.tensors:
         console.print(_tensor_table(manifest))
-    if args.json:  # of a large checkpoint it is long
+    if args.json:  # long for a large checkpoint, so built only if needed
         print_json(args, _as_json(candidate))
     return 0
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print the differences of two checkpoints; 1 if any tensor differs."""
+    """Print the differences between two checkpoints; exit code 1 if any tensor differs."""
     from triaxis.engine.checkpoint.directory import find
     from triaxis.launch.inspect.compare import compare_values, differences
 
@@ -132,7 +132,7 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def check(args: argparse.Namespace) -> int:
-    """Read every byte of one checkpoint, or of all in a folder; 1 if anything is damaged."""
+    """Read every byte of one checkpoint, or of all in a folder; exit code 1 if anything is damaged."""
     from triaxis.engine.checkpoint.directory import folders_at
     from triaxis.launch.inspect.check import check_files
 
@@ -152,7 +152,7 @@ def check(args: argparse.Namespace) -> int:
 
 
 def fingerprint(args: argparse.Namespace) -> int:
-    """Print the fingerprint of each kind; with --recompute compute it from the bytes, and return 1 where it differs."""
+    """Print the fingerprint for each kind; with --recompute compute it from the bytes, with exit code 1 if it differs."""
     from triaxis.engine.checkpoint.directory import find
     from triaxis.launch.inspect.check import fingerprint_bytes
 
@@ -242,7 +242,7 @@ def _tensor_table(manifest: "Manifest") -> Table:
 
 
 def _by_module(manifest: "Manifest") -> dict[str, tuple[int, int]]:
-    """Sum (tensors, parameters) of each module that has any."""
+    """Sum (tensors, parameters) for each module that has any."""
     counts: dict[str, tuple[int, int]] = {}
     numels = {name: math.prod(info.shape) for name, info in manifest.tensors.items()}
     for name, numel in numels.items():
@@ -395,7 +395,7 @@ def _show_checked(console: Console, checked: "CheckpointCheck") -> None:
 
 
 def _data_bytes(folder: Path) -> int:
-    """Return the total of a progress bar; 0 where the manifest cannot be read (`check` says why)."""
+    """Total bytes for a progress bar; 0 if the manifest cannot be read (`check` reports why)."""
     from triaxis.engine.checkpoint.format.manifest import parse_manifest
 
     try:
@@ -407,7 +407,7 @@ def _data_bytes(folder: Path) -> int:
 
 @contextmanager
 def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal until all is read; nothing in a log file."""
+    """Show a progress bar on a terminal; nothing in a log file."""
     if not console.is_terminal:
         yield lambda num_bytes: None
         return

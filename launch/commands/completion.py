@@ -1,4 +1,4 @@
-"""`triaxis completion`: what a shell needs to complete commands, options and names of configs; shtab writes it."""
+"""`triaxis completion`: a shell script that completes commands, options and config names; shtab generates it."""
 
 import argparse
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ A new shell has it. For zsh, the folder has to be in fpath, and compinit has to 
 """
 SHELLS = ("bash", "zsh", "tcsh")
 CONFIGS = "_triaxis_configs"
-"""A function for bash that completes the words of a command: names of shipped configs beside files."""
+"""Bash function that completes a command's words: shipped config names and files."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the shell's script; 0."""
+    """Print the shell's completion script."""
     import shtab
 
     names = " ".join(shipped_configs())
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _whole_parser() -> argparse.ArgumentParser:
-    """Build one parser of all commands. Each is a parser of its own, since a command imports only what it needs."""
+    """Build one parser with all commands. Each command has a separate parser because it imports only what it needs."""
     import shtab
 
     from triaxis.launch.cli import COMMANDS, command_module, command_parser
@@ -47,7 +47,7 @@ def _whole_parser() -> argparse.ArgumentParser:
         parser = command_parser(command_module(name))
         for action in _actions(parser):
             if action.dest == "words":
-                action.help = "config, or section.key=value"  # shtab leaves out what has no help
+                action.help = "config, or section.key=value"  # shtab skips actions without help
                 action.complete = {**shtab.FILE, "bash": CONFIGS}  # type: ignore[attr-defined]
             elif action.type is Path:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]

@@ -97,7 +97,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen verb; ConfigError with all problems if there are any."""
+    """Run the chosen verb; ConfigError lists all problems."""
     if args.verb == "print":
         config = load_config(args.config, args.overrides, os.environ)
         print(to_yaml(config, describe=True), end="")
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _parameters(config: Config) -> list[tuple[str, ...]]:
-    """Return a table of the parameters, its head first; consecutive layers with equal ones are one."""
+    """Build a table of the parameters, header first; consecutive layers with equal parameters share rows."""
     rows: list[tuple[str, ...]] = [("parameter", "shape", "lr x", "decay", "group")]
     for layers, name, one in _by_layers(grouped_parameters(config)):
         rule, group = one.rule, "" if one.number is None else config.optimizer.groups[one.number]["match"]
@@ -172,7 +172,7 @@ def _parameters(config: Config) -> list[tuple[str, ...]]:
 
 
 def _by_layers(found: Sequence[GroupedParameter]) -> Iterator[tuple[str, str, GroupedParameter]]:
-    """Yield (numbers of layers such as 0-31, name with N in their place, the parameter of the first), in forward order."""
+    """Yield (layer range such as 0-31, name with N for the layer, the first layer's parameter), in forward order."""
     alike: list[tuple[list[str], list[tuple[str, GroupedParameter]]]] = []
     for layer, parameters in groupby(found, key=_layer_of):
         named = [(one.spec.name.replace(f"layers.{layer}.", "layers.N.", 1), one) for one in parameters]
@@ -197,7 +197,7 @@ def _facts(named: Sequence[tuple[str, GroupedParameter]]) -> list[tuple[object, 
 def _derived(
     config: Config, world_size: int | None, ranks_per_node: int | None, devices: Devices | None
 ) -> list[tuple[str, str]]:
-    """List the facts that follow from a legal config, as lines of (name, value)."""
+    """List facts derived from a legal config, as (name, value) lines."""
     model, parallel = config.model, config.parallel
     padding = model.padded_vocab_size - model.vocab_size
     used = f", of which a token uses {num_active(model):,}" if model.has_experts else ""
@@ -244,7 +244,7 @@ def _derived(
 
 
 def _cp_imbalance(config: Config, dp: int) -> str:
-    """Describe the unequal attention work of cp ranks, as far as documents are known without opening a corpus."""
+    """Describe the unequal attention work across cp ranks, if document lengths are known without opening a corpus."""
     if not config.data.synthetic:
         return "over cp: it follows from the lengths of the corpus' documents; the banner of a run has it"
     model, train = config.model, config.train
@@ -260,13 +260,13 @@ def _cp_imbalance(config: Config, dp: int) -> str:
 
 
 def _check_programs(config: Config, sizes: ParallelSizes) -> None:
-    """Execute the programs of a step and of a validation under NCCL's rules, as every rank does before it trains.
+    """Execute the programs for a step and a validation under NCCL's rules, as every rank does before training.
 
-    A schedule that is named is one function of pp, vpp and the number of microbatches. Of a large one, a smaller one is executed
-    here, so that the answer comes in seconds; the ranks execute their own.
+    A named schedule is a function of pp, vpp and the number of microbatches. If it is large, a smaller one is executed here, so
+    that the answer takes seconds; the ranks execute their own.
 
     Raises:
-        ScheduleError: one of them would deadlock.
+        ScheduleError: a program would deadlock.
     """
     num_microbatches, pp = batch_plan(config, sizes.dp).num_microbatches, sizes.pp
     if config.schedule.file is None:

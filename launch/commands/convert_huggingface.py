@@ -1,9 +1,9 @@
-"""Hugging Face folders into a checkpoint (`triaxis import`), and out of one (`export`); one process, no process group.
+"""Convert between Hugging Face folders and our checkpoints (`triaxis import`, `triaxis export`) in one process.
 
     HF_DIR/config.json, *.safetensors  --import-->  OUT_DIR/step_00000000/ (weights), OUT_DIR/train.yaml
     checkpoint of any layout           --export-->  OUT_DIR/config.json, *.safetensors, tokenizer.json
 
-Both write a folder that is there whole or not at all, and hold a tensor or a few of them in memory at a time.
+Both create the output folder atomically, and hold only one or a few tensors in memory at a time.
 """
 
 import argparse
@@ -52,7 +52,7 @@ TRAIN_CONFIG = "train.yaml"
 
 
 def import_huggingface(args: argparse.Namespace) -> None:
-    """Write the weights of a Hugging Face folder as our checkpoint, with a config for training."""
+    """Write a Hugging Face folder's weights as our checkpoint, with a config for training."""
     from triaxis.models.interop.huggingface.weights import open_folder
 
     console = Console(highlight=False, soft_wrap=True, markup=False)
@@ -81,14 +81,14 @@ def import_weights(found: "HuggingFaceModel", source: Path, out: Path, dtype: st
 
     Args:
         found: the folder `source`, opened.
-        source: with config.json and the weights.
-        out: the folder to make; it must not exist.
+        source: folder with config.json and the weights.
+        out: folder to create; it must not exist.
         dtype: `source`, or one of `triaxis.engine.numerics.precision.DTYPES`.
-        console: where a bar shows the progress.
+        console: console for the progress bar and notes.
 
     Raises:
         CheckpointError: `out` exists or cannot be written, or a weight is not finite.
-        DataError: the folder's tokenizer is unreadable or of another model.
+        DataError: the folder's tokenizer is unreadable or does not fit the model.
     """
     from triaxis.engine.checkpoint.format.manifest import TrainingState
     from triaxis.engine.checkpoint.import_weights import write_checkpoint
@@ -105,7 +105,7 @@ def import_weights(found: "HuggingFaceModel", source: Path, out: Path, dtype: st
                 partial,
                 found.shards(_torch_dtype(dtype), advance),
                 TrainingState.at_start(),
-                # Every field, as a run's own checkpoint has it: what is absent would count as changed.
+                # List every field, as a run's own checkpoint does: an absent field would count as changed.
                 # The tokenizer's path is relative to the checkpoint's folder, so that both can be moved.
                 config={
                     **config,
@@ -121,7 +121,7 @@ def import_weights(found: "HuggingFaceModel", source: Path, out: Path, dtype: st
 
 
 def import_source(family: str, source: Path) -> str:
-    """Return the origin that the checkpoint of an import records."""
+    """Origin string that an imported checkpoint records."""
     return f"hf-import of a {family}: {source}"
 
 
@@ -149,7 +149,7 @@ def export_huggingface(args: argparse.Namespace) -> None:
     name, tokenizer, notes = tokenizer_of(candidate, args.tokenizer, model.vocab_size)
     record = record_of_checkpoint(candidate, None if name is None else tokenizer_file(name), name)
     if record is not None and tokenizer is not None and not record.ends_with(tokenizer.eod_id):
-        # Training has taught another end of documents than the import's: its ids and files would stop at the wrong token.
+        # Training used another end-of-document token than the import, whose ids and files would stop at the wrong token.
         record = record if candidate.manifest.content == "weights" else None
     exported = ExportedTokenizer()
     if name is not None and tokenizer is not None:
@@ -203,14 +203,14 @@ def export_huggingface(args: argparse.Namespace) -> None:
 
 
 def _torch_dtype(name: str) -> Any:
-    """Return torch's dtype, or None for `source`, as the weights are saved."""
+    """torch dtype for a name; None for `source`, which keeps the saved dtype."""
     from triaxis.engine.numerics.precision import DTYPES as TORCH_DTYPES
 
     return None if name == "source" else TORCH_DTYPES[name]
 
 
 def _train_config(family: str, config: dict[str, Any], out: Path) -> str:
-    """Build a config that continues from the imported weights, complete but for the corpus."""
+    """Build a config that continues from the imported weights and lacks only the corpus."""
     model = yaml.safe_dump({"model": config["model"]}, sort_keys=False)
     kernels = yaml.safe_dump({"kernels": config["kernels"]}, sort_keys=False) + "\n" if "kernels" in config else ""
     tokenizer = config["data"]["tokenizer"]
@@ -240,7 +240,7 @@ checkpoint:
 
 @contextmanager
 def _progress(console: Console, what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal, nothing in a log file; yield the function that receives the bytes done."""
+    """Show a progress bar on a terminal, nothing in a log file; yield a callback that takes the bytes done."""
     if not console.is_terminal:
         yield lambda num_bytes: None
         return

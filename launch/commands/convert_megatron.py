@@ -1,4 +1,4 @@
-"""Megatron-Core's `torch_dist` checkpoints into ours (`triaxis import`), and out of them (`export`); one process.
+"""Convert between Megatron-Core's `torch_dist` checkpoints and ours (`triaxis import`, `triaxis export`) in one process.
 
 MEGATRON_DIR/iter_0000100  --import-->  OUT_DIR/step_00000100/ (weights, moments), OUT_DIR/train.yaml
 checkpoint of any layout   --export-->  OUT_DIR/iter_0000100/, OUT_DIR/latest_checkpointed_iteration.txt
@@ -34,7 +34,7 @@ TRAIN_CONFIG = "train.yaml"
 
 
 def import_megatron(args: argparse.Namespace) -> None:
-    """Write Megatron's weights, and the optimizer's state where it can be read, as our checkpoint, with a config."""
+    """Write Megatron-Core's weights as our checkpoint with a config, and the optimizer state if it can be read."""
     from triaxis.engine.checkpoint.format.manifest import TrainingState
     from triaxis.engine.checkpoint.import_weights import write_checkpoint
     from triaxis.models.interop.huggingface.files import whole_folder, write_text
@@ -98,7 +98,7 @@ def import_megatron(args: argparse.Namespace) -> None:
 
 
 def export_megatron(args: argparse.Namespace) -> None:
-    """Write our checkpoint in Megatron's format, with the optimizer's state where there is one."""
+    """Write our checkpoint in Megatron-Core's format, including the optimizer state if there is one."""
     from triaxis.engine.checkpoint.directory import find
     from triaxis.engine.checkpoint.import_weights import read_tensor, read_weights
     from triaxis.engine.checkpoint.inspect.weights import check_weights
@@ -163,7 +163,7 @@ def export_megatron(args: argparse.Namespace) -> None:
 def _model(
     args: argparse.Namespace, theirs: Mapping[str, Any], source: str
 ) -> tuple[ModelConfig, dict[str, Any], list[str]]:
-    """Return (the model, the known part of the run's configuration, notes)."""
+    """Read the model, the known part of the run's config, and notes."""
     if args.config is not None:
         config = load_config(args.config, [], os.environ)
         if theirs:
@@ -171,7 +171,7 @@ def _model(
             refuse(wrong, f"{args.config} with {source}")
         known = config.model_dump(mode="json")
         if config.optimizer.ema is not None:
-            # Megatron-Core has no moving average: a run that keeps one starts it as these weights.
+            # Megatron-Core has no moving average, so a run with one initializes it from these weights.
             del known["optimizer"]["ema"]
         return config.model, known, []
     if not theirs:
@@ -193,7 +193,7 @@ def _model(
 
 
 def _known(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Build our sections, whole and checked, from the matching arguments of Megatron."""
+    """Build complete, validated sections from the matching Megatron-LM arguments."""
     kinds: dict[str, type[Section]] = {"train": TrainConfig, "optimizer": OptimizerConfig, "precision": PrecisionConfig}
     return {
         name: kinds[name].model_validate(values).model_dump(mode="json")
@@ -214,7 +214,7 @@ def _validated(kind: Any, values: Any, folder: Path) -> Any:
 
 
 def _train_config(config: Mapping[str, Any], out: Path, *, has_moments: bool) -> str:
-    """Build a config that continues from the import, complete but for the corpus."""
+    """Build a config that continues from the import and lacks only the corpus."""
     known = {name: config[name] for name in ("model", "train", "optimizer", "precision") if name in config}
     known = {
         name: {key: value for key, value in section.items() if value is not None} for name, section in known.items()

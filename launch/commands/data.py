@@ -1,13 +1,14 @@
-"""`triaxis data`: look into corpora, join them and cut them; tokens are copied, never encoded again.
+"""`triaxis data`: inspect, check, join and split corpora; tokens are copied, never encoded again.
 
 which     the documents that a step of a run has read (`launch/reads/data_which.py`)
 repeats   tokens that a run has read twice, or left out, over all its attempts (`launch/reads/data_repeats.py`)
-inspect   documents, tokens, lengths, ends of documents, the first text
+inspect   documents, tokens, lengths, document ends, the first text
 check     every byte against the record's hashes, every id against the tokenizer
 merge     A B ... -> C, the documents of A, then those of B
 split     C -> A B ..., the first documents, then the next ones
 
-A corpus is named by its prefix: the path of the .bin/.idx pair without an ending, of `triaxis prepare` or of Megatron's tools.
+A corpus is named by its prefix: the path, without an ending, of the .bin/.idx pair written by `triaxis prepare` or Megatron's
+tools.
 """
 
 import argparse
@@ -44,7 +45,7 @@ SPLIT_EXAMPLES = """examples:
 """
 SHOWN_CHARACTERS = 300
 SHOWN_TOKENS = 100
-"""Length of the excerpt of the first document."""
+"""Excerpt length for the first document: decoded tokens, and shown characters above."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -93,13 +94,13 @@ def _add_force(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the chosen verb; DataError for corpora that are missing, damaged or of different tokenizers."""
+    """Run the chosen verb; DataError for corpora that are missing, damaged or use different tokenizers."""
     function: Callable[[argparse.Namespace], int] = args.verb_function
     return function(args)
 
 
 def inspect(args: argparse.Namespace) -> int:
-    """Print the counts of a corpus and its first text."""
+    """Print a corpus's counts and its first text."""
     corpus, record = IndexedTokens(args.prefix), read_record(args.prefix)
     tokenizer = _tokenizer(args, args.prefix, record)
     is_asked = record is None or args.tokenizer is not None or args.eod_token is not None
@@ -137,7 +138,7 @@ def inspect(args: argparse.Namespace) -> int:
 
 
 def check_corpora(args: argparse.Namespace) -> int:
-    """Read corpora whole and print what contradicts their records or their tokenizers; 1 if anything does."""
+    """Read whole corpora and print contradictions with their records or tokenizers; exit code 1 if there are any."""
     console = Console(highlight=False, soft_wrap=True, markup=False)
     results, is_bad = [], False
     for prefix in args.prefixes:
@@ -163,7 +164,7 @@ def check_corpora(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace, prefix: str, record: CorpusRecord | None) -> Tokenizer | None:
-    """Open the tokenizer that was named, or the record's if it is still what the corpus was made with."""
+    """Open the tokenizer given, or the record's if it is still the one the corpus was made with."""
     if args.tokenizer is not None:
         return load_tokenizer(args.tokenizer, args.eod_token)
     if record is None:
@@ -218,7 +219,7 @@ def split_corpus(args: argparse.Namespace) -> int:
 
 
 def _numbers(option: str, text: str) -> list[float]:
-    """Parse numbers with commas between them; ConfigError for anything else."""
+    """Parse comma-separated numbers; ConfigError for anything else."""
     try:
         numbers = [float(word) for word in text.split(",")]
     except ValueError:

@@ -1,4 +1,4 @@
-"""`triaxis doctor`: a check that nodes are alike, joined as the layout needs, and equally fast; it names the one that is not."""
+"""`triaxis doctor`: check that nodes are alike, connected as the layout needs, and equally fast; name any node that is not."""
 
 import argparse
 import importlib
@@ -34,7 +34,7 @@ ONE_PROCESS = (
     "schedule.file=null",
     "data.synthetic=true",
 )
-"""The default config as one rank, for the facts of this node."""
+"""Overrides that turn the default config into a one-rank run, for facts about this node."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     """Start the ranks, or run as one of them; return their exit code.
 
     Raises:
-        ConfigError: several ranks and no config.
+        ConfigError: several ranks were started without a config.
     """
     asked = request(args)
     is_one_of_several = "RANK" in os.environ or is_rank(os.environ)

@@ -1,4 +1,4 @@
-"""`triaxis evaluate`: loss and perplexity of a text under a checkpoint's model (the ranks: launch/inference/evaluate.py)."""
+"""`triaxis evaluate`: a text's loss and perplexity under a checkpoint's model (the ranks: launch/inference/evaluate.py)."""
 
 import argparse
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check everything that needs no weights, then start the ranks; return their exit code."""
     refuse(_problems(args))
-    # A pipeline is full when it has as many microbatches as stages; twice that keeps its bubble small.
+    # As many microbatches as stages fill a pipeline; twice that keeps its bubble small.
     num_microbatches = 2 * args.pp if args.pp and args.pp > 1 else 1
     global_batch_size = args.batch_size * (args.dp or 1) * num_microbatches
     asked = ask(args, {"micro_batch_size": args.batch_size, "global_batch_size": global_batch_size})

@@ -1,4 +1,4 @@
-"""`triaxis export`: a checkpoint of any layout as a folder of Hugging Face, or as a checkpoint of Megatron-Core."""
+"""`triaxis export`: write a checkpoint of any layout as a Hugging Face folder or as a Megatron-Core checkpoint."""
 
 import argparse
 from pathlib import Path
@@ -26,7 +26,7 @@ EXAMPLES = """examples:
 HF, MEGATRON = "hf", "megatron"
 OF_HF = ("family", "tokenizer", "max_shard_gb")
 OF_MEGATRON = ("weights_only",)
-"""Options of one form alone."""
+"""Options that apply to only one output format."""
 
 SHARD_GB = 5.0
 
@@ -70,7 +70,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export the checkpoint; CheckpointError, ConfigError or DataError where that is impossible."""
+    """Export the checkpoint; CheckpointError, ConfigError or DataError if that is impossible."""
     other, useless = (HF, OF_HF) if args.to == MEGATRON else (MEGATRON, OF_MEGATRON)
     problems = [
         f"{option} with --to {args.to}: it is for --to {other}, and would do nothing. Leave it out."

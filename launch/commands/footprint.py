@@ -1,4 +1,4 @@
-"""`triaxis footprint`: memory, traffic and operators of one rank of any layout in a step, without the machines."""
+"""`triaxis footprint`: memory, traffic and operators for one rank's step in any layout, without the machines."""
 
 import argparse
 import os
@@ -59,7 +59,7 @@ With documents, windows or cp, kernels.attention=varlen takes the GPU's. docs/fo
 SHOWN_OPS = 4
 REAL_STEPS = 3
 MOST_RANKS_OF_A_WHOLE_REPLAY = 16
-"""Up to here each rank runs for itself; in a larger layout one rank represents its stage."""
+"""Up to this many ranks, each rank is run; in a larger layout one rank represents its stage."""
 NO_RACES, RACES = 0, 1
 
 
@@ -100,7 +100,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the footprint of some ranks, replay all of them, look for races, or measure all; return the exit code."""
+    """Print the footprint of some ranks, replay all ranks, search for races, or measure all ranks; return the exit code."""
     refuse(_problems(args))
     if args.measured:
         overrides = [*args.overrides, *(layout_overrides(args.layout) if args.layout else [])]
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     if args.races:
         return _races(config, args)
-    # torch is imported where it is needed: `--help` and mistakes are answered at once.
+    # torch is imported only here, so that `--help` and mistakes are answered at once.
     from triaxis.engine.config.extension_section import with_costs
     from triaxis.launch.footprint.own_costs import OwnCostsMeter
     from triaxis.launch.footprint.run import Footprints
@@ -177,7 +177,7 @@ def read_config(args: argparse.Namespace) -> Config:
     """Read the config with `parallel.dp` filled in from the layout or the world size.
 
     Raises:
-        ConfigError: all problems of the configuration, or nothing that says how large dp is.
+        ConfigError: the config has problems (all are listed), or nothing sets dp.
     """
     layout = [] if args.layout is None else layout_overrides(args.layout, dp_is_open=args.world_size is not None)
     config = load_config(args.config, (*args.overrides, *layout), os.environ, world_size=args.world_size)
@@ -190,7 +190,7 @@ def read_config(args: argparse.Namespace) -> Config:
 
 
 def _real(console: Console, config: Config, rank: int, counted: "Footprint") -> dict[str, object]:
-    """Run the rank's steps on a device, and add the measurement to the counts."""
+    """Run the rank's steps on a device, and compare the measurements with the counts."""
     from triaxis.engine.comm.placement import place
     from triaxis.engine.device.allocator import set_up_allocator
     from triaxis.launch.footprint.real import real_steps
@@ -226,7 +226,7 @@ def _device_name(device: "torch.device") -> str:
 
 
 def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
-    """Run and replay all ranks; a layout in which ranks would not meet ends in an error."""
+    """Run and replay all ranks; raises an error if ranks would not meet."""
     from triaxis.launch.footprint.replay import replay
 
     world = footprints.sizes.world_size
@@ -249,7 +249,7 @@ def _replay(console: Console, footprints: "Footprints") -> dict[str, object]:
 
 
 def show_footprint(console: Console, config: Config, rank: int, found: "Footprint") -> None:
-    """Print memory, saved tensors and the formula, traffic and operators."""
+    """Print memory, saved tensors with the formula, traffic and operators."""
     stages = ", ".join(map(str, found.stages))
     run, all_ = found.run_microbatches, found.num_microbatches
     how = "all of them run" if run == all_ else f"{run} run, {all_ - run} added up from those like them"
@@ -289,7 +289,7 @@ def show_footprint(console: Console, config: Config, rank: int, found: "Footprin
 
 
 def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
-    """Print the terms of a layer and their sum, with the measured bytes."""
+    """Print a layer's terms and their sum, next to the measured bytes."""
     from triaxis.launch.footprint.run import assumed_documents
     from triaxis.models.predict.experts.memory import worst_load
     from triaxis.models.predict.layer_terms import block_terms, paper_per_token, per_token
@@ -328,7 +328,7 @@ def _show_formula(console: Console, config: Config, found: "Footprint") -> None:
 
 
 def _formula_bytes(config: Config, found: "Footprint") -> float:
-    """Return the bytes that a microbatch saves on the rank's chunks by the formula, those moved to the host included."""
+    """Bytes that a microbatch saves on the rank's chunks according to the formula, including those moved to the host."""
     from triaxis.models.predict.activation_memory import kept_bytes, moved_bytes
 
     sizes = parallel_sizes(config)
@@ -346,7 +346,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _alike(found: "Footprint") -> Counter[tuple[str, str, int]]:
-    """Count (where, tensor, bytes) over layers and chunks that are alike, in the order of the first."""
+    """Count equal (site, tensor, bytes) over layers and chunks, in order of first occurrence."""
     rows: Counter[tuple[str, str, int]] = Counter()
     for one in found.saved:
         site = re.sub(r"\.\d+\.", ".N.", re.sub(r"^chunk \d+: ", "", one.site)) or "(the chunk itself)"
@@ -374,7 +374,7 @@ def _traffic(found: "Footprint") -> dict[tuple[str, str, str], tuple[int, int]]:
 
 
 def as_json(config: Config, rank: int, found: "Footprint") -> dict[str, object]:
-    """Return all numbers, in bytes."""
+    """All numbers as JSON, in bytes."""
     return {
         "rank": rank,
         "coordinates": asdict(found.coordinates),

@@ -1,4 +1,4 @@
-"""`triaxis generate`: text from a checkpoint, one prompt after another, on one rank or many (launch/inference/generate.py)."""
+"""`triaxis generate`: continue prompts with a checkpoint's model, on one rank or many (launch/inference/generate.py)."""
 
 import argparse
 from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Check everything that needs no weights, then start the ranks; return their exit code."""
     asked = ask(args)
     asked, tokenizer = open_tokenizer(asked)
-    # Documents follow their predecessor's end in training, so that is what a text without a beginning follows.
+    # In training, each document follows the previous one's end token, so an empty prompt starts with that token.
     prompts = [(text, tokenizer.encode(text) or [tokenizer.eod_id]) for text in args.prompt]
     lengths = [len(tokens) for _, tokens in prompts]
     refuse([*_sampling_problems(args), *_length_problems(args, asked.config.model, lengths)])

@@ -1,5 +1,5 @@
 # ruff: noqa: N999  (a command's module has its name, and is imported by name only)
-"""`triaxis import`: a model of Hugging Face or Megatron-Core as a checkpoint to start from, and a config that trains it."""
+"""`triaxis import`: turn a Hugging Face or Megatron-Core model into a checkpoint to start from, with a config that trains it."""
 
 import argparse
 from pathlib import Path
@@ -28,7 +28,7 @@ iteration in it; the optimizer's state comes along then, so that the run can be 
 """
 OF_HUGGING_FACE = ("seq_length", "dtype", "ignore")
 OF_MEGATRON = ("config", "vocab_size", "weights_only")
-"""Options of one kind of source alone."""
+"""Options that apply to only one kind of source."""
 
 SIGNS_OF_A_MODEL = ("config.json", "*.safetensors", "*.gguf", "*.bin")
 
@@ -59,7 +59,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Import the model; CheckpointError, ConfigError or DataError where that is impossible."""
+    """Import the model; CheckpointError, ConfigError or DataError if that is impossible."""
     from triaxis.models.interop.megatron.files import is_megatron_checkpoint  # torch, after the command line is right
 
     is_megatron = is_megatron_checkpoint(args.source)

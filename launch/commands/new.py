@@ -1,11 +1,11 @@
-"""`triaxis new`: a config that trains, each value with its reason, from a model's description, a corpus and a machine.
+"""`triaxis new`: write a ready-to-train config, with a reason for each value, from a model, a corpus and a machine.
 
     a shipped config, or one of yours   its model, on your corpus and machine
-    config.json, or its folder          a Hugging Face model; with --weights it goes on from the folder's weights
-    --size 125M                         a model of so many parameters
+    config.json, or its folder          a Hugging Face model; with --weights training continues from the folder's weights
+    --size 125M                         a model with about that many parameters
     a command line of Megatron-LM       the run that it describes, and what has no counterpart here
 
-Everything that can be refused is refused before the first weight is copied. All but the YAML is printed on stderr.
+All checks run before the first weight is copied. Everything but the YAML is printed on stderr.
 """
 
 import argparse
@@ -59,10 +59,10 @@ Without --data the run has random tokens, for speed and memory. Without --tokens
 IMPORTED = Path("imported")
 SENTENCEPIECE = "tokenizer.model"
 DEFAULT_SEQ_LENGTH = 8192
-"""Longest samples where none are asked for: those of models made for more would need many times the memory."""
+"""Maximum sample length if --seq-length is not given; models made for longer texts would need many times the memory."""
 SIZE_SEQ_LENGTH = 2048
 SIZE_VOCABULARY = 50_257
-"""Sample length and vocabulary of --size, where nothing says others: GPT-3's."""
+"""GPT-3's sample length and vocabulary, used by --size if nothing else sets them."""
 TOKENS_PER_PARAMETER = 20
 SHOWN_TOKENS = 24
 MOST_PASSES = 4
@@ -70,29 +70,29 @@ REPEATED = (
     "text that is read more than four times teaches ever less (2305.16264); more text, or fewer tokens, is better"
 )
 OWN_SECTIONS = ("model", "kernels")
-"""Sections that a model decides, and that an override may change: the rest follows from corpus, tokens and machine."""
+"""Sections that the model sets and overrides may change; all others follow from corpus, tokens and machine."""
 
 SIZE, CONFIG, HUGGING_FACE, MEGATRON = "--size", "a config", "a Hugging Face model", "a command line of Megatron-LM"
-"""Kinds of sources."""
+"""Kinds of source."""
 USELESS: Mapping[str, tuple[str, ...]] = {
     SIZE: ("weights", "ignore", "vocab_size"),
     CONFIG: ("weights", "ignore", "vocab_size"),
     HUGGING_FACE: ("vocab_size",),
     MEGATRON: ("tokens", "gpus", "output", "seq_length", "weights"),
 }
-"""Options that each kind leaves nothing to."""
+"""Options without effect for each kind of source."""
 
 
 @dataclass
 class _Model:
-    """A model to make a config of.
+    """Model to write a config for.
 
     Attributes:
-        name: what it is, for people.
-        sections: fields of `OWN_SECTIONS`.
-        notes: for people.
-        folder: of a Hugging Face model; None: it has none.
-        found: the folder opened with its weights; None: they are not asked for.
+        name: description for people.
+        sections: fields in `OWN_SECTIONS`.
+        notes: notes for people.
+        folder: Hugging Face model's folder; None for other sources.
+        found: opened folder with its weights; None if they are not requested.
     """
 
     name: str
@@ -148,7 +148,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the config, with --weights after the import; ConfigError, CheckpointError or DataError where that is impossible."""
+    """Print the config, with --weights after the import; ConfigError, CheckpointError or DataError if that is impossible."""
     kind = _kind(args)
     refuse(_problems(args, kind))
     if kind == MEGATRON:
@@ -203,8 +203,8 @@ def _kind(args: argparse.Namespace) -> str:
 
 
 def _path(args: argparse.Namespace) -> Path:
-    """Return the path of the source: a folder of the user's comes before a shipped config of that name."""
-    # Path.is_dir raises for a name that no file can have.
+    """Path of the source. A folder in the working directory takes precedence over a shipped config with that name."""
+    # Path.is_dir raises for an invalid file name.
     return Path(args.source) if os.path.isdir(args.source) else config_path(args.source)  # noqa: PTH112
 
 
@@ -241,7 +241,7 @@ def _of_size(args: argparse.Namespace) -> _Model:
 
 
 def _vocabulary(prefix: str) -> int:
-    """Return the tokens of a corpus' tokenizer, as it is recorded; else as many as its ids need."""
+    """Vocabulary size: recorded for the corpus's tokenizer, or else as large as its ids require."""
     record = read_record(prefix)
     return record.num_embeddings if record is not None else IndexedTokens(prefix).ids(MOST_IDS)[1] + 1
 
@@ -256,7 +256,7 @@ def _of_config(args: argparse.Namespace) -> _Model:
 
 
 def _of_hugging_face(args: argparse.Namespace) -> _Model:
-    """Read a folder or a config.json, with samples of the asked length or of the model's, at most DEFAULT_SEQ_LENGTH."""
+    """Read a folder or a config.json. Samples have the requested length, or else the model's, at most DEFAULT_SEQ_LENGTH."""
     path = _path(args)
     if args.weights:
         from triaxis.models.interop.huggingface.weights import open_folder  # torch, after the command line is right
@@ -277,12 +277,12 @@ def _of_hugging_face(args: argparse.Namespace) -> _Model:
 
 
 def tokenizers_of(folder: Path) -> list[str]:
-    """Return the names of a Hugging Face folder's tokenizers for `load_tokenizer`, the preferred one first."""
+    """List names for a Hugging Face folder's tokenizers, as for `load_tokenizer`, the preferred one first."""
     from triaxis.models.interop.huggingface.tokenizer import bytes_tokenizer_json
 
     names, json_file = [], folder / TOKENIZER_JSON
     if json_file.is_file():
-        # The folder's own end of documents may be another than the first usual name in the file.
+        # The folder's own end-of-document token may differ from the first usual name found in the file.
         names += [str(json_file), str(folder)]
         if json_file.read_bytes() == bytes_tokenizer_json().encode():
             names.append(BYTES)
@@ -292,7 +292,7 @@ def tokenizers_of(folder: Path) -> list[str]:
 
 
 def is_imported(found: "HuggingFaceModel", source: Path, out: Path) -> bool:
-    """Return whether `out` holds an import of this very folder and sequence length, newer than all of its files."""
+    """Whether `out` holds an import of this same folder and sequence length that is newer than all of its files."""
     from triaxis.engine.checkpoint.directory import find
     from triaxis.engine.checkpoint.format.manifest import MANIFEST
 
@@ -313,7 +313,7 @@ def is_imported(found: "HuggingFaceModel", source: Path, out: Path) -> bool:
 
 
 def _number(text: str, option: str) -> int:
-    """Return the number that an option is written for."""
+    """Parse an option's number; it must be at least 1."""
     try:
         number = count(text)
     except ValueError as error:
@@ -324,7 +324,7 @@ def _number(text: str, option: str) -> int:
 
 
 def _lasting_name(name: str, model: _Model, out: Path) -> str:
-    """Return the tokenizer's name for the config: the import's own copy, or a path that holds in any folder."""
+    """Tokenizer name for the config: the import's own copy, or an absolute path."""
     if model.found is not None and model.folder is not None and name == str(model.folder / TOKENIZER_JSON):
         return str((out / TOKENIZER_JSON).absolute())
     return str(Path(name).absolute()) if Path(name).exists() else name
@@ -349,7 +349,7 @@ def _heading(args: argparse.Namespace, model: _Model, planned: PlannedRun) -> st
 
 
 def _show(console: Console, args: argparse.Namespace, model: _Model, match: Match | None, planned: PlannedRun) -> None:
-    """Print the model, the corpus and what was chosen."""
+    """Print the model, the corpus and the choices made."""
     config, chosen, sizes = planned.config, planned.chosen, planned.chosen.sizes
     usable = f"{memory_line(chosen.prediction)}; {chosen.usable_bytes / 10**9:,.1f} GB may be used"
     warm_up = f"{config.optimizer.warmup_steps:,} steps of warm-up"
@@ -387,6 +387,6 @@ def _about_corpus(prefix: str | None, match: Match | None, planned: PlannedRun) 
 
 
 def _beginning(match: Match) -> str:
-    """Return the first tokens of the corpus as text on one line, so that a person sees that they are words."""
+    """The corpus's first tokens as text on one line, so that a person can see whether they are words."""
     corpus: IndexedTokens = match.corpus
     return repr(match.tokenizer.decode(corpus.tokens(0, 0, SHOWN_TOKENS).tolist()))

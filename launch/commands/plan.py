@@ -1,5 +1,4 @@
-"""`triaxis plan`: the fastest layouts of a config on a cluster, by predicted step time and memory, and the predictions against
-published runs; no device."""
+"""`triaxis plan`: find the fastest layouts of a config on a cluster, by predicted step time and memory, without a device."""
 
 import argparse
 import math
@@ -39,7 +38,7 @@ fit are simulated. The config's global batch stays; its layout, micro batch, sch
 """
 DEFAULT_TOP = 10
 DEFAULT_MARGIN = 5.0
-"""GB of a device that no layout may fill: what operators need while they run, and the error of a prediction."""
+"""GB per device that no layout may fill: room for operators' workspace and for the prediction error."""
 
 SECONDS_PER_HOUR = 3600
 PAGE = ".html"
@@ -82,7 +81,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, print the layouts, and write the chosen config; 0. ConfigError where no layout is legal or fits."""
+    """Search, print the layouts, and write the chosen config; ConfigError if no layout is legal or fits."""
     check_counts(top=args.top)
     _check_endings(args)
     if not 0 <= args.margin < math.inf:
@@ -133,7 +132,7 @@ def _budget(best: Found, cluster: Cluster, tokens: int) -> str:
 
 
 def _check_endings(args: argparse.Namespace) -> None:
-    """Refuse files whose name means another form than what is written, before the search."""
+    """Refuse, before the search, file names whose ending does not match their content."""
     problems = [
         f"--output {path}: a config ends in .yaml and a page in {PAGE}, or programs would misread it. Rename it."
         for path in args.output

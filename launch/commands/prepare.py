@@ -1,6 +1,6 @@
-"""`triaxis prepare`: text files -> one corpus in Megatron's .bin/.idx format, with a progress bar.
+"""`triaxis prepare`: convert text files to one corpus in Megatron's .bin/.idx format, with a progress bar.
 
-texts/, web.jsonl.zst, books/*.parquet, or --stdlib  -->  PREFIX.bin, PREFIX.idx (tokens)  +  PREFIX.json (what it is, its hashes)
+texts/, web.jsonl.zst, books/*.parquet, or --stdlib  -->  PREFIX.bin, PREFIX.idx (tokens)  +  PREFIX.json (its content and hashes)
 """
 
 import argparse
@@ -127,7 +127,7 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare the corpus and describe it; 0 when it is there at the end. DataError for the user's mistakes."""
+    """Prepare the corpus and describe it; DataError for the user's mistakes."""
     if bool(args.input) == args.stdlib:
         raise DataError(
             "give either --input with files, or --stdlib for the sources of Python's standard library. Without text there "
@@ -173,13 +173,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _keyed(word: str, patterns: Sequence[str]) -> tuple[str | None, str]:
-    """Return a word of --text-key as (path of --input, key); None for a key of all paths."""
+    """Split a --text-key word into (path in --input, key); the path is None for a key that applies to all paths."""
     path, equals, key = word.rpartition("=")
     return (path, key) if equals and path in patterns else (None, word)
 
 
 class Speed:
-    """Tokens per second and the time that is left, from what this start has done itself."""
+    """Tokens per second and remaining time, based only on the work done since this start."""
 
     def __init__(self, total_bytes: int) -> None:
         self._total_bytes = total_bytes
@@ -199,7 +199,7 @@ class Speed:
 
 @contextmanager
 def progress_shown(console: Console, total_bytes: int) -> Iterator[Callable[[Done], None]]:
-    """Show a bar on a terminal, or a line now and then in a log file."""
+    """Show a progress bar on a terminal, or an occasional line in a log file."""
     speed = Speed(total_bytes)
     if not console.is_terminal:
         yield LogLines(console, speed, total_bytes)
@@ -216,7 +216,7 @@ def progress_shown(console: Console, total_bytes: int) -> Iterator[Callable[[Don
 
 
 class LogLines:
-    """Progress as lines of a log, at most one in SECONDS_BETWEEN_LINES."""
+    """Progress as log lines, at most one per SECONDS_BETWEEN_LINES."""
 
     def __init__(self, console: Console, speed: Speed, total_bytes: int) -> None:
         self.console, self.speed, self.total_bytes = console, speed, total_bytes
@@ -230,7 +230,7 @@ class LogLines:
 
 
 def show_prepared(console: Console, request: PrepareRequest, prepared: Prepared) -> None:
-    """Print what is on disk now, and the command that trains on it."""
+    """Print what is now on disk, and the command that trains on it."""
     record, prefix = prepared.record, request.output
     titles = Counter(reader_of(path, request.options).title for path in request.files)
     read_as = ", ".join(f"{count:,} as {title}" for title, count in titles.items())

@@ -44,9 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page, whole or not at all; TriaxisError if there is no run, no such cluster, or no place for it.
+    """Write the page as a whole or not at all; with --timeline, write the timeline and print its path.
 
-    With --timeline, write that file and name it; TriaxisError where no rank wrote anything.
+    Raises:
+        TriaxisError: the run or the cluster does not exist, the page cannot be written, or (--timeline) no rank wrote a timeline.
     """
     if args.timeline:
         useless = typed(args, "cluster", "output", "open")

@@ -1,4 +1,4 @@
-"""`triaxis schedule`: look at a pipeline schedule, prove that it runs, or time it; no device, no torch.
+"""`triaxis schedule`: print a pipeline schedule, prove that it runs, or time it; needs no device and no torch.
 
 print    pp, vpp, microbatches  ->  the actions of each rank, the lowered program, a timeline in the terminal or as a picture
 check    the same, or a config  ->  complete, in order, free of deadlock under rules stricter than NCCL's
@@ -61,12 +61,14 @@ TIMES_EXAMPLES = """examples:
 A time is a number of forwards: of a mean layer (by FLOPs) with a config, of a stage without one. With --cluster it is in seconds.
 """
 BACKWARD_COST = 2
-"""Of a forward, in pictures and in the bubble that `check` prints: two matrix products for each one of the forward."""
+"""Backward cost in forwards, for pictures and the bubble that `check` prints: two matrix products for each one in the forward."""
 MOST_PASSES = 2**21
-"""Forward passes (stages x microbatches) of a schedule whose sizes are typed; the largest published runs have half a million."""
+"""Maximum number of forward passes (stages x microbatches) for sizes on the command line; the largest published runs have half a
+million.
+"""
 
 USUAL_ROUNDS = 4
-"""Microbatches per pipeline rank where neither the config nor `--gpus` says dp: enough to fill the pipeline, and quick to check."""
+"""Microbatches per pipeline rank if neither the config nor `--gpus` gives dp: enough to fill the pipeline, and quick to check."""
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -98,7 +100,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def add_sizes(parser: CommandParser) -> None:
-    """Add a config, or the sizes of a pipeline in place of one."""
+    """Add a config argument, and pipeline sizes to use instead."""
     parser.takes(CONFIG, "sizes of this run, in place of --pp --vpp --microbatches --name", required=False)
     add_world_size(parser, "with a config: ranks, from which the data-parallel size follows")
     parser.add_argument(
@@ -118,7 +120,7 @@ def add_sizes(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print, check or time a schedule; 0 when it is right. ScheduleError or ConfigError for one that is not."""
+    """Print, check or time a schedule; 0 if it is correct, otherwise ScheduleError or ConfigError."""
     console = Console(highlight=False, soft_wrap=True)
     if args.verb == "times":
         _times(console, args)
@@ -132,10 +134,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def asked_for(args: argparse.Namespace) -> Schedule:
-    """Build the schedule of the sizes on the command line.
+    """Build the schedule for the sizes on the command line.
 
     Raises:
-        ScheduleError: a size is missing, wrong or too large, or there is no such schedule.
+        ScheduleError: a size is missing, wrong or too large, or there is no schedule with that name.
     """
     from triaxis.engine.config.layout import schedule_problems
 
@@ -163,7 +165,7 @@ def asked_for(args: argparse.Namespace) -> Schedule:
 
 
 def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:
-    """Refuse a schedule of more than `MOST_PASSES` forward passes; one below 1 is left to the schedule itself."""
+    """Refuse a schedule with more than `MOST_PASSES` forward passes; the schedule itself refuses sizes below 1."""
     passes = max(pp, 0) * max(vpp, 0) * max(num_microbatches, 0)
     if passes > MOST_PASSES:
         raise ScheduleError(
@@ -174,7 +176,7 @@ def _check_size(pp: int, vpp: int, num_microbatches: int) -> None:
 
 
 def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
-    """Build the schedules that a run of this configuration uses: of a training step and of a validation."""
+    """Build the schedules that a run with this config uses: for a training step and for a validation."""
     from triaxis.engine.config.plan import batch_plan
 
     config, dp = _read(args)
@@ -187,7 +189,7 @@ def _of_config(console: Console, args: argparse.Namespace) -> list[Schedule]:
 
 
 def _read(args: argparse.Namespace) -> "tuple[Config, int | None]":
-    """Read the config and its data-parallel size; None where nothing says it."""
+    """Read the config and its data-parallel size; None if nothing sets it."""
     from triaxis.engine.config.load import load_config
     from triaxis.engine.config.plan import data_parallel_size
 
@@ -207,7 +209,7 @@ def _read(args: argparse.Namespace) -> "tuple[Config, int | None]":
 
 
 def usual_dp(config: "Config") -> int:
-    """Return the largest data-parallel size that leaves each pipeline `USUAL_ROUNDS` x pp microbatches; 1 where none does."""
+    """Largest data-parallel size that leaves each pipeline `USUAL_ROUNDS` x pp microbatches; 1 if there is none."""
     if (file := config.schedule.file) is not None:
         return max(1, config.train.global_batch_size // (config.train.micro_batch_size * file.text.num_microbatches))
     num_microbatches, pp = config.train.global_batch_size // config.train.micro_batch_size, config.parallel.pp
@@ -231,7 +233,7 @@ def _print(console: Console, schedule: Schedule, args: argparse.Namespace) -> No
             )
         draw_schedule(_timeline(schedule), out)
     elif form == "timeline":
-        # On a screen a long picture is folded; in a file or a pipe it is as long as it is.
+        # A long picture is folded on a screen, and keeps its full width in a file or a pipe.
         picture = render_timeline(_timeline(schedule), console.width if console.is_terminal and out is None else None)
         if out is None:
             console.print(picture)
@@ -281,7 +283,7 @@ def _check(console: Console, to_check: list[Schedule], args: argparse.Namespace)
 
 
 def _times(console: Console, args: argparse.Namespace) -> None:
-    """Time the program that a step runs, as it is lowered and sent."""
+    """Time the lowered program that a step runs, including its messages."""
     if args.config is None:
         if args.cluster is not None:
             raise ScheduleError("--cluster without a config: seconds follow from the sizes of a model. Name a config.")
@@ -317,7 +319,7 @@ def _names(schedule: Schedule) -> dict[str, object]:
 
 
 def _of_model(args: argparse.Namespace) -> tuple[Schedule, Costs, str]:
-    """Return the schedule of a config's training step, the costs of its stages, and their unit."""
+    """Build the schedule for a config's training step, its stage costs, and their unit."""
     from triaxis.engine.config.plan import parallel_sizes
     from triaxis.models.predict.step_time.cluster import cluster_at
     from triaxis.models.predict.step_time.estimate import Estimator

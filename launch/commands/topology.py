@@ -1,4 +1,4 @@
-"""`triaxis topology`: the node of each rank, the groups it belongs to, and their links; no process is started.
+"""`triaxis topology`: show each rank's node, groups and links; starts no process.
 
 sizes, or a config and a world size  ->  RankGrid  ->  nodes and groups as text (launch/pictures/topology_text.py)
                                                    ->  with --output a picture  (launch/pictures/topology_picture.py)

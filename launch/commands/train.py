@@ -64,5 +64,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def request(args: argparse.Namespace) -> Request:
-    """Build the request of a command line with a config, overrides and `--dry-run`."""
+    """Build the request for a command line with a config, overrides and `--dry-run`."""
     return Request(args.config, tuple(args.overrides), args.dry_run)

@@ -148,7 +148,7 @@ def _oracle(word: str) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the verification; 0: equal, 1: different, 2: unusable."""
+    """Run the verification; exit code 0 if equal, 1 if different, 2 if it cannot be run."""
     if args.steps is None:
         args.steps = DEFAULT_STEPS if args.oracle is None else NUM_STEPS
     refuse(_problems(args))
@@ -188,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _layout_words(args: argparse.Namespace) -> list[str] | None:
-    """Return the layout as overrides; None: none was given."""
+    """The layout as overrides; None if --layout is not given."""
     return layout_words(args.config, args.overrides, args.layout[0]) if args.layout else None
 
 
@@ -221,7 +221,7 @@ def _problems(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _run_matrix(console: Console, args: argparse.Namespace) -> int:
-    """Run the trials, each one line as soon as it is decided; a trial that cannot be run ends the matrix."""
+    """Run the trials, printing a line for each as soon as it is decided; a trial that cannot run ends the matrix."""
     trials = matrix(
         args.config, tuple(args.overrides), num_steps=args.steps, dtype=args.dtype, most_ranks=args.max_ranks
     )
@@ -256,7 +256,7 @@ def _run_matrix(console: Console, args: argparse.Namespace) -> int:
 
 
 def _run_oracle(console: Console, args: argparse.Namespace) -> int:
-    """Compare our one process and each layout with an oracle, and print each certificate as soon as it is decided."""
+    """Compare our one process and each layout with an oracle; print each certificate as soon as it is decided."""
     asked = oracle_trial(
         args.config,
         args.overrides,
@@ -286,7 +286,7 @@ def _run_oracle(console: Console, args: argparse.Namespace) -> int:
 
 
 def _run_subject(console: Console, args: argparse.Namespace) -> int:
-    """Judge another engine, each layout one line as soon as it is decided, and a certificate where it differs."""
+    """Judge another engine: print a line for each layout as soon as it is decided, and a certificate if it differs."""
     asked = subject_trial(
         args.config,
         args.overrides,
@@ -331,7 +331,7 @@ def _run_subject(console: Console, args: argparse.Namespace) -> int:
 
 
 def _show_line(console: Console, number: int, total: int, verdict: Verdict, words: str) -> None:
-    """Print a verdict of several in a line, with its largest error, and the cause of a difference below it."""
+    """Print one verdict as a line with its largest error, and below it the cause of a difference."""
     largest = max(error for error, _ in verdict.largest.values())
     answer = "[green]equal[/]    " if verdict.equal else "[bold red]different[/]"
     console.print(f"{number:>4}/{total}  {answer}  {largest:.1e}  {words}")
@@ -349,7 +349,7 @@ def _features(row: Row) -> str:
 
 
 def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> dict[str, object]:
-    """Build the verdict as JSON: what was compared, the distances, and the configuration that makes the same runs again."""
+    """Build the verdict as JSON: what was compared, the distances, and the config that reproduces the runs."""
     return {
         "equal": verdict.equal,
         "layout": _layout(asked.config),
@@ -367,7 +367,7 @@ def certificate(asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> d
 
 
 def planned(trials: Sequence[Trial], against: str = ONE_PROCESS) -> dict[str, object]:
-    """Build what a dry run would compare as JSON: the layouts, and the configuration that makes each of their runs."""
+    """Build what a dry run would compare as JSON: the layouts, and the config for each run."""
     return {
         "against": against,
         "trials": [{"layout": _layout(one.config), "config": one.config.model_dump(mode="json")} for one in trials],
@@ -395,7 +395,7 @@ def _show_cause(console: Console, verdict: Verdict) -> None:
 
 
 def _show_tables(console: Console, asked: Trial, verdict: Verdict, against: str = ONE_PROCESS) -> None:
-    """Print the largest error of each kind of tensor, and the tensors that differ."""
+    """Print the largest error for each kind of tensor, and the tensors that differ."""
     config, model = asked.config, asked.config.model
     assert config.train.steps is not None, "a trial has its length in steps"
     if model.extension is not None:
@@ -435,7 +435,7 @@ def _show_tables(console: Console, asked: Trial, verdict: Verdict, against: str 
 
 
 def _model(config: Config) -> str:
-    """Describe the model and its batch in a line."""
+    """Describe the model and its batch in one line."""
     model = config.model
     kv = f" ({model.kv_heads} kv)" if model.kv_heads != model.num_attention_heads else ""
     experts = "" if model.moe is None else f"{model.moe.num_experts} experts (a token has {model.moe.top_k}), "
@@ -447,12 +447,12 @@ def _model(config: Config) -> str:
 
 
 def _add_column(table: Table, name: str, *, is_name: bool, justify: Literal["left", "right"]) -> None:
-    """Add a column that a narrow terminal folds (of names) or never shortens (of numbers)."""
+    """Add a column; a narrow terminal folds names and never shortens numbers."""
     table.add_column(name, justify=justify, no_wrap=not is_name, overflow="fold" if is_name else "ellipsis")
 
 
 def _rounding(asked: Trial) -> str:
-    """Describe the bound of errors in words."""
+    """Describe the error bound in words."""
     if asked.noise is None:
         return f"at most {asked.tolerance:g}"
     dtype, wider = asked.config.precision.dtype, asked.noise.precision.dtype

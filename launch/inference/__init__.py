@@ -1,1 +1,1 @@
-"""Commands that read a trained model: their request and their ranks."""
+"""Commands that read a trained model: their requests and their ranks."""

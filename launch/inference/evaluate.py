@@ -1,4 +1,4 @@
-"""The rank of `triaxis evaluate`: the loss of a text under the loaded model; rank 0 prints it, per token and per byte."""
+"""Worker for `triaxis evaluate`: compute a text's loss under the loaded model; rank 0 prints it, per token and per byte."""
 
 import json
 import math
@@ -24,11 +24,11 @@ from triaxis.models.inference.evaluate import CorpusTokens, ListedTokens, TokenS
 from triaxis.models.inference.load import LoadedModel
 
 BLOCK_TOKENS = 2**20
-"""Tokens decoded at a time while bytes are counted."""
+"""Number of tokens decoded at once while counting bytes."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of what `launch/commands/evaluate.py` asks for."""
+    """Run one rank for `launch/commands/evaluate.py`."""
     return run(argv, _evaluate)
 
 
@@ -70,7 +70,7 @@ def _evaluate(rank: Rank, model: LoadedModel, job: dict[str, Any]) -> None:
 
 
 def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -> tuple[TokenSource, int]:
-    """Open the tokens; return them with the bytes of their text (0 where they are not to be counted)."""
+    """Open the tokens, and count their text's bytes (0 if `count_bytes` is false and the text must be decoded)."""
     limit = job["max_tokens"]
     if job["bin"] is not None:
         text: TokenSource = CorpusTokens(IndexedTokens(job["bin"]), limit)
@@ -84,16 +84,16 @@ def open_text(job: dict[str, Any], tokenizer: Tokenizer, *, count_bytes: bool) -
 
 
 def bytes_of(text: TokenSource, tokenizer: Tokenizer) -> int:
-    """Count the UTF-8 bytes of the decoded tokens; the end of a document has none."""
+    """Count the UTF-8 bytes of the decoded tokens; end-of-document tokens have none."""
     total = 0
     kept: list[int] = []
     for start in range(0, text.num_tokens, BLOCK_TOKENS):
         tokens = text.read(start, start + BLOCK_TOKENS)
         if isinstance(tokenizer, BytesTokenizer):
-            # Counted without decoding: bytes that are no UTF-8 would be replaced by longer ones.
+            # Counted without decoding, which would replace invalid UTF-8 with longer byte sequences.
             total += int((tokens < tokenizer.eod_id).sum())
             continue
-        # Document by document, because a character or a word never crosses their border.
+        # Decode document by document, because no character or word crosses a document boundary.
         kept += tokens.tolist()
         ends = [at for at, token in enumerate(kept) if token == tokenizer.eod_id]
         first = 0
@@ -105,7 +105,7 @@ def bytes_of(text: TokenSource, tokenizer: Tokenizer) -> int:
 
 
 def measures(loss_sum: float, num_tokens: int, num_bytes: int) -> dict[str, float | None]:
-    """Compute nats and perplexity, per token and per byte; None per byte where the text has no bytes."""
+    """Compute nats and perplexity, per token and per byte; the latter is None if the text has no bytes."""
     loss = loss_sum / num_tokens
     per_byte = loss_sum / num_bytes if num_bytes else None
     return {
@@ -118,12 +118,12 @@ def measures(loss_sum: float, num_tokens: int, num_bytes: int) -> dict[str, floa
 
 
 def _exp(nats: float) -> float | None:
-    """Return exp(nats), or None where it has no finite double."""
+    """exp(nats), or None if it overflows a double."""
     return math.exp(nats) if nats < math.log(sys.float_info.max) else None
 
 
 def show_losses(console: Console, result: dict[str, Any]) -> None:
-    """Print what was read, and the losses."""
+    """Print what was read, and its losses."""
     average = ", the moving average of its weights" if result["weights"] == "ema" else ""
     rows = {
         "checkpoint": f"{result['checkpoint']}{average}",
@@ -149,7 +149,7 @@ def show_losses(console: Console, result: dict[str, Any]) -> None:
 
 
 def _steps(batches: Batches, num_steps: int, *, show: bool) -> Iterator[Sequence[MicroBatch]]:
-    """Yield that many global batches, with a bar on rank 0's terminal."""
+    """Yield `num_steps` global batches, with a progress bar on rank 0's terminal."""
     console = Console(stderr=True)
     numbers = track(
         range(num_steps), "evaluate", console=console, transient=True, disable=not (show and console.is_terminal)

@@ -1,4 +1,4 @@
-"""The rank of `triaxis generate`: it continues each prompt; rank 0 writes the text as it comes."""
+"""Worker for `triaxis generate`: continue each prompt; rank 0 writes the text as it is generated."""
 
 import json
 import sys
@@ -19,13 +19,13 @@ from triaxis.models.inference.load import LoadedModel
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank of what `launch/commands/generate.py` asks for."""
+    """Run one rank for `launch/commands/generate.py`."""
     return run(argv, _generate)
 
 
 @dataclass
 class TokenTimes:
-    """Arrival times of the tokens: the first after the prompt was read, the others one by one."""
+    """Token arrival times: the first one follows the prompt's forward, the others come one by one."""
 
     started: float
     first: float = 0.0
@@ -40,12 +40,12 @@ class TokenTimes:
 
     @property
     def prompt_seconds(self) -> float:
-        """Return the seconds until the first token."""
+        """Seconds until the first token."""
         return self.first - self.started if self.num_tokens else 0.0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Return the speed of the tokens after the first; None where there is no such token."""
+        """Tokens per second after the first token; None if there are none."""
         return (self.num_tokens - 1) / (self.last - self.first) if self.num_tokens > 1 else None
 
 
@@ -86,12 +86,12 @@ def _drain(tokens: Iterator[int]) -> None:
 
 
 def _write(prompt: dict[str, Any], tokens: Iterator[int], tokenizer: Tokenizer, *, is_first: bool) -> None:
-    """Write the prompt, dim on a terminal, and the text after it as it comes."""
+    """Write the prompt (dim on a terminal) and then the text as it is generated."""
     console = Console(highlight=False, soft_wrap=True)
 
     def show(text: str, style: str = "") -> None:
         if console.is_terminal:
-            # What a young model writes may be a command to the terminal.
+            # An undertrained model may emit terminal control sequences.
             text = "".join(char if char.isprintable() or char in "\n\t" else UNKNOWN for char in text)
             console.print(Text(text, style=style), end="")
         else:
@@ -108,7 +108,7 @@ def _write(prompt: dict[str, Any], tokens: Iterator[int], tokenizer: Tokenizer, 
 
 
 def _print_speed(prompt: dict[str, Any], clock: TokenTimes) -> None:
-    """Print the speed on stderr, so that stdout holds text only."""
+    """Print the speed on stderr, so that stdout has only text."""
     ended = "the model ended the document" if clock.num_tokens < prompt["num_tokens"] else "as many as were asked for"
     words = [
         f"{clock.num_tokens:,} tokens ({ended})",

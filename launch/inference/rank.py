@@ -1,4 +1,4 @@
-"""One rank of a command that reads a trained model: it joins, loads its part of the checkpoint, and runs its part of the job."""
+"""One rank of a command that reads a trained model: join the run, load this rank's part of the checkpoint, run the job."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,11 +11,11 @@ from triaxis.models.inference.load import LoadedModel, load_model
 
 
 def run(argv: Sequence[str], work: Callable[[Rank, LoadedModel, dict[str, Any]], None]) -> int:
-    """Run `work` with the loaded model; the exit code separates a user's mistake (2) from a failure (1).
+    """Run `work` with the loaded model; the exit code distinguishes a user's mistake (2) from a failure (1).
 
     Args:
-        argv: the path of the config, in the folder of the job, and the overrides (`launch/inference/request.py`).
-        work: every rank calls it; rank 0 is the one that prints.
+        argv: path of the config in the job's folder, then the overrides (`launch/inference/request.py`).
+        work: function that every rank calls; only rank 0 prints.
     """
     job = read_job(argv)
     with join_run(argv) as rank:

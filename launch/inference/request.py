@@ -1,13 +1,13 @@
-"""Commands that read a trained model: from a checkpoint in any layout to ranks in the layout that was asked for.
+"""Commands that read a trained model: from a checkpoint in any layout to ranks in the requested layout.
 
     triaxis generate CHECKPOINT [section.key=value ...] --tp 2 ..
         |  checkpoint   found, its manifest read: model, tokenizer, dtype, kernels; its layout does not matter
-        |  config       those sections in a layout of one process < environment < --tp and the like, dotted
-        |  job          what the command wants of the ranks, as JSON
+        |  config       those sections in a one-process layout < environment < --tp and the like, dotted
+        |  job          the command's arguments for the ranks, as JSON
         v
-    one process: the worker, here and now       more: launch/start/launcher.py starts the ranks, as for training
+    one process: the worker, in this process    more: launch/start/launcher.py starts the ranks, as for training
 
-Config and job are two files in a temporary folder, which every rank reads as it would read a training config.
+Config and job are two files in a temporary folder. Every rank reads the config as it reads a training config.
 """
 
 import argparse
@@ -43,17 +43,17 @@ from triaxis.launch.start.srun_task import is_rank
 JOB = "job.json"
 
 DTYPE_OF_WEIGHTS = {"bfloat16": "bf16", "float16": "fp32", "float32": "fp32", "float64": "float64"}
-"""The run's dtype for weights whose config names none: their own (fp16 is not built; fp32 holds its values exactly)."""
+"""Weight dtype -> run dtype, if the config gives none. fp16 weights run in fp32, which holds their values exactly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A checkpoint, and the configuration with which its model is read.
+    """Checkpoint, with the config its model is read with.
 
     Attributes:
-        which: the weights to read.
-        tree: the configuration before the environment and the overrides.
-        config: after them.
+        which: weights to read.
+        tree: config before the environment and the overrides.
+        config: config after them.
     """
 
     candidate: Candidate
@@ -64,7 +64,7 @@ class Asked:
 
 
 def add_arguments(parser: CommandParser) -> None:
-    """Add the arguments of all these commands: the checkpoint, overrides, sizes of the layout, --weights, --json."""
+    """Add the arguments these commands share: the checkpoint, overrides, layout sizes, --weights, --json."""
     parser.takes(CHECKPOINT, "step_00001000, a folder of checkpoints or a run directory (their latest)")
     for name, meaning in (("tp", "tensor"), ("pp", "pipeline")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{meaning}-parallel ranks (default: 1)")
@@ -73,15 +73,15 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Asked:
-    """Find the checkpoint and check the configuration.
+    """Find the checkpoint and check the config.
 
     Args:
-        args: with the words of `add_arguments`.
-        train: batch sizes, where they matter.
+        args: parsed arguments, including those from `add_arguments`.
+        train: batch sizes, if they matter.
 
     Raises:
-        CheckpointError: no checkpoint there, a damaged one, or one without the weights that are asked for.
-        ConfigError: all problems of the configuration at once.
+        CheckpointError: the checkpoint is missing, damaged, or lacks the requested weights.
+        ConfigError: the config has problems; all are listed.
     """
     overrides = list(args.overrides)
     candidate = find(args.checkpoint)
@@ -103,7 +103,7 @@ def ask(args: argparse.Namespace, train: Mapping[str, int] | None = None) -> Ask
 
 
 def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, Any]:
-    """Build the sections for the model and its computation from a manifest; the layout of the run that wrote it is left out."""
+    """Build the model and computation sections from a manifest, without the layout of the run that wrote it."""
     manifest = candidate.manifest
     saved = recorded_config(candidate)
     if not isinstance(saved.get("model"), dict):
@@ -114,7 +114,7 @@ def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, 
     dtypes = {piece.dtype for file in manifest.files for piece in file.pieces}
     return {
         "model": saved["model"],
-        # No corpus is opened through the configuration, so none has to be named.
+        # No corpus is opened through this config, so it needs no path.
         "data": {"synthetic": True, "tokenizer": recorded_tokenizer(candidate) or BYTES},
         "precision": saved.get("precision") or {"dtype": DTYPE_OF_WEIGHTS[max(dtypes)]},
         "kernels": saved.get("kernels", {}),
@@ -124,11 +124,10 @@ def readers_config(candidate: Candidate, train: Mapping[str, int]) -> dict[str, 
 
 
 def open_tokenizer(asked: Asked) -> tuple[Asked, Tokenizer]:
-    """Open the tokenizer of the model; return it, and what was asked with the name under which it is the model's.
+    """Open the model's tokenizer; return `asked`, updated with the tokenizer's resolved name, and the tokenizer.
 
     Raises:
-        DataError: it is not where the checkpoint says, has ids for which the model has no embedding, or is another one than the
-            model was trained with.
+        DataError: it is not where the checkpoint says, has ids without an embedding, or is not the one the model was trained with.
     """
     name, vocab_size = asked.config.data.tokenizer_name, asked.config.model.vocab_size
     try:
@@ -153,11 +152,11 @@ def open_tokenizer(asked: Asked) -> tuple[Asked, Tokenizer]:
 
 
 def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
-    """Run the worker's ranks; return their exit code. Only the output of rank 0 goes to stdout.
+    """Run the worker's ranks and return their exit code. Only rank 0's output goes to stdout.
 
     Args:
-        worker: the module that each rank runs: `main(argv) -> int`.
-        job: its other arguments; the checkpoint and the weights to read are added.
+        worker: module that each rank runs: `main(argv) -> int`.
+        job: further arguments; the checkpoint and the weights to read are added.
     """
     parallel = asked.config.parallel
     with tempfile.TemporaryDirectory(prefix="triaxis-") as name:
@@ -171,7 +170,7 @@ def start(asked: Asked, worker: str, job: Mapping[str, Any]) -> int:
             # A single process has the machine to itself.
             os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
             return int(importlib.import_module(worker).main([str(path), *asked.overrides]))
-        # What the launcher chose and started is for people; the ranks, being processes, keep the real stdout.
+        # The launcher's messages are for people; the ranks are separate processes and keep the real stdout.
         with redirect_stdout(sys.stderr):
             return launch(Request(path, asked.overrides, worker=worker), os.environ)
 
@@ -183,7 +182,7 @@ def read_job(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _write_config(folder: Path, candidate: Candidate, tree: Mapping[str, Any]) -> Path:
-    """Write the config under a name made from the checkpoint's, which messages then show."""
+    """Write the config under a name based on the checkpoint's, which messages then show."""
     path = folder / f"{candidate.folder.name}.yaml"
     path.write_text(yaml.safe_dump(dict(tree)), encoding="utf-8")
     return path

@@ -1,6 +1,6 @@
-"""Text from tokens that come one at a time.
+"""Decode text from tokens that arrive one at a time.
 
-ids    72  226 130 172  33           bytes; of a BPE likewise, whose tokens may hold parts of a character
+ids    72  226 130 172  33           bytes; BPE tokens too may hold parts of a character
 text   H   -   -   €    !            nothing is shown before its character is complete
 """
 
@@ -9,17 +9,17 @@ from collections.abc import Sequence
 from triaxis.engine.data.corpus.tokenizers import Tokenizer
 
 UNKNOWN = "�"
-"""What a decoder writes for bytes that are no character: the beginning of one, or what a young model makes up."""
+"""Replacement that a decoder writes for invalid bytes: an incomplete character, or an undertrained model's output."""
 
 
 class TextStream:
-    """Decoder of a growing text: each token becomes the text that it adds.
+    """Decoder for a growing text: each token becomes the text that it adds.
 
-    Some tokenizers write a token differently at the start of a text, so a new token is decoded together with those
-    of the last complete piece, whose text is then cut off.
+    Some tokenizers write a token differently at the start of a text. A new token is therefore decoded together with the last
+    complete piece's tokens, whose text is then cut off.
 
     Args:
-        before: the tokens that the stream continues.
+        before: tokens that the stream continues.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
@@ -28,7 +28,7 @@ class TextStream:
         self._waiting: list[int] = []
 
     def add(self, token: int) -> str:
-        """Add a token and return the text that is complete with it; may be empty."""
+        """Add a token and return the text it completes; may be empty."""
         self._waiting.append(token)
         text = self._new_text()
         if not text or text.endswith(UNKNOWN):
@@ -37,7 +37,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """Return the rest at the end: an incomplete character as `UNKNOWN`."""
+        """Return the remaining text; an incomplete character becomes `UNKNOWN`."""
         text = self._new_text()
         self._shown, self._waiting = self._waiting, []
         return text

@@ -1,1 +1,1 @@
-"""A trained GPT without its optimizer: evaluation and generation."""
+"""Evaluation and generation with a trained GPT, without its optimizer."""

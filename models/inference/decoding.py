@@ -1,4 +1,4 @@
-"""A chunk of a model that reads a text token by token."""
+"""A model chunk that reads text token by token."""
 
 from dataclasses import replace
 from typing import cast
@@ -13,10 +13,10 @@ from triaxis.models.inference.kv_cache import Cached, CachedLatents
 
 
 class DecodingChunk(GPTChunk):
-    """A chunk with the parameters of another, without dropout, whose activations are whole on every tp rank.
+    """Chunk that shares another chunk's parameters, without dropout, with whole activations on every tp rank.
 
-    One token cannot be cut along the sequence; each rank computes the same part of a matrix either way. A growing text never
-    has one shape twice, so nothing is compiled for it. As in all inference, no operand is in FP8.
+    One token cannot be split along the sequence, and each rank computes the same part of a matrix either way. A growing text
+    never has the same shape twice, so nothing is compiled. As in all inference, no operand is in FP8.
     """
 
     def __init__(self, chunk: GPTChunk) -> None:
@@ -35,7 +35,7 @@ class DecodingChunk(GPTChunk):
         self.train(False)
 
     def without_cache(self) -> str:
-        """Return the name of an extension's class that keeps no keys and values of the tokens before; "": none does."""
+        """Name an extension class that does not cache keys and values; "" if all do."""
         for block in self.blocks:
             attention = getattr(block, "attention", None)
             if not isinstance(getattr(attention, "mixer", None), Cached):
@@ -43,15 +43,15 @@ class DecodingChunk(GPTChunk):
         return ""
 
     def caches(self) -> list[Cached]:
-        """Return the caches of the layers."""
+        """The layers' caches."""
         return [cast(Cached, cast(Block, block).attention.mixer) for block in self.blocks]
 
     def decode(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Read the next tokens of a sequence: a prompt into empty caches, afterwards one token at a time.
+        """Read the next tokens in a sequence: a prompt into empty caches, then one token at a time.
 
         Returns:
-            Hidden states [s, 1, h] for the next stage; on the last stage this rank's columns of the logits that follow the
-            last of the tokens, [1, 1, V_padded/t].
+            Hidden states [s, 1, h] for the next stage. On the last stage, this rank's columns of the logits that follow the last
+            token, [1, 1, V_padded/t].
         """
         hidden = self._hidden(x, batch, self._layer_inputs(batch))
         return hidden if self.head is None else self._logits(hidden[-1:])

@@ -1,13 +1,13 @@
-"""The loss of a text under a model: windows over the text, each of its tokens predicted once.
+"""Compute a text's loss under a model, using windows that predict each token exactly once.
 
-    inputs    eod t0 t1 t2 t3 t4 ..        the text as a document of its own, after the end of another
+    inputs    eod t0 t1 t2 t3 t4 ..        the text as a separate document, after the end of another
     labels    t0  t1 t2 t3 t4 t5 ..
 
     window 0  |--- seq_length ---|         all labels are counted
-    window 1        |--- seq_length ---|   `stride` further: the labels that window 0 had are context, not counted again
+    window 1        |--- seq_length ---|   `stride` further: window 0's labels are context, not counted again
 
-A stride of seq_length costs one forward per token; a smaller one costs more, and gives each token at least
-seq_length - stride tokens of context (except at the beginning of the text).
+A stride equal to seq_length costs one forward per token. A smaller stride costs more, and gives each token at least
+seq_length - stride tokens of context (except at the start of the text).
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ from triaxis.models.inference.load import LoadedModel
 
 
 class TokenSource(Protocol):
-    """A source of tokens by position."""
+    """Token source with random access by position."""
 
     num_tokens: int
 
@@ -45,12 +45,12 @@ class ListedTokens:
         self.num_tokens = len(self._tokens)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens `start` to `stop` - 1; fewer at the end of the text."""
+        """Tokens `start` to `stop` - 1; fewer at the end of the text."""
         return self._tokens[start:stop]
 
 
 class CorpusTokens:
-    """The first `num_tokens` tokens of a `.bin/.idx` pair, its documents in stored order."""
+    """First `num_tokens` tokens in a `.bin/.idx` pair, with documents in stored order."""
 
     def __init__(self, corpus: IndexedTokens, num_tokens: int | None = None) -> None:
         self._corpus = corpus
@@ -60,7 +60,7 @@ class CorpusTokens:
         self.num_tokens = total if num_tokens is None else min(num_tokens, total)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens `start` to `stop` - 1; fewer at the end of the text."""
+        """Tokens `start` to `stop` - 1; fewer at the end of the text."""
         stop = min(stop, self.num_tokens)
         parts = [np.empty(0, np.int64)]
         document = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -74,11 +74,13 @@ class CorpusTokens:
 
 
 class Windows:
-    """A text as samples: `Sample` i is window i; past the last window nothing is counted.
+    """Text as samples: `Sample` i is window i. Nothing is counted after the last window.
 
     Args:
-        before: token before the text (the one that ends a document).
-        stride: distance between the beginnings of two windows, 1 .. seq_length.
+        text: source of the tokens.
+        before: token before the text (the end-of-document token).
+        seq_length: window length in tokens.
+        stride: distance between two window starts, 1 .. seq_length.
         vocab_size: V; tokens must be below it.
     """
 
@@ -88,7 +90,7 @@ class Windows:
         self.num_windows = 1 + -(-max(0, text.num_tokens - seq_length) // stride)
 
     def __getitem__(self, index: int) -> Sample:
-        """Return window `index` >= 0.
+        """Window `index` >= 0.
 
         Raises:
             DataError: a token is not in the model's vocabulary.
@@ -110,18 +112,18 @@ class Windows:
         return Sample(tokens, counted, self.lengths(index))
 
     def lengths(self, index: int) -> tuple[int, ...]:
-        """Return one length: a text is read as one document."""
+        """One length, since a text is read as one document."""
         return (self.seq_length + 1,)
 
 
 def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[float, int]:
-    """Compute (sum of the counted tokens' losses in nats, number of these tokens) of some global batches; equal on every rank.
+    """Compute the sum of the counted tokens' losses in nats, and their number, over some global batches; equal on every rank.
 
     Args:
-        steps: this data-parallel rank's microbatches of each global batch; the same number in every step.
+        steps: this data-parallel rank's microbatches for each global batch; the same number in every step.
 
     Raises:
-        DivergenceError: experts' buffers were too small for the tokens; on every rank.
+        DivergenceError: the experts' buffers were too small for the tokens; raised on every rank.
     """
     config, topology = model.config, model.topology
     sizes = topology.sizes
@@ -136,7 +138,7 @@ def loss_of(model: LoadedModel, steps: Iterable[Sequence[MicroBatch]]) -> tuple[
         if programs is None:
             programs = Programs(of_forward(sizes, len(microbatches)))
         losses = executor.run(programs.next(), microbatches, lambda chunk, x, batch: model.chunks[chunk](x, batch))
-        # Counted once per replica of the model: by the tp rank 0 of the last stage.
+        # Counted once per model replica, by tp rank 0 on the last stage.
         if losses and topology.coordinates.tp == 0:
             loss_sum += sum(float(loss) for loss in losses)
             num_tokens += sum(microbatch.num_tokens for microbatch in microbatches)

@@ -1,12 +1,12 @@
-"""Text from a model, on the ranks that hold it, in any layout.
+"""Generate text with a model on the ranks that hold it, in any layout.
 
     prompt  --one forward of its tokens-->  caches filled, logits  --draw-->  token  --one forward of it-->  logits ..
 
-Each forward is one forward-only pass of the pipeline. The last stage gathers its logits over tp, draws, and sends the token
-to the other stages. A draw keeps no state: its noise is a function of (seed, position of the token in the text), so that
-every layout, with a cache or without, writes the same text.
+Each forward is one forward-only pipeline pass. The last stage gathers its logits over tp, draws a token, and sends it to the other
+stages. Draws are stateless: the noise is a function of (seed, token position in the text). Every layout therefore writes the
+same text, with or without a cache.
 
-Positions are those of training, 0 .. window - 1. A text that fills the window goes on with its last half as a new prompt.
+Positions are those used in training, 0 .. window - 1. When a text fills the window, its last half becomes a new prompt.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from triaxis.models.inference.decoding import DecodingChunk
 
 
 class Model(Protocol):
-    """One rank's part of a model: an engine in training (`triaxis.engine.step.Engine`), or a model loaded for inference."""
+    """One rank's part of a model: a training engine (`triaxis.engine.step.Engine`), or a model loaded for inference."""
 
     @property
     def config(self) -> Config: ...
@@ -42,13 +42,14 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Parameters of the draw of a token from logits.
+    """Parameters for drawing a token from logits.
 
     Attributes:
-        temperature: divisor of the logits; 0 takes the most likely token.
-        top_k: number of most likely tokens to draw among (with any tied with the last); None: all.
-        top_p: least total probability of the tokens to draw among, the fewest most likely ones (1904.09751); after top_k.
-        seed: seed of the noise.
+        temperature: divisor for the logits; 0 takes the most likely token.
+        top_k: number of most likely tokens to draw from (plus any tied with the last); None means all.
+        top_p: minimum total probability of the tokens to draw from, taking as few most likely ones as possible (1904.09751);
+            applied after top_k.
+        seed: noise seed.
     """
 
     temperature: float = 1.0
@@ -73,16 +74,16 @@ def stream(
     window: int | None = None,
     stop: int | None = None,
 ) -> Iterator[int]:
-    """Continue `prompt`; every rank iterates to the same end and gets the same tokens.
+    """Continue `prompt`. Every rank gets the same tokens and stops at the same point.
 
     Args:
-        prompt: at least one token id; if it is longer than the window, only its last half window is read.
-        num_tokens: largest number of tokens to draw.
-        window: largest number of tokens that the model reads at once; None: `model.seq_length`.
+        prompt: at least one token id; if longer than the window, only its last half window is read.
+        num_tokens: maximum number of tokens to draw.
+        window: maximum number of tokens that the model reads at once; None uses `model.seq_length`.
         stop: token that ends the text; it is not yielded.
     """
     window = model.config.model.seq_length if window is None else window
-    # A window of one token is legal: then the last token alone is read.
+    # A window of one token is legal: then only the last token is read.
     restart = max(1, window // 2)
     decoder = Decoder(model, min(window, len(prompt) + num_tokens))
     tokens = list(prompt)
@@ -100,11 +101,11 @@ def stream(
 
 
 class Decoder:
-    """Continuation of one sequence: this rank's chunks, their caches, and the pipeline between the ranks.
+    """Continues one sequence with this rank's chunks, their caches, and the pipeline between ranks.
 
     Args:
-        model: the model; each call uses its weights as they are then.
-        places: number of tokens that the caches can hold.
+        model: model to decode with; each call uses its current weights.
+        places: number of tokens the caches can hold.
     """
 
     def __init__(self, model: Model, places: int) -> None:
@@ -134,9 +135,9 @@ class Decoder:
                 cache.forget(self._places)
 
     def logits(self, tokens: Sequence[int]) -> torch.Tensor | None:
-        """Read tokens (a prompt, then one at a time); return the next one's logits [V], None on ranks without the last stage."""
+        """Read tokens (a prompt, then one at a time); compute the next one's logits [V], None on ranks without the last stage."""
         topology = self._topology
-        # Activations between stages are as long as the tokens read, so each pass has its own shape.
+        # Activations between stages are as long as the tokens just read, so each pass has its own shape.
         executor = Executor(
             topology, [chunk.queue for chunk in self._chunks], (len(tokens), 1, self._hidden_size), self._dtype
         )
@@ -151,7 +152,7 @@ class Decoder:
         return topology.axis("tp").all_gather(outputs[0][0, 0], "generation").wait()[: self._vocab_size]
 
     def next_token(self, tokens: Sequence[int], sampling: Sampling, place: int) -> int:
-        """Read tokens and draw the next one, at position `place` of its text; the same on every rank."""
+        """Read tokens and draw the next one, at position `place` in its text; the same on every rank."""
         logits = self.logits(tokens)
         # All tp ranks of the last stage draw alike from the gathered logits; the other stages receive the token.
         token = torch.zeros(1, dtype=torch.int64, device=self._topology.device)
@@ -163,10 +164,10 @@ class Decoder:
 
 
 def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
-    """Draw one token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) draws from their softmax.
+    """Draw one token id from logits [V] on the CPU: argmax(logits / temperature + Gumbel noise) samples their softmax.
 
-    (Noise per token rather than one number against the cumulative sum: rounding in one logit then moves no other token's
-    share, and layouts that round differently in 16 bits still write the same text for as long as possible.)
+    Noise per token is used instead of one number against the cumulative sum. Rounding in one logit then does not shift any other
+    token's share, so layouts that round differently in 16 bits agree for as long as possible.
     """
     if sampling.temperature == 0.0:
         return int(logits.argmax())
@@ -182,9 +183,9 @@ def sample_token(logits: torch.Tensor, sampling: Sampling, place: int) -> int:
 
 
 def _gumbel(seed: int, place: int, num: int) -> torch.Tensor:
-    """Compute standard Gumbel noise -log(-log(u)), float64 [num], a function of (seed, place, token)."""
+    """Compute standard Gumbel noise -log(-log(u)), float64 [num], as a function of (seed, place, token)."""
     words = mix_words_((torch.arange(num) + 1) * GOLDEN + key64(f"{seed}/generation/{place}"))
-    # The top 53 bits, and a half so that u is never 0 or 1.
+    # Use the top 53 bits, plus a half so that u is never 0 or 1.
     u = (shift_right(words, 11).double() + 0.5) * 2.0**-53
     return -(-u.log()).log()
 
@@ -195,7 +196,7 @@ def _gpt(chunk: object) -> GPTChunk:
 
 
 def _batch(tokens: Sequence[int], first: int, device: torch.device) -> MicroBatch:
-    """Build one sample without labels from the tokens, starting at position `first`."""
+    """Build an unlabeled one-sample batch whose first token is at position `first`."""
     ids = torch.tensor([list(tokens)], device=device)
     return MicroBatch(
         tokens=ids,

@@ -1,11 +1,11 @@
-"""Keys and values of the tokens so far, with which one more token costs the forward of one token.
+"""Cache the keys and values of past tokens, so that each new token costs only its own forward.
 
     prompt, p tokens      fills places 0 .. p - 1 of every layer; attention among them is causal
     one token more        fills place p; its query reads places 0 .. p
 
-A rank caches what it computes anyway: the layers of its chunks, the key/value heads of its tp part (whole replicas where
-heads are replicated). Keys are cached after QK-norm and RoPE, so that they are never touched again. For latent attention it caches
-each token's latent and rotated key, which all heads share and every tp rank holds whole.
+A rank caches what it computes anyway: its chunks' layers, and the key/value heads in its tp part (whole replicas where
+heads are replicated). Keys are cached after QK-norm and RoPE and are not changed again. With latent attention, each rank caches the
+latent and rotated key of each token; all heads share them, and every tp rank holds them whole.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,10 @@ from triaxis.models.gpt.latent_attention import LatentKeys
 
 @dataclass(kw_only=True, eq=False)
 class Cached(Mixer):
-    """Attention of the next tokens of one text to all of its tokens so far.
+    """Attention from a text's next tokens to all of its tokens so far.
 
     Attributes:
-        places: number of tokens that the cache can hold.
+        places: number of tokens the cache can hold.
         length: number of filled places.
         cache: rows [1, n_i, places, d_i]; empty before the prompt.
     """
@@ -34,13 +34,13 @@ class Cached(Mixer):
     cache: list[torch.Tensor] = field(default_factory=list)
 
     def forget(self, places: int) -> None:
-        """Empty the cache; from now on it can hold `places` tokens."""
+        """Empty the cache and resize it to hold `places` tokens."""
         self.places, self.length, self.cache = places, 0, []
 
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Append rows [s, 1, n_i, d_i], and attend from q [s, 1, n, d] to all so far -> [s, 1, n * d_v]."""
+        """Append rows [s, 1, n_i, d_i], and attend from q [s, 1, n, d] to all rows so far -> [s, 1, n * d_v]."""
         q, *rows = heads_first(q, *rows)
         rows = self.extended(rows)
         if q.shape[2] == 1:
@@ -48,7 +48,7 @@ class Cached(Mixer):
         return self.core((q, *rows), self.kernels.choices.attention, mask, keys, 0)
 
     def extended(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Append rows [1, n_i, s, d_i]; return all so far, [1, n_i, length, d_i], as views."""
+        """Append rows [1, n_i, s, d_i]; return all rows so far, [1, n_i, length, d_i], as views."""
         s = rows[0].shape[2]
         assert self.length == 0 or s == 1, (
             "first the prompt, then one token at a time: attention has a mask for these only"
@@ -68,14 +68,15 @@ class Cached(Mixer):
 
 @dataclass(kw_only=True, eq=False)
 class CachedLatents(Cached):
-    """Attention of the next tokens of one text to the latents of its tokens so far."""
+    """Attention from a text's next tokens to the latents of its tokens so far."""
 
     made: LatentKeys
 
     def decode(self, kernel: str, mask: Mask, *tensors: torch.Tensor) -> torch.Tensor:
         """Attend from one query q [1, n, 1, dr + dn] to latents [1, 1, length, r_kv + dr] -> [1, 1, n * dv].
 
-        The logit q_n . W_k c is (W_k^T q_n) . c, and the weighted sum of W_v c is W_v times that of c.
+        The weights are absorbed: the logit q_n . W_k c equals (W_k^T q_n) . c, and the weighted sum of W_v c equals W_v times the
+        weighted sum of c.
         """
         (q, latents), mla = tensors, self.made.mla
         of_keys, of_values = self.made.weight.weight().split((mla.qk_nope_head_dim, mla.v_head_dim), dim=1)

@@ -1,8 +1,8 @@
-"""A GPT loaded for inference: the weights of this rank's layout and nothing else.
+"""Load a GPT for inference, keeping only weights for this rank's layout.
 
     checkpoint of any layout  --pieces that meet this rank's boxes-->  one flat tensor of weights  ->  chunks
 
-No main grads, masters or moments: 2 bytes per parameter in bf16, while training holds 18. No initial weights are drawn.
+There are no main grads, masters or moments: 2 bytes per parameter in bf16, while training holds 18. Initial weights are not drawn.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from triaxis.models.specs import model_specs
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """One rank's part of a model without gradients or optimizer."""
+    """One rank's part of a model, without gradients or optimizer."""
 
     config: Config
     topology: Topology
@@ -44,7 +44,8 @@ def load_model(
     """Build this rank's chunks in evaluation mode with weights from the checkpoint; every rank calls it.
 
     Raises:
-        CheckpointError: on every rank, if any rank cannot load its part: damaged, of another model, or without these weights.
+        CheckpointError: some rank cannot load its part, because it is damaged, belongs to another model or lacks these weights.
+            Raised on every rank.
     """
     sizes, stages = topology.sizes, stages_of(config)
     mine = [stages[stage] for stage in of_forward(sizes, 1).placement.stages_on(topology.coordinates.pp)]
@@ -52,9 +53,8 @@ def load_model(
     chunks, parameters = build_chunks(forward_only, topology, open_kernels(forward_only, topology), mine)
     for chunk in chunks:
         if chunk.losses is not None:
-            chunk.losses = TokenLosses(
-                chunk.context
-            )  # a text is judged by its cross-entropy, whatever the model was trained with
+            # Evaluate with cross-entropy, whatever the training loss was.
+            chunk.losses = TokenLosses(chunk.context)
     refused = ""
     try:
         _refuse_other_tensors(candidate, config)
@@ -64,7 +64,7 @@ def load_model(
         load(candidate.folder, candidate.manifest, flat)
     except CheckpointError as error:
         refused = str(error)
-    # A rank that cannot load must not leave the others waiting for it in a collective.
+    # Share failures: a rank that cannot load must not leave the others waiting in a collective.
     reasons = [reason for reason in gather_text(topology.axis("world"), refused, topology.device, "loading") if reason]
     if reasons:
         raise CheckpointError(reasons[0])
@@ -72,10 +72,11 @@ def load_model(
 
 
 def for_reading(config: Config) -> Config:
-    """Return the configuration of a model that has no backward: nothing is recomputed or offloaded, no gradient is computed.
+    """Adapt a config to forward-only use: nothing is recomputed or offloaded, and no gradient is computed.
 
-    Logits still exist for some tokens at a time. Kernels that compute or use gradients need not run on this device. No operand,
-    weights included, is in FP8: the scale of a token's activations would depend on the other tokens of its batch.
+    Logits are still computed for a limited number of tokens at a time. Kernels that compute or use gradients need not run on
+    this device. No operand, weights included, is in FP8: a token's activation scale would depend on the other tokens in its
+    batch.
     """
     without_gradients = {"weight_grad": "separate", "optimizer": "torch"}
     return config.model_copy(
@@ -91,7 +92,7 @@ def for_reading(config: Config) -> Config:
 
 
 def _refuse_other_tensors(candidate: Candidate, config: Config) -> None:
-    """Refuse a checkpoint with tensors that this model lacks; the loader notices only the reverse."""
+    """Refuse a checkpoint with tensors that this model lacks; the loader checks only the reverse."""
     strangers = sorted(candidate.manifest.tensors.keys() - {spec.name for spec in model_specs(config.model)})
     if strangers:
         raise CheckpointError(
@@ -108,10 +109,10 @@ def _allocate(
     manifest: Manifest,
     which: WhichWeights,
 ) -> list[Shard]:
-    """Allocate one flat tensor for all trained parameters; return the logical parts to be filled (padding stays zero).
+    """Allocate one flat tensor for all trained parameters; return the logical parts to fill (padding stays zero).
 
-    In forward order, so that weights which share a GEMM are adjacent and stay one matrix. A parameter that is not trained has
-    the accumulation dtype, as in training: a rounded router's bias would choose other experts.
+    Parameters are in forward order, so that weights that share a GEMM are adjacent and stay one matrix. Untrained parameters
+    use the accumulation dtype, as in training: with a rounded bias, a router would choose other experts.
     """
     trained = [parameter.record.numel for parameter in parameters if parameter.record.spec.is_trained]
     flat = torch.zeros(sum(trained), dtype=dtype, device=device)

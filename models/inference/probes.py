@@ -1,9 +1,9 @@
-"""Outputs of each part of a model in a forward pass, reduced to few numbers for a comparison of two layouts.
+"""Record each model part's outputs in a forward pass, reduced to few numbers, to compare two layouts.
 
-A site is `embedding`, `layers.N.attention`, `layers.N.mlp` (the branches), `layers.N` (the residual stream after it),
-`token_losses` or `loss` (the sum over a microbatch). A layer of multi-token prediction has `layers.N.embedding` and
-`layers.N.losses` too. An output [s, b, h] is reduced to one number per token, its product with a fixed random vector: enough to
-see any difference, and small enough to write down.
+A site is `embedding`, `layers.N.attention`, `layers.N.mlp` (the branches), `layers.N` (the residual stream after the layer),
+`token_losses` or `loss` (the sum over a microbatch). A multi-token prediction layer also has `layers.N.embedding` and
+`layers.N.losses`. An output [s, b, h] is reduced to one number per token: its product with a fixed random vector. That is enough
+to see any difference, and small enough to write to a file.
 """
 
 import sys
@@ -20,16 +20,16 @@ from triaxis.models.gpt.mtp import TokenAhead
 
 TOKEN_LOSSES, LOSS = "token_losses", "loss"
 OF_LAYER = ("embedding", "attention", "mlp", "", "losses")
-"""Sites of a layer, in the order of the forward; only layers of multi-token prediction have the first and the last."""
+"""Sites in a layer, in forward order; only multi-token prediction layers have the first and the last."""
 
 
 def site_order(name: str, num_layers: int) -> int:
-    """Return the sort key of a site: its place along the model."""
+    """Sort key for a site: its position in the model."""
     if name == "embedding":
         return 0
     if name == LOSS:
         return sys.maxsize
-    # Layers of multi-token prediction come after the losses of the next token.
+    # Multi-token prediction layers come after the next-token losses.
     losses = 1 + len(OF_LAYER) * num_layers
     if name == TOKEN_LOSSES:
         return losses
@@ -39,7 +39,7 @@ def site_order(name: str, num_layers: int) -> int:
 
 
 class Probes:
-    """Outputs that were recorded during `open`: {site: {samples: values}}.
+    """Outputs recorded while `open` is active: {site: {samples: values}}.
 
     Values are float64 [s] (or [s/t], this rank's part of the sequence) for one sample, keyed by its id. The loss is [1], keyed
     by the ids of the microbatch's samples.
@@ -52,7 +52,7 @@ class Probes:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Record the chunks' forwards; a forward that is recomputed in a backward is not recorded again."""
+        """Record the chunks' forwards; a forward that is recomputed in the backward is not recorded again."""
         hooks = []
         for chunk in self._chunks:
             hooks.append(chunk.register_forward_pre_hook(self._begin))
@@ -69,7 +69,7 @@ class Probes:
         self._samples = inputs[1].sample_ids
 
     def _end(self, chunk: nn.Module, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        # Losses are a scalar, or where tokens ahead are predicted the first of a vector; hidden states are [s, b, h].
+        # The loss is a scalar, or with multi-token prediction a vector's first element; hidden states are [s, b, h].
         if output.dim() < 3 and self._samples is not None:
             samples = ",".join(map(str, self._samples))
             self.values.setdefault(LOSS, {})[samples] = output.detach().view(-1)[:1].cpu().double()
@@ -105,7 +105,7 @@ def _sites(chunk: GPTChunk) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _sites_of(name: str, block: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the places of a layer; a block of an extension may have no attention or MLP of its own."""
+    """Yield a layer's sites; a block from an extension may have no attention or MLP module."""
     parts = {part: getattr(block, part, None) for part in ("attention", "mlp")}
     yield from ((f"{name}.{part}", each) for part, each in parts.items() if isinstance(each, nn.Module))
     yield name, block

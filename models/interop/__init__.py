@@ -1,1 +1,1 @@
-"""Exchange with other libraries: their names and conventions, and ours."""
+"""Exchange with other libraries: mapping their names and conventions to ours."""

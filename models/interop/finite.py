@@ -1,23 +1,23 @@
-"""A check that weights from other programs are finite."""
+"""Check that weights written by other programs are finite."""
 
 import torch
 
 from triaxis.engine.errors import CheckpointError
 
 _ELEMENTS = 2**24
-"""Elements that are checked together: the mask of a larger tensor would take half of its memory once more."""
+"""Elements checked at once. The mask for a larger tensor would take half the tensor's memory again."""
 
 
 def check_finite(values: torch.Tensor, name: str, source: object) -> None:
     """Refuse a tensor with NaN or infinite elements.
 
     Args:
-        values: a floating-point tensor of any shape.
-        name: what the source calls the tensor.
-        source: the folder that it is from, for the message.
+        values: floating-point tensor, any shape.
+        name: tensor's name in the source.
+        source: folder the tensor was read from, for the message.
 
     Raises:
-        CheckpointError: naming the tensor and how many of its elements are not finite.
+        CheckpointError: some elements are not finite; it names the tensor and their number.
     """
     parts = values.reshape(-1).split(_ELEMENTS)
     wrong = sum(part.numel() - int(part.isfinite().sum()) for part in parts)

@@ -1,18 +1,18 @@
-"""The refusal of models with parts of their own: no other software has their code."""
+"""Refuse to export models with user-written parts, which no other software has code for."""
 
 from triaxis.engine.config.model import ModelConfig
 from triaxis.engine.errors import ConfigError
 
 
 def refuse_own_parts(model: ModelConfig, other: str) -> None:
-    """Check that a model computes what our own parts do. A loss of an extension is no part of it.
+    """Check that a model uses only built-in parts. An extension's loss is not part of the model.
 
     Args:
-        model: to be exported.
-        other: the software that would read it.
+        model: model to export.
+        other: name of the software that would read the export.
 
     Raises:
-        ConfigError: an extension gives a part.
+        ConfigError: an extension provides a part of the model.
     """
     if model.extension is None or not (given := model.own.with_parameters()):
         return

@@ -1,4 +1,4 @@
-"""Our sections, made of what other software wrote."""
+"""Config sections built from what other software wrote."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,15 +10,15 @@ from triaxis.engine.errors import ConfigError, shown
 
 
 def checked_model(model: Mapping[str, Any], problems: Sequence[str], source: str) -> tuple[dict[str, Any], ModelConfig]:
-    """Return the fields of a model that are given, and the section that they make.
+    """Validate `model` fields; return those that are given, and the section built from them.
 
     Args:
-        model: our fields; None: not given.
-        problems: what was found wrong before.
-        source: name of the file in the error.
+        model: fields under our names; None means not given.
+        problems: problems found so far.
+        source: file name for the error message.
 
     Raises:
-        ConfigError: all problems, or every field that has no legal value.
+        ConfigError: there are problems, all listed; or fields have illegal values, all listed.
     """
     if problems:
         raise ConfigError(problems, source)

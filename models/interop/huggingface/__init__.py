@@ -1,1 +1,1 @@
-"""Hugging Face: config.json, tokenizers and safetensors, in and out."""
+"""Import and export Hugging Face config.json files, tokenizers and safetensors."""

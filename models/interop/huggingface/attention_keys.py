@@ -1,9 +1,9 @@
-"""RoPE, windows and kinds of layers in a Hugging Face config.json: our fields of attention, and the reverse.
+"""Map RoPE, window and layer-kind keys in a Hugging Face config.json to our attention fields, and back.
 
-rope_theta, rope_scaling | rope_parameters       <->  rope_base, rope_scaling, rotary_share: of all layers, or of kinds of them
+rope_theta, rope_scaling | rope_parameters       <->  rope_base, rope_scaling, rotary_share: for all layers, or by layer kind
 sliding_window, layer_types, no_rope_layers ..   <->  window and position, or layers and layer_kinds
 
-The keys of a family are data (`family.py`); a window of transformers lets a query see the keys > q - sliding_window, as ours.
+A family's keys are data (`family.py`). A window in transformers lets a query see the keys > q - sliding_window, as here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,17 +19,17 @@ Keys = Mapping[str, Any]
 Fields = dict[str, Any]
 
 NO_ROPE = "no_rope"
-"""Name of a kind of layers without RoPE; with a window, a suffix of that kind's."""
+"""Name for the layer kind without RoPE; for a kind with a window, a suffix."""
 
 PHI3_FIELDS = {"type", "factor", "original_max_position_embeddings", "short_factor", "long_factor"}
-"""Our fields of a scaling of which releases before transformers 5 want the type and the two lists, and nothing more, in a Phi-3."""
+"""Fields of a Phi-3 scaling. Before transformers 5, Phi-3 accepts only the type and the two lists among them."""
 
 OLD_TYPES = {"su": "longrope"}
-"""Types of scaling that had another name in the first files of Phi-3."""
+"""Scaling types that had another name in the first Phi-3 files."""
 
 
 def read_attention(keys: Keys, family: Family, model: Fields) -> list[str]:
-    """Write our fields of attention to `model`; return problems, and write nothing where there are some."""
+    """Add attention fields to `model`; return problems, and leave `model` unchanged if there are any."""
     rope = family.rope
     if rope is None:
         return []
@@ -39,7 +39,7 @@ def read_attention(keys: Keys, family: Family, model: Fields) -> list[str]:
     if problems := [*problems, *more, *wrong]:
         return problems
     by_type, first = len(rope.bases) > 1, ropes[next(iter(rope.bases))]
-    # Where types of layers differ, the model has the base of the first and no scaling, which is then that type's alone.
+    # If layer types differ, the model gets the first type's base and no scaling; scaling then belongs to that type's layers only.
     model |= {"rope_base": first["rope_base"]} if by_type else first
     kinds: dict[str, Fields] = {}
     names = []
@@ -62,7 +62,7 @@ def read_attention(keys: Keys, family: Family, model: Fields) -> list[str]:
 
 
 def _read_ropes(keys: Keys, rope: RopeKeys) -> tuple[dict[str, Fields], list[str]]:
-    """Return `rope_base`, `rope_scaling` and `rotary_share` by type of layer, and problems."""
+    """Read `rope_base`, `rope_scaling` and `rotary_share` by layer type, and problems."""
     ropes: dict[str, Fields] = {}
     problems = [
         f"{name} = {shown(keys[name])}: must be a mapping; how the model's heads rotate would be a guess."
@@ -97,7 +97,7 @@ def _read_ropes(keys: Keys, rope: RopeKeys) -> tuple[dict[str, Fields], list[str
 
 
 def _sources(keys: Keys, kind: str, *, has_scaling: bool) -> Iterator[tuple[str, Keys]]:
-    """Yield the place and content of each mapping of RoPE for a type of layer ("": all layers)."""
+    """Yield the place and content of each RoPE mapping for a layer type ("": all layers)."""
     new, old = (keys.get(name) for name in OF_ROPE)
     if isinstance(new, Mapping):
         if not kind:
@@ -113,7 +113,7 @@ def _sources(keys: Keys, kind: str, *, has_scaling: bool) -> Iterator[tuple[str,
 def _agreed(
     keys: Keys, sources: Mapping[str, Keys], names: Names, inner: str, default: float
 ) -> tuple[Any, Iterator[str]]:
-    """Return the one value that is given at the top of a file or in its mappings, else the default, and problems."""
+    """Find the one value given at the top level or in the mappings, or else the default, and problems."""
     given = {place: source[inner] for place, source in sources.items() if source.get(inner) is not None}
     given |= {name: keys[name] for name in names if keys.get(name) is not None}
     if not given:
@@ -128,7 +128,7 @@ def _agreed(
 
 
 def _scaling(source: Keys, keys: Keys, rope: RopeKeys) -> Fields:
-    """Return our fields of a scaling, with those that transformers takes from elsewhere in a file (modeling_rope_utils.py)."""
+    """Build our scaling fields, including those that transformers takes from elsewhere in the file (modeling_rope_utils.py)."""
     of_type = source.get("rope_type", source.get("type", "default"))
     scaling = {"type": OLD_TYPES.get(of_type, of_type) if isinstance(of_type, str) else of_type}
     for name, value in source.items():
@@ -148,7 +148,7 @@ def _scaling(source: Keys, keys: Keys, rope: RopeKeys) -> Fields:
 
 
 def _read_types(keys: Keys, layers: LayerKeys, num_layers: int) -> tuple[int | None, list[str], list[str]]:
-    """Return the window, FULL or SLIDING for each layer, and problems."""
+    """Read the window, FULL or SLIDING for each layer, and problems."""
     window = keys.get("sliding_window", layers.default_window)
     types = keys.get("layer_types") if layers.windows == "some" else None
     if unknown := sorted(set(types or ()) - {FULL, SLIDING}):
@@ -167,7 +167,7 @@ def _read_types(keys: Keys, layers: LayerKeys, num_layers: int) -> tuple[int | N
 
 
 def _has_window(keys: Keys, layers: LayerKeys, layer: int) -> bool:
-    """Return whether a layer has a window where no `layer_types` lists it."""
+    """Whether a layer has a window, if there is no `layer_types` to list it."""
     if layers.first is not None:
         return bool(layer >= keys.get(*layers.first))
     if layers.period is not None:
@@ -178,7 +178,7 @@ def _has_window(keys: Keys, layers: LayerKeys, layer: int) -> bool:
 
 
 def _read_rotates(keys: Keys, layers: LayerKeys, num_layers: int) -> tuple[list[bool], list[str]]:
-    """Return whether each layer rotates queries and keys, and problems."""
+    """Read whether each layer rotates queries and keys, and problems."""
     if layers.no_rope is None:
         return [True] * num_layers, []
     key = layers.no_rope[0]
@@ -195,7 +195,7 @@ def _rotates(keys: Keys, no_rope: tuple[str, str, int], layer: int) -> bool:
 
 
 def attention_differences(model: ModelConfig, family: Family) -> Iterator[str]:
-    """List what the layers of a model have that a family's layers cannot have."""
+    """List layer features that a family's layers cannot have."""
     if family.rope is None:
         return
     by_type = len(family.rope.bases) > 1
@@ -223,7 +223,7 @@ def attention_differences(model: ModelConfig, family: Family) -> Iterator[str]:
 
 
 def attention_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
-    """Yield the keys that give a family's layers their RoPE and windows, also where no layer has a window."""
+    """Yield keys that set the layers' RoPE and windows, even if no layer has a window."""
     if family.rope is None:
         return
     yield from _rope_keys(model, family.rope)
@@ -234,7 +234,7 @@ def attention_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, ob
     if layers.switch:
         yield layers.switch, window is not None
     if layers.period is not None:
-        # Without a length transformers cannot make the mask, which none of these layers then uses.
+        # transformers needs a length to build the mask, even if no layer uses it.
         yield "sliding_window", window or model.seq_length
     elif layers.windows != "none":
         yield "sliding_window", window
@@ -242,18 +242,18 @@ def attention_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, ob
         types = [FULL if kind.window is None else SLIDING for kind in kinds]
         yield "layer_types", types
         if layers.first is not None:
-            # Read by releases of transformers that do not know `layer_types`.
+            # For older transformers releases, which do not read `layer_types`.
             yield layers.first[0], types.index(SLIDING)
 
 
 def _rope_keys(model: ModelConfig, rope: RopeKeys) -> Iterator[tuple[str, object]]:
-    """Yield the keys of RoPE in the form of before transformers 5, which that reads too; where types differ, in both forms."""
+    """Yield RoPE keys in the form used before transformers 5, which it still reads; if layer types differ, in both forms."""
     top: dict[str, set[float]] = {}
     new: dict[str, Fields] = {}
     for kind, (names, default) in rope.bases.items():
         of_kind = [each.rotary for each in model.kinds if not kind or (each.window is not None) == (kind == SLIDING)]
         rotary = next((each for each in of_kind if each is not None), None)
-        # A type that no layer has keeps its default.
+        # A layer type that is not used keeps its default.
         base = rotary.base if rotary is not None else default if kind else model.rope_base
         scaling = {} if rotary is None else _scaling_keys(rotary, model, rope)
         top.setdefault(names[0], set()).add(base)
@@ -266,11 +266,11 @@ def _rope_keys(model: ModelConfig, rope: RopeKeys) -> Iterator[tuple[str, object
         if rope.original_length is not None and long is None:
             yield "original_max_position_embeddings", model.seq_length
         elif long is not None:
-            # transformers 4 reads the first at the top alone, and in place of the factor the ratio of both.
+            # transformers 4 reads the original length only at the top level, and uses the ratio of both lengths as the factor.
             yield "original_max_position_embeddings", long.original_max_position_embeddings
             if (longest := _longest(long, model)) is not None:
                 yield "max_position_embeddings", longest
-    # Types that share a key and differ are in the new form alone.
+    # Layer types that share a key but have different values can be written only in the new form.
     yield from ((name, bases.pop()) for name, bases in top.items() if len(bases) == 1)
     if len(new) > 1:
         yield OF_ROPE[0], new
@@ -283,7 +283,7 @@ def _scaling_keys(rotary: Rotary, model: ModelConfig, rope: RopeKeys) -> Fields:
     long = _longrope(rotary)
     has_ratio = long is not None and _longest(long, model) is not None
     if rope.original_length is not None and has_ratio and fields.keys() == PHI3_FIELDS:
-        # The other two follow from keys at the top.
+        # The other two follow from top-level keys.
         return {"type": fields["type"], "short_factor": fields["short_factor"], "long_factor": fields["long_factor"]}
     if long is not None and not has_ratio:
         fields.setdefault("attention_factor", long.rotation_factor)
@@ -295,7 +295,7 @@ def _longrope(rotary: Rotary) -> RopeScaling | None:
 
 
 def _longest(scaling: RopeScaling, model: ModelConfig) -> int | None:
-    """Return the length that is `factor` times the original one; None: no length of this model's texts is."""
+    """Maximum length, `factor` times the original one; None if it is not an integer or is shorter than the model's samples."""
     assert scaling.factor is not None and scaling.original_max_position_embeddings is not None, "longrope has both"
     longest = scaling.factor * scaling.original_max_position_embeddings
     return int(longest) if longest.is_integer() and longest >= model.seq_length else None

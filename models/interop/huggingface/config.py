@@ -1,11 +1,11 @@
-"""A Hugging Face `config.json` as our `model` section, and the reverse.
+"""Convert a Hugging Face `config.json` to a `model` section, and back.
 
     {"model_type": "llama", "hidden_size": 4096, "rms_norm_eps": 1e-5, ...}
       <->  {"model": {"hidden_size": 4096, "norm": "rmsnorm", "norm_eps": 1e-5, ...}}
 
-Each family is a record (`families.py`): a table from their keys to our fields, with the values that a family fixes and its file
-omits. A key whose effect is not built here is refused unless its value switches it off. An unknown key is refused as well: a model
-that differs without a message costs more than a deleted line.
+Each family is a record (`families.py`): a table from its keys to our fields, plus values that the family fixes and its files
+omit. A key for an unsupported feature is refused unless its value switches the feature off. An unknown key is refused too: a
+silently different model costs more than a deleted line.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "add_cross_attention": ((False,), "cross-attention is not built: Triaxis trains decoders"),
     "is_encoder_decoder": ((False,), "encoders are not built: Triaxis trains decoders"),
 }
-"""Keys that must be absent or have one of these values, and why."""
+"""Keys that must be absent or have one of these values, each with the reason."""
 
 WITHOUT_EFFECT = frozenset(
     {
@@ -90,7 +90,7 @@ WITHOUT_EFFECT = frozenset(
         "use_cache",
     }
 )
-"""Keys that do not change what is trained: names, token ids of generation, dtypes of files, heads of other tasks."""
+"""Keys that do not affect training: names, token ids for generation, file dtypes, heads for other tasks."""
 
 OF_GENERATION = frozenset(
     {
@@ -128,23 +128,23 @@ OF_GENERATION = frozenset(
         "unk_token_id",
     }
 )
-"""Keys of text generation and of the tokenizer, which older releases of transformers wrote into config.json."""
+"""Keys for text generation and tokenizers, which older transformers releases wrote to config.json."""
 
 OF_OTHERS = frozenset(
     {"hidden_act", "layer_types", "max_window_layers", "sliding_window", "sliding_window_size", "use_sliding_window"}
 )
-"""Keys that some families read, and that have no effect in the others."""
+"""Keys that some families read and that have no effect in the others."""
 
 OF_BOTH = frozenset({"tie_word_embeddings", *SPECIAL_IDS})
-"""Keys of a language model that a file with a `text_config` may have outside it."""
+"""Language-model keys that may also appear outside `text_config`."""
 
 
 QUANTIZATION = "quantization_config"
-"""Key of the way in which the weights of the files are quantized."""
+"""Key that describes how weights are quantized."""
 
 
 def fp8_block(quantization: object) -> tuple[int, int] | None:
-    """Return the rows and columns of a block of FP8 weights that has one scale; None: they are not quantized in this way."""
+    """Rows and columns in an FP8 block that shares one scale; None if weights are not quantized this way."""
     if not isinstance(quantization, Mapping):
         return None
     block = quantization.get("weight_block_size")
@@ -163,7 +163,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
     """Read a config.json as a mapping.
 
     Raises:
-        ConfigError: it is not there, or no mapping.
+        ConfigError: the file is missing, is not JSON or is not a mapping.
     """
     try:
         keys: Any = parse_json(read_text(path))
@@ -180,17 +180,17 @@ def read_config_json(path: Path) -> dict[str, Any]:
 def from_hugging_face(
     keys: Keys, seq_length: int | None = None, source: str = "config.json", ignore: Collection[str] = ()
 ) -> dict[str, dict[str, Any]]:
-    """Convert a Hugging Face config to our sections: `model`, and `kernels` where the model needs a choice there.
+    """Convert a Hugging Face config to config sections: `model`, and `kernels` if the model needs a setting there.
 
     Args:
-        keys: the file's content.
-        seq_length: training samples of this length in place of the longest that the model was made for.
-        source: the file's name, for messages.
-        ignore: unknown keys that are accepted.
+        keys: content of config.json.
+        seq_length: sample length to train with; None uses the model's maximum.
+        source: file name, for messages.
+        ignore: unknown keys to accept.
 
     Raises:
-        ConfigError: another family; keys that are missing, unknown, or switch on what is not built; a key to ignore that is not
-            there or whose effect is known. All at once.
+        ConfigError: the family is unknown; keys are missing, unknown or switch on unsupported features; or an ignored key is
+            absent or has a known effect. All problems are listed.
     """
     keys = text_keys(keys)
     family = FAMILIES.get(str(keys.get("model_type")))
@@ -241,7 +241,7 @@ def from_hugging_face(
 
 
 def _not_derived(keys: Keys, family: Family, model: ModelConfig) -> Iterator[str]:
-    """Yield a problem for each key whose value does not follow from the model that is built."""
+    """Yield a problem for each derived key whose value does not follow from the model."""
     for key, derived in family.derived.items():
         given, wanted = keys.get(key), derived.value(model)
         if given != wanted and not (given is None and derived.may_lack):
@@ -249,7 +249,7 @@ def _not_derived(keys: Keys, family: Family, model: ModelConfig) -> Iterator[str
 
 
 def text_keys(keys: Keys) -> Keys:
-    """Return the keys of the language model: those of `text_config` where a file has them, else the keys themselves."""
+    """The language model's keys: those in `text_config` if present, otherwise the top-level keys."""
     text = keys.get("text_config")
     if not isinstance(text, Mapping):
         return keys
@@ -257,7 +257,7 @@ def text_keys(keys: Keys) -> Keys:
 
 
 def _read_functions(keys: Keys, family: Family, model: dict[str, Any]) -> Iterator[str]:
-    """Write our fields that are functions of a key or of another field to `model`, and yield problems."""
+    """Add fields that are functions of a key or of another field to `model`, and yield problems."""
     if family.scale is not None:
         given = keys.get(family.scale.key, family.scale.default)
         if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
@@ -270,7 +270,7 @@ def _read_functions(keys: Keys, family: Family, model: dict[str, Any]) -> Iterat
 
 
 def _read_mtp(keys: Keys, family: Family, model: dict[str, Any]) -> Iterator[str]:
-    """Write the layers of multi-token prediction to `model` where the family has them, and yield a problem."""
+    """Add multi-token prediction layers to `model` if the family has them, and yield problems."""
     given = {key: keys[key] for key in family.further if keys.get(key) is not None and family.naming.ahead}
     number = next(iter(given.values()), 0)
     if any(other != number for other in given.values()):
@@ -299,7 +299,7 @@ def _unusable(keys: Keys, family: Family, model: Keys) -> Iterator[str]:
     if len(unknown) > MOST_UNKNOWN:
         yield f"it has {counted(len(unknown), 'key')} that are not known here: it is no config.json of a published model."
     for key in unknown[:MOST_UNKNOWN]:
-        # What no family reads and has no value says nothing.
+        # An unknown key that is null has no effect.
         if (value := keys[key]) is not None and not agrees(key, value, model):
             yield (
                 f"{brief(key)} = {shown(value)}: not a key that is known here, so whether it changes the model is unknown too. If "
@@ -316,12 +316,12 @@ def _not_to_ignore(keys: Keys, family: Family, ignore: Collection[str]) -> Itera
 
 
 def _has_no_effect(key: str) -> bool:
-    """Return whether no layer reads the key, such as one that begins with `_`: transformers keeps its own notes there."""
+    """Whether no layer reads the key; this includes keys that start with `_`, which transformers uses for its own notes."""
     return key in WITHOUT_EFFECT or key in OF_GENERATION or key.startswith("_") or is_note(key)
 
 
 def passed_over(keys: Keys) -> list[str]:
-    """Return the keys of generation and of bookkeeping that are in the file and compute nothing, sorted."""
+    """Sorted generation and bookkeeping keys in the file, which compute nothing."""
     return sorted(
         key
         for key in keys
@@ -330,7 +330,7 @@ def passed_over(keys: Keys) -> list[str]:
 
 
 def passed_over_notes(keys: Keys, ignore: Collection[str] = ()) -> list[str]:
-    """Return lines on the keys without effect, and one on those that `--ignore` named; empty where there are none."""
+    """Notes on keys without effect and on those that `--ignore` named; empty if there are none."""
     found, notes = passed_over(text_keys(keys)), []
     if "text_config" in keys:
         others = sorted(key for key, value in keys.items() if isinstance(value, Mapping) and key != "text_config")
@@ -366,10 +366,10 @@ def _too_long(model: Keys, seq_length: int) -> Iterator[str]:
 
 
 def family_of(model: ModelConfig, wanted: str | None = None) -> str:
-    """Return the `model_type` of transformers that can express our model: `wanted`, or the first of `FAMILIES`.
+    """Find a transformers `model_type` that can express the model: `wanted`, or the first match in `FAMILIES`.
 
     Raises:
-        ConfigError: `wanted`, or every one of them, differs from the model: in what, by name.
+        ConfigError: `wanted`, or every family, differs from the model; it names the differences.
     """
     differences = {name: list(_differences(model, name)) for name in (FAMILIES if wanted is None else [wanted])}
     for name, found in differences.items():
@@ -384,12 +384,12 @@ def family_of(model: ModelConfig, wanted: str | None = None) -> str:
 def to_hugging_face(
     model: ModelConfig, family: str, *, dtype: str, special_ids: Keys | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Build the content of a config.json for our model, and notes for the reader.
+    """Build the config.json content for a model, and notes for the reader.
 
     Args:
-        family: from `family_of`.
-        dtype: of the weights, in torch's word (`bfloat16`).
-        special_ids: `bos_token_id` and the like, written as they are; None: none is known.
+        family: family from `family_of`.
+        dtype: weight dtype, as torch spells it (`bfloat16`).
+        special_ids: `bos_token_id` and the like, written unchanged; None if unknown.
     """
     chosen = FAMILIES[family]
     keys: dict[str, Any] = {"architectures": [chosen.architecture], "model_type": family}
@@ -415,19 +415,19 @@ def to_hugging_face(
             f"model.mtp.loss_weight = {model.mtp.loss_weight} has no key in {family}: it acts in training only"
         )
     keys |= dict(attention_keys(model, chosen))
-    # Left out, these would be ids of the family's own vocabulary: generation would stop at a token that means something else.
+    # If left out, these default to the family's own vocabulary, and generation would stop at an unrelated token.
     keys |= dict.fromkeys(SPECIAL_IDS[:3]) if special_ids is None else special_ids
-    # The word that transformers 4 and 5 both read.
+    # Both transformers 4 and 5 read `torch_dtype`.
     return {**keys, "torch_dtype": dtype}, notes
 
 
 def _attention_scale(model: ModelConfig) -> float:
-    """Return the factor of attention's logits."""
+    """Factor applied to attention logits."""
     return model.attention_scale if model.attention_scale is not None else model.head_size**-0.5
 
 
 def _differences(model: ModelConfig, name: str) -> Iterator[str]:
-    """List the features of the model that a family cannot express."""
+    """List model features that a family cannot express."""
     family = FAMILIES[name]
     for ours, value in family.fixed.items():
         if getattr(model, ours) != value:

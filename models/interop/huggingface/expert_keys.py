@@ -1,10 +1,10 @@
-"""Layers with experts in a Hugging Face config.json: our `model.moe` and `model.layers`, and the reverse.
+"""Map expert-layer keys in a Hugging Face config.json to `model.moe` and `model.layers`, and back.
 
 num_experts, num_experts_per_tok, norm_topk_prob ..                          <->  model.moe
 first_k_dense_replace | decoder_sparse_step, mlp_only_layers                 <->  model.layers: [dense*3, moe*58]
 
-The keys of a family are data (`family.py`). What transformers adds to its own training loss is not taken over: it is a mean over
-the tokens of one micro batch and depends on the layout. `model.moe.balance` has terms that do not.
+A family's keys are data (`family.py`). Terms that transformers adds to its own training loss are left out: they average over one
+microbatch's tokens and so depend on the layout. `model.moe.balance` has terms that do not.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,17 +20,17 @@ Keys = Mapping[str, Any]
 Fields = dict[str, Any]
 
 DENSE, MOE = "dense", "moe"
-"""Names of the two kinds of layers that every model with experts has."""
+"""Names for the two layer kinds in every model with experts."""
 
 IN_TRAINING = ("router_aux_loss_coef", "aux_loss_alpha")
-"""Factors of losses on the load of experts."""
+"""Factors for expert load-balancing losses."""
 
 NO_PART_OF_A_MODEL = frozenset({"balance", "choice_bias", "row_headroom"})
-"""Fields of `model.moe` that change no logits, and the one for which `ExpertKeys.has_bias` stands."""
+"""`model.moe` fields that do not change logits, and the one that `ExpertKeys.has_bias` represents."""
 
 
 def read_experts(keys: Keys, family: Family, model: Fields) -> list[str]:
-    """Write `moe` and `layers` to our fields `model`; return problems, and write nothing where there are some."""
+    """Add `moe` and `layers` to `model`; return problems, and leave `model` unchanged if there are any."""
     experts = family.experts
     if experts is None:
         return []
@@ -47,7 +47,7 @@ def read_experts(keys: Keys, family: Family, model: Fields) -> list[str]:
 
 
 def _kinds(keys: Keys, experts: ExpertKeys, num_layers: int) -> tuple[list[str], list[str]]:
-    """Return the kind of each layer, and problems."""
+    """Read the kind of each layer, and problems."""
     first, step = (keys.get(key, default) if key else default for key, default in (experts.first, experts.step))
     listed = keys.get(experts.listed) or []
     problems = [
@@ -66,7 +66,7 @@ def _kinds(keys: Keys, experts: ExpertKeys, num_layers: int) -> tuple[list[str],
 
 
 def _section(keys: Keys, experts: ExpertKeys) -> tuple[Fields, list[str]]:
-    """Return our `model.moe`, and problems."""
+    """Build the `model.moe` section, and problems."""
     moe: Fields = dict(experts.fixed) | ({"choice_bias": True} if experts.has_bias else {})
     problems = []
     for names, (field, default) in experts.names.items():
@@ -94,7 +94,7 @@ def _section(keys: Keys, experts: ExpertKeys) -> tuple[Fields, list[str]]:
 
 
 def expert_notes(keys: Keys, family: Family) -> Iterator[str]:
-    """Yield a line for a reader where transformers would add a loss on the load of experts."""
+    """Yield a note if transformers would add an expert load-balancing loss."""
     given = [f"{key} = {keys[key]}" for key in IN_TRAINING if keys.get(key)]
     if family.experts is not None and given:
         yield (
@@ -103,11 +103,11 @@ def expert_notes(keys: Keys, family: Family) -> Iterator[str]:
 
 
 def expert_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, object]]:
-    """Yield the keys that give a family's layers their experts."""
+    """Yield keys that set the layers' experts."""
     experts = family.experts
     if experts is None:
         return
-    # Layers of multi-token prediction are counted: behind dense ones they are dense, and their numbers say so.
+    # Multi-token prediction layers count too: if they follow dense layers they are dense, and their numbers must be listed.
     dense = [number for number, kind in enumerate(model.kinds) if not kind.has_experts]
     if experts.first[0]:
         yield experts.first[0], len(dense)
@@ -124,7 +124,7 @@ def expert_keys(model: ModelConfig, family: Family) -> Iterator[tuple[str, objec
 
 
 def expert_differences(model: ModelConfig, family: Family) -> Iterator[str]:
-    """List what the experts of a model have that a family's cannot have."""
+    """List expert features that a family's models cannot have."""
     experts, moe = family.experts, model.moe
     if experts is None:
         return

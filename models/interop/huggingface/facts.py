@@ -1,12 +1,12 @@
-"""Unknown keys of a config.json that repeat what the model is.
+"""Accept unknown config.json keys that only repeat what the model is.
 
-    max_sequence_length = 2048     another name of a value that the file has         agrees where the values are equal
-    lm_head_bias = false           whether a layer has a bias                        agrees where it has none
+    max_sequence_length = 2048     another name for a value in the file              agrees if the values are equal
+    lm_head_bias = false           whether a layer has a bias                        agrees if it has none
     interpolate_factor = 1         a factor of one, a dropout of zero, each layer    change nothing
     internal_version = 7b-v2.33    a note on the file                                is read by no layer
 
-Published files hold such keys in any number, so no list could be complete: a key is read by the last of its words, and its value is
-compared with the model. What remains is refused.
+Published files hold so many such keys that no list could be complete. A key is classified by its last word, and its value is
+compared with the model. All other keys are refused.
 """
 
 from collections.abc import Mapping
@@ -19,28 +19,28 @@ _NEUTRAL: Mapping[str, float] = {
     **dict.fromkeys(("factor", "multiplier", "scale", "divisor"), 1),
     **dict.fromkeys(("dropout", "pdrop", "noise"), 0),
 }
-"""Values without effect, by the last word of a key."""
+"""Last word of a key -> value that has no effect."""
 
 _EACH_LAYER = ("mod", "interval", "period", "freq", "frequency")
-"""Last words of a key for the number p of a pattern: each p-th layer is of another kind."""
+"""Last words of keys that give the period p of a pattern: every p-th layer is of another kind."""
 
 
 _TOOLS = ("unsloth",)
-"""First words of keys that a tool of training keeps for itself."""
+"""First words of keys that training tools use for themselves."""
 
 
 def is_note(key: str) -> bool:
-    """Return whether no layer can read the key: a version, a tool's own, or no name of Python (`transformers.js_config`)."""
+    """Whether no layer can read the key: a version, a tool's own key, or not a Python identifier (`transformers.js_config`)."""
     return not key.isidentifier() or key.split("_")[-1] == "version" or key.split("_")[0] in _TOOLS
 
 
 def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
-    """Return whether an unknown key says what the model is anyway.
+    """Whether an unknown key only repeats what the model is.
 
     Args:
-        key: of a config.json.
+        key: config.json key.
         value: its value.
-        model: our `model` section as far as it was read.
+        model: our `model` section as read so far.
     """
     part, _, last = key.rpartition("_")
     if isinstance(value, bool) and last == "bias":
@@ -56,14 +56,14 @@ def agrees(key: str, value: object, model: Mapping[str, Any]) -> bool:
 
 
 def _scaled(name: str, known: Any, model: Mapping[str, Any]) -> list[float]:
-    """Return the length of samples that RoPE is stretched to, where the file's own is the length before that."""
+    """Sample length after linear RoPE scaling, if the file's own length is the one before it; otherwise empty."""
     scaling = model.get("rope_scaling")
     is_before = name == "model.seq_length" and isinstance(scaling, Mapping) and scaling.get("type") == "linear"
     return [known * scaling["factor"]] if is_before and scaling is not None else []
 
 
 def _has_bias(part: str, bias: str) -> bool | None:
-    """Return whether a part (`attention`, `mlp`, `lm_head`) has biases, where `bias` is our `model.bias`; None: unclear."""
+    """Whether a part (`attention`, `mlp`, `lm_head`) has biases, given our `model.bias`; None if unclear."""
     if "head" in part or bias != "qkv":
         return bias == "all" and "head" not in part
     return True if any(word in part for word in ("att", "qkv", "q_proj", "k_proj", "v_proj")) else None

@@ -1,9 +1,9 @@
-"""The families of Hugging Face models, each a record.
+"""Supported Hugging Face model families, one record each.
 
-No function of this room has a family's name in it: what differs between families is data here.
+No function in this package mentions a family by name: differences between families are data, kept here.
 
-Sources: the configuration and modeling files of transformers 5 (`configuration_gpt2.py`, ...) for keys, for the defaults of those
-that a file may leave out, and for names of tensors; files of published models for keys that older releases wrote.
+Sources: configuration and modeling files in transformers 5 (`configuration_gpt2.py`, ...) for keys, their defaults and tensor
+names; published model files for keys that older releases wrote.
 """
 
 import math
@@ -76,7 +76,7 @@ def _llama_like(
     without: Names = (),
     **others: Any,
 ) -> Family:
-    """Build a family with Llama's keys and names, with what differs from them; `without` some of its keys."""
+    """Build a family from Llama's keys and names plus its differences; `without` drops some keys."""
 
     def kept(table: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in table.items() if key not in without}
@@ -93,7 +93,7 @@ def _llama_like(
 
 
 def _scalar(scale: float) -> float | None:
-    """Return the whole number whose inverse square root the scale of attention is; None: there is none."""
+    """Integer whose inverse square root is the attention scale; None if there is none."""
     scalar = round(scale**-2)
     return scalar if scalar and scalar**-0.5 == scale else None
 
@@ -125,12 +125,12 @@ def _expert_keys(
     names: Mapping[str, tuple[str, object]] | None = None,
     **others: Any,
 ) -> ExpertKeys:
-    """Build keys of experts from those of their number and width.
+    """Build expert keys, starting from those for the number and width of experts.
 
     Args:
-        num_experts: spellings of the key of the number of experts.
-        ffn_hidden_size: key of the width of one.
-        defaults: of the number, of a token's experts and of the width; None: a file must have the key.
+        num_experts: spellings of the key for the number of experts.
+        ffn_hidden_size: key for one expert's width.
+        defaults: number of experts, experts per token, and width; None if the file must have the key.
         names: further keys.
     """
     sizes = {
@@ -142,13 +142,13 @@ def _expert_keys(
 
 
 def _deepseek(architecture: str, naming: Naming, experts: ExpertKeys, off: Mapping[str, Any], **others: Any) -> Family:
-    """Build a family with latent attention and with experts behind some dense layers."""
+    """Build a family with latent attention, and with experts after some dense layers."""
     absent = ("num_key_value_heads", "head_dim")
     return Family(
         architecture,
         naming,
         {theirs: ours for theirs, ours in _LLAMA_NAMES.items() if theirs not in absent},
-        # The norms of latents have an epsilon of their own in transformers, which is no key.
+        # In transformers, latent norms have their own epsilon, which no key sets.
         {**_LLAMA_FIXED, "norm_eps": 1e-6},
         {theirs: value for theirs, value in _LLAMA_DEFAULTS.items() if theirs not in absent},
         rope=_one_base(10000.0),
@@ -188,12 +188,12 @@ def _deepseek(architecture: str, naming: Naming, experts: ExpertKeys, off: Mappi
 def _deepseek_experts(
     groups: tuple[int | None, int | None], sizes: tuple[int, int | None, int, int], scaling: float, **others: Any
 ) -> ExpertKeys:
-    """Build the keys of DeepSeek's experts from defaults.
+    """Build DeepSeek's expert keys from defaults.
 
     Args:
-        groups: of the number of groups, and of those that a token may use.
-        sizes: of experts, of experts of a token, of their width, of shared experts.
-        scaling: of the routed output.
+        groups: number of groups, and number that a token may use.
+        sizes: number of experts, experts per token, expert width, number of shared experts.
+        scaling: factor on the routed output.
     """
     names = {
         "n_shared_experts": ("shared_experts", sizes[3]),
@@ -283,7 +283,7 @@ FAMILIES: Mapping[str, Family] = {
             "use_parallel_residual": True,
         },
         is_gated=False,
-        # Files of before transformers 5 have both spellings of each.
+        # Files written before transformers 5 have both spellings.
         rope=RopeKeys(
             {"": (("rotary_emb_base", "rope_theta"), 10000.0)}, share=(("rotary_pct", "partial_rotary_factor"), 0.25)
         ),
@@ -302,7 +302,7 @@ FAMILIES: Mapping[str, Family] = {
         "Gemma3ForCausalLM",
         names={"final_logit_softcapping": "logit_softcap"},
         fixed={**_GEMMA_FIXED, "qk_norm": True},
-        # The published files of this family are short: they leave out most of what has a default.
+        # This family's published files leave out most keys that have a default.
         defaults={
             **_GEMMA_DEFAULTS,
             "num_hidden_layers": 26,
@@ -443,4 +443,4 @@ FAMILIES: Mapping[str, Family] = {
         heads_divide_hidden=True,
     ),
 }
-"""By `model_type`, those first that an export takes where several would do."""
+"""Families by `model_type`. An export uses the first one that fits."""

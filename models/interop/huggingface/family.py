@@ -1,6 +1,6 @@
-"""Records of what a family of Hugging Face models is: keys of a config.json, and names of the tensors.
+"""Records that describe a Hugging Face model family: its config.json keys and tensor names.
 
-`families.py` has the families.
+The families themselves are in `families.py`.
 """
 
 import re
@@ -13,32 +13,34 @@ from triaxis.engine.config.model import ModelConfig
 
 Names = tuple[str, ...]
 Table = Sequence[tuple[Names, Names]]
-"""Rows of names: tensors of ours, joined along their output dim, are equal parts of theirs."""
+"""Rows of names: our tensors, joined along their output dim, are split into equal parts, which are theirs."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-"""Names in `layer_types`, and of our kinds of layers."""
+"""Layer types in `layer_types`, and names for our layer kinds."""
 
 OF_ROPE = ("rope_parameters", "rope_scaling")
-"""Mappings of RoPE: transformers 5 writes the first, with the base in it; before, the base was apart from the second."""
+"""Keys with RoPE settings. transformers 5 writes the first, which includes the base; older files keep the base apart from the
+second.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The names of a family's tensors.
+    """Tensor names in a family.
 
     Attributes:
         first, last: tensors before and after the layers.
-        layer: those of a layer, without `layers.N.` and `layer_prefix`.
-        layer_prefix: theirs, with {} for the layer's number.
-        base_prefix: what names lack in a file that was saved from the model without its head.
-        transposed: their linear layers keep [in, out].
-        interleaved: names of `layer` in whose rows the pairs of RoPE are neighbours, (2 i, 2 i + 1), at the end of each head.
-        by_head: names of `layer` whose rows are [heads, (query, key, value), d]; elsewhere all queries come first.
-        experts: tensors of one expert of a layer, with {} for its number; without {}: of all of them, [E, out, in].
-        ahead: what a layer of multi-token prediction has besides those of `layer`; empty: the family has no such layers.
-        copies: tensors of ours, and names in such a layer of copies of them.
-        fused: names where all experts of a layer are one tensor, as in the modules of transformers 5; None: there are none.
-        buffers: tensors of old files that are constants, not weights.
+        layer: tensors in a layer, without `layers.N.` and `layer_prefix`.
+        layer_prefix: prefix in their names, with {} for the layer number.
+        base_prefix: prefix that is missing if the file was saved from the model without its head.
+        transposed: whether their linear layers are stored as [in, out].
+        interleaved: names in `layer` whose rows at the end of each head keep RoPE pairs as neighbours, (2 i, 2 i + 1).
+        by_head: names in `layer` whose rows are [heads, (query, key, value), d]; elsewhere all queries come first.
+        experts: tensors of one expert in a layer, with {} for its number; names without {} hold all experts, [E, out, in].
+        ahead: extra tensors in a multi-token prediction layer, besides those in `layer`; empty if the family has no such layers.
+        copies: our tensors that a multi-token prediction layer duplicates, and the copies' names.
+        fused: names for files with all experts of a layer in one tensor, as in transformers 5 modules; None if there are none.
+        buffers: tensors in old files that are constants, not weights.
     """
 
     first: Table
@@ -58,13 +60,13 @@ class Naming:
 
 @dataclass(frozen=True, slots=True)
 class RopeKeys:
-    """The keys of RoPE.
+    """RoPE keys.
 
     Attributes:
-        bases: by type of layer ("": all layers are alike), keys of the base at the top of a file, and its default. An export writes
-            the first key. A top-level `rope_scaling` is that of the first type.
-        share: the same of the share of a head that rotates; None: all of it.
-        original_length: default of `original_max_position_embeddings`; None: the longest text of the model.
+        bases: layer type ("" if all layers are alike) -> top-level keys for the base, and its default. An export writes the
+            first key. A top-level `rope_scaling` applies to the first type.
+        share: top-level keys for the rotated share of each head, and its default; None rotates the whole head.
+        original_length: default for `original_max_position_embeddings`; None uses the model's longest text.
     """
 
     bases: Mapping[str, tuple[Names, float]]
@@ -73,28 +75,29 @@ class RopeKeys:
 
     @property
     def keys(self) -> set[str]:
-        """Return the keys at the top of a file."""
+        """Top-level RoPE keys."""
         found = [*self.bases.values(), *(() if self.share is None else (self.share,))]
         return {*OF_ROPE, "original_max_position_embeddings"} | {key for keys, _ in found for key in keys}
 
     @property
     def fields(self) -> set[str]:
-        """Return our fields of `model` that they can express."""
+        """Our `model` fields that these keys can express."""
         return {"rope_base", "rope_scaling"} | (set() if self.share is None else {"rotary_share"})
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKeys:
-    """The keys that make layers differ.
+    """Keys that make layers differ.
 
     Attributes:
-        windows: layers that may have a window: none, all of them, or those that `layer_types` lists.
-        default_window: of a file without `sliding_window`; null in a file is none.
-        switch: key that must be true where there are windows; "": there is none.
-        first: key of the first layer with a window, and its default, in a file without `layer_types`.
-        period: key of p, and its default: each p-th layer has no window, in a file without `layer_types`. A key "" is none.
-        no_rope: key of a list with 0 for each layer without RoPE, the key of p where it is left out (each p-th has none), and
-            the default of p.
+        windows: layers that may have a window: none, all, or those listed in `layer_types`.
+        default_window: window length if `sliding_window` is absent; a null there means no window.
+        switch: key that must be true for windows to apply; "" if there is none.
+        first: key for the first layer with a window, and its default; used if `layer_types` is absent.
+        period: key for p, and its default; every p-th layer has no window. Used if `layer_types` is absent. A key "" does not
+            exist.
+        no_rope: key for a list with 0 for each layer without RoPE; and, if the list is absent, the key for p (every p-th layer
+            has no RoPE) and p's default.
     """
 
     windows: Literal["none", "all", "some"] = "none"
@@ -106,26 +109,26 @@ class LayerKeys:
 
     @property
     def keys(self) -> set[str]:
-        """Return all of them."""
+        """All keys that make layers differ."""
         of_windows = {"none": (), "all": ("sliding_window",), "some": ("sliding_window", "layer_types")}[self.windows]
         others = [self.switch, *(pair[0] for pair in (self.first, self.period) if pair is not None)]
         return {key for key in (*of_windows, *others, *(self.no_rope or ())[:2]) if key}
 
     @property
     def fields(self) -> set[str]:
-        """Return our fields of `model` that they can express."""
+        """Our `model` fields that these keys can express."""
         by_layer = self.windows == "some" or self.no_rope is not None
         return ({"window"} if self.windows != "none" else set()) | ({"layers", "layer_kinds"} if by_layer else set())
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleKey:
-    """The key of the factor of attention's logits, where a family has one.
+    """Key for the attention logit scale, in families that have one.
 
     Attributes:
-        key: its name.
-        default: its value in a file that leaves it out.
-        to_ours, to_theirs: the factor as a function of the value, and the inverse, which is None where no value gives the factor.
+        key: key name.
+        default: value if the file leaves it out.
+        to_ours, to_theirs: conversion from value to scale, and its inverse, which is None if no value gives the scale.
     """
 
     key: str
@@ -136,12 +139,12 @@ class ScaleKey:
 
 @dataclass(frozen=True, slots=True)
 class DerivedKey:
-    """A key whose value follows from the model.
+    """Key whose value follows from the model.
 
     Attributes:
-        value: the value as a function of our `model`.
-        why: why another value cannot be built.
-        may_lack: a file may leave the key out.
+        value: function from our `model` section to the value.
+        why: reason that another value cannot be built.
+        may_lack: whether a file may leave the key out.
     """
 
     value: Callable[[ModelConfig], object]
@@ -151,18 +154,19 @@ class DerivedKey:
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """The keys of layers with experts.
+    """Keys for layers with experts.
 
     Attributes:
-        names: spellings of a key, of which an export writes the first -> (field of `model.moe`, default). A field without a default
-            in `model.moe` must be in a file whose default is null.
-        fixed: fields of `model.moe` that the family decides.
-        has_bias: the choice of experts has a bias.
-        has_shared: there are shared experts.
-        method: key that says whether groups count, its value where they do not (the default), and where they do; "": they do.
-        first: key of the number of dense layers before all others, and its default. A key "" is none.
-        step: key of p, and its default: each p-th layer has experts. A key "" is none.
-        listed: key of a list of dense layers; "": there is none.
+        names: spellings of a key (an export writes the first) -> (field of `model.moe`, default). A file must have the key if
+            both this default and the field's own are missing.
+        fixed: `model.moe` fields that the family fixes.
+        has_bias: whether expert selection has a bias.
+        has_shared: whether there are shared experts.
+        method: key that says whether groups apply, its value if they do not (the default), and its value if they do; "" if they
+            always do.
+        first: key for the number of leading dense layers, and its default. A key "" does not exist.
+        step: key for p, and its default: every p-th layer has experts. A key "" does not exist.
+        listed: key for a list of dense layers; "" if there is none.
         in_training: keys that only transformers' training loss reads.
     """
 
@@ -180,41 +184,41 @@ class ExpertKeys:
 
     @property
     def may_be_dense(self) -> bool:
-        """Return whether layers may have no experts."""
+        """Whether some layers may have no experts."""
         return bool(self.first[0] or self.listed)
 
     @property
     def keys(self) -> set[str]:
-        """Return all of them."""
+        """All keys for layers with experts."""
         others = {self.first[0], self.step[0], self.listed, *self.method[:1]} - {""}
         return {key for names in self.names for key in names} | others | self.in_training
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """The keys, rules and names of one `model_type`.
+    """Keys, rules and names for one `model_type`.
 
     Attributes:
-        architecture: the class of transformers that is a language model of this family.
-        naming: of its tensors.
-        names: their key -> our field, with the same value.
-        fixed: our fields that the family decides, not the file.
-        defaults: values of keys that a file may leave out; other keys of `names` must be there.
-        activation_key: their key of the activation.
-        is_gated: the MLP is gated with any activation.
-        rope: keys of RoPE; None: no layer rotates.
+        architecture: transformers class for a language model in this family.
+        naming: tensor names.
+        names: their key -> our field, same value.
+        fixed: our fields that the family fixes and the file omits.
+        defaults: values for keys that a file may leave out; other keys in `names` are required.
+        activation_key: their key for the activation.
+        is_gated: whether the MLP is gated, with any activation.
+        rope: RoPE keys; None if no layer rotates.
         layers: keys that make layers differ.
-        scale: key of the factor of attention's logits; None: it is 1 / sqrt(head_dim).
-        computed: our field -> (another of our fields, the function of that which it is here).
-        off: values that keys of this family must have, and why.
-        embedding_dropout: default of `embd_pdrop`, which must equal the branches' dropout; None: the family has no such key.
-        heads_divide_hidden: hidden_size must be a multiple of the number of heads, whatever head_dim is.
-        latents: key -> (field of `model.mla`, default), of a family with latent attention; empty: it has none.
+        scale: key for the attention logit scale; None means 1 / sqrt(head_dim).
+        computed: our field -> (source field, function that computes the value from it).
+        off: values that this family's keys must have, and why.
+        embedding_dropout: default for `embd_pdrop`, which must equal the branches' dropout; None if the family has no such key.
+        heads_divide_hidden: whether hidden_size must be a multiple of the number of heads, regardless of head_dim.
+        latents: key -> (field of `model.mla`, default), for latent attention; empty if the family has none.
         derived: keys whose value follows from our `model`.
-        unused: keys that nothing reads in the models of this family that are built.
-        experts: keys of layers with experts; None: there are none.
-        further: spellings of the number of layers behind the last that predict further tokens. Where `naming` has them, they are
-            those of `model.mtp`; elsewhere an import leaves them out.
+        unused: keys that nothing reads in the models supported here.
+        experts: keys for layers with experts; None if there are none.
+        further: spellings of the number of multi-token prediction layers. They map to `model.mtp` if `naming` has such layers;
+            otherwise an import leaves those layers out.
     """
 
     architecture: str
@@ -239,13 +243,13 @@ class Family:
 
     @property
     def activations(self) -> dict[str, str]:
-        """Return our activation for each of theirs."""
+        """Their activation -> ours."""
         kinds = [kind for kind in ACTIVATIONS.values() if kind.is_gated == self.is_gated]
         return {theirs: kind.name for kind in kinds for theirs in kind.hugging_face}
 
     @property
     def keys(self) -> set[str]:
-        """Return the keys of a file that say what the model is."""
+        """Config.json keys that describe the model."""
         keys = {*self.names, *self.off, *self.latents, *self.derived, self.activation_key}
         keys |= self.layers.keys | self.unused | set(self.further)
         keys |= set() if self.experts is None else self.experts.keys
@@ -255,7 +259,7 @@ class Family:
 
     @property
     def fields(self) -> set[str]:
-        """Return our fields of `model` that the family decides or has a key for."""
+        """Our `model` fields that the family fixes or has a key for."""
         fields = {*self.names.values(), *self.fixed, *self.computed} | self.layers.fields
         fields |= {"mla"} if self.latents else set()
         fields |= {"mtp"} if self.naming.ahead else set()

@@ -1,12 +1,12 @@
-"""Files of a Hugging Face folder: safetensors, read and written one tensor at a time, in a folder that appears whole.
+"""Read and write safetensors in a Hugging Face folder one tensor at a time, and create the folder atomically.
 
     config.json
     model.safetensors                                   one file, or
     model-00001-of-00002.safetensors, ...               several, with
     model.safetensors.index.json                        {"weight_map": {tensor: file}}
 
-Writing is ours because the safetensors library serialises a file from tensors that are all in memory: here the header, which
-needs shapes and dtypes only, comes first, and each tensor is put in its place as it is made.
+The safetensors library needs all of a file's tensors in memory to write it. Here the header is written first, since it needs only
+shapes and dtypes. Each tensor is then written at its offset as soon as it is ready.
 """
 
 import json
@@ -33,7 +33,7 @@ DTYPES: Mapping[str, torch.dtype] = {
     "F32": TORCH_DTYPES["float32"],
     "F64": TORCH_DTYPES["float64"],
 }
-"""The format's names of what may be a weight here."""
+"""safetensors dtype name -> torch dtype, for supported weight dtypes."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -42,12 +42,12 @@ INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 SHARD_BYTES = 5 * 10**9
-"""Largest file of an export, unless one tensor alone is larger; transformers' own habit."""
+"""Maximum file size in an export, unless one tensor is larger; transformers' default."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """An existing or planned tensor: its name, shape, and dtype in the format's word (`BF16`)."""
+    """Existing or planned tensor: name, shape, and dtype as safetensors spells it (`BF16`)."""
 
     name: str
     shape: tuple[int, ...]
@@ -59,13 +59,13 @@ class TensorPlan:
 
 
 class WeightFiles:
-    """The safetensors of a folder as one mapping of names. Tensors are mapped from the disk when they are read.
+    """Safetensors in a folder, as one mapping by name. Tensors are mapped from disk when read.
 
     Attributes:
-        tensors: by name, from the headers alone.
+        tensors: tensors by name, read from the headers only.
 
     Raises:
-        CheckpointError: there are none (pickles are never opened), or a file is missing or damaged.
+        CheckpointError: the folder has no safetensors (pickles are never opened), or a file is missing or damaged.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -83,7 +83,7 @@ class WeightFiles:
             )
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor to the CPU, in the dtype of the file."""
+        """Read one tensor to the CPU, in the file's dtype."""
         values: torch.Tensor = self._handles[self._files[name]].get_tensor(name)
         return values
 
@@ -113,15 +113,16 @@ def write_weights(
     tensors: Iterable[tuple[str, torch.Tensor]],
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write a stream of tensors in files of at most `shard_bytes` (a larger tensor has its own); return the files.
+    """Write a stream of tensors to files with at most `shard_bytes` each (a larger tensor gets its own); return the files.
 
     Args:
-        folder: an existing one without weights.
-        tensors: in the same order; consumed as a stream, each cast to the dtype of its plan.
-        shard_bytes: of tensors in a file.
+        folder: existing folder without weights.
+        plans: tensors to write, in order.
+        tensors: stream of (name, tensor) in the order of `plans`; each is cast to its plan's dtype.
+        shard_bytes: maximum tensor bytes in one file.
 
     Raises:
-        OSError: the disk is full, or the folder cannot be written.
+        OSError: the disk is full, or the folder is not writable.
     """
     shards = _cut(plans, shard_bytes)
     count = len(shards)
@@ -140,7 +141,7 @@ def write_weights(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a small file and flush it to the disk."""
+    """Write a small file and flush it to disk."""
     with path.open("x", encoding="utf-8") as handle:
         handle.write(text)
         handle.flush()
@@ -148,7 +149,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a small file as it is, in a folder that may be missing, and flush it to the disk."""
+    """Write a small binary file, creating its folder if needed, and flush it to disk."""
     path.parent.mkdir(exist_ok=True)
     with path.open("xb") as handle:
         handle.write(content)
@@ -158,12 +159,12 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which becomes `path` at the end of the block: all of it, or (after an error) nothing.
+    """Yield a folder to fill. It becomes `path` at the end of the block, or is removed after an error.
 
-    The next process that writes the same path removes the remains of one that was killed.
+    Leftovers from a killed process are removed the next time the same path is written.
 
     Raises:
-        CheckpointError: something is there already, or a file could not be read or written on the way.
+        CheckpointError: `path` exists and is not empty, or a file could not be read or written.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise CheckpointError(
@@ -189,7 +190,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def _file_of_each_tensor(folder: Path) -> dict[str, str]:
-    """Read the index: the file of each tensor; empty where there is one file without an index."""
+    """Read the index: tensor name -> file. Empty for a single file without an index."""
     if (folder / SINGLE).is_file():
         return {}
     index = folder / INDEX
@@ -232,8 +233,8 @@ def _cut(plans: Sequence[TensorPlan], shard_bytes: int) -> list[list[TensorPlan]
 
 
 def _write_file(path: Path, plans: Sequence[TensorPlan], tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-    """Write one safetensors file: the length of the header, the header, the tensors without gaps."""
-    # Wide dtypes first: then every tensor starts at a multiple of its element size, as readers that map the file need.
+    """Write one safetensors file: header length, header, then the tensors without gaps."""
+    # Put wide dtypes first, so that every tensor starts at a multiple of its element size, as memory-mapping readers need.
     places: dict[str, int] = {}
     end = 0
     for plan in sorted(plans, key=lambda plan: -DTYPES[plan.dtype].itemsize):
@@ -260,7 +261,7 @@ def _write_file(path: Path, plans: Sequence[TensorPlan], tensors: Iterator[tuple
 
 
 def _write_at(descriptor: int, content: Any, offset: int) -> None:
-    """Write the whole buffer, by several calls where the system writes less in one."""
+    """Write the whole buffer, in several calls if one call writes less."""
     left = memoryview(content)
     while left:
         written = os.pwrite(descriptor, left, offset)
@@ -268,5 +269,5 @@ def _write_at(descriptor: int, content: Any, offset: int) -> None:
 
 
 def format_name(dtype: torch.dtype) -> str:
-    """Return the format's word for our dtype."""
+    """The safetensors name for a torch dtype."""
     return _NAMES[dtype]

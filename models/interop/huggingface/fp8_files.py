@@ -1,9 +1,9 @@
-"""Files whose weights are FP8 with a scale per block, read as bf16, such as DeepSeek-V3's.
+"""Read weight files that store FP8 with one scale per block, such as DeepSeek-V3's, as bf16.
 
     name                [out, in]  F8_E4M3
     name_scale_inv      [out / 128, in / 128]  F32, each dim rounded up      w[i, j] = fp8[i, j] x scale_inv[i / 128, j / 128]
 
-Source: 2412.19437, section 3.3.2, and `weight_dequant` of inference/kernel.py in DeepSeek-V3's repository. Products are fp32 and
+Source: 2412.19437, section 3.3.2, and `weight_dequant` in DeepSeek-V3's inference/kernel.py. Products are computed in fp32 and
 rounded to bf16 once.
 """
 
@@ -15,22 +15,22 @@ from triaxis.engine.numerics.precision import accumulate
 from triaxis.models.interop.huggingface.files import TensorPlan, WeightFiles
 
 FP8 = "F8_E4M3"
-"""The name of the dtype in a safetensors file."""
+"""The dtype's name in a safetensors file."""
 
 SCALE = "_scale_inv"
-"""Suffix of the name of a weight's scales."""
+"""Suffix that turns a weight's name into its scales' name."""
 
 
 class Fp8Files:
-    """The tensors of a folder as if none were FP8. They are expanded when they are read.
+    """Weight files whose FP8 tensors appear as bf16. They are expanded when read.
 
     Attributes:
-        folder: the folder.
-        tensors: by name, without the scales.
-        notes: what a reader should know.
+        folder: folder with the files.
+        tensors: tensors by name, without the scales.
+        notes: notes for the reader.
 
     Raises:
-        CheckpointError: the scales of a weight are missing or have another shape.
+        CheckpointError: a weight's scales are missing or have the wrong shape.
     """
 
     def __init__(self, files: WeightFiles, block: tuple[int, int]) -> None:
@@ -54,7 +54,7 @@ class Fp8Files:
         )
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor to the CPU, in the dtype of its plan."""
+        """Read one tensor to the CPU, in its plan's dtype."""
         values = self._files.read(name)
         if name not in self._scales:
             return values

@@ -1,10 +1,10 @@
-"""A GGUF file of llama.cpp, read as the Hugging Face folder that it was made from.
+"""Read a llama.cpp GGUF file as the Hugging Face folder it was converted from.
 
     general.architecture = llama, llama.embedding_length = 576, ..    ->  {"model_type": "llama", "hidden_size": 576, ..}
     blk.3.attn_q.weight                                               ->  model.layers.3.self_attn.q_proj.weight
 
-The package gguf reads the file, expands quantized tensors to fp32, and has the names. What it has no part in is here: the names of
-keys (gguf/constants.py), and the order of rows in a llama's queries and keys (`LlamaModel.permute` of llama.cpp's converter).
+The gguf package reads the file, expands quantized tensors to fp32, and provides tensor names. This module adds what it lacks: key
+names (gguf/constants.py), and the row order in a llama's queries and keys (`LlamaModel.permute` in llama.cpp's converter).
 """
 
 from collections import Counter
@@ -25,12 +25,12 @@ from triaxis.models.interop.huggingface.files import TensorPlan
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """An architecture of GGUF that is a family here.
+    """GGUF architecture that maps to a supported family.
 
     Attributes:
-        family: the `model_type` with its keys and names.
-        turns_neighbours: rows of queries and keys are in the order in which RoPE turns the pair (2 i, 2 i + 1) of a head, not
-            (i, i + d / 2).
+        family: `model_type` with its keys and names.
+        turns_neighbours: whether query and key rows are ordered so that RoPE turns the pair (2 i, 2 i + 1) in a head, not (i, i
+            + d / 2).
     """
 
     family: str
@@ -42,7 +42,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
 }
-"""By `general.architecture`; a Mistral without a window is a llama there."""
+"""Architectures by `general.architecture`. GGUF stores a Mistral without a window as llama."""
 
 _KEYS = {
     "block_count": "num_hidden_layers",
@@ -56,10 +56,10 @@ _KEYS = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-"""Fields of an architecture -> keys of a config.json."""
+"""GGUF architecture field -> config.json key."""
 
 _AS_HEADS = ("attention.value_length", "rope.dimension_count")
-"""Fields that must be the size of a head."""
+"""Fields that must equal the head size."""
 
 _IDS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
@@ -69,21 +69,21 @@ _IDS = {
 }
 
 _AS_STORED = {"F64": "F64", "F32": "F32", "F16": "F16", "BF16": "BF16"}
-"""Types that are read as they are, and their names in the format of safetensors. Quantized ones become F32."""
+"""GGUF types read unchanged -> their safetensors names. Quantized types become F32."""
 
 
 class GgufFile:
-    """The tensors of a GGUF file under the names of its family. They are mapped from the disk when they are read.
+    """Tensors in a GGUF file under their family's names. They are mapped from disk when read.
 
     Attributes:
-        folder: the file.
-        keys: those of a config.json.
-        tensors: by name; one that the family does not have keeps the name of the file.
-        notes: what a reader should know.
+        folder: path of the file.
+        keys: config.json keys.
+        tensors: tensors by name; one that the family lacks keeps its name in the file.
+        notes: notes for the reader.
 
     Raises:
-        CheckpointError: the package gguf is missing, or the file is damaged.
-        ConfigError: another architecture, or fields that are not built here.
+        CheckpointError: the gguf package is missing, or the file is damaged.
+        ConfigError: the architecture or some fields are not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -119,10 +119,10 @@ class GgufFile:
         self.notes = (f"tensors are quantized ({listed}) and were expanded to fp32",) if kinds else ()
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor to the CPU, in the dtype of its plan.
+        """Read one tensor to the CPU, in its plan's dtype.
 
         Raises:
-            CheckpointError: the package gguf cannot expand its kind of quantization.
+            CheckpointError: the gguf package cannot expand this quantization.
         """
         stored, plan = self._tensors[name], self.tensors[name]
         try:
@@ -147,7 +147,7 @@ class GgufFile:
         return TensorPlan(name, shape, _AS_STORED.get(stored.tensor_type.name, "F32"))
 
     def _names(self, architecture: str) -> dict[str, str]:
-        """Return the family's name of each tensor by the file's, found by the names that the package knows."""
+        """Map tensor names in the file to the family's names, using the package's name tables."""
         number = next(each for each, name in self._gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         of_file = self._gguf.get_tensor_name_map(number, int(self.keys["num_hidden_layers"]))
         found = {}
@@ -164,10 +164,10 @@ class GgufFile:
             yield from (naming.layer_prefix.format(number) + name for _, theirs in naming.layer for name in theirs)
 
     def _read_keys(self, architecture: str, fields: Mapping[str, Any], *, tied: bool) -> dict[str, Any]:
-        """Convert the fields to keys of a config.json.
+        """Convert GGUF fields to config.json keys.
 
         Raises:
-            ConfigError: fields that are missing or not known here; all at once.
+            ConfigError: fields are missing or unknown; all are listed.
         """
         keys: dict[str, Any] = {"model_type": self._architecture.family, "tie_word_embeddings": tied}
         keys |= {key: int(fields[name]) for name, key in _IDS.items() if name in fields}
@@ -202,5 +202,5 @@ class GgufFile:
 
 
 def _plain(value: Any) -> Any:
-    """Return a number as it was before it was stored in fp32: the shortest decimal that is the same fp32 number."""
+    """Undo fp32 rounding: the shortest decimal that gives the same fp32 number."""
     return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -1,6 +1,6 @@
-"""README.md of an exported folder: a model card made from what the checkpoint and its run record.
+"""README.md for an exported folder: a model card built from the checkpoint's and the run's records.
 
-A card names no license and no author, since no record does, and no path of a machine.
+A card has no license and no author, since they are not recorded, and no local paths.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,14 +28,14 @@ tags:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """The last losses of a run up to a checkpoint, in nats per token, each with its step; None where none is known."""
+    """Last losses of a run up to a checkpoint: (step, nats per token), or None if unknown."""
 
     train: tuple[int, float] | None = None
     valid: tuple[int, float] | None = None
 
 
 def read_losses(candidate: Candidate) -> Losses:
-    """Read the losses of a checkpoint's run from its metrics.jsonl, which is looked for in its run directory."""
+    """Read a checkpoint's losses from metrics.jsonl in its run directory."""
     manifest = candidate.manifest
     runs_dir = manifest.config.get("runtime", {}).get("runs_dir", "runs")
     places = (candidate.folder.parent.parent, Path(runs_dir) / manifest.run)
@@ -59,17 +59,17 @@ def model_card(
     commit: str,
     reads_text: bool,
 ) -> str:
-    """Build the card.
+    """Build the model card.
 
     Args:
-        candidate: the exported checkpoint.
-        model: its sizes.
-        name: of the folder.
-        keys: of its config.json.
-        weights: which were exported: `model` or `ema`.
-        losses: of the run.
-        commit: of the program that exports.
-        reads_text: the folder has a tokenizer.
+        candidate: exported checkpoint.
+        model: model config, for the sizes.
+        name: folder name.
+        keys: content of the exported config.json.
+        weights: exported weights: `model` or `ema`.
+        losses: losses from the run.
+        commit: commit of the exporting program.
+        reads_text: whether the folder has a tokenizer.
     """
     rows = [*_model(candidate, model, keys, weights), *_training(candidate, losses), *_program(candidate, commit)]
     table = "\n".join(f"| {row} | {value} |" for row, value in rows)
@@ -133,7 +133,7 @@ def _program(candidate: Candidate, commit: str) -> Iterator[tuple[str, str]]:
 
 
 def _loading(reads_text: bool) -> str:
-    """Return the section that says how the folder is loaded."""
+    """Build the section that shows how to load the folder."""
     load = "model = AutoModelForCausalLM.from_pretrained(folder)\n"
     if not reads_text:
         return f"""This folder has no tokenizer.

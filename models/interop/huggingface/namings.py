@@ -1,6 +1,6 @@
-"""Names of the tensors of Hugging Face models, by family.
+"""Tensor names in Hugging Face models, by family.
 
-Rows of names are tensors of ours and equal parts of theirs (`family.py`). Sources: `families.py`.
+Each row lists our tensors and the equal parts that are theirs (`family.py`). Sources: `families.py`.
 """
 
 import re
@@ -31,7 +31,7 @@ NORMS_BOTH: Table = (
 
 
 def llama_naming(norms: Table = _LLAMA_NORMS, qkv: Table = _LLAMA_QKV, gate_up: Table = _LLAMA_GATE_UP) -> Naming:
-    """Build the names of a family like Llama with these rows in place of Llama's."""
+    """Build names for a Llama-like family, with these rows in place of Llama's."""
     return Naming(
         first=((("embedding.word.weight",), ("model.embed_tokens.weight",)),),
         layer=(
@@ -68,7 +68,7 @@ _DEEPSEEK_QKV: Table = (
 
 
 def with_experts(naming: Naming, block: str = "mlp", parts: Names = ("gate_proj", "up_proj", "down_proj")) -> Naming:
-    """Return names with those of experts: of each in files, of all in one tensor in the modules of transformers 5."""
+    """Add expert names: one tensor per expert in files, one tensor for all experts in transformers 5 modules (`fused`)."""
 
     def router(block: str) -> Table:
         return (
@@ -115,7 +115,7 @@ DEEPSEEK_V3_NAMING = with_experts(
 
 
 def _with_biases(*rows: tuple[Names, Names]) -> Table:
-    """Return rows of weights, each followed by the row of its biases."""
+    """Follow each row of weights with the row for its biases."""
 
     def bias(names: Names) -> Names:
         return tuple(name.replace(".weight", ".bias") for name in names)

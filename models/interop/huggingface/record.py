@@ -1,9 +1,9 @@
-"""The record of a Hugging Face import: parts of config.json and generation_config.json that no layer reads.
+"""Record of a Hugging Face import: parts of config.json and generation_config.json that no layer uses.
 
     imported/qwen3/hugging_face.json    {"special_ids": {"bos_token_id": 1, "eos_token_id": [2, 7]}, "generation_config": "{..}",
                                          "ignored": {"strange_key": 3}, "tokenizer_sha256": "ab12.."}
 
-It is in the folder of the tokenizer that the ids belong to. An export of the import, or of a run from it, gives all of it back.
+The record lies next to the tokenizer that its ids belong to. Exporting the import, or a run started from it, restores all of it.
 """
 
 import json
@@ -22,18 +22,19 @@ RECORD = "hugging_face.json"
 GENERATION_CONFIG = "generation_config.json"
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id")
-"""Keys of config.json that name tokens; a key that a file leaves out has its family's default."""
+"""config.json keys that name tokens; an absent key has the family's default."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImportRecord:
-    """Facts of an import that an export gives back.
+    """Facts about an import that an export restores.
 
     Attributes:
-        special_ids: those of `SPECIAL_IDS` that config.json had, with their values.
-        generation_config: the text of generation_config.json; None: there was none.
-        ignored: keys of config.json that `--ignore` let through, with their values.
-        tokenizer_sha256: of the tokenizer.json whose ids these are, else of the tokenizer.model; None: the folder had neither.
+        special_ids: config.json's values for those `SPECIAL_IDS` it had.
+        generation_config: text of generation_config.json; None if there was none.
+        ignored: config.json keys that `--ignore` let through, with their values.
+        tokenizer_sha256: hash of the tokenizer.json, or else tokenizer.model, that these ids belong to; None if the folder had
+            neither.
     """
 
     special_ids: Mapping[str, Any] = field(default_factory=dict)
@@ -42,25 +43,25 @@ class ImportRecord:
     tokenizer_sha256: str | None = None
 
     def ends_with(self, token_id: int) -> bool:
-        """Return whether a text may end with this token; true where config.json named no end."""
+        """Whether this token may end a text; true if config.json named no end."""
         end = self.special_ids.get("eos_token_id")
         return end is None or token_id in (end if isinstance(end, list) else [end])
 
     def to_text(self) -> str:
-        """Return the content of the file."""
+        """Serialize the record."""
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def record_of(folder: Path, keys: Mapping[str, Any], ignored: Mapping[str, Any]) -> ImportRecord:
-    """Build the record of a Hugging Face folder.
+    """Build the record for a Hugging Face folder.
 
     Args:
-        folder: with config.json, and perhaps generation_config.json and tokenizer.json.
-        keys: the content of config.json.
+        folder: folder with config.json, and optionally generation_config.json and tokenizer.json.
+        keys: content of config.json.
         ignored: keys and values that `--ignore` lets through.
 
     Raises:
-        ConfigError: an id that is no integer, or a generation_config.json that is no JSON mapping.
+        ConfigError: an id is not an integer, or generation_config.json is not a JSON mapping.
     """
     ids = {key: keys[key] for key in SPECIAL_IDS if key in keys}
     problems = [
@@ -71,7 +72,7 @@ def record_of(folder: Path, keys: Mapping[str, Any], ignored: Mapping[str, Any])
     text, path = None, folder / GENERATION_CONFIG
     tokenizer = next((folder / name for name in (TOKENIZER_JSON, SENTENCEPIECE) if (folder / name).is_file()), None)
     try:
-        # Newlines as they are: the file leaves as it came.
+        # Decode bytes so that newlines are kept: the file is exported unchanged.
         text = path.read_bytes().decode() if path.is_file() else None
         if text is not None and not isinstance(parse_json(text), dict):
             raise ValueError("it is no mapping of keys to values")
@@ -83,14 +84,14 @@ def record_of(folder: Path, keys: Mapping[str, Any], ignored: Mapping[str, Any])
 
 
 def record_of_checkpoint(candidate: Candidate, file: Path | None, tokenizer: str | None) -> ImportRecord | None:
-    """Return the record of the Hugging Face model that a checkpoint came from, if its tokenizer is the exported one.
+    """Find the record of the Hugging Face model a checkpoint came from, if the exported tokenizer is the one it was imported with.
 
-    It is in the folder of the import's checkpoint, to which a run's lineage leads, and in that of its tokenizer.
+    The record is next to the imported checkpoint, which is part of a run's lineage, and next to its tokenizer.
 
     Args:
-        candidate: the checkpoint.
-        file: of the exported tokenizer; None: there is none.
-        tokenizer: its name; None: none is exported, so that the record needs no other.
+        candidate: checkpoint to export.
+        file: exported tokenizer's file; None if there is none.
+        tokenizer: exported tokenizer's name; None if none is exported, in which case the hash is not compared.
 
     Raises:
         CheckpointError: the record is damaged.
@@ -106,11 +107,11 @@ def record_of_checkpoint(candidate: Candidate, file: Path | None, tokenizer: str
 
 
 def generation_config(ids: Mapping[str, Any], record: ImportRecord | None) -> str:
-    """Return the content of generation_config.json: that of the import, or the ids of the tokens that generation needs.
+    """Content of generation_config.json: the import's own, or the token ids that generation needs.
 
     Args:
-        ids: of the exported tokenizer, such as `eos_token_id`.
-        record: of the import; None: the model came from none.
+        ids: exported tokenizer's ids, such as `eos_token_id`.
+        record: import record; None if the model was not imported.
     """
     if record is not None and record.generation_config is not None:
         return record.generation_config
@@ -120,10 +121,10 @@ def generation_config(ids: Mapping[str, Any], record: ImportRecord | None) -> st
 
 
 def read_record(path: Path) -> ImportRecord:
-    """Read the record of an import.
+    """Read an import record.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the record is damaged.
     """
     try:
         made = ImportRecord(**parse_json(path.read_bytes()))

@@ -1,15 +1,15 @@
-"""The tokenizer in a Hugging Face folder: the files that a folder has, and those of an export.
+"""Tokenizer files in a Hugging Face folder: reading a folder's own, and writing those for an export.
 
-    a folder of transformers    its own files; what is missing for transformers is added to tokenizer_config.json
-    another tokenizer.json      with a tokenizer_config.json made for it
-    bytes                       as a tokenizer.json, so that a model trained on bytes reads text in transformers too
-    a sentencepiece .model      copied: transformers makes a tokenizer of it
-    ranks of tiktoken           no file: transformers reads none
+    a transformers folder       its own files; what transformers needs and lacks is added to tokenizer_config.json
+    another tokenizer.json      with a new tokenizer_config.json
+    bytes                       as a tokenizer.json, so that transformers can feed text to a model trained on bytes
+    a sentencepiece .model      copied: transformers converts it
+    tiktoken ranks              no file: transformers cannot read them
 
 text  --UTF-8-->  bytes  --GPT-2's letters for bytes-->  "Ġ" for 32, ..  --a vocabulary without merges-->  ids 0 .. 255
 
-The `tokenizers` library works on letters, so GPT-2 gave every byte one: itself where it can be printed, else the next letter from
-U+0100 on. Here the letter of byte b has the id b, and 256 ends a document.
+The `tokenizers` library works on letters, so GPT-2 assigned one to each byte. A printable byte keeps its own; every other byte gets
+the next letter from U+0100 on. Here byte b's letter has the id b, and 256 ends a document.
 """
 
 import json
@@ -49,14 +49,14 @@ FILES = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-"""Patterns of the files of a tokenizer in a folder of transformers."""
+"""Patterns for tokenizer files in a transformers folder."""
 
 ROLES = ("bos", "eos", "pad")
-"""Roles of tokens whose ids config.json and generation_config.json name."""
+"""Token roles whose ids config.json and generation_config.json give."""
 
 
 def tokenizer_files(folder: Path) -> dict[str, bytes]:
-    """Return the files of the tokenizer in a folder of transformers: content by path in the folder."""
+    """Read the tokenizer files in a transformers folder: content by path relative to the folder."""
     found = sorted(path for pattern in FILES for path in folder.glob(pattern) if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 
@@ -64,22 +64,25 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
 def tokenizer_of(
     candidate: Candidate, given: str | None, vocab_size: int
 ) -> tuple[str | None, Tokenizer | None, list[str]]:
-    """Return the name of the tokenizer to export, it itself with the end of documents of the training, and notes.
+    """Choose the tokenizer to export.
+
+    The result is its name, the tokenizer with the end-of-document token used in training, and notes.
 
     Args:
-        candidate: the checkpoint.
-        given: the word of `--tokenizer`.
-        vocab_size: of the model.
+        candidate: checkpoint to export.
+        given: value of `--tokenizer`; None if not given.
+        vocab_size: model's vocabulary size.
 
     Raises:
-        DataError: the one that was asked for is not there, is none, or is of another model; or the checkpoint's own is not there.
+        DataError: the requested tokenizer is missing, is not a tokenizer or does not fit the model; or the checkpoint's own is
+            missing.
     """
     if given == "none":
         return None, None, ["no tokenizer was asked for"]
     named = given or recorded_tokenizer(candidate)
     if named is None:
         return None, None, ["the checkpoint names no tokenizer; give one with --tokenizer"]
-    # Synthetic data have no tokenizer, and an import without one names the place where it belongs.
+    # Synthetic data has no tokenizer, and an import without one names the place where it belongs.
     is_in_use = candidate.manifest.content == "training" and not candidate.manifest.config["data"].get("synthetic")
     if given is None and named != BYTES and not split_name(named)[0].exists() and is_in_use:
         raise DataError(
@@ -104,16 +107,16 @@ def tokenizer_of(
 
 
 def tokenizer_file(name: str) -> Path | None:
-    """Return the file of a tokenizer that `load_tokenizer` opens; None for bytes."""
+    """Locate the file that `load_tokenizer` opens; None for bytes."""
     path, _ = split_name(name)
     files = (path / file for file in (TOKENIZER_JSON, SENTENCEPIECE))
     return None if name == BYTES else next((file for file in files if file.is_file()), path)
 
 
 def name_in_folder(files: Mapping[str, bytes]) -> str:
-    """Return the path that names the tokenizer of a folder, relative to it; that of tokenizer.json where it has none.
+    """Path that names a folder's tokenizer, relative to the folder; tokenizer.json if it has none.
 
-    The folder itself is named where it says more than its tokenizer.json does, such as the token that ends a text.
+    The path is the folder itself if it holds more than tokenizer.json states, such as the token that ends a text.
     """
     own = next((name for name in (TOKENIZER_JSON, SENTENCEPIECE) if name in files), None)
     return "." if own is not None and CONFIG in files else own or TOKENIZER_JSON
@@ -121,12 +124,12 @@ def name_in_folder(files: Mapping[str, bytes]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExportedTokenizer:
-    """The tokenizer of an export.
+    """Tokenizer of an export.
 
     Attributes:
-        files: content by path in the exported folder; empty where it has no tokenizer.
-        ids: of the tokens in the ROLES that it has, such as `eos_token_id`.
-        notes: for the reader.
+        files: content by path in the exported folder; empty if it has no tokenizer.
+        ids: ids for those ROLES that have a token, such as `eos_token_id`.
+        notes: notes for the reader.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -135,21 +138,21 @@ class ExportedTokenizer:
 
     @property
     def ids_of_model(self) -> dict[str, int | None]:
-        """Return the ids for config.json: transformers never trains the embedding of a padding token named there."""
+        """Token ids for config.json. The padding token is left out: transformers never trains the embedding of one named there."""
         return {key: self.ids.get(key) for key in ("bos_token_id", "eos_token_id")} | {"pad_token_id": None}
 
 
 def export_tokenizer(name: str, tokenizer: Tokenizer, *, max_length: int, is_import: bool) -> ExportedTokenizer:
-    """Return the files with which transformers reads text as a model was trained on it.
+    """Build files with which transformers tokenizes text as in training.
 
     Args:
-        name: of the tokenizer, for `load_tokenizer`.
-        tokenizer: opened; its `eod_id` ends the documents of the training.
-        max_length: tokens of a text, where the tokenizer names no number.
-        is_import: the tokenizer came in with the weights, so that its files leave as they came.
+        name: tokenizer name, as for `load_tokenizer`.
+        tokenizer: loaded tokenizer; its `eod_id` ended documents in training.
+        max_length: longest text in tokens, if the tokenizer does not give one.
+        is_import: the tokenizer was imported with the weights, so its files are exported unchanged.
 
     Raises:
-        DataError: tokenizer_config.json or special_tokens_map.json is no JSON mapping.
+        DataError: tokenizer_config.json or special_tokens_map.json is not a JSON mapping.
     """
     end = {"eos_token_id": tokenizer.eod_id}
     if name == BYTES:
@@ -193,15 +196,15 @@ def export_tokenizer(name: str, tokenizer: Tokenizer, *, max_length: int, is_imp
 
 
 def _wanted(named: Mapping[str, str | None], tokenizer: JsonTokenizer, unknown: str | None) -> dict[str, str | None]:
-    """Return the token of each role: the folder's own, but for the end of a text, which is that of a document in training."""
+    """Choose the token for each role: the folder's own, except that a text ends as documents did in training."""
     end = tokenizer.token_of(tokenizer.eod_id)
-    # Batches of texts need some token to fill up with, and a model that stops at the end has nothing to read behind it.
+    # Batches need some padding token; the end token is safe, since nothing is read after it.
     return {**named, "eos": end, "pad": named["pad"] or end, "unk": named["unk"] or unknown}
 
 
 def _completed(files: Mapping[str, bytes], tokens: Mapping[str, str], max_length: int) -> dict[str, bytes]:
-    """Return the files with these tokens in their roles, and with a class and a length in tokenizer_config.json."""
-    # Without a class transformers would rebuild the tokenizer by the family's own rules instead of reading the file.
+    """Set these tokens in their roles, and make sure tokenizer_config.json has a class and a length."""
+    # If no class is given, transformers rebuilds the tokenizer by the family's own rules instead of reading the file.
     default = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
     there = {name: parse_json(files[name]) for name in (CONFIG, SPECIAL_TOKENS) if name in files}
     wanted = {name: {**keys, **tokens} for name, keys in there.items()}
@@ -214,8 +217,8 @@ def _to_bytes(keys: Mapping[str, Any]) -> bytes:
 
 
 def bytes_tokenizer_json() -> str:
-    """Build a tokenizer.json that gives the ids of `triaxis.engine.data.corpus.tokenizers.BytesTokenizer`."""
-    import tokenizers  # 10 MB of native code: only for those who export a model of bytes
+    """Build a tokenizer.json with the same ids as `triaxis.engine.data.corpus.tokenizers.BytesTokenizer`."""
+    import tokenizers  # 10 MB of native code, needed only to export a byte-level model
     from tokenizers import decoders, models, pre_tokenizers
 
     others = [byte for byte in range(256) if byte not in _PRINTABLE]

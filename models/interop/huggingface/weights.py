@@ -1,17 +1,20 @@
-"""Weights of Hugging Face models as ours, and ours as theirs: names and layouts of the tensors.
+"""Convert weights between Hugging Face models' names and layouts and ours.
 
     ours  layers.3.attention.q.weight  [heads, d, h]   kv.weight [2, kv_heads, d, h]   proj.weight [h, heads, d]
     Llama model.layers.3.self_attn.{q,k,v}_proj.weight  [out, in]                      o_proj.weight [h, heads d]
     GPT-2 transformer.h.3.attn.c_attn.weight            [in, q out + k out + v out]    c_proj.weight [heads d, h]
 
-Every tensor of ours is a matrix [out, in] or a vector seen with more dims. An exchange joins some of ours along `out` and cuts the
-result into equal parts that are theirs; GPT-2 keeps matrices as [in, out]. RoPE turns the pair (i, i + d/2) of a head in both, but
-for DeepSeek: its heads are [others | pairs (2 i, 2 i + 1)], ours [first halves | second halves | others]. The order of gate before
-up, and of keys before values, is that of the tables (`families.py`).
+Each of our tensors is an [out, in] matrix or a vector, viewed with more dims. An exchange joins some of ours along `out` and splits
+the result into equal parts, which are theirs. GPT-2 stores matrices as [in, out]. The tables (`families.py`) set the order: gate
+before up, keys before values.
 
-Experts are [E, ..] here. In most files each is alone, in the order of an exchange's names; in others they are one [E, out, in].
+RoPE turns the pair (i, i + d/2) in a head on both sides, except in DeepSeek. Its heads are [others | pairs (2 i, 2 i + 1)], ours
+[first halves | second halves | others].
 
-Memory: one exchange at a time, of experts one expert on the way in, here and in what reads and writes the files (`files.py`).
+Experts are [E, ..] here. Most files store each expert separately, in the order of an exchange's names; others store one [E,
+out, in].
+
+Memory: one exchange at a time, here and in the file readers and writers (`files.py`); when importing experts, one expert at a time.
 """
 
 import math
@@ -52,21 +55,22 @@ from triaxis.models.specs import model_specs
 Files = WeightFiles | Fp8Files | GgufFile
 
 OF_LANGUAGE = "language_model."
-"""Prefix of the language model's tensors in a model of several parts."""
+"""Prefix for the language model's tensors in a multi-part model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Tensors of ours and of theirs that hold the same numbers.
+    """Tensors, ours and theirs, that hold the same numbers.
 
     Attributes:
-        ours: specs, joined along their output dim in this order.
-        theirs: names of the equal parts into which the join is cut.
-        transposed: theirs are [in, out].
-        num_heads: of theirs whose rows are [heads, parts, d]; 0: rows are those of one part after the other, as ours.
-        num_experts: of ours, which are one tensor of experts; 0: they are none. Theirs are as many tensors for each expert, one
-            expert after the other, or one tensor [E, out, in] of them all.
-        row_order: in each group of so many rows, ours number i is theirs number `row_order[i]`; empty: they are in one order.
+        ours: our specs, joined along their output dim in this order.
+        theirs: names of the equal parts into which the join is split.
+        transposed: whether theirs are [in, out].
+        num_heads: number of heads if their rows are [heads, parts, d]; 0 if the parts follow one another, as ours do.
+        num_experts: number of experts if ours is one expert tensor; 0 if not. Theirs are then either an equal number of tensors
+            for each expert, expert by expert, or one tensor [E, out, in].
+        row_order: row i in each group of ours is row `row_order[i]` in that group of theirs, where a group has `len(row_order)`
+            rows; empty if the order is the same.
     """
 
     ours: tuple[ParamSpec, ...]
@@ -78,17 +82,17 @@ class Exchange:
 
     @property
     def is_by_expert(self) -> bool:
-        """Return whether each of theirs is of one expert."""
+        """Whether each of their tensors belongs to one expert."""
         return 0 < self.num_experts <= len(self.theirs)
 
     def by_expert(self) -> Iterator[tuple[int, Names]]:
-        """Yield each expert's number and the names of its tensors; nothing where theirs are not of one expert each."""
+        """Yield each expert's number and its tensors' names; nothing if their tensors hold all experts."""
         count = len(self.theirs) // self.num_experts if self.num_experts else 0
         for expert in range(self.num_experts if self.is_by_expert else 0):
             yield expert, self.theirs[expert * count : (expert + 1) * count]
 
     def to_theirs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Convert tensors in our shapes, in the order of `ours`, to theirs in the order of `theirs`."""
+        """Convert our tensors, in the order of `ours`, to theirs in the order of `theirs`."""
         parts = [tensor.reshape(_matrix_shape(spec)) for spec, tensor in zip(self.ours, tensors, strict=True)]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.num_heads:
@@ -100,7 +104,7 @@ class Exchange:
         return [self._transpose(part) for part in joined.chunk(len(self.theirs))]
 
     def to_ours(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Convert the other way."""
+        """Convert their tensors to ours."""
         parts = [self._transpose(tensor if tensor.ndim < 3 else tensor.flatten(0, 1)) for tensor in tensors]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
         if self.num_heads:
@@ -111,14 +115,14 @@ class Exchange:
         return [part.reshape(spec.shape) for spec, part in zip(self.ours, cut, strict=True)]
 
     def plans(self, dtype: torch.dtype) -> list[TensorPlan]:
-        """Return their names and shapes, found by a conversion on the meta device."""
+        """Names and shapes of their tensors, derived from a conversion on the meta device."""
         nothing = [torch.empty(spec.shape, device="meta") for spec in self.ours]
         shapes = [tuple(tensor.shape) for tensor in self.to_theirs(nothing)]
         return [TensorPlan(name, shape, format_name(dtype)) for name, shape in zip(self.theirs, shapes, strict=True)]
 
     @property
     def _rows_of_a_part(self) -> int:
-        """Return the rows of all heads of the queries, which the keys and the values have too."""
+        """Number of rows for all query heads; keys and values have as many."""
         return _matrix_shape(self.ours[0])[0]
 
     def _transpose(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -126,9 +130,9 @@ class Exchange:
 
 
 def exchanges(family: str, model: ModelConfig, naming: Naming | None = None) -> list[Exchange]:
-    """List the exchanges of all of the model's tensors, in forward order.
+    """List exchanges that cover all model tensors, in forward order.
 
-    `naming` is that of the family, or its `fused`; None: the first, which files of the family have.
+    `naming` is the family's own or its `fused`; None selects its own, which the family's files use.
     """
     naming = naming or FAMILIES[family].naming
     specs = {spec.name: spec for spec in model_specs(model)}
@@ -140,7 +144,7 @@ def exchanges(family: str, model: ModelConfig, naming: Naming | None = None) -> 
                 held = tuple(specs.pop(f"{ours_prefix}{name}") for name in ours)
                 num_heads = model.num_attention_heads if naming.by_head.intersection(theirs) else 0
                 order = _row_order(held[0], model) if naming.interleaved.intersection(theirs) else ()
-                # Tables of embeddings and the head are [V, h] everywhere; what GPT-2 turns are the layers' matrices.
+                # Embedding tables and the head are [V, h] everywhere; GPT-2 transposes only the layers' matrices.
                 found.append(
                     Exchange(
                         held,
@@ -169,7 +173,7 @@ def exchanges(family: str, model: ModelConfig, naming: Naming | None = None) -> 
 
 
 def copies(family: str, model: ModelConfig) -> Iterator[Exchange]:
-    """Yield the copies that files have of own tensors in each layer of multi-token prediction; an import does not need them."""
+    """Yield the duplicates of model tensors that files keep in each multi-token prediction layer; an import does not need them."""
     naming, specs = FAMILIES[family].naming, {spec.name: spec for spec in model_specs(model)}
     for number in range(model.num_layers, model.num_layers + model.num_mtp_layers):
         for (ours,), (theirs,) in naming.copies:
@@ -179,15 +183,15 @@ def copies(family: str, model: ModelConfig) -> Iterator[Exchange]:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceModel:
-    """A checked folder: its config is one that we can build, and its tensors are those of that config.
+    """Checked folder: its config is supported, and its tensors match that config.
 
     Attributes:
-        sections: of our configuration: `model`, and what else the model needs.
-        exchanges: of the tensors as they are stored.
-        files: the weights; names as in the files.
-        spelling: the name in the files of a tensor of the family.
-        is_part: the files are of a model of several parts, of which this is the language model.
-        record: facts that an export gives back.
+        sections: config sections: `model`, and any others the model needs.
+        exchanges: exchanges for the tensors as stored.
+        files: weight files, with the names used there.
+        spelling: function from a family's tensor name to the name in the files.
+        is_part: whether the files hold a multi-part model, of which this is the language model.
+        record: facts that an export restores.
     """
 
     family: str
@@ -203,9 +207,9 @@ class HuggingFaceModel:
     def shards(
         self, dtype: torch.dtype | None = None, on_tensor: Callable[[int], None] = lambda num_bytes: None
     ) -> Iterator[Shard]:
-        """Yield all our tensors, one exchange in memory at a time, in `dtype` (None: that of the file).
+        """Yield our tensors in `dtype` (None: the file's), with one exchange in memory at a time.
 
-        `on_tensor` receives the bytes read of the files.
+        `on_tensor` receives the number of bytes read from the files.
 
         Raises:
             CheckpointError: a tensor has elements that are not finite.
@@ -227,7 +231,7 @@ class HuggingFaceModel:
             on_tensor(sum(tensor.nbytes for tensor in theirs))
 
     def _read(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Read tensors of the family from the files."""
+        """Read tensors from the files by their family names."""
         theirs = []
         for name in map(self.spelling, names):
             theirs.append(self.files.read(name))
@@ -236,22 +240,22 @@ class HuggingFaceModel:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of the weights in the files."""
+        """Total size in bytes of the weights in the files."""
         names = [self.spelling(name) for exchange in self.exchanges for name in exchange.theirs]
         return sum(self.files.tensors[name].num_bytes for name in names)
 
 
 def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[str] = ()) -> HuggingFaceModel:
-    """Open a Hugging Face model and check all of it from the headers.
+    """Open a Hugging Face model and check all of it using only the headers.
 
     Args:
-        folder: with config.json and safetensors, or a `.gguf` file.
-        seq_length: our samples' length in place of the longest that the model was made for.
-        ignore: unknown keys of config.json that are accepted.
+        folder: folder with config.json and safetensors, or a `.gguf` file.
+        seq_length: sample length to train with; None uses the model's maximum.
+        ignore: unknown config.json keys to accept.
 
     Raises:
-        ConfigError: of another family, or with features that are not built, by name.
-        CheckpointError: pickles, or files that are missing, damaged, or of another model.
+        ConfigError: the family or some features are not supported; it names them.
+        CheckpointError: the weights are pickles; or files are missing, damaged, or belong to another model.
     """
     if (ggufs := sorted(folder.glob("*.gguf"))) and not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder} has its weights as GGUF: give the path of one file, such as {ggufs[0]}.")
@@ -271,7 +275,7 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
         )
         del sections["model"]["mtp"]
         model = ModelConfig.model_validate(sections["model"])
-    # A table of learned positions is stored whole, and cut where samples are shorter.
+    # A learned position table is stored whole, and truncated if samples are shorter.
     stored = model
     if model.position_kind.has_table:
         stored = ModelConfig.model_validate(from_hugging_face(keys, None, source, ignore)["model"])
@@ -302,17 +306,17 @@ def open_folder(folder: Path, seq_length: int | None = None, ignore: Sequence[st
 
 
 def _files(folder: Path, keys: Mapping[str, Any]) -> WeightFiles | Fp8Files:
-    """Open the safetensors of a folder, as bf16 where they are FP8."""
+    """Open a folder's safetensors; FP8 weights appear as bf16."""
     files, block = WeightFiles(folder), fp8_block(keys.get(QUANTIZATION))
     return files if block is None else Fp8Files(files, block)
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Our checkpoint as their tensors, in the order in which they are written.
+    """Checkpoint as their tensors, in writing order.
 
     Attributes:
-        dtype: of the word embedding, in torch's word: what config.json says.
+        dtype: word embedding's dtype as torch spells it, for config.json.
     """
 
     candidate: Candidate
@@ -323,7 +327,7 @@ class Export:
     def tensors(
         self, on_tensor: Callable[[int], None] = lambda num_bytes: None, which: WhichWeights = "trained"
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and values, one exchange in memory at a time; `on_tensor` receives the bytes read of the checkpoint."""
+        """Yield names and values, one exchange in memory at a time; `on_tensor` receives the bytes read from the checkpoint."""
         for exchange in self.exchanges:
             ours = [read_weights(self.candidate, spec.name, which) for spec in exchange.ours]
             yield from zip(exchange.theirs, exchange.to_theirs(ours), strict=True)
@@ -331,15 +335,15 @@ class Export:
 
 
 def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: torch.dtype | None = None) -> Export:
-    """Plan the tensors that an export of this checkpoint writes.
+    """Plan the tensors to export.
 
     Args:
-        candidate: of any layout; only its weights are read.
-        family: one that can express the model (`hf_config.to_hugging_face`).
-        dtype: None: that in which each tensor was saved (masters are fp32 or float64).
+        candidate: checkpoint in any layout; only its weights are read.
+        family: family that can express the model (see `family_of` in config.py).
+        dtype: target dtype; None keeps each tensor's saved dtype (masters are fp32 or float64).
 
     Raises:
-        CheckpointError: its tensors are not those of its model section.
+        CheckpointError: the tensors do not match the checkpoint's model section.
     """
     manifest = candidate.manifest
     wanted = {spec.name: spec.shape for spec in model_specs(model)}
@@ -350,7 +354,7 @@ def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: to
             f"{candidate.folder}: {name} has the shape {there.get(name)}, and its model section needs {wanted.get(name)} "
             f"({len(differing)} such tensors): the export would be another model. Make the checkpoint again."
         )
-    # An average has the dtype of its master.
+    # A moving average has its master's dtype.
     saved = {piece.name: piece.dtype for file in manifest.files for piece in file.pieces if piece.kind == "master"}
     by_name = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     found = [*exchanges(family, model), *copies(family, model)]
@@ -362,45 +366,45 @@ def plan_export(candidate: Candidate, family: str, model: ModelConfig, dtype: to
 
 
 def _kept(spec: ParamSpec, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a tensor where weights get `dtype`: the bias of a choice, which small steps move, stays at least fp32."""
+    """Dtype for a tensor when weights get `dtype`: the expert-choice bias stays at least fp32, because it moves in small steps."""
     return dtype if spec.is_trained else accumulation_dtype(dtype)
 
 
 def _row_order(spec: ParamSpec, model: ModelConfig) -> tuple[int, ...]:
-    """Return the order of a head's rows in a file whose pairs of RoPE are neighbours, behind all other rows."""
+    """Order of a head's rows in a file that stores RoPE pairs as neighbours, after all other rows."""
     assert model.mla is not None
     pairs = range(0, model.mla.qk_rope_head_dim, 2)
     is_key = len(spec.shape) == 2
     first = spec.shape[-2] - model.mla.qk_rope_head_dim
     rotated, others = (*(first + i for i in pairs), *(first + i + 1 for i in pairs)), tuple(range(first))
-    # The key comes behind its latent in both.
+    # The key comes after its latent in both.
     return (*others, *rotated) if is_key else (*rotated, *others)
 
 
 def _reordered(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """Return groups of rows in another order: row i is the given row `order[i]` of its group."""
+    """Reorder rows within groups: row i is the group's given row `order[i]`."""
     return tensor.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
 
 
 def _swapped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
-    """Return rows [outer, inner, d] in the order [inner, outer, d]."""
+    """Reorder rows from [outer, inner, d] to [inner, outer, d]."""
     return tensor.unflatten(0, (outer, inner, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def _matrix_shape(spec: ParamSpec) -> tuple[int, ...]:
-    """Return [out, in] of a weight, [out] of a bias or norm."""
+    """[out, in] for a weight, [out] for a bias or norm."""
     if spec.name.endswith((".bias", "norm.weight")) or len(spec.shape) == 1:
         return (spec.numel,)
-    # The output projection reads heads; every other weight of more than two dims writes them.
+    # The output projection reads heads; every other weight with more than two dims writes them.
     out = spec.shape[0] if spec.name.endswith(".proj.weight") else math.prod(spec.shape[:-1])
     return (out, spec.numel // out)
 
 
 def _spelling(files: Files, naming: Naming) -> Callable[[str], str]:
-    """Return the way in which names of the family are spelled in the files, found by the name of the word embedding.
+    """Find how the files spell the family's names, using the word embedding's name.
 
-    A file of the model without its head lacks a prefix; in a model of several parts the language model has one more (before
-    transformers 5: before all of the name).
+    A model saved without its head lacks a prefix. The language model in a multi-part model has one more prefix (before
+    transformers 5, in front of the whole name).
     """
     base = naming.base_prefix
     embedding = naming.first[0][1][0]
@@ -415,7 +419,7 @@ def _spelling(files: Files, naming: Naming) -> Callable[[str], str]:
 
 
 def _naming(files: Files, naming: Naming) -> Naming:
-    """Return the names that the files have: those of experts in one tensor, where there is such a tensor."""
+    """Choose the names the files use: `fused` if a tensor with all experts is present."""
     stacked = () if naming.fused is None else tuple(name for _, names in naming.fused.experts for name in names)
     is_fused = bool(stacked) and any(name.endswith(stacked) for name in files.tensors)
     return naming.fused if is_fused and naming.fused is not None else naming
@@ -429,20 +433,20 @@ def _notes(model: ModelConfig, rows: int, files: Files, family: Family) -> Itera
 
 
 def _place_behind(name: str, model: ModelConfig, family: Family) -> int | None:
-    """Return the place of a tensor's layer among those behind the model's last, from 0; None: it is in none of them."""
+    """Index of a tensor's layer among those past the model's last layer, from 0; None if it is not in one."""
     prefix = re.escape(family.naming.layer_prefix.removeprefix(family.naming.base_prefix)).replace(r"\{\}", r"(\d+)")
     match = re.search(rf"(?:^|\.){prefix}", name) if family.further else None
     return None if match is None or int(match[1]) < model.num_layers else int(match[1]) - model.num_layers
 
 
 def _is_left_out(name: str, model: ModelConfig, family: Family) -> bool:
-    """Return whether a tensor is of a layer behind those of the model."""
+    """Whether a tensor belongs to a layer past the model's last one."""
     place = _place_behind(name, model, family)
     return place is not None and place >= model.num_mtp_layers
 
 
 def _is_same(files: Files, name: str, other: str) -> bool:
-    """Return whether two tensors have the same bits."""
+    """Whether two tensors have the same bits."""
     one, two = files.tensors[name], files.tensors.get(other)
     if two is None or (one.shape, one.dtype) != (two.shape, two.dtype):
         return False

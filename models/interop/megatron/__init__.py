@@ -1,1 +1,1 @@
-"""Megatron-Core: its distributed checkpoints, in and out."""
+"""Read and write Megatron-Core's distributed checkpoints."""

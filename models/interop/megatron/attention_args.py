@@ -1,13 +1,13 @@
-"""Positions, windows and kinds of layers in Megatron-LM's arguments: our fields of attention, and the reverse.
+"""Map Megatron-LM's position, window and layer-kind arguments to our attention fields, and back.
 
     rotary_percent                                 <->  rotary_share
     rotary_seq_len_interpolation_factor            <->  rope_scaling linear
-    use_rope_scaling, rope_scaling_factor          <->  rope_scaling llama3 with the lengths and bounds of Llama 3.1
-    window_size (left, 0), window_attn_skip_freq   <->  window = left + 1, on all layers or by kinds of layers
-    no_rope_freq                                   <->  kinds of layers with position none
+    use_rope_scaling, rope_scaling_factor          <->  rope_scaling llama3 with Llama 3.1's lengths and bounds
+    window_size (left, 0), window_attn_skip_freq   <->  window = left + 1, on all layers or by layer kind
+    no_rope_freq                                   <->  layer kinds with position none
     softmax_scale, softmax_type learnable          <->  attention_scale, sinks
 
-Sources: TransformerConfig, `is_layer_window_attention`, `get_sliding_window_causal_mask` and RotaryEmbedding of Megatron-Core 0.16.
+Sources: TransformerConfig, `is_layer_window_attention`, `get_sliding_window_causal_mask` and RotaryEmbedding in Megatron-Core 0.16.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,20 +20,20 @@ from triaxis.engine.errors import shown
 Args = Mapping[str, Any]
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of `RotaryEmbedding._apply_scaling`; the factor alone is an argument."""
+"""Constants in `RotaryEmbedding._apply_scaling`; only the factor is an argument."""
 
 LISTS_BY_LAYER = ("window_attn_skip_freq", "no_rope_freq")
-"""Arguments that have a flag for each layer."""
+"""Arguments with one flag per layer."""
 
 LISTS = ("window_size", *LISTS_BY_LAYER)
-"""Arguments that may be lists or tuples of whole numbers."""
+"""Arguments that may be lists or tuples of integers."""
 
 FIELDS = frozenset({"rotary_share", "rope_scaling", "window", "layers", "layer_kinds", "attention_scale", "sinks"})
-"""Our fields of `model` that these arguments can express, as far as `attention_differences` finds nothing."""
+"""Our `model` fields that these arguments can express, unless `attention_differences` reports a difference."""
 
 
 def read_attention(args: Args, model: dict[str, Any]) -> list[str]:
-    """Write our fields of attention to `model`, whose `num_layers` and `position` are there; return problems."""
+    """Add attention fields to `model`, which must already have `num_layers` and `position`; return problems."""
     problems = [
         f"{name} = {shown(args[name])}: must be a number or a list of numbers; Megatron-LM writes no other."
         for name in LISTS
@@ -85,7 +85,7 @@ def _read_rope(args: Args, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _read_window(args: Args) -> tuple[int | None, list[str]]:
-    """Return the keys that a query sees, and problems; (-1, 0) is no window."""
+    """Number of keys a query sees (None means no window, which Megatron-LM writes as (-1, 0)), and problems."""
     given = args.get("window_size")
     if given is None:
         return None, []
@@ -95,9 +95,10 @@ def _read_window(args: Args) -> tuple[int | None, list[str]]:
 
 
 def _each_layer(given: Any, num_layers: int, last: int) -> list[int] | None:
-    """Return the flag of each layer: as listed, or with a number n `last` for each n-th layer and the other value for the rest.
+    """Expand a list or number to one flag per layer.
 
-    Nothing given: the other value for all. None: a list or number that does not fit the layers.
+    A list is taken as it is. A number n sets `last` on every n-th layer and the other value on the rest; if nothing is given, all
+    layers get the other value. The result is None if the list or number does not fit the layers.
     """
     if given is None or given == 0:
         return [1 - last] * num_layers
@@ -109,7 +110,7 @@ def _each_layer(given: Any, num_layers: int, last: int) -> list[int] | None:
 
 
 def _write_layers(model: dict[str, Any], window: int | None, has_window: list[bool], still: list[bool]) -> None:
-    """Write windows and layers without RoPE: to the model where all layers are alike, else as kinds of layers."""
+    """Add windows and layers without RoPE to `model`: as plain fields if all layers are alike, otherwise as layer kinds."""
     kinds: dict[str, dict[str, Any]] = {}
     names = []
     for windowed, is_still in zip(has_window, still, strict=True):
@@ -124,7 +125,7 @@ def _write_layers(model: dict[str, Any], window: int | None, has_window: list[bo
 
 
 def attention_differences(model: ModelConfig) -> Iterator[str]:
-    """List what the attention of a model has that Megatron-LM's arguments cannot say."""
+    """List attention features that Megatron-LM's arguments cannot express."""
     kinds = model.kinds
     if model.mtp is not None and len({(kind.window, kind.rotary, kind.sinks) for kind in kinds}) > 1:
         yield "model.mtp behind layers that differ: Megatron-LM's lists of windows and positions have no entry for its layers."
@@ -146,7 +147,7 @@ def attention_differences(model: ModelConfig) -> Iterator[str]:
 
 
 def attention_args(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of a model's attention, of which `attention_differences` finds nothing."""
+    """Build Megatron-LM's attention arguments for a model without `attention_differences`."""
     kinds = model.kinds[: model.num_layers]
     rotary = next((kind.rotary for kind in kinds if kind.rotary is not None), None)
     scaling = None if rotary is None else rotary.scaling

@@ -1,12 +1,12 @@
-"""Megatron-LM's arguments as our sections, and the reverse.
+"""Megatron-LM's arguments as config sections, and the reverse.
 
     {"num_layers": 32, "group_query_attention": True, "num_query_groups": 8, "swiglu": True, ..}      args in common.pt
       <->  model: {num_layers: 32, num_kv_heads: 8, activation: swiglu, ..}, optimizer: {..}, train: {..}
 
-An argument that switches on a feature not built here is refused by name: a model that differs without a message costs more.
+An argument that switches on an unsupported feature is refused by name: a silently different model costs more than an error.
 Arguments that change only speed, layout or logging are ignored.
 
-Source: megatron/training/arguments.py and the TransformerConfig of Megatron-Core 0.16.
+Source: megatron/training/arguments.py and the TransformerConfig in Megatron-Core 0.16.
 """
 
 from collections.abc import Iterator, Mapping
@@ -58,7 +58,7 @@ _OPTIMIZER = {
     "weight_decay": "weight_decay",
     **{names[0]: ours for kind in OPTIMIZERS.values() for ours, names in kind.fields.items()},
 }
-"""The same for `train` and `optimizer`."""
+"""The same tables for `train` and `optimizer`."""
 
 _LOSS_SCALE = {
     "initial_loss_scale": "initial",
@@ -74,7 +74,7 @@ _OPTIMIZER_NAMES: Mapping[str, OptimizerName] = {
 """Their `optimizer` -> our `optimizer.name`."""
 
 _LESS_ONE = ("apply_layernorm_1p", "layernorm_zero_centered_gamma")
-"""The argument of norms whose weights are stored less one, before Megatron-LM 0.16 and since."""
+"""Argument names for norms whose weights are stored minus one: before Megatron-LM 0.16, and since."""
 
 _CHOICES = (
     "normalization",
@@ -100,15 +100,15 @@ _CHOICES = (
     "calculate_per_token_loss",
     "loss_scale",
 )
-"""Arguments that the functions below read by name, in addition to those of the tables."""
+"""Arguments that the functions below read by name, in addition to the tables above."""
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "padded_vocab_size")
 
 _ONE_MORE = {"rmsnorm": "rmsnorm_1p"}
-"""Norms whose weights `apply_layernorm_1p` stores less one -> ours of that form."""
+"""Norms whose weights `apply_layernorm_1p` stores minus one -> our norm with that convention."""
 
 _MTP_WEIGHT = 0.1
-"""Their default of `mtp_loss_scaling_factor`."""
+"""Megatron-LM's default for `mtp_loss_scaling_factor`."""
 
 _NORMS = {kind.megatron: name for name, kind in NORMS.items() if kind.megatron is not None}
 _POSITIONS = {kind.megatron: name for name, kind in POSITIONS.items() if kind.megatron is not None}
@@ -130,19 +130,19 @@ OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
     "apply_residual_connection_post_layernorm": ((False, None), "residuals after the norm are not built"),
     "rotary_interleaved": ((False, None), "RoPE that pairs neighbours is not built: pairs are i and i + head_dim / 2"),
 }
-"""Arguments that must be absent or have one of these values, and why."""
+"""Arguments that must be absent or have one of these values, each with the reason."""
 
 
 def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, Any]:
-    """Convert Megatron's arguments to our `model` section.
+    """Convert Megatron-LM's arguments to a `model` section.
 
     Args:
-        args: Megatron's, by name.
-        vocab_size: tokens of the tokenizer; None: what the arguments say.
-        source: where the arguments are from, for messages.
+        args: Megatron-LM's arguments by name.
+        vocab_size: number of tokens in the tokenizer; None takes it from the arguments.
+        source: origin of the arguments, for messages.
 
     Raises:
-        ConfigError: arguments that are missing, or that switch on what is not built; all at once.
+        ConfigError: arguments are missing or switch on unsupported features; all are listed.
     """
     problems = [
         f"{name} is missing; the model has no shape without it." for name in _REQUIRED if args.get(name) is None
@@ -191,7 +191,7 @@ def model_section(args: Args, vocab_size: int | None, source: str) -> dict[str, 
 
 
 def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Convert the arguments to our sections `train`, `optimizer`, `precision` as far as possible; list the rest."""
+    """Convert the arguments to `train`, `optimizer` and `precision` sections; also return notes on what has no counterpart."""
     notes = []
     train, optimizer = (
         {ours: args[theirs] for theirs, ours in names.items() if args.get(theirs) is not None}
@@ -200,7 +200,7 @@ def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]
     theirs = args.get("optimizer", "adam")
     if theirs in _OPTIMIZER_NAMES:
         name = optimizer["name"] = _OPTIMIZER_NAMES[theirs]
-        # Their arguments have a value for every optimizer; here only those of the one that runs may be given.
+        # Megatron-LM's arguments cover every optimizer; our section accepts only fields that the chosen optimizer uses.
         others = {field for kind in OPTIMIZERS.values() for field in kind.fields} - OPTIMIZERS[name].fields.keys()
         optimizer = {field: value for field, value in optimizer.items() if field not in others}
     else:
@@ -225,10 +225,10 @@ def training_sections(args: Args) -> tuple[dict[str, dict[str, Any]], list[str]]
 
 
 def megatron_args(model: ModelConfig) -> dict[str, Any]:
-    """Return Megatron's arguments for our model.
+    """Convert a `model` section to Megatron-LM's arguments.
 
     Raises:
-        ConfigError: Megatron has no such model.
+        ConfigError: Megatron-LM has no equivalent model.
     """
     problems = []
     stored_less_one = {ours: plain for plain, ours in _ONE_MORE.items()}
@@ -273,7 +273,7 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
             "add_qkv_bias": bias or model.bias == "qkv",
             "qk_layernorm": bool(model.qk_norm),
             **{kind.megatron: kind == model.activation_kind for kind in ACTIVATIONS.values() if kind.megatron},
-            # Their exact GELU is what they compute without fusion; their tanh form has a name of its own.
+            # Without fusion, Megatron-LM computes the exact GELU; its tanh form has a separate name.
             "bias_gelu_fusion": False,
             "vocab_size": model.vocab_size,
             "padded_vocab_size": model.vocab_size,
@@ -283,7 +283,7 @@ def megatron_args(model: ModelConfig) -> dict[str, Any]:
 
 
 def megatron_training_args(config: Config) -> dict[str, Any]:
-    """Return Megatron's arguments for our training, without those of the model."""
+    """Convert the training sections to Megatron-LM's arguments, leaving out the model's."""
     optimizer, dtype = config.optimizer, config.precision.dtype
     args = {theirs: getattr(config.train, ours) for theirs, ours in _TRAIN.items()}
     args |= {theirs: getattr(optimizer, ours) for theirs, ours in _OPTIMIZER.items()}
@@ -299,7 +299,7 @@ def megatron_training_args(config: Config) -> dict[str, Any]:
 
 
 def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
-    """List the differences between the requested model and Megatron's arguments that change the meaning of weights."""
+    """List differences between the requested model and Megatron-LM's arguments that change what the weights mean."""
     theirs = ModelConfig.model_validate(section)
     free = {"seq_length", "vocab_size", "vocab_multiple", "init_std", "hidden_dropout", "attention_dropout"}
     names = {
@@ -312,7 +312,7 @@ def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
         free.add("rope_base")
     found = []
     if theirs.layers is not None or model.layers is not None:
-        # Kinds of layers may have other names, and say the same.
+        # Layer kinds may differ in name only.
         free |= {"layers", "layer_kinds", *get_type_hints(KindFields)}
         if [replace(kind, name="") for kind in theirs.kinds] != [replace(kind, name="") for kind in model.kinds]:
             found.append(
@@ -326,10 +326,10 @@ def differences(section: Mapping[str, Any], model: ModelConfig) -> list[str]:
 
 
 def _loss_scale(args: Args) -> dict[str, Any] | None:
-    """Return our `precision.loss_scale` of an fp16 run; None where the arguments say nothing of it."""
+    """Build the `precision.loss_scale` section for an fp16 run; None if the arguments do not mention it."""
     if args.get("loss_scale"):
         return {"static": args["loss_scale"]}
-    # Megatron-LM's window is a float, of whole steps.
+    # Megatron-LM stores the window, a whole number of steps, as a float.
     return {
         ours: int(args[theirs]) if ours == "window" else args[theirs]
         for theirs, ours in _LOSS_SCALE.items()
@@ -338,14 +338,14 @@ def _loss_scale(args: Args) -> dict[str, Any] | None:
 
 
 def _loss_scale_args(scaling: LossScaleConfig | None) -> dict[str, Any]:
-    """Return Megatron-LM's arguments of a loss scale; none where the dtype needs no scale."""
+    """Build Megatron-LM's loss-scale arguments; empty if the dtype needs no scale."""
     if scaling is None:
         return {}
     return {"loss_scale": scaling.static, **{theirs: getattr(scaling, ours) for theirs, ours in _LOSS_SCALE.items()}}
 
 
 def _read_mtp(args: Args, model: dict[str, Any]) -> Iterator[str]:
-    """Write the layers of multi-token prediction to `model`, and yield problems."""
+    """Add multi-token prediction layers to `model`, and yield problems."""
     number, weight = args.get("mtp_num_layers"), args.get("mtp_loss_scaling_factor")
     if not number:
         return
@@ -358,7 +358,7 @@ def _read_mtp(args: Args, model: dict[str, Any]) -> Iterator[str]:
 
 
 def _mtp_args(model: ModelConfig) -> dict[str, Any]:
-    """Return the arguments of multi-token prediction; none where the model has no such layers."""
+    """Build the arguments for multi-token prediction; empty if the model has no such layers."""
     if model.mtp is None:
         return {}
     return {"mtp_num_layers": model.mtp.num_layers, "mtp_loss_scaling_factor": model.mtp.loss_weight}
@@ -367,7 +367,7 @@ def _mtp_args(model: ModelConfig) -> dict[str, Any]:
 def _unusable(args: Args) -> Iterator[str]:
     for name, (off, why) in OFF_ONLY.items():
         value = args.get(name)
-        # What is nested is never compared: the comparison of a tensor, or of lists in lists, has no bound.
+        # Nested values are never compared: comparing a tensor, or lists within lists, can take unbounded time.
         if value is not None and (not isinstance(value, bool | int | float | str) or value not in off):
             yield f"{name} = {shown(value)}: {why}; the model would be another one."
 
@@ -380,7 +380,7 @@ def _nested(args: Args) -> Iterator[str]:
 
 
 def _activation(args: Args) -> str:
-    # Fused with a bias, Megatron's GELU is the tanh approximation; without, it is exact. A gate goes before both.
+    # Megatron-LM's GELU is the tanh approximation when fused with a bias, and exact otherwise. A gated activation overrides both.
     fused = args.get("bias_gelu_fusion", False) and args.get("add_bias_linear", True)
     gated_first = sorted(ACTIVATIONS.values(), key=lambda kind: not kind.is_gated)
     switched_on = (kind.name for kind in gated_first if kind.megatron and args.get(kind.megatron))
@@ -388,6 +388,6 @@ def _activation(args: Args) -> str:
 
 
 def _tokens(args: Args) -> int | None:
-    """Return the tokenizer's size where the arguments have it; the null tokenizer adds one for the end of a document."""
+    """Tokenizer size, if the arguments give it. The null tokenizer adds one token for end of document."""
     vocab_size = args.get("vocab_size")
     return vocab_size + 1 if vocab_size and args.get("tokenizer_type") == "NullTokenizer" else vocab_size

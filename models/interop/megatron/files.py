@@ -1,4 +1,4 @@
-"""The files of a Megatron-Core `torch_dist` checkpoint, read by one process, chunk by chunk.
+"""Read a Megatron-Core `torch_dist` checkpoint in one process, chunk by chunk.
 
     checkpoints/
         latest_checkpointed_iteration.txt     100, or the word release (weights without a run)
@@ -8,9 +8,11 @@
             .metadata                         a pickle: every tensor's shape and chunks, and where each chunk is
             __0_0.distcp  __0_1.distcp ..     chunks, one after another, each written by torch.save
 
-`.metadata`, common.pt and every chunk are pickles, all read by `foreign_pickle.py`, which runs nothing. Objects
-beside the tensors (`_extra_state`, the RNG's state) are never opened. Memory: one chunk, read twice over. No tensor is made
-before the chunks that fill it were found to lie inside their files, so no number in a file asks for more memory than files have.
+`.metadata`, common.pt and every chunk are pickles, read by `foreign_pickle.py`, which never runs them. Objects stored next to the
+tensors (`_extra_state`, RNG state) are never opened.
+
+Peak memory is two copies of one chunk. Chunks are checked to lie inside their files before any tensor is allocated, so a
+damaged file cannot request more memory than the files take on disk.
 """
 
 import math
@@ -30,13 +32,13 @@ from triaxis.models.interop.megatron.foreign_pickle import Inert, Name, read_arc
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _SIGNS = (TRACKER, "iter_[0-9]*", "metadata.json", "common.pt", ".metadata")
-"""Entries of a folder by which it is one of Megatron's, whole or not."""
+"""Folder entries that identify a Megatron-Core checkpoint, complete or not."""
 
 _TRACKER_CHARACTERS = 64
-"""More than the tracker file can have: an iteration or the word `release`."""
+"""Upper limit for the tracker file, which holds an iteration or the word `release`."""
 
 _LARGEST_METADATA = 4 * 2**30
-"""Bytes of `.metadata` or common.pt; those of a model of a trillion parameters have less than 1 GiB."""
+"""Size limit in bytes for `.metadata` and common.pt; a model with a trillion parameters has less than 1 GiB."""
 
 _DCP = "torch.distributed.checkpoint"
 _METADATA_CLASSES: frozenset[Name] = frozenset(
@@ -86,7 +88,7 @@ _SAVE_AGAIN = (
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, and the bytes of a file that hold it."""
+    """Box of a tensor, and the byte range in the file that holds it."""
 
     box: Box
     file: str
@@ -96,7 +98,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of the checkpoint and its chunks."""
+    """Tensor in the checkpoint, with its chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -105,12 +107,12 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class TorchDist:
-    """An open checkpoint: its tensors by key, and the content of common.pt.
+    """Open checkpoint: its tensors by key, and the content of common.pt.
 
     Attributes:
-        folder: iter_0000100 or release.
-        objects: keys of what is no tensor; never read.
-        common: the content of common.pt; instances in it are `Inert`.
+        folder: the iteration's folder, iter_0000100 or release.
+        objects: keys that are not tensors; never read.
+        common: content of common.pt; instances in it are `Inert`.
     """
 
     folder: Path
@@ -120,7 +122,7 @@ class TorchDist:
 
     @property
     def args(self) -> Mapping[str, Any]:
-        """Return Megatron's arguments by name; empty where the checkpoint has none."""
+        """Megatron-LM's arguments by name; empty if the checkpoint has none."""
         args = self.common.get("args")
         return args.state if isinstance(args, Inert) and isinstance(args.state, dict) else {}
 
@@ -128,7 +130,7 @@ class TorchDist:
         """Read a tensor, or a box of it, in the dtype in which it was saved.
 
         Raises:
-            CheckpointError: a file is missing, ends early, or does not hold what `.metadata` says; or chunks are missing.
+            CheckpointError: a file is missing, ends early or disagrees with `.metadata`; or chunks are missing.
         """
         stored = self.tensors[key]
         box = box if box is not None else tuple((0, size) for size in stored.shape)
@@ -172,10 +174,10 @@ class TorchDist:
 
 
 def find_iteration(path: Path) -> Path:
-    """Return the folder of one iteration: `path` itself, or the one that its tracker file names.
+    """Locate one iteration's folder: `path` itself, or the one its tracker file names.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is no such folder.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no such folder. Give the folder that Megatron's --save named.")
@@ -202,15 +204,15 @@ def find_iteration(path: Path) -> Path:
 
 
 def is_megatron_checkpoint(path: Path) -> bool:
-    """Return whether a folder has something of a Megatron checkpoint; `open_checkpoint` says what it lacks."""
+    """Whether a folder looks like a Megatron-Core checkpoint. `open_checkpoint` reports what is missing."""
     return any(any(path.glob(name)) for name in _SIGNS)
 
 
 def open_checkpoint(path: Path) -> TorchDist:
-    """Open the checkpoint at a user's path; only the two small files of metadata are read.
+    """Open a checkpoint. Only the two small metadata files are read.
 
     Raises:
-        CheckpointError: it is none, is of another format, is incomplete, or could run code.
+        CheckpointError: the folder is not a checkpoint, has another format, is incomplete, or could run code.
     """
     folder = find_iteration(path)
     _check_format(folder)
@@ -285,7 +287,7 @@ def _read_metadata(folder: Path) -> tuple[dict[str, Stored], frozenset[str]]:
 
 
 def _check_lengths(folder: Path, tensors: Mapping[str, Stored]) -> None:
-    """Raise ValueError where chunks reach beyond their file or have more bytes together; a missing file is left to `read`."""
+    """Raise ValueError if a file's chunks reach past its end or add up to more bytes than it has. `read` reports missing files."""
     together: dict[str, int] = {}
     for key, stored in tensors.items():
         for chunk in stored.chunks:
@@ -302,7 +304,7 @@ def _check_lengths(folder: Path, tensors: Mapping[str, Stored]) -> None:
 
 
 def _whole_numbers(values: Any, what: str) -> tuple[int, ...]:
-    """Return the values as a tuple; raise ValueError for anything but integers of at least 0."""
+    """Convert to a tuple; raise ValueError for anything but integers that are at least 0."""
     if not isinstance(values, tuple | list) or any(type(value) is not int or value < 0 for value in values):
         raise ValueError(f"{what} is {shown(values)}")
     return tuple(values)

@@ -1,17 +1,20 @@
-"""Pickles of other programs, read without running them.
+"""Read pickles written by other programs without running them.
 
-A pickle is a program: it names functions and calls them. Here a name is looked up in a list only. A listed name becomes inert
-data (a class becomes a record of its arguments), and nothing is imported. Any other name ends the reading before a call.
+A pickle is a program: it names functions and calls them. This reader only looks names up in an allow list. A listed class becomes
+an inert record of its arguments, and nothing is imported. Any other name stops the reading before a call.
 
     torch.distributed...MetadataIndex("x", ..)  ->  Inert: origin, arguments, state         on the list
     os.system("..")                             ->  CheckpointError that names os.system    not on the list
 
-`read_archive` is for what torch.save wrote (a zip file of one pickle and the raw bytes of tensors), `read_pickle` for the rest.
+`read_archive` reads what torch.save wrote: a zip file with one pickle and the tensors' raw bytes. `read_pickle` reads bare pickles.
 
-Time and memory are bounded by the length of what is read. An archive may not unpack to more bytes than it has, a tensor may not
-have more elements than its storage, and a pickle may not number its objects beyond its own length. Keys of dicts and members of
-sets are checked before they are hashed. A tuple that another one holds twice is hashed twice, so 60 such tuples in 200 bytes
-would take thousands of years. Only the unpickler written in Python, `pickle._Unpickler`, has a place for that check.
+Time and memory are bounded by the input's length:
+
+- An archive may not unpack to more bytes than it has.
+- A tensor may not have more elements than its storage.
+- A pickle may not number its objects beyond its own length.
+- Dict keys and set members are checked before they are hashed. A tuple that holds another tuple twice hashes it twice, so 60 nested
+  tuples in 200 bytes would take thousands of years. Only the pure-Python unpickler, `pickle._Unpickler`, allows such a check.
 """
 
 import io
@@ -29,10 +32,10 @@ from triaxis.engine.errors import CheckpointError, shown
 from triaxis.engine.numerics.precision import DTYPES
 
 _VALUES_PER_BYTE = 16
-"""Values of keys that may be hashed per byte of a pickle: an old key is named again in two bytes, and has some parts."""
+"""Key values that may be hashed per byte of pickle. Two bytes can name an earlier key again, and keys have few parts."""
 
 Name = tuple[str, str]
-"""(module, name) as a pickle writes it."""
+"""(module, name) as written in a pickle."""
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 _STORAGES = {
@@ -50,7 +53,7 @@ _STORAGES = {
 
 
 class Inert:
-    """Remains of an object: the class it names, the arguments of the class, and the object's state."""
+    """Inert stand-in for an object: its class's name, the constructor arguments, and the object's state."""
 
     origin: str = ""
     arguments: tuple[Any, ...]
@@ -62,7 +65,7 @@ class Inert:
         return made
 
     def __init__(self, *arguments: Any) -> None:
-        """Ignore the arguments, which `__new__` keeps; a pickle may call either."""
+        """Ignore the arguments, which `__new__` stores; a pickle may call either."""
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -71,31 +74,31 @@ class Inert:
         return f"{self.origin}{self.arguments}"
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a field of the state; `default` where there is none."""
+        """Look up a field in the state, or return `default`."""
         return self.state.get(name, default) if isinstance(self.state, dict) else default
 
 
 def read_pickle(content: bytes, allowed: Collection[Name], prefix: str, source: str) -> Any:
-    """Read a pickle, with `Inert` in place of every instance.
+    """Read a pickle, with an `Inert` in place of every instance.
 
     Args:
-        allowed: classes that may be named, in addition to torch's dtypes and shapes.
-        prefix: modules below this one may be named as well (they are not imported); "" allows none.
-        source: the file's name, for messages.
+        allowed: classes that the pickle may name, in addition to torch's dtypes and shapes.
+        prefix: modules starting with this prefix may be named too (they are not imported); "" allows none.
+        source: file name, for messages.
 
     Raises:
-        CheckpointError: it names anything else, is no pickle, or would need more memory than its length justifies. Nothing that
-            it names was called.
+        CheckpointError: the pickle names anything else, is malformed, or would need more memory than its length justifies.
+            Nothing it names was called.
     """
     return _read(content, allowed, prefix, source, None)
 
 
 def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source: str) -> Any:
-    """Read an archive of torch.save; its tensors become torch tensors on the CPU.
+    """Read an archive written by torch.save. Its tensors become CPU tensors.
 
     Raises:
-        CheckpointError: as `read_pickle`; or it is no such archive, an old one without a zip file around it, or one that unpacks
-            to more than its length.
+        CheckpointError: same cases as `read_pickle`; or the content is not such an archive, is in torch's old format without a zip
+            file, or unpacks to more than its length.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
@@ -111,7 +114,7 @@ def read_archive(content: bytes, allowed: Collection[Name], prefix: str, source:
 
 
 def _check_sizes(archive: zipfile.ZipFile, num_bytes: int) -> None:
-    """Refuse an archive whose entries have more bytes than the archive; torch.save compresses nothing."""
+    """Refuse an archive whose entries claim more bytes than the archive has; torch.save never compresses."""
     entries = archive.infolist()
     if packed := next((entry for entry in entries if entry.compress_type != zipfile.ZIP_STORED), None):
         raise zipfile.BadZipFile(f"{shown(packed.filename)} in it is compressed, which torch.save never does")
@@ -120,7 +123,7 @@ def _check_sizes(archive: zipfile.ZipFile, num_bytes: int) -> None:
 
 
 def _check_numbers(content: bytes) -> None:
-    """Refuse a pickle that numbers an object beyond its own length: Python makes a table of that many entries at once."""
+    """Refuse a pickle that numbers an object beyond its own length: Python would allocate a table that large at once."""
     for opcode, argument, _ in pickletools.genops(content):
         if opcode.name in ("PUT", "LONG_BINPUT") and argument is not None and argument > len(content):
             raise pickle.UnpicklingError(f"object number {argument:,} in {len(content):,} bytes")
@@ -148,17 +151,17 @@ def _read(
 
 
 class _Keys:
-    """A budget of the values that the hashing of one pickle's keys may visit.
+    """Budget for hashing one pickle's keys.
 
     Args:
-        num_bytes: length of the pickle. A key that is not shared has fewer values than bytes.
+        num_bytes: length of the pickle. An unshared key has fewer values than bytes.
     """
 
     def __init__(self, num_bytes: int) -> None:
         self._num_left = _VALUES_PER_BYTE * num_bytes
 
     def check(self, keys: Iterable[Any]) -> None:
-        """Take the values of `keys` from the budget; tuples and frozensets within tuples count each time they occur.
+        """Charge the values in `keys` to the budget. Nested tuples and frozensets count each time they occur.
 
         Raises:
             UnpicklingError: the budget is spent.
@@ -182,11 +185,11 @@ _HASHED = {
     pickle.ADDITEMS: slice(None),
     pickle.FROZENSET: slice(None),
 }
-"""By opcode, the part of the reader's stack that it hashes; the stack begins behind the last mark."""
+"""Opcode -> slice of the reader's stack that it hashes. The stack starts after the last mark."""
 
 
 def _checking(opcode: bytes, hashed: slice) -> Callable[[Any], None]:
-    """Wrap the function of an opcode in a check of the values that it hashes."""
+    """Wrap an opcode's handler so that the values it hashes are checked first."""
     carry_out: Callable[[Any], None] = pickle._Unpickler.dispatch[opcode[0]]
 
     def check_and_carry_out(reader: Any) -> None:
@@ -220,20 +223,20 @@ class _Reader(pickle._Unpickler):
         self.keys = _Keys(len(content))
 
     def _set(self, members: Iterable[Any] = ()) -> set[Any]:
-        """Build a `set` after a check of its members."""
+        """Build a `set` after checking its members."""
         members = list(members)
         self.keys.check(members)
         return set(members)
 
     def _ordered_dict(self, items: Iterable[tuple[Any, Any]] = ()) -> "OrderedDict[Any, Any]":
-        """Build an `OrderedDict` after a check of its keys."""
+        """Build an `OrderedDict` after checking its keys."""
         items = [(key, value) for key, value in items]
         self.keys.check(key for key, _ in items)
         return OrderedDict(items)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement for a name; refuse an unknown one before the pickle can call it."""
-        # A dotted name would reach through an allowed class into the imports of that class.
+        """Map a name to its safe replacement; refuse an unknown name before the pickle can call it."""
+        # A dotted name could reach through an allowed class into its module's imports.
         is_plain = "." not in name
         if is_plain and module == "torch" and name in _DTYPES:
             return getattr(torch, name)
@@ -255,26 +258,26 @@ class _Reader(pickle._Unpickler):
         )
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
-        """Read a tensor's raw bytes as the 1-D tensor of its whole storage."""
+        """Read a storage's raw bytes as a 1-D tensor that covers the whole storage."""
         if self._archive is None:
             raise pickle.UnpicklingError("a tensor outside of an archive")
         _, dtype, key, _, numel = pid
         if not isinstance(key, str):
             raise pickle.UnpicklingError("a storage whose key is no text")
-        # Tensors may share a storage; its bytes are read once, however often the pickle refers to them.
+        # Tensors may share a storage; its bytes are read only once.
         if key in self._storages and self._storages[key].dtype == dtype:
             return self._storages[key]
         archive, folder = self._archive
         raw = archive.read(f"{folder}data/{key}")
         if not isinstance(dtype, torch.dtype) or len(raw) != numel * dtype.itemsize:
             raise pickle.UnpicklingError(f"{len(raw)} bytes for {numel} elements of {dtype}")
-        # A bytearray may be written to, as a tensor may; an empty one makes no tensor.
+        # A bytearray is writable, as a tensor must be; frombuffer rejects an empty one.
         made = torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)
         return self._storages.setdefault(key, made)
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """Encode text as `_codecs.encode` does, with which old pickles write bytes."""
+    """Stand in for `_codecs.encode`, which old pickles use to write bytes."""
     if encoding not in ("latin1", "latin-1", "utf-8", "ascii"):
         raise pickle.UnpicklingError(f"the encoding {shown(encoding)}")
     return text.encode(encoding)
@@ -283,8 +286,8 @@ def _encode(text: str, encoding: str) -> bytes:
 def _rebuild_tensor(
     storage: torch.Tensor, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *_: Any
 ) -> torch.Tensor:
-    """Build a tensor as `torch._utils._rebuild_tensor_v2` does."""
-    if math.prod(size) > storage.numel():  # a stride of 0 makes any number of elements of one
+    """Stand in for `torch._utils._rebuild_tensor_v2`."""
+    if math.prod(size) > storage.numel():  # a stride of 0 turns one element into any number
         raise pickle.UnpicklingError(
             f"a tensor of {shown(math.prod(size))} elements from {storage.numel():,} in its storage"
         )
@@ -292,16 +295,16 @@ def _rebuild_tensor(
 
 
 def _layout(name: Any) -> str:
-    """Return the name of a layout, for `torch.serialization._get_layout`."""
+    """Stand in for `torch.serialization._get_layout`: keep the layout's name."""
     if not isinstance(name, str):
         raise pickle.UnpicklingError(f"{shown(name)} where the name of a layout belongs")
     return name
 
 
 def _member(owner: Any, name: Any) -> Inert:
-    """Record the class and the name for `getattr`, with which Python 3.11.0 to 3.11.3 write a member of an enumeration.
+    """Stand in for `getattr`, with which Python 3.11.0 to 3.11.3 pickle enum members: record the class and the name.
 
-    Nothing is looked up, and only a class on the list has members.
+    Nothing is looked up, and only listed classes are accepted.
     """
     if not (isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str)):
         raise pickle.UnpicklingError(f"an attribute of {shown(owner)}, which is no class of Megatron-Core")
@@ -319,4 +322,4 @@ _KNOWN: dict[Name, Any] = {
     ("builtins", "set"): set,
     ("__builtin__", "set"): set,
 }
-"""What is not a record of a class: containers, shapes, tensors, members. None of them does more than hold data."""
+"""Names that are not class records: containers, shapes, tensors, enum members. Each only holds data."""

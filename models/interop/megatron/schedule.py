@@ -1,11 +1,11 @@
-"""Megatron-LM's arguments of the learning rate as ours, and back; and where the rates differ.
+"""Megatron-LM's learning-rate arguments as ours, and back, with notes where the rates differ.
 
 lr_decay_style    constant, linear, cosine     inverse-square-root     WSD with lr_wsd_decay_iters, lr_wsd_decay_style
 lr_schedule       the same                     inverse_sqrt            wsd with cooldown_tokens, cooldown_shape
 
-                  0      1            W - 1       W        steps before the one that has the rate
-rate there        0      lr / W       ..          lr       a warm-up of W steps; a step of rate 0 moves nothing
-rate here         lr/W   2 lr / W     lr          lr       equal from there on
+                  0      1            W - 1       W        steps completed before the step that uses the rate
+rate there        0      lr / W       ..          lr       warm-up over W steps; a step with rate 0 changes nothing
+rate here         lr/W   2 lr / W     lr          lr       equal from step W on
 """
 
 import math
@@ -41,16 +41,16 @@ ARGUMENTS = (*_NUMBERS, "lr_decay_style", "lr_wsd_decay_style")
 
 _LARGEST = 2**63
 _MOST_COMPARED = 1_000
-"""Steps at equal distances at which rates are compared, besides those where a part of a schedule begins or ends."""
+"""Number of evenly spaced steps at which rates are compared, besides the boundaries between parts of a schedule."""
 
 
 class MegatronRates(NamedTuple):
-    """The rates of Megatron-Core 0.16's `OptimizerParamScheduler`, made by Megatron-LM's `get_optimizer_param_scheduler`.
+    """Rates from Megatron-Core 0.16's `OptimizerParamScheduler`, as set up by Megatron-LM's `get_optimizer_param_scheduler`.
 
     Attributes:
         style: `lr_decay_style`.
-        lr, first, min_lr: its max_lr, init_lr and min_lr.
-        warmup, length, fall: samples of the warm-up, of the schedule, and of the fall at the end of WSD.
+        lr, first, min_lr: the scheduler's max_lr, init_lr and min_lr.
+        warmup, length, fall: lengths in samples: the warm-up, the whole schedule, and the decay at the end of WSD.
         fall_style: `lr_wsd_decay_style`.
     """
 
@@ -64,7 +64,7 @@ class MegatronRates(NamedTuple):
     fall_style: str
 
     def rate(self, samples: int) -> float:
-        """Return the rate of the step before which `samples` samples were consumed."""
+        """Learning rate for the step that starts after `samples` consumed samples."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.first + (self.lr - self.first) * samples / self.warmup
         if self.style == "constant":
@@ -82,16 +82,16 @@ class MegatronRates(NamedTuple):
 
 
 def megatron_rates(args: Mapping[str, Any]) -> MegatronRates | None:
-    """Return the schedule that Megatron-LM makes of its arguments; None: the run's length, batch or rate is not among them.
+    """Build the schedule that Megatron-LM derives from its arguments; None if they lack the run's length, batch size or rate.
 
     Raises:
-        TypeError: an argument is no finite number.
+        TypeError: an argument is not a finite number.
     """
     for name in _NUMBERS:
         value = args.get(name)
         if value is not None and not (isinstance(value, int | float) and abs(value) < _LARGEST):
             raise TypeError(f"{name} = {shown(value)}: must be a number below 2^63")
-    # A run that counts samples knows its iterations too, once it has begun.
+    # A run configured in samples also records its iterations once it has started.
     unit = "samples" if args.get("train_samples") else "iters"
     if not all(args.get(name) for name in ("lr", f"train_{unit}", "global_batch_size", "seq_length")):
         return None
@@ -111,10 +111,10 @@ def megatron_rates(args: Mapping[str, Any]) -> MegatronRates | None:
 
 
 def schedule_fields(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return fields of our `optimizer`, and notes on what differs.
+    """Convert the arguments to `optimizer` fields, with notes on what differs.
 
     Raises:
-        TypeError: an argument is no finite number.
+        TypeError: an argument is not a finite number.
     """
     there = megatron_rates(args)
     for name, known in (("lr_decay_style", STYLES), ("lr_wsd_decay_style", WSD_STYLES)):
@@ -132,7 +132,7 @@ def schedule_fields(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     else:
         fields["warmup_tokens"] = round(there.warmup * args["seq_length"])
     if fields["lr_schedule"] in DECAYS:
-        # A schedule over the whole run is given as such there; here it keeps its length when the run gets another one.
+        # Megatron-LM's schedule is as long as the run by default. Here it keeps its length if the run's length changes.
         fields["decay_steps"] = max(1, round(there.length / args["global_batch_size"]))
     elif there.style == "WSD":
         if not there.fall:
@@ -141,12 +141,12 @@ def schedule_fields(args: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
         fields["cooldown_shape"] = WSD_STYLES[there.fall_style]
     if fields["lr_schedule"] in DECAYS or "cooldown_tokens" in fields:
         fields["min_lr"] = there.min_lr
-    # Whether the fields are legal is said where the whole config is checked.
+    # Illegal fields are reported later, when the whole config is validated.
     return fields, rate_notes(args, OptimizerConfig.model_construct(lr=there.lr, **fields))
 
 
 def schedule_args(config: Config) -> dict[str, Any]:
-    """Return Megatron's arguments for our learning rate; tokens become whole iterations, rounded up."""
+    """Convert the learning-rate schedule to Megatron-LM's arguments; tokens become whole iterations, rounded up."""
     optimizer = config.optimizer
     if optimizer.lr_schedule == "extension":
         raise ConfigError(
@@ -158,7 +158,7 @@ def schedule_args(config: Config) -> dict[str, Any]:
     step_tokens = config.train.global_batch_size * config.model.seq_length
     warmup = optimizer.warmup_steps if optimizer.warmup_tokens is None else -(-optimizer.warmup_tokens // step_tokens)
     if optimizer.lr_schedule == "inverse_sqrt":
-        # Without a warm-up, the root begins at one step here and at one sample there.
+        # With no warm-up, the inverse root starts at one step here and at one sample in Megatron-LM.
         warmup = max(warmup, 1)
     args = {
         "min_lr": optimizer.min_lr,
@@ -175,7 +175,7 @@ def schedule_args(config: Config) -> dict[str, Any]:
 
 
 def export_notes(args: Mapping[str, Any], config: Config) -> list[str]:
-    """Return notes on how the rates of Megatron's arguments, of the whole run, differ from those of our config."""
+    """Notes on how rates from Megatron-LM's arguments (for the whole run) differ from the config's rates."""
     if config.phases:
         return [
             "the rates of a run with phases were not compared: they follow tokens, and Megatron-LM's follow samples of one length"
@@ -184,13 +184,13 @@ def export_notes(args: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def rate_notes(args: Mapping[str, Any], optimizer: OptimizerConfig) -> list[str]:
-    """Return a note with the first rate and the largest difference between Megatron's rates and ours; none where all are equal.
+    """Compare Megatron-LM's rates with ours: one note with the first rate and the largest difference, or none if all are equal.
 
     A long run is compared at `_MOST_COMPARED` steps, and at the first and last step of each part of the schedule.
 
     Args:
-        args: Megatron's, of the whole run.
-        optimizer: ours; its fields need not be legal.
+        args: Megatron-LM's arguments for the whole run.
+        optimizer: our section; its fields need not be legal.
     """
     there = megatron_rates(args)
     if there is None:

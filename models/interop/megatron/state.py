@@ -1,9 +1,9 @@
-"""Progress of a run in Megatron-LM's format and in ours: iteration, consumed samples, Adam's step, learning-rate schedule.
+"""Convert a run's progress between Megatron-LM's format and ours: iteration, samples, Adam's step, learning-rate schedule.
 
     common.pt   iteration, args.consumed_train_samples, optimizer.param_groups[..].step, opt_param_scheduler   <->   TrainingState
                 optimizer.grad_scaler: scale, growth_tracker, hysteresis_tracker       <->   loss_scale: scale, updates, hysteresis
 
-Megatron's random states and its order of samples mean nothing here, and ours nothing there: they are not carried over.
+RNG states and the sample order are not carried over: each program's are meaningless to the other.
 """
 
 import math
@@ -23,11 +23,11 @@ from triaxis.models.interop.megatron.schedule import schedule_args
 
 
 def training_state(source: TorchDist) -> TrainingState:
-    """Read the state from which a run continues.
+    """Read the training state from which a run continues.
 
     Raises:
-        CheckpointError: the iteration, the samples, Adam's step, the learning rate or the loss scale of an fp16 run are no such
-            numbers; or one of them, other than the scale, is not there.
+        CheckpointError: the iteration, samples, Adam's step or learning rate is missing or invalid; or an fp16 run's loss scale is
+            invalid.
     """
     step = _number(source.common.get("iteration"), source, "iteration")
     samples = _number(source.args.get("consumed_train_samples"), source, "args.consumed_train_samples")
@@ -56,7 +56,7 @@ def training_state(source: TorchDist) -> TrainingState:
 def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
     """Build common.pt, without args, for a run that continues in Megatron-LM with its distributed optimizer.
 
-    There are two parameter groups there as here: weights decay, norms and biases do not.
+    There are two parameter groups, as in our optimizer: weights decay, norms and biases do not.
 
     Raises:
         CheckpointError: the optimizer is not AdamW.
@@ -86,7 +86,7 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
             "betas": (optimizer.beta1, optimizer.beta2),
             "eps": optimizer.eps,
             "step": state.num_updates,
-            # Of FusedAdam, then of torch's AdamW: each reads its own.
+            # Settings for FusedAdam, then for torch's AdamW; each reads only its own.
             "bias_correction": True,
             "amsgrad": False,
             "maximize": False,
@@ -132,13 +132,13 @@ def common_state(state: TrainingState, config: Config) -> dict[str, Any]:
 
 
 def weights_state() -> dict[str, Any]:
-    """Build common.pt, without args, for weights without a run."""
+    """Build common.pt, without args, for weights alone."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"checkpoint_version": 3.0, "iteration": 0, "content_metadata": metadata}
 
 
 def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
-    """Return the arguments of the run, without the model's, that Megatron's loader looks up in a checkpoint."""
+    """Build the run's arguments, without the model's, that Megatron-LM's loader looks up in a checkpoint."""
     return megatron_training_args(config) | {
         "consumed_train_samples": state.consumed_samples,
         "consumed_valid_samples": 0,
@@ -148,7 +148,7 @@ def training_args(state: TrainingState, config: Config) -> dict[str, Any]:
 
 
 def _loss_scale(source: TorchDist) -> LossScaleRecord | None:
-    """Read the state of Megatron-Core's DynamicGradScaler; None: the run has none, or a constant scale."""
+    """Read the state of Megatron-Core's DynamicGradScaler; None if there is no scaler or a constant scale."""
     held = source.common.get("optimizer")
     scaler = held.get("grad_scaler") if isinstance(held, dict) and source.args.get("fp16") else None
     if scaler is None:
@@ -158,7 +158,7 @@ def _loss_scale(source: TorchDist) -> LossScaleRecord | None:
     if "growth_tracker" not in scaler:
         return None
     hysteresis = scaler.get("hysteresis_tracker")
-    # It counts on below 0, where each overflow halves the scale, as at 0 here.
+    # Megatron-Core's counter continues below 0, where each overflow halves the scale, as at 0 here.
     below_zero = type(hysteresis) is int and hysteresis < 0
     return LossScaleRecord(
         scale=float(_scalar(scaler.get("scale"), source, "a loss scale")),
@@ -168,7 +168,7 @@ def _loss_scale(source: TorchDist) -> LossScaleRecord | None:
 
 
 def _grad_scaler(state: TrainingState) -> dict[str, Any]:
-    """Return the state of Megatron-Core's DynamicGradScaler under its key; {}: the run has no dynamic scale."""
+    """Build the state of Megatron-Core's DynamicGradScaler under its key; empty if the run has no dynamic scale."""
     scale = state.loss_scale
     if scale is None:
         return {}
@@ -177,7 +177,7 @@ def _grad_scaler(state: TrainingState) -> dict[str, Any]:
 
 
 def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[str, Any]]:
-    """Return the parameter groups, and the state around them, of whichever of Megatron's optimizers saved."""
+    """Find the parameter groups and the surrounding state, whichever Megatron-LM optimizer saved them."""
     held = source.common.get("optimizer")
     inner = held.get("optimizer", held) if isinstance(held, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
@@ -191,7 +191,7 @@ def _param_groups(source: TorchDist) -> tuple[list[Mapping[str, Any]], Mapping[s
 
 
 def _number(value: Any, source: TorchDist, what: str) -> int:
-    """Return a count that may have been saved as a float or as a tensor of one element."""
+    """Read a count, which may have been saved as a float or as a one-element tensor."""
     number = _scalar(value, source, what)
     if number != int(number):
         raise _wrong(value, source, what)
@@ -199,7 +199,7 @@ def _number(value: Any, source: TorchDist, what: str) -> int:
 
 
 def _scalar(value: Any, source: TorchDist, what: str) -> float:
-    """Return a finite number of at least 0, an int where it was saved as one."""
+    """Read a finite number that is at least 0; an int stays an int."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:

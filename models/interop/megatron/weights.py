@@ -1,4 +1,4 @@
-"""GPT weights and optimizer state between Megatron-Core's names and layouts and ours.
+"""Convert GPT weights and optimizer state between Megatron-Core's names and layouts and ours.
 
     ours (models/specs.py)                  Megatron-Core, below decoder.layers
     attention.norm.{weight,bias}            self_attention.linear_qkv.layer_norm_{weight,bias}, or input_layernorm.{weight,bias}
@@ -10,12 +10,12 @@
     mlp.up, mlp.gate_up                     mlp.linear_fc1                [2 f, h]: gate, then up
     mlp.down                                mlp.linear_fc2
 
-    of tokens ahead                         below mtp.layers.K, with a layer as above below mtp.layers.K.transformer_layer
+    multi-token prediction (MTP)            below mtp.layers.K, with a layer as above below mtp.layers.K.transformer_layer
     mtp.{embedding_norm,hidden_norm,norm}   enorm, hnorm, final_layernorm
     mtp.projection                          eh_proj               [h, 2 h]: columns of the embedding first, as ours
 
-The layers are stacked in one tensor with a leading dim, or each has its number in the key: both are read, the first is written.
-Optimizer state has the same keys below optimizer.state.{exp_avg, exp_avg_sq, param}. Rows of the padded vocabulary are dropped.
+Layers are either stacked in one tensor with a leading dim, or numbered in the key. Both forms are read; the stacked one is written.
+Optimizer state has the same keys below optimizer.state.{exp_avg, exp_avg_sq, param}. Padding rows in the vocabulary are dropped.
 """
 
 import math
@@ -36,25 +36,25 @@ from triaxis.models.interop.megatron.writer import OutgoingChunk
 from triaxis.models.specs import model_specs
 
 Prefixes = Mapping[Kind, tuple[str, ...]]
-"""Prefixes of the keys of a kind of tensor; the first one that is there counts."""
+"""Key prefixes for each kind of tensor; the first one present is used."""
 
 WEIGHTS: Prefixes = {"master": ("",)}
 TRAINING: Prefixes = {
-    # `param` is what new versions call the exact weights, `fp32_param` old ones; an fp32 run may have only the weights.
+    # New versions call the exact weights `param`, old ones `fp32_param`; an fp32 run may have only the weights.
     "master": ("optimizer.state.param.", "optimizer.state.fp32_param.", ""),
     "exp_avg": ("optimizer.state.exp_avg.",),
     "exp_avg_sq": ("optimizer.state.exp_avg_sq.",),
 }
 
 RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
-"""How an optimizer's state may be stored that names parameters."""
+"""Optimizer storage formats that name parameters."""
 
 _LAYERS = "decoder.layers."
 _AHEAD, _AHEAD_LAYER = "mtp.layers.", "transformer_layer."
 _SHOWN = 12
 
-# Ours within a layer, or outside of the layers -> theirs: alternatives, each of one key or of several that are one tensor
-# together. What is written is the first.
+# Our name, within a layer or outside the layers -> alternatives in Megatron-Core. An alternative is one key, or several keys whose
+# tensors are concatenated. The first alternative is written.
 _QKV = "self_attention.linear_qkv"
 _FC1 = "mlp.linear_fc1"
 _KEYS: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -89,19 +89,21 @@ _KEYS: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "head.weight": (("output_layer.weight",),),
 }
 _MORE_ROWS = ("embedding.word.weight", "embedding.position.weight", "head.weight")
-"""Theirs may have rows beyond ours: padding of the vocabulary, positions that no sample reaches. They are dropped."""
+"""Megatron-Core's tables may have more rows than ours: vocabulary padding, positions that no sample reaches. Extra rows are
+dropped.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of Megatron's, and the tensors of ours that it holds.
+    """Megatron-Core parameter, with the tensors of ours that it holds.
 
     Attributes:
         ours: names and shapes of our tensors: one, or q and kv.
-        short: the first name, without the layer.
-        layer: global number, of how many; None outside of the decoder's layers.
-        ahead: place of its layer among those of tokens ahead, from 0; None: it is in none of them.
-        shape: theirs, without the leading dim of stacked layers and without padding.
+        short: our first tensor's name, without the layer prefix.
+        layer: (layer index, number of layers); None outside the decoder's layers.
+        ahead: index among the multi-token prediction layers, from 0; None outside them.
+        shape: Megatron-Core's shape, without the leading dim for stacked layers and without padding.
     """
 
     ours: tuple[tuple[str, tuple[int, ...]], ...]
@@ -111,12 +113,12 @@ class Parameter:
     shape: tuple[int, ...]
 
     def key_among(self, names: Container[str]) -> str:
-        """Return its key in a live model's parameters, which number their layers; one tensor, as a model is built."""
+        """Find the parameter's key in a live Megatron-Core model, where layers are numbered and each parameter is one tensor."""
         keys = [place.keys[0] for place in _candidates(self, "") if not place.stacked and len(place.keys) == 1]
         return next(key for key in keys if key in names)
 
     def to_ours(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Convert Megatron's tensor of `shape` to our tensors."""
+        """Convert Megatron-Core's tensor, shaped `shape`, to our tensors."""
         if len(self.ours) == 1:
             return [values.reshape(self.ours[0][1])]
         (_, q_shape), (_, kv_shape) = self.ours
@@ -124,7 +126,7 @@ class Parameter:
         return [groups[:, :-2].reshape(q_shape), groups[:, -2:].transpose(0, 1).contiguous()]
 
     def to_theirs(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Convert our tensors to Megatron's tensor of `shape`."""
+        """Convert our tensors to Megatron-Core's tensor, shaped `shape`."""
         if len(self.ours) == 1:
             return tensors[0].reshape(self.shape)
         q, kv = tensors
@@ -134,14 +136,14 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A location of a parameter: keys that hold it one after another along the first dim, with all layers stacked or not."""
+    """Storage place for a parameter: keys concatenated along the first dim, with all layers stacked or not."""
 
     keys: tuple[str, ...]
     stacked: bool
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """List every parameter of the model, in our forward order."""
+    """List every parameter in the model, in forward order."""
     specs = {spec.name: spec.shape for spec in model_specs(model)}
     for name, shape in specs.items():
         layer, ahead, short = None, None, name
@@ -153,7 +155,7 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
             else:
                 ahead = number - model.num_layers
         if short.startswith("attention.kv."):
-            continue  # with its q
+            continue  # handled with its q
         ours = [(name, shape)]
         if short.startswith("attention.q."):
             kv = name.replace(".q.", ".kv.")
@@ -170,10 +172,10 @@ def parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
-    """Check that each tensor of the model is there with the right shape, and that no weight is left over.
+    """Check that every model tensor is present with the right shape, and that no weight is left over.
 
     Raises:
-        CheckpointError: naming tensors that are missing, unknown, or of another shape.
+        CheckpointError: tensors are missing, unknown, or have the wrong shape; it lists them.
     """
     problems, used = [], set()
     for parameter in parameters(model):
@@ -200,7 +202,7 @@ def check(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> None:
 
 
 def optimizer_format(source: TorchDist) -> str | None:
-    """Return the storage format of the optimizer's state in Megatron's word; None where there is no state."""
+    """Name of the optimizer's storage format, as Megatron-Core spells it; None if there is no optimizer state."""
     keys = (*source.tensors, *source.objects)
     if not any(key.startswith("optimizer.") or ".optimizer." in key for key in keys):
         return None
@@ -211,16 +213,16 @@ def optimizer_format(source: TorchDist) -> str | None:
         state = source.common.get(holder)
         if isinstance(state, dict) and isinstance(state.get(word), str):
             return str(state[word])
-    # An optimizer that is not distributed has no such word: its state has the shapes of the weights.
+    # A non-distributed optimizer records no format; its state tensors have the weights' shapes.
     whole_tensors = any(key.startswith("optimizer.state.exp_avg.") for key in source.tensors)
     return "fully_reshardable" if whole_tensors else "unknown"
 
 
 def check_optimizer(source: TorchDist) -> None:
-    """Check that the optimizer's state can be read.
+    """Check that the optimizer state can be read.
 
     Raises:
-        CheckpointError: there is none, it is of another optimizer than Adam, or it is stored by the buckets of one layout.
+        CheckpointError: there is none, it is not Adam's, or it is stored as one layout's buckets.
     """
     if (name := source.args.get("optimizer", "adam")) != "adam":
         raise CheckpointError(
@@ -241,7 +243,7 @@ def check_optimizer(source: TorchDist) -> None:
 
 
 def dropped_rows(source: TorchDist, model: ModelConfig) -> dict[str, int]:
-    """Count the rows of Megatron's tables that ours do not have, by key."""
+    """Count the rows that only Megatron-Core's tables have, by key."""
     found = {}
     for parameter in parameters(model):
         if parameter.short in _MORE_ROWS and (place := _find(source, parameter, ("",))) is not None:
@@ -251,10 +253,10 @@ def dropped_rows(source: TorchDist, model: ModelConfig) -> dict[str, int]:
 
 
 def import_shards(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> Iterator[Shard]:
-    """Yield our tensors, whole, from a checkpoint that `check` accepts; one of Megatron's is in memory at a time.
+    """Yield our whole tensors from a checkpoint that `check` accepts. Only one Megatron-Core tensor is in memory at a time.
 
     Raises:
-        CheckpointError: a part of a file is not what `.metadata` says, or has elements that are not finite.
+        CheckpointError: part of a file disagrees with `.metadata`, or has elements that are not finite.
     """
     for parameter in parameters(model):
         for kind, below in prefixes.items():
@@ -271,12 +273,12 @@ def import_shards(source: TorchDist, model: ModelConfig, prefixes: Prefixes) -> 
 def export_chunks(
     read: Callable[[str, Kind], torch.Tensor], model: ModelConfig, *, dtype: torch.dtype | None, has_moments: bool
 ) -> Iterator[OutgoingChunk]:
-    """Yield Megatron's tensors, one chunk per parameter and layer.
+    """Yield Megatron-Core's tensors, one chunk per parameter and layer.
 
     Args:
-        read: gives our whole logical tensor of a name and kind.
-        dtype: of the weights; None: as they are saved.
-        has_moments: write the optimizer's state too, with the exact weights in it.
+        read: function that returns our whole logical tensor for a name and kind.
+        dtype: dtype for the weights; None keeps the saved dtype.
+        has_moments: write the optimizer state too, including the exact weights.
     """
     for parameter in parameters(model):
         for kind in TRAINING if has_moments else WEIGHTS:
@@ -288,7 +290,7 @@ def export_chunks(
 
 
 def empty_objects(model: ModelConfig) -> Iterator[str]:
-    """List the empty state keys that Megatron's modules expect in a checkpoint; without fp8 they hold nothing."""
+    """List the state keys that Megatron-Core's modules expect in a checkpoint; without fp8 they are empty."""
     modules = [_QKV, "self_attention.linear_proj", "self_attention.core_attention", _FC1, "mlp.linear_fc2"]
     if model.qk_norm:
         modules += ["self_attention.q_layernorm", "self_attention.k_layernorm"]
@@ -303,7 +305,7 @@ def empty_objects(model: ModelConfig) -> Iterator[str]:
 
 
 def _candidates(parameter: Parameter, below: str) -> list[_Place]:
-    """List the locations where the parameter may be, the one that is written first."""
+    """List the places where the parameter may be stored; the first one is used for writing."""
     places = []
     for keys in _KEYS[parameter.short]:
         if parameter.ahead is not None:
@@ -328,7 +330,7 @@ def _find(source: TorchDist, parameter: Parameter, prefixes: Sequence[str]) -> _
 
 
 def _expected(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> tuple[int, ...]:
-    """Return the shape that a key must have: layers first where stacked, and the rows of the table where it has more."""
+    """Shape a key must have: with the layer dim if stacked, and with the table's own rows if it has more."""
     shape = (parameter.shape[0] // len(place.keys), *parameter.shape[1:])
     stored = source.tensors[key].shape
     if parameter.short in _MORE_ROWS:
@@ -350,7 +352,7 @@ def _misfit(source: TorchDist, parameter: Parameter, place: _Place, key: str) ->
 
 
 def _read(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> torch.Tensor:
-    """Read one key's part of a parameter, [rows, ..], without rows beyond ours."""
+    """Read one key's part of a parameter, [rows, ..], dropping rows past ours."""
     stored, shape = source.tensors[key].shape, _expected(source, parameter, place, key)
     first: Box = ()
     if place.stacked and parameter.layer is not None:
@@ -361,7 +363,7 @@ def _read(source: TorchDist, parameter: Parameter, place: _Place, key: str) -> t
     if len(rest) == len(shape):
         box = (*first, (0, rows), *((0, size) for size in shape[1:]))
         return source.read(key, box).view(rows, *shape[1:])
-    # Old versions flatten what one rank holds: [cuts of dim 0, cuts of dim 1, .., elements of one part].
+    # Old versions flatten each rank's part: [cuts along dim 0, cuts along dim 1, .., elements per part].
     cuts, n = rest[:-1], len(shape)
     parts = source.read(key, (*first, *((0, size) for size in rest))).view(
         *cuts, *(size // count for size, count in zip(shape, cuts, strict=True))

@@ -1,7 +1,7 @@
-"""The writer of checkpoints in Megatron-Core's `torch_dist` format (see `files.py`): one process, chunk by chunk.
+"""Write checkpoints in Megatron-Core's `torch_dist` format (see `files.py`) from one process, chunk by chunk.
 
-The chunks are torch.save's, `.metadata` is a pickle of torch.distributed.checkpoint's own records: what Megatron-Core reads. Its
-own writer would need a process group and the whole model in memory; this one holds one chunk at a time.
+Chunks are written by torch.save, and `.metadata` pickles torch.distributed.checkpoint's own records, as Megatron-Core expects.
+Megatron-Core's own writer needs a process group and the whole model in memory; this one holds one chunk at a time.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from triaxis.engine.storage.files import sync, sync_folder, write_atomically
 from triaxis.models.interop.megatron.files import TRACKER
 
 FILE_BYTES = 2**30
-"""A file of chunks is closed when it is this large."""
+"""File size at which a new chunk file is started."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingChunk:
-    """A chunk to be written: a box of the tensor `key`, which has the shape `shape`."""
+    """Chunk to write: a box of the tensor `key`, whose full shape is `shape`."""
 
     key: str
     shape: tuple[int, ...]
@@ -41,18 +41,17 @@ def write_checkpoint(
     common: Mapping[str, Any],
     args: Mapping[str, Any],
 ) -> Path:
-    """Write `directory`/iter_<number>/ (or release/), whole or not at all, and point the tracker file at it.
+    """Write `directory`/iter_<number>/ (or release/) as a whole or not at all, and point the tracker file at it.
 
     Args:
-        directory: made if missing.
-        iteration: None for weights without a run.
-        chunks: together every element of every tensor once; consumed as a stream.
-        empty_objects: keys that a Megatron model asks for and that hold nothing (`_extra_state` without fp8).
-        args: Megatron's arguments, for common.pt.
+        directory: parent folder; created if missing.
+        iteration: iteration number; None for weights without a run.
+        chunks: stream of chunks that cover every element of every tensor exactly once.
+        empty_objects: keys that a Megatron-LM model looks up and that hold nothing (`_extra_state` without fp8).
+        args: Megatron-LM's arguments, for common.pt.
 
     Raises:
-        CheckpointError: the iteration is there already; or the disk is full, or the folder cannot be written: then nothing
-            half-written is left.
+        CheckpointError: the iteration already exists, the disk is full, or the folder is not writable. No partial files remain.
     """
     folder = directory / ("release" if iteration is None else f"iter_{iteration:07d}")
     if folder.exists():
@@ -73,7 +72,7 @@ def write_checkpoint(
         sync_folder(directory)
         write_atomically(directory / TRACKER, [("release" if iteration is None else str(iteration)).encode()])
     except OSError as error:
-        shutil.rmtree(folder, ignore_errors=True)  # where only the tracker file could not be written
+        shutil.rmtree(folder, ignore_errors=True)  # if only the tracker file could not be written
         raise CheckpointError(
             f"{folder} could not be written: {error}. Nothing of it was left. Make room or mend the rights, and give the command "
             "again."
@@ -84,7 +83,7 @@ def write_checkpoint(
 
 
 def _write_chunks(folder: Path, chunks: Iterable[OutgoingChunk], empty_objects: Iterable[str]) -> Any:
-    """Write the files of chunks; return torch's record of them."""
+    """Write the chunk files; return torch's metadata record for them."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         BytesStorageMetadata,
@@ -104,7 +103,7 @@ def _write_chunks(folder: Path, chunks: Iterable[OutgoingChunk], empty_objects: 
             properties = TensorProperties(dtype=chunk.values.dtype)
             entry = tensors.setdefault(chunk.key, TensorStorageMetadata(properties, size, []))
             entry.chunks.append(ChunkStorageMetadata(offsets, sizes))
-            # A view would bring the whole of its storage along.
+            # Saving a view would save its whole storage.
             yield MetadataIndex(chunk.key, offsets, len(entry.chunks) - 1), chunk.values.contiguous().clone()
         for key in empty_objects:
             tensors[key] = BytesStorageMetadata()

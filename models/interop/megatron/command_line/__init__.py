@@ -1,1 +1,1 @@
-"""A command line of Megatron-LM's pretrain_gpt.py as a configuration."""
+"""Convert a pretrain_gpt.py command line to a config."""

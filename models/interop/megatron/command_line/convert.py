@@ -1,9 +1,9 @@
-"""A Megatron-LM command line as a config of ours, with what was passed over in its head.
+"""Convert a Megatron-LM command line to a config, listing what was left out in a header comment.
 
     words -> Parsed -> sections -> Config, checked by all rules -> YAML
 
-What changes the training and has no counterpart is refused, all of it at once, unless it is ignored by name. Megatron-LM's defaults
-are written out.
+An argument that changes training and has no counterpart is refused, unless it is ignored by name. All are reported at once.
+Megatron-LM's defaults are written out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,21 +21,21 @@ from triaxis.models.interop.megatron.command_line.training_args import training_
 
 SOURCE = "the command line of Megatron-LM"
 HEAD_WIDTH = 128
-"""Columns of the comments at the head of the YAML."""
+"""Width in columns of the YAML's header comment."""
 
 Sections = dict[str, dict[str, Any]]
 
 
 def from_command_line(texts: Sequence[str], vocab_size: int | None = None, ignored: Sequence[str] = ()) -> str:
-    """Return YAML of the run that a Megatron-LM command line describes.
+    """Write YAML for the run that a Megatron-LM command line describes.
 
     Args:
-        texts: words of the command line, or several of them in one text; `@path` is a file of them.
-        vocab_size: tokens of the tokenizer; None: what --vocab-size says.
-        ignored: names of arguments without a counterpart, or unknown ones, that are passed over.
+        texts: command-line words, or texts with several words each; `@path` is replaced with the words in a file.
+        vocab_size: number of tokens in the tokenizer; None takes it from --vocab-size.
+        ignored: names to leave out; they must be unknown or have no counterpart.
 
     Raises:
-        ConfigError: every problem at once.
+        ConfigError: the arguments have problems; all are listed.
     """
     names = {name.lstrip("-") for name in ignored}
     parsed = parse(words_of(texts), names)
@@ -63,7 +63,7 @@ def from_command_line(texts: Sequence[str], vocab_size: int | None = None, ignor
 
 
 def _sections(parsed: Parsed, vocab_size: int | None) -> tuple[Sections, list[str]]:
-    """Return our sections, and notes for the reader; add problems to `parsed`."""
+    """Build config sections and notes for the reader; add problems to `parsed`."""
     notes: list[str] = []
     training = training_fields(parsed, notes)
     sections = {"model": model_fields(parsed, vocab_size), **training}
@@ -73,7 +73,7 @@ def _sections(parsed: Parsed, vocab_size: int | None) -> tuple[Sections, list[st
 
 
 def _broken(sections: Sections) -> list[str]:
-    """Return what our rules find wrong with the sections."""
+    """List the config rules that the sections break."""
     try:
         config = Config.model_validate(sections)
     except ValidationError as error:
@@ -97,7 +97,7 @@ def _head(parsed: Parsed, unknown: Sequence[str], notes: Sequence[str]) -> Itera
 
 
 def _wrapped(text: str) -> Iterator[str]:
-    """Yield the text as comments; later lines are indented."""
+    """Wrap the text into comment lines; all but the first are indented."""
     line = "#"
     for word in text.split():
         if len(line) + 1 + len(word) > HEAD_WIDTH:

@@ -1,20 +1,20 @@
-"""Arguments of Megatron-LM that are read here, with their types and defaults.
+"""Supported Megatron-LM arguments, with their types and defaults.
 
-    tensor-model-parallel-size int 1      a value of a type, its default
-    swiglu switch                         true where it is given
-    disable-bias-linear off @add_bias_linear      false where it is given, under another name
+    tensor-model-parallel-size int 1      a typed value with its default
+    swiglu switch                         true if given
+    disable-bias-linear off @add_bias_linear      false if given, stored under another name
 
-Names, types and defaults are those of Megatron-LM core_v0.16.1; `@name` is its `dest` where it is not the flag's own. A default of
-`-` is none. Arguments without effect here, and those without a counterpart, have tables of their own.
+Names, types and defaults match Megatron-LM core_v0.16.1. `@name` gives the `dest` if it differs from the flag's name. A default
+of `-` means none. Arguments without effect here, and those without a counterpart, have separate tables.
 
-Sources: megatron/training/arguments.py, and the TransformerConfig from which Megatron-LM makes further arguments.
+Sources: megatron/training/arguments.py, and the TransformerConfig from which Megatron-LM generates further arguments.
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Kind = Literal["int", "float", "str", "switch", "off", "ints", "floats", "strs", "pattern"]
-"""`ints`, `floats`, `strs`: one value or more. `pattern`: a whole number, or a list in Python's words such as `([0]*3+[1])*4`."""
+"""`ints`, `floats`, `strs`: one or more values. `pattern`: an integer, or a Python list expression such as `([0]*3+[1])*4`."""
 
 MANY: tuple[Kind, ...] = ("ints", "floats", "strs")
 SWITCHES: tuple[Kind, ...] = ("switch", "off")
@@ -22,12 +22,12 @@ SWITCHES: tuple[Kind, ...] = ("switch", "off")
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """An argument of Megatron-LM that is read here.
+    """Supported Megatron-LM argument.
 
     Attributes:
-        name: without the leading dashes.
-        kind: of its value.
-        default: value where it is not given.
+        name: flag without leading dashes.
+        kind: type of its value.
+        default: value if the flag is not given.
         dest: name among the parsed arguments.
     """
 
@@ -214,7 +214,7 @@ def _flag(line: str) -> Flag:
     dest = words.pop()[1:] if words[-1].startswith("@") else words[0].replace("-", "_")
     name, kind, *default = words
     if kind == "pair":
-        # Two numbers with a comma between them, as in 127,0 or (127,0).
+        # Two comma-separated numbers, as in 127,0 or (127,0).
         return Flag(name, "pattern", None, dest)
     assert kind in get_args(Kind)
     given = None if not default or default == ["-"] else default[0]
@@ -232,4 +232,4 @@ def _typed(kind: str, text: str) -> Any:
 FLAGS: dict[str, Flag] = {
     flag.name: flag for table in (_MODEL, _TRAINING, _LAYOUT, _RUN) for flag in map(_flag, table.strip().splitlines())
 }
-"""By name, without the leading dashes."""
+"""Flags by name, without leading dashes."""

@@ -1,11 +1,11 @@
-"""The model of a Megatron-LM command line as our section `model`.
+"""Convert a Megatron-LM command line's model arguments to a `model` section.
 
     --hidden-size, --swiglu, --normalization ..          model: {hidden_size, activation, norm, ..}      (../config.py)
     --num-experts, --moe-router-topk, --moe-layer-freq   model.moe, model.layers
     --multi-latent-attention, --kv-lora-rank ..          model.mla, model.rope_scaling
 
 Sources: `topk_routing_with_score_function` and `switch_load_balancing_loss_func` (transformer/moe/moe_utils.py),
-`get_gpt_decoder_block_spec` and `MultiLatentAttention` of Megatron-Core 0.16.
+`get_gpt_decoder_block_spec` and `MultiLatentAttention` in Megatron-Core 0.16.
 """
 
 import math
@@ -21,19 +21,19 @@ from triaxis.models.interop.megatron.config import model_section
 Fields = dict[str, Any]
 
 _OF_MLA = ("num_query_groups", "group_query_attention", "kv_channels", "qk_layernorm", "add_qkv_bias")
-"""Arguments that latent attention does not have, or has under another meaning."""
+"""Arguments that latent attention does not have, or gives another meaning."""
 
 _YARN = {"original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0}
-"""Constants of MLATransformerConfig that no argument of version 0.16 changes."""
+"""MLATransformerConfig constants that no argument in version 0.16 changes."""
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
 
 
 def model_fields(parsed: Parsed, vocab_size: int | None) -> Fields:
-    """Return our `model` section; {} where it cannot be made, with the problems in `parsed`.
+    """Build the `model` section; {} if that is impossible, with the problems in `parsed`.
 
     Args:
-        vocab_size: tokens of the tokenizer; None: what the arguments say.
+        vocab_size: number of tokens in the tokenizer; None takes it from the arguments.
     """
     args = dict(parsed.args)
     if lacking := [name for name in _REQUIRED if args[name] is None]:
@@ -46,7 +46,7 @@ def model_fields(parsed: Parsed, vocab_size: int | None) -> Fields:
     plain = {name: value for name, value in args.items() if name not in ("num_experts", "multi_latent_attention")}
     if args["multi_latent_attention"]:
         plain = {name: value for name, value in plain.items() if name not in _OF_MLA}
-        # Rules of heads of one size do not see the sizes of latent attention.
+        # A placeholder: the checks for a single head size do not apply to latent attention.
         plain["kv_channels"] = 2
     if vocab_size is None and args["vocab_size"] is None:
         parsed.problems.append(
@@ -69,7 +69,7 @@ def model_fields(parsed: Parsed, vocab_size: int | None) -> Fields:
 
 
 def _completed(args: Fields) -> Fields:
-    """Return arguments that follow from others, as Megatron-LM's validation derives them."""
+    """Derive arguments that follow from others, as Megatron-LM's validation does."""
     more: Fields = {}
     if args["use_rotary_position_embeddings"]:
         more["position_embedding_type"] = "rope"
@@ -83,7 +83,7 @@ def _completed(args: Fields) -> Fields:
 
 
 def _positions_have_rows(parsed: Parsed, args: Fields) -> None:
-    """Note a table of learned positions that is longer than a sample."""
+    """Check the learned position table's length against the sample length."""
     rows = args["max_position_embeddings"]
     is_learned = args["position_embedding_type"] == "learned_absolute"
     if rows is not None and rows < args["seq_length"]:
@@ -99,7 +99,7 @@ def _positions_have_rows(parsed: Parsed, args: Fields) -> None:
 
 
 def _read_latents(parsed: Parsed, args: Fields, model: Fields) -> None:
-    """Write `mla` and its RoPE to `model`."""
+    """Add `mla` and its RoPE fields to `model`."""
     if args["group_query_attention"]:
         parsed.problems.append(
             "--group-query-attention with --multi-latent-attention: Megatron-LM refuses both. Remove one."
@@ -131,15 +131,15 @@ def _read_latents(parsed: Parsed, args: Fields, model: Fields) -> None:
 
 
 def _magnitudes(factor: float, mscale: float, all_dim: float) -> Fields:
-    """Return the fields of YaRN's factor on cos and sin: m(mscale) / m(all_dim), m(x) = 0.1 x ln(factor) + 1 above factor 1."""
+    """Build the fields for YaRN's factor on cos and sin: m(mscale) / m(all_dim), m(x) = 0.1 x ln(factor) + 1 above factor 1."""
     if all_dim and mscale:
         return {"mscale": mscale, "mscale_all_dim": all_dim}
-    # Without mscale_all_dim, ours is m(1) unless it is given.
+    # If mscale_all_dim is not given, our factor defaults to m(1).
     return {} if mscale == 1 else {"attention_factor": 0.1 * mscale * math.log(max(factor, 1.0)) + 1.0}
 
 
 def _read_experts(parsed: Parsed, args: Fields, model: Fields) -> None:
-    """Write `moe` and `layers` to `model`."""
+    """Add `moe` and `layers` to `model`."""
     width = args["moe_ffn_hidden_size"] or model["ffn_hidden_size"]
     top_k, score = args["moe_router_topk"], args["moe_router_score_function"]
     if score not in ("softmax", "sigmoid"):
@@ -151,7 +151,7 @@ def _read_experts(parsed: Parsed, args: Fields, model: Fields) -> None:
         "top_k": top_k,
         "ffn_hidden_size": width,
         "score": score,
-        # Softmax of the k largest logits is softmax of all, over the sum of the k.
+        # Softmax over the k largest logits equals softmax over all, divided by the sum of the k probabilities.
         "normalize": not args["moe_router_pre_softmax"] if is_softmax else top_k > 1,
         "scaling": args["moe_router_topk_scaling_factor"] or 1.0,
     }
@@ -193,7 +193,7 @@ def _read_groups(parsed: Parsed, args: Fields, moe: Fields) -> None:
 
 
 def _balance(parsed: Parsed, args: Fields) -> Fields:
-    """Return the section `balance`; note terms that depend on the layout."""
+    """Build the `balance` section; record loss terms that depend on the layout."""
     balance: Fields = {}
     if args["moe_router_enable_expert_bias"]:
         balance["bias_rate"] = args["moe_router_bias_update_rate"]
@@ -226,7 +226,9 @@ def _balance(parsed: Parsed, args: Fields) -> Fields:
 
 
 def _expert_layers(parsed: Parsed, given: Any, num_layers: int) -> list[str]:
-    """Return the kind of each layer: every n-th from the first on has experts, or as listed."""
+    """List each layer's kind. A number n puts experts on every n-th layer, starting with the first; a list gives one flag per
+    layer.
+    """
     if isinstance(given, int) and given > 0:
         flags = [int(layer % given == 0) for layer in range(num_layers)]
     else:

@@ -1,7 +1,7 @@
-"""Arguments of Megatron-LM that change what is trained and have no counterpart here, with the reason.
+"""Megatron-LM arguments that change training and have no counterpart here, with the reason.
 
-They are refused by name, all at once, where their value switches something on; `--ignore NAME` passes one over and has it listed.
-Arguments that are read here have values without a counterpart too (`model_args.py`, `training_args.py`, `other_args.py`).
+They are refused by name, all at once, if their value switches something on. `--ignore NAME` leaves an argument out and lists it.
+Supported arguments can also have values without a counterpart (`model_args.py`, `training_args.py`, `other_args.py`).
 """
 
 from collections.abc import Mapping
@@ -12,17 +12,17 @@ from triaxis.engine.config.foreign_names import NOT_BUILT, OF_THE_LAYOUT
 from triaxis.models.interop.megatron.config import OFF_ONLY
 
 Arity = Literal["", "=", "+", "?"]
-"""Values of an argument: none, one, any number, at most one."""
+"""Number of values an argument takes: none, one, any number, at most one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """An argument without a counterpart.
+    """Argument without a counterpart.
 
     Attributes:
-        arity: its values.
-        why: the reason, and what to do.
-        off: values that switch it off.
+        arity: number of values it takes.
+        why: the reason, and what to do instead.
+        off: values that leave the feature off.
     """
 
     arity: Arity
@@ -116,7 +116,7 @@ _MORE: Mapping[str, Missing] = {
 }
 
 BUILT_HERE = frozenset({"num_experts", "multi_latent_attention"})
-"""Arguments that a checkpoint's exchange refuses and a configuration has."""
+"""Arguments that a config supports, although checkpoint import and export refuse them."""
 
 NO_COUNTERPART: Mapping[str, Missing] = {
     **{
@@ -128,4 +128,4 @@ NO_COUNTERPART: Mapping[str, Missing] = {
     },
     **_MORE,
 }
-"""By name, without the leading dashes."""
+"""Arguments by name, without leading dashes."""

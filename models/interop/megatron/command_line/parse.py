@@ -1,10 +1,10 @@
-"""The words of a Megatron-LM command line, sorted by what they mean here.
+"""Sort the words of a Megatron-LM command line by their meaning here.
 
     torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 --bf16 --log-throughput --fp8-format hybrid
                                                |                      |                `- no counterpart: refused, or ignored
              the launcher's, left out          `- read: args          `- without effect here
 
-Every problem is found: unknown names with the nearest known one, missing or wrong values, shell variables that were not filled in.
+All problems are reported: unknown names with the nearest known one, missing or wrong values, unexpanded shell variables.
 """
 
 import ast
@@ -23,27 +23,27 @@ from triaxis.models.interop.megatron.command_line.no_counterpart import NO_COUNT
 from triaxis.models.interop.megatron.command_line.without_effect import WITHOUT_EFFECT
 
 MOST_LISTED = 10_000
-"""Entries of a list that an expression may make."""
+"""Maximum number of list entries that an expression may produce."""
 
 _PASSED_OVER: Mapping[str, tuple[str, Arity]] = {
     word.rstrip("=+?"): (topic, word[-1] if word[-1] in "=+?" else "")  # type: ignore[misc]
     for topic, words in WITHOUT_EFFECT.items()
     for word in words.split()
 }
-"""Name -> (topic, arity) of an argument without effect here."""
+"""Argument without effect here -> (topic, arity)."""
 
 
 @dataclass
 class Parsed:
-    """A command line of Megatron-LM.
+    """Parsed Megatron-LM command line.
 
     Attributes:
-        args: what Megatron-LM's parser would make of the arguments that are read here, defaults included.
-        given: names that were given, without the leading dashes, in order.
-        without_effect: names given that change nothing here, by topic.
-        missing: name -> why what it switches on has no counterpart; `model_args.py` and others add to it.
-        read: names given that are read here.
-        problems: what is wrong with the words.
+        args: the supported arguments as Megatron-LM's parser would set them, defaults included.
+        given: names that were given, without leading dashes, in order.
+        without_effect: given names without effect here, by topic.
+        missing: name -> why the feature it switches on has no counterpart; `model_args.py` and others add to it.
+        read: given names that are supported here.
+        problems: problems with the words.
     """
 
     args: dict[str, Any]
@@ -54,22 +54,22 @@ class Parsed:
     problems: list[str] = field(default_factory=list)
 
     def lacks(self, name: str, why: str) -> None:
-        """Note that what the argument `name` switches on has no counterpart."""
+        """Record that the feature switched on by argument `name` has no counterpart."""
         self.missing.setdefault(name, why)
 
 
 def is_argument(name: str) -> bool:
-    """Return whether Megatron-LM has an argument of this name, without the leading dashes."""
+    """Whether Megatron-LM has an argument with this name, given without leading dashes."""
     return name in FLAGS or name in _PASSED_OVER or name in NO_COUNTERPART
 
 
 def words_of(texts: Sequence[str]) -> list[str]:
-    """Split texts into words as a shell does; a word `@path` stands for the words of a file.
+    """Split texts into words as a shell does; `@path` is replaced with the words in a file.
 
-    In a file, lines may end in a backslash, and `#` begins a comment.
+    A file's lines may end in a backslash, and `#` starts a comment.
 
     Raises:
-        ConfigError: a quote without its end, or a file that cannot be read.
+        ConfigError: a quote is not closed, or a file cannot be read.
     """
     words = []
     for text in texts:
@@ -91,11 +91,11 @@ def words_of(texts: Sequence[str]) -> list[str]:
 
 
 def parse(words: Sequence[str], ignored: Collection[str] = ()) -> Parsed:
-    """Sort the words of a command line.
+    """Parse the words of a command line.
 
     Args:
-        words: from `words_of`; what comes before pretrain_gpt.py, and its own name, are left out.
-        ignored: names to pass over with all their values, without the leading dashes.
+        words: words from `words_of`; those up to and including pretrain_gpt.py are skipped.
+        ignored: names to skip with all their values, without leading dashes.
     """
     parsed = Parsed({flag.dest: flag.default for flag in FLAGS.values()})
     values: dict[str, list[str]] = {}
@@ -120,7 +120,7 @@ def parse(words: Sequence[str], ignored: Collection[str] = ()) -> Parsed:
             parsed.without_effect.setdefault(topic, []).append(name)
             parsed.problems += [] if name in ignored else _wrong_number(name, arity, found)
         elif (missing := NO_COUNTERPART.get(name)) is not None:
-            # What a script prints has lost the quotes around one value of several words.
+            # A line printed by a script has lost the quotes around a value with several words.
             parsed.problems += [] if name in ignored else _wrong_number(name, missing.arity, found)
             if not _is_off(missing, found):
                 parsed.lacks(name, missing.why)
@@ -137,7 +137,7 @@ def _split(text: str, source: str) -> list[str]:
 
 
 def _without_launcher(words: Sequence[str]) -> Sequence[str]:
-    """Return the words behind the script's name; all of them where there is none."""
+    """Drop the words up to and including the script's name; keep all if there is no script."""
     script = next(
         (place for place, word in enumerate(words) if word.endswith(".py") and not word.startswith("-")), None
     )
@@ -167,7 +167,7 @@ def _by_name(words: Sequence[str], problems: list[str]) -> Iterator[tuple[str, l
 
 
 def _read(flag: Flag, found: list[str], parsed: Parsed) -> None:
-    """Write the value of an argument that is read here to `parsed`."""
+    """Store a supported argument's value in `parsed`."""
     arity: Arity = "" if flag.kind in SWITCHES else "+" if flag.kind in MANY else "="
     if wrong := _wrong_number(flag.name, arity, found):
         parsed.problems += wrong
@@ -208,10 +208,10 @@ def _value(flag: Flag, found: list[str]) -> Any:
 
 
 def pattern(text: str) -> int | list[int]:
-    """Return a whole number, or the list that an expression of lists, sums and multiples makes.
+    """Evaluate an integer, or a list expression with sums and multiples.
 
     Raises:
-        ValueError, SyntaxError: it is no such expression, or the list has more than `MOST_LISTED` entries.
+        ValueError, SyntaxError: the text is no such expression, or the list has more than `MOST_LISTED` entries.
     """
     made: int | list[int] = _evaluated(ast.parse(text.strip(), mode="eval").body)
     return made
@@ -258,7 +258,7 @@ def _wrong_number(name: str, arity: Arity, found: list[str]) -> list[str]:
 
 
 def _is_off(missing: Missing, found: list[str]) -> bool:
-    """Return whether the value switches nothing on."""
+    """Whether the value leaves the feature off."""
     if len(found) != 1 or not missing.off:
         return False
     numbers = [value for value in missing.off if not isinstance(value, str | bool)]

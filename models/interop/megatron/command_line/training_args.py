@@ -1,4 +1,4 @@
-"""Batches, optimizer and precision of a Megatron-LM command line as our sections.
+"""Convert a Megatron-LM command line's batch, optimizer and precision arguments to config sections.
 
 --train-iters, or --train-samples          train: {steps}, or {tokens}
 --lr-decay-style, --lr-warmup-samples ..   optimizer: {lr_schedule, warmup_tokens, ..}           (../schedule.py)
@@ -26,11 +26,11 @@ _PAIRS = (
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     ("bf16", "fp16"),
 )
-"""Arguments of which Megatron-LM takes one."""
+"""Pairs of arguments that Megatron-LM treats as mutually exclusive."""
 
 
 def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
-    """Return our sections train, eval, optimizer and precision, as far as the arguments say; add problems and notes."""
+    """Build the sections train, eval, optimizer and precision from the arguments given; add problems and notes."""
     args = dict(parsed.args)
     for one, other in _PAIRS:
         if args[one] and args[other]:
@@ -87,7 +87,7 @@ def training_fields(parsed: Parsed, notes: list[str]) -> dict[str, Fields]:
 
 
 def _units_agree(parsed: Parsed, args: Fields) -> None:
-    """Add a problem for each length of a schedule in another unit than the run's."""
+    """Add a problem for each schedule length that is in a different unit than the run's length."""
     if args["train_iters"] and args["train_samples"]:
         return
     unit, other = ("iters", "samples") if args["train_iters"] else ("samples", "iters")
@@ -100,7 +100,7 @@ def _units_agree(parsed: Parsed, args: Fields) -> None:
 
 
 def _precision(parsed: Parsed, args: Fields) -> Fields:
-    """Return the fields of `precision` besides the dtype."""
+    """Build the `precision` fields other than dtype."""
     fields: Fields = {}
     if args["grad_reduce_in_bf16"]:
         fields["gradients"] = "bf16"
@@ -115,11 +115,11 @@ def _precision(parsed: Parsed, args: Fields) -> Fields:
 
 
 _FP8_FORMATS = {"tensorwise": ("hybrid", "e4m3"), "blockwise": ("e4m3",), "mxfp8": ("e4m3",)}
-"""Formats of Megatron-LM with which its recipes are ours, the one of `precision.fp8.format=auto` first."""
+"""Our recipe -> Megatron-LM formats it supports; the first is what `precision.fp8.format=auto` selects."""
 
 
 def _fp8(parsed: Parsed, args: Fields) -> Fields:
-    """Return the section `fp8`; nothing without --fp8-format."""
+    """Build the `fp8` section; empty if --fp8-format is not given."""
     asked, recipe = args["fp8_format"], args["fp8_recipe"]
     if asked is None:
         return {}

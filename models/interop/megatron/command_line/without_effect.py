@@ -1,12 +1,12 @@
-"""Arguments of Megatron-LM that change nothing about what is trained here, by topic.
+"""Megatron-LM arguments that do not affect training here, by topic.
 
     name      a switch        name+     any number of values
     name=     one value       name?     at most one value
 
-Layout, overlap and kernels change results by rounding only. A setting of a feature with a switch has no effect alone; the switch is
-mapped, or has no counterpart (`no_counterpart.py`).
+Layout, overlap and kernel settings change results only by rounding. A setting for an optional feature has no effect by itself: the
+feature's switch is either mapped or has no counterpart (`no_counterpart.py`).
 
-Source: the parsers of Megatron-LM core_v0.8.0, 0.12.2, 0.16.1 and 0.19.0.
+Source: the argument parsers in Megatron-LM core_v0.8.0, 0.12.2, 0.16.1 and 0.19.0.
 """
 
 from collections.abc import Mapping
