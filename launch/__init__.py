@@ -1,1 +1,1 @@
-"""The composition root: what people type, and the only package that knows both the engine and the models."""
+"""The composition root: the commands that people type, and the only package that knows both the engine and the models."""

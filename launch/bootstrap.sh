@@ -9,7 +9,7 @@
 # TRIAXIS_PYTHON=/path/to/python   use exactly that one
 # TRIAXIS_BOOTSTRAP=0              never install anything
 
-# A Python with it would wait for a person at its end, and so would each rank.
+# With PYTHONINSPECT, Python and each rank would open an interactive prompt at exit.
 unset PYTHONINSPECT
 triaxis_root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -17,7 +17,7 @@ triaxis_root=$(cd -P "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 triaxis_python() {
   local candidate said
   for candidate in python3 python python3.13 python3.12 python3.11 "${TRIAXIS_PYTHON:-}"; do
-    # -I: whatever PYTHONHOME and the like say, which may keep any Python from starting.
+    # -I ignores PYTHONHOME and similar variables, which may keep any Python from starting.
     if "$candidate" -I -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
       if ! said=$("$candidate" -c '' 2>&1); then
         grep -i -m 1 error <<< "$said" >&2 || true

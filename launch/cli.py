@@ -1,8 +1,8 @@
-"""The `triaxis` command: it finds the subcommand's module, parses its arguments, and prints errors that a user can read.
+"""The `triaxis` command: finds the subcommand's module, parses its arguments, and prints readable errors.
 
     triaxis COMMAND [arguments]      ->  launch/commands/COMMAND.py (`_` for `-`): add_arguments(parser), run(args) -> int
 
-Only the module of the command that was asked for is imported, so `triaxis --help` costs no more than starting Python.
+Only the requested command's module is imported, so `triaxis --help` costs no more than starting Python.
 Exit codes: 0 done; 2 a mistake in what was typed or configured; 1 a run that broke; 75 preempted and saved; 130 interrupted; the
 others are in engine/errors.py. A traceback means a bug of ours.
 """
@@ -16,7 +16,7 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
-if TYPE_CHECKING:  # `triaxis --help` imports nothing of ours
+if TYPE_CHECKING:  # `triaxis --help` imports no Triaxis modules
     from triaxis.launch.start.command_line import CommandParser
 
 GROUPS = {
@@ -44,7 +44,7 @@ GROUPS = {
         "completion": "print the completion of a shell",
     },
 }
-"""Subcommands in the order of `triaxis --help`; a summary also heads the `--help` of its command."""
+"""Subcommands in the order of `triaxis --help`; a command's summary also heads its own `--help`."""
 
 COMMANDS = {name: summary for group in GROUPS.values() for name, summary in group.items()}
 
@@ -57,7 +57,7 @@ RENAMED = {
     "timeline": "`triaxis report --timeline`",
     "convert": "`triaxis import` and `triaxis export`",
 }
-"""Commands that had other names before the first release, and what has taken their place."""
+"""Commands renamed before the first release, and their new names."""
 
 EXAMPLES = """\
 examples:
@@ -80,12 +80,12 @@ class Command(Protocol):
 
 
 def command_module(name: str) -> Command:
-    """Import the module of one subcommand."""
+    """Import a subcommand's module."""
     return cast(Command, importlib.import_module(f"triaxis.launch.commands.{name.replace('-', '_')}"))
 
 
 def command_parser(command: Command) -> "CommandParser":
-    """Build the parser of one subcommand."""
+    """Build a subcommand's parser."""
     from triaxis.launch.start.command_line import CommandParser
 
     name = command.__name__.rpartition(".")[2].replace("_", "-")
@@ -96,19 +96,19 @@ def command_parser(command: Command) -> "CommandParser":
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code; `argv` is without the program's name."""
+    """Run one command line and return its exit code; `argv` excludes the program's name."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         name = _chosen_and_flushed(arguments)
-        # Imported here, so that Ctrl-C during an import is answered like any other.
+        # Imported here, so that Ctrl-C during an import is handled like any other.
         from triaxis.launch.start.command_line import text_aside
         from triaxis.launch.start.import_path import import_variables
         from triaxis.launch.start.process.front import check_words, standard_streams
 
         if argv is None:
-            # This process is the command, so all that it starts is ours: torchrun's ranks, workers that encode text, compilers.
+            # This process is the command, so it owns everything that it starts: torchrun's ranks, text encoders, compilers.
             os.environ.update(import_variables(os.environ))
-            os.environ.pop("PYTHONINSPECT", None)  # they would wait for a person at their end
+            os.environ.pop("PYTHONINSPECT", None)  # they would open an interactive prompt at exit
 
         with standard_streams():
             try:
@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # `triaxis ... | head` has read enough.
         return _without_output(0)
     except Exception as error:
-        # Of the streams: what the command itself raised has been reported.
+        # An error in the streams: what the command itself raised has been reported.
         return _without_output(_report(error))
 
 
@@ -142,7 +142,7 @@ def _without_output(code: int) -> int:
 
 
 def _chosen_and_flushed(arguments: Sequence[str]) -> str:
-    """Return the result of `_chosen`; --help leaves its buffer here, not at exit, where an ended reader cannot be handled."""
+    """Run `_chosen` and flush the text of --help here: at exit, a reader that has gone could not be handled."""
     try:
         return _chosen(arguments)
     finally:
@@ -158,7 +158,7 @@ def _chosen_and_flushed(arguments: Sequence[str]) -> str:
 
 
 def _chosen(arguments: Sequence[str]) -> str:
-    """Return the subcommand that the first argument names; exits after help or --version, and with a usage error."""
+    """Return the subcommand that the first argument names; exit after help or --version, or with a usage error."""
     listed = [
         line
         for title, group in GROUPS.items()
@@ -204,11 +204,11 @@ def _show_versions() -> None:
 
 
 def _report(error: Exception) -> int:
-    """Print an error made for the user, or made by the environment, without its traceback; anything else is a bug and keeps it."""
+    """Print an error that the user or the environment caused, with no traceback; anything else is a bug and is raised again."""
     from triaxis.launch.start.process.broken_environment import named_environment
 
     if (cause := named_environment(error)) is not None:
-        print(f"error: {cause}", file=sys.stderr)  # no package is imported for it
+        print(f"error: {cause}", file=sys.stderr)  # needs no further import
         return 2
     from rich.console import Console
     from rich.text import Text
@@ -220,7 +220,7 @@ def _report(error: Exception) -> int:
         raise error
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(Text.assemble(("error: ", "bold red"), str(error)))
-    # A full disk is no mistake in what was typed.
+    # A full disk is not a mistake in what was typed.
     return ExitCode.BROKE if error.exit_code == ExitCode.MISTAKE and is_passing(error) else error.exit_code
 
 

@@ -1,9 +1,9 @@
-"""One rank of a training run: puts a GPT, its data and its telemetry together and trains.
+"""One rank of a training run: assembles a GPT, its data and its telemetry, and trains.
 
     PYTHONSAFEPATH=1 torchrun --nproc-per-node 8 --module triaxis.launch.pretrain_gpt configs/gpt_tiny.yaml train.steps=20
 
-`launch/pretrain_gpt.sh` starts it; so does srun with one task per GPU. The only place with engine, models and
-telemetry at once:
+`launch/pretrain_gpt.sh` starts it; so does srun with one task per GPU. It is the only module that uses engine, models and
+telemetry together:
 
     main       config -> process group -> run directory -> this rank's log     rank/join.py, rank/directory.py
     _train     datasets, engine, telemetry: the `_Attempt`; its exit code      engine/train.py
@@ -114,13 +114,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def is_first_start(environment: RankEnvironment) -> bool:
-    """Return whether this command has not been started before by a launcher or by SLURM."""
+    """Whether no launcher, nor SLURM, has started this command before."""
     return not (environment.restart_count or int(os.environ.get("SLURM_RESTART_COUNT") or 0))
 
 
 @contextmanager
 def _printing_errors() -> Iterator[None]:
-    """Print an exception while this rank's log still takes what is printed, and raise `ExplainedError` in its place."""
+    """Print an exception while this rank's log still receives output, and raise `ExplainedError` in its place."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -133,9 +133,9 @@ class _Attempt:
     """The parts of one rank's attempt to train.
 
     Attributes:
-        held_before: bytes that this process has used at most before its engine was built.
-        explaining: turns an error of memory inside it into one that users can act on, with the engine that runs.
-        way_out: bounds the time that closing may take after an error.
+        held_before: this process's peak memory before its engine was built, in bytes.
+        explaining: context that turns a memory error into one that users can act on, given the running engine.
+        way_out: time limit for closing after an error.
     """
 
     rank: Rank
@@ -155,7 +155,7 @@ class _Attempt:
 def _train(
     rank: Rank, directory: RunDirectory, watchers: Watchers, streams: RankStreams, way_out: WayOut, datasets: Datasets
 ) -> int:
-    """Build, begin, train; returns the exit code."""
+    """Build the engine, begin the attempt and train; return the exit code."""
     config, topology = rank.config, rank.topology
     held_before = peak_memory_bytes(topology.device)
     explaining = partial(explaining_memory, config, topology, open_memory_snapshot(rank, directory))
@@ -199,7 +199,7 @@ def _train(
         telemetry.event("failed", error=f"CheckpointError: {error}")
         if stop.agreed is not Stop.PREEMPTED:
             raise
-        # Preempted all the same: the next attempt resumes from the newest complete checkpoint.
+        # The run is preempted all the same: the next attempt resumes from the newest complete checkpoint.
         print(f"error: {error}", file=sys.stderr)
         stopped = stop.agreed
     except BaseException as error:
@@ -210,13 +210,13 @@ def _train(
         directory.close()
     if stopped is None:
         return 0
-    # No rank leaves before rank 0 has closed its files: a launcher ends all ranks with the first one that ends with a code.
+    # No rank leaves before rank 0 has closed its files: a launcher ends all ranks as soon as one exits with a nonzero code.
     topology.axis("world").barrier(topology.device, "stop")
     return AFTER[stopped]
 
 
 def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
-    """Show the start of the run, load what it begins with, and take the run directory."""
+    """Show the banner, load the starting state, and take the run directory."""
     rank, directory, engine, telemetry = attempt.rank, attempt.directory, attempt.engine, attempt.telemetry
     config, described, counted = rank.config, describe(engine), count_parameters(engine)
     tokenizer = None if config.data.synthetic else load_tokenizer(config.data.tokenizer_name)
@@ -240,7 +240,7 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
             other_ends=() if end is None else other_ends(attempt.datasets.train, end),
         )
         show_start(telemetry.report, directory, attempt.meter, start)
-    # Phases have samples of their own; those of the phase before are no change of the data.
+    # Each phase has its own samples; a difference from the previous phase's is not a change of the data.
     name = engine.plan.phase.name
     data = {f"samples of {name}" if name else "samples": attempt.datasets.fingerprint}
     if tokenizer is not None:
@@ -266,14 +266,14 @@ def _begin(attempt: _Attempt) -> tuple[ResumePoint, RunFacts]:
 
 
 def _read_again(datasets: Datasets, config: Config) -> list[ReadAgain]:
-    """Return the corpora of which each validation asks more samples than their part holds."""
+    """List the corpora whose validation part has fewer samples than a validation reads."""
     if datasets.valid is None or config.eval.interval is None:
         return []
     return read_again(datasets.valid, config.eval.steps * config.train.global_batch_size)
 
 
 def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoints: CheckpointSaver) -> Stop | None:
-    """Train to the last step or a stop, and report the end; returns why the run stopped."""
+    """Train to the last step or a stop, and report the end; return why the run stopped."""
     engine, directory, telemetry, watchers = attempt.engine, attempt.directory, attempt.telemetry, attempt.watchers
     config, history, datasets, trouble = engine.config, facts.history, attempt.datasets, TroubleNotices(telemetry)
     hang_watch = open_hang_watch(engine, watchers.heartbeat, directory, telemetry)
@@ -317,7 +317,7 @@ def _loop(attempt: _Attempt, beginning: ResumePoint, facts: RunFacts, checkpoint
 def _report(
     attempt: _Attempt, observer: TrainingObserver, stopped: Stop | None, consumed_samples: int, seconds: float
 ) -> None:
-    """Report the end of the run, after `seconds` of training; a run that has finished also writes its sample text."""
+    """Report the end of the run, after `seconds` of training; a finished run also writes its sample text."""
     engine, directory, telemetry, valid = attempt.engine, attempt.directory, attempt.telemetry, attempt.datasets.valid
     config, plan, loss, val_loss = engine.config, engine.plan, observer.loss, observer.val_loss
     telemetry.flush()
@@ -344,7 +344,7 @@ def _report(
 
 @contextmanager
 def _summarizing(telemetry: Telemetry) -> Iterator[None]:
-    """Report why a part of the summary cannot be made: the run has finished and is saved, so it ends as such."""
+    """Report why a part of the summary is missing: the run is finished and saved, so the error does not fail it."""
     try:
         yield
     except (DataError, ModelError, OSError) as error:

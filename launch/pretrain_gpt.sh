@@ -32,8 +32,8 @@ source "$here/bootstrap.sh"
 
 python=$(triaxis_python)
 export PYTHONPATH="$triaxis_root${PYTHONPATH:+:$PYTHONPATH}"
-# A launch.py or torch.py in the folder where this is typed is not ours (launch/start/import_path.py).
+# Do not import a launch.py or torch.py from the current folder (launch/start/import_path.py).
 export PYTHONSAFEPATH=1
-# What is typed again after a mistake begins with this file (launch/start/foreign_options.py).
+# The command that an error message suggests begins with this file (launch/start/foreign_options.py).
 export TRIAXIS_SCRIPT="$0"
 exec "$python" -m triaxis.launch.cli train "$@"

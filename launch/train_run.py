@@ -24,9 +24,9 @@ class TrainedRun:
     """A run that has made its last step, or was stopped and saved.
 
     Attributes:
-        directory: of the run.
+        directory: run directory.
         exit_code: 0 after the last step; others in `triaxis.engine.errors.ExitCode`.
-        losses: float64 [steps made], nats per token of each step from the first one of the run.
+        losses: float64 [steps made], loss per step in nats per token, from the run's first step on.
     """
 
     directory: Path
@@ -37,15 +37,15 @@ class TrainedRun:
 def train(
     config: str | Path | Config, overrides: Sequence[str] = (), *, extension: str | Path | None = None
 ) -> TrainedRun:
-    """Train as `triaxis train` does, on the ranks that are there: those of torchrun, or this process alone. Every rank calls it.
+    """Train as `triaxis train` does, on the available ranks: torchrun's, or this process alone. Every rank calls it.
 
     Args:
-        config: a path, the name of a shipped configuration, or what `load_config` returned.
-        overrides: `section.key=value`.
-        extension: file, package or name of a module with an `Extension`, in place of `model.extension`.
+        config: path, name of a shipped configuration, or result of `load_config`.
+        overrides: overrides, `section.key=value`.
+        extension: file, package or module name with an `Extension`, in place of `model.extension`.
 
     Raises:
-        TriaxisError: what `triaxis train` would say, such as a ConfigError with all problems.
+        TriaxisError: any error that `triaxis train` would print, such as a ConfigError with all problems.
     """
     words = [*overrides, *([f"model.extension={extension}"] if extension is not None else [])]
     environment = RankEnvironment.from_variables(os.environ)

@@ -1,1 +1,1 @@
-"""What one rank of any layout sends, keeps and computes, from the engine's own code on tensors without memory."""
+"""One rank's messages, memory and operators in any layout, counted in the engine's own code on tensors that hold no memory."""

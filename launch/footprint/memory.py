@@ -1,17 +1,17 @@
-"""Live bytes by kind, counted by storages as they come and go; operators by the place of the model that needs them.
+"""Live bytes by kind, counted as storages come and go, and operators by the part of the model that needs them.
 
-Every operator passes a dispatch mode, which sees new storages; a weak reference reports when one is freed. This counts what
-tensors hold, exactly and at every moment, with real tensors as with fake ones; what an allocator rounds up or caches is not in it.
+Every operator passes a dispatch mode, which sees new storages; a weak reference reports when one is freed. This counts exactly
+what tensors hold at every moment, with real tensors as with fake ones; an allocator's rounding and caching are not included.
 
-    parameters, gradients, optimizer    said by name when the watch begins
-    p2p                                 what a send or a receive was called with, until autograd saves it
-    logits, activations                 what autograd saved for the backward, at the head or elsewhere
+    parameters, gradients, optimizer    labeled when the watch begins
+    p2p                                 the tensors passed to a send or a receive, until autograd saves them
+    logits, activations                 the tensors that autograd saved for the backward, at the head or elsewhere
     temporaries                         all else
 
-An operator of the backward belongs to the module whose forward made its autograd node: nodes are numbered in order, and the
-numbers at which modules begin and end are written down.
+A backward operator belongs to the module whose forward created its autograd node. Nodes are numbered in order, and the
+numbers at which modules begin and end are recorded.
 
-The largest tensor that an operator made has a name too: the module and the operator.
+The largest tensor that an operator created is recorded with its module and operator.
 """
 
 import weakref
@@ -34,7 +34,7 @@ MemoryKind = Literal["parameters", "gradients", "optimizer", "activations", "log
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One storage that autograd keeps for a backward: where it was saved, its shape as saved, and its bytes."""
+    """A storage that autograd keeps for a backward: where it was saved, its shape as saved, and its bytes."""
 
     site: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class NewTensor:
-    """A tensor with memory of its own: the module that asked for it, the operator that made it, its shape, dtype and bytes."""
+    """A tensor with memory of its own: the module that requested it, the operator that created it, its shape, dtype and bytes."""
 
     site: str
     operator: str
@@ -62,7 +62,7 @@ class _Storage:
 
 @dataclass
 class Peak:
-    """The moment with the most live bytes: bytes by kind, and the module that was at work."""
+    """The moment with the most live bytes: bytes by kind, and the module that was running."""
 
     by_kind: dict[MemoryKind, int] = field(default_factory=dict)
     site: str = ""
@@ -77,10 +77,10 @@ class Extremes:
     """Peak values since the last reset.
 
     Attributes:
-        most: the most bytes of each kind that grew, each at a moment of its own.
-        peak: the first of the largest moments at which a storage was new; None where none was.
-        largest: the first of the largest tensors that were made; None where none was.
-        ops: how often each operator was dispatched, by (place, name).
+        most: peak bytes of each kind that grew, each at a moment of its own.
+        peak: largest moment at which a storage was new, the first if several are equal; None if none was new.
+        largest: largest tensor created, the first if several are equal; None if none was.
+        ops: number of times that each operator was dispatched, by (place, name).
     """
 
     most: dict[MemoryKind, int] = field(default_factory=dict)
@@ -93,11 +93,11 @@ class MemoryWatch(TorchDispatchMode):
     """Live bytes and operators, counted while the watch is entered.
 
     Attributes:
-        live: bytes by kind, now.
-        step: what happened since `forget_peak`; `most` and `peak` begin with what was live then.
-        part: what happened since `begin_part`, a shorter time.
-        phase: the place of operators that belong to no module.
-        saved: what autograd saved in the first forward of each chunk, in order, each storage once.
+        live: current bytes by kind.
+        step: events since `forget_peak`; `most` and `peak` begin with the bytes that were live then.
+        part: events since `begin_part`, a shorter time.
+        phase: place of operators that belong to no module.
+        saved: tensors that autograd saved in each chunk's first forward, in order, each storage once.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class MemoryWatch(TorchDispatchMode):
         if self._is_outside:
             self._see_outside(result)
             return result
-        if func.namespace != "prim":  # questions, not work
+        if func.namespace != "prim":  # queries, not work
             key = (self._place, func.name())
             self.step.ops[key] += 1
             self.part.ops[key] += 1
@@ -154,7 +154,7 @@ class MemoryWatch(TorchDispatchMode):
         self._storages[key] = _Storage(num_bytes, "temporaries", weakref.ref(storage, freed))
 
     def label(self, tensor: torch.Tensor, kind: MemoryKind) -> None:
-        """Set the kind of the tensor's storage, which counts as that from now on."""
+        """Set the kind of the tensor's storage, which counts as that kind from now on."""
         self._see(tensor)
         storage = self._storages[id(tensor.untyped_storage())]
         self.live[storage.kind] -= storage.num_bytes
@@ -168,7 +168,7 @@ class MemoryWatch(TorchDispatchMode):
             extremes.most[kind] = max(extremes.most.get(kind, 0), live)
 
     def forget_peak(self) -> None:
-        """Begin a new step: a search for the peak, new counts of operators and saved tensors."""
+        """Begin a new step: reset the peak, the operator counts and the saved tensors."""
         self.step = Extremes(dict(self.live), Peak(dict(self.live), ""))
         self.begin_part()
         self.saved.clear()
@@ -195,12 +195,12 @@ class MemoryWatch(TorchDispatchMode):
         logits: Sequence[str],
         places: Mapping[str, str],
     ) -> Iterator[None]:
-        """Name saved tensors by the module that was running; those of a module in `logits` count as logits.
+        """Name saved tensors by the module that was running; those in a module listed in `logits` count as logits.
 
-        Our hooks see the tensors that autograd saves; hooks that come before them report theirs (`saving`).
+        Our hooks see the tensors that autograd saves; hooks that run before ours report theirs (`saving`).
 
-        `places` groups operators: the name of a chunk's child -> its place. A chunk's own operators count to the place of the
-        child that ran last, or before all children to the place of the name "".
+        `places` groups operators: the name of a chunk's child -> its place. A chunk's own operators count toward the last child's
+        place, or toward the place for "" before any child has run.
         """
         self._places = places
         hooks = []
@@ -265,24 +265,24 @@ class MemoryWatch(TorchDispatchMode):
 
     @property
     def _work(self) -> str:
-        """Return the module that is at work, forward or backward; outside of both, the phase."""
+        """The module that is running, forward or backward; outside both, the phase."""
         if self._sites:
             return "".join(self._site)
         of_node = self._of_node(self._node_sites)
         return f"{of_node} (backward)" if of_node else self.phase
 
     def _of_node(self, found: Sequence[str]) -> str:
-        """Return the entry of the module whose backward runs; "" where there is none."""
+        """Return the entry for the module whose backward runs; "" if there is none."""
         node = torch._C._current_autograd_node()
         if node is None:
             return ""
-        # Sums of gradients into leaves have no number of their own, but the largest there is.
+        # Gradient sums into leaves have the largest possible number instead of their own.
         index = bisect_right(self._first_nodes, node._sequence_nr()) - 1
         return found[index] if index >= 0 else ""
 
     @property
     def _site(self) -> tuple[str, str]:
-        """Return (the chunk, the module in it); empty outside of a forward, and in a backward's recomputation."""
+        """(chunk, module in it); empty outside a forward, and in a backward's recomputation."""
         return self._sites[-1] if self._sites else ("", "")
 
     def _see(self, tensor: torch.Tensor, operator: str = "") -> None:
@@ -300,7 +300,7 @@ class MemoryWatch(TorchDispatchMode):
                 extremes.largest = NewTensor(self._work, operator, tuple(tensor.shape), tensor.dtype, num_bytes)
 
     def on_saved(self, tensor: torch.Tensor) -> None:
-        """Name a tensor that holds memory for a backward; outside of `looking_at`, nothing is saved that counts."""
+        """Name a tensor that holds memory for a backward; outside `looking_at`, saved tensors are ignored."""
         if self._logits is None:
             return
         self._see(tensor)

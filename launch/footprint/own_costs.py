@@ -1,7 +1,7 @@
-"""What a layer with an extension's parts takes more than ours: four steps without data, of one layer and of two, with and without.
+"""Costs of a layer with an extension's parts beyond ours: four steps without data, with one layer and two, extended and not.
 
-A second layer less the first leaves the ends of the model out, and the parts less ours leave what is the same. So the formulas of
-our layers stay the base of every prediction, and the difference is measured where the parts run: on one rank of tp x cp.
+The second layer less the first cancels the ends of the model, and the extended layer less ours cancels what they share. Our
+layers' formulas stay the base of every prediction. The difference is measured where the parts run: on one rank of tp x cp.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from triaxis.models.predict.traffic import measured_traffic
 
 
 class OwnCostsMeter:
-    """The measured costs of extensions, each once for each size of a layout that they depend on."""
+    """Measured costs of extensions, each measured once per combination of layout sizes that it depends on."""
 
     def __init__(self) -> None:
         self._known: dict[object, OwnCosts] = {}
 
     def __call__(self, config: Config, sizes: ParallelSizes) -> OwnCosts:
-        """Return the costs in this layout; none without parts of a layer."""
+        """Return the costs in this layout; `NO_COSTS` if no layer parts are extended."""
         own = config.model.own
         if not own.with_parameters():
             return NO_COSTS
@@ -52,7 +52,7 @@ def _measured(config: Config, sizes: ParallelSizes) -> OwnCosts:
             _step(config, sizes, most, is_own=is_own) - _step(config, sizes, 1, is_own=is_own)
             for is_own in (True, False)
         )
-    except Exception as error:  # what runs with data may fail without: it is said, and keeps no run from its start
+    except Exception as error:  # code that needs data may fail on fake tensors: it is reported and stops no run
         place = place_in_user_module(error) or type(error).__name__
         return OwnCosts(unknown=f"{place}: {brief(' '.join(str(error).split()))}")
     kept, flops, sent, calls = (own - ours).tolist()
@@ -66,15 +66,15 @@ def _measured(config: Config, sizes: ParallelSizes) -> OwnCosts:
 
 
 def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool) -> NDArray[np.int64]:
-    """Count kept bytes, FLOPs, and bytes and calls over tp, in the first rank's step of one microbatch with nothing recomputed."""
-    # Few runs have parts to measure.
+    """Count kept bytes, FLOPs, and bytes and calls over tp, in the first rank's step: one microbatch, nothing recomputed."""
+    # Imported here: few runs have parts to measure.
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     from triaxis.launch.footprint.run import Footprints, looking_at, microbatches
     from triaxis.models.gpt.chunk import build_chunks
 
-    # Of the head nothing is left in the difference, and its loss takes many operators.
+    # The head cancels in the difference, and its loss takes many operators.
     model = config.model.model_copy(update={"num_layers": num_layers, "mtp": None, "vocab_size": 8 * sizes.tp})
     parallel = config.parallel.model_copy(
         update={"pp": 1, "vpp": 1, "dp": 1, "ep": 1, "etp": 1, "layers_per_stage": None}
@@ -108,5 +108,5 @@ def _step(config: Config, sizes: ParallelSizes, num_layers: int, *, is_own: bool
 
 
 def _product_flops(total: Sequence[int], left: Sequence[int], right: Sequence[int], **_: object) -> int:
-    """Count total += left @ right from the shapes: torch's own counter knows the forms that return a new tensor."""
+    """Count FLOPs for total += left @ right from the shapes: torch's counter handles only forms that return a new tensor."""
     return 2 * left[0] * left[1] * right[1]

@@ -1,12 +1,12 @@
-"""A step in parts, one per instruction of the pipeline's program, and a long step added up from the parts of a short one.
+"""A step in parts, one per pipeline instruction, and a long step added up from a short step's parts.
 
     start | 0F0 | send | 0F1 | send, receive | 0B0 | ... | finish | update          a part: its calls, operators, live bytes
 
-The work of an instruction depends on a few facts about it (`Likeness`). For an action: its kind and chunk, and whether its
-microbatch is the chunk's first or last (the last gradient of a bucket posts its reduction). For a group call: its sends and
-receives, and the number of sends under way before it. So a long row of instructions is added up from the parts of a short one:
-calls and operators by adding, peaks by carrying the live bytes from part to part. Two parts that are alike and differ in their
-work are an error. (No tensor of the microbatches is left when the update begins, so that part goes on from its own live bytes.)
+An instruction's work depends on a few facts about it (`Likeness`). For an action: its kind and chunk, and whether its
+microbatch is the chunk's first or last (a bucket's last gradient posts its reduction). For a group call: its sends and
+receives, and the number of sends in flight before it. So a long row of instructions is added up from a short row's parts.
+Calls and operators are summed; peaks follow from the live bytes carried from part to part. Two parts that are alike and differ
+in their work are an error. (No microbatch tensor is left when the update begins, so that part starts from its own live bytes.)
 """
 
 from collections import Counter
@@ -21,13 +21,13 @@ from triaxis.engine.pipeline.lowering import Instruction, Post, Program, Transfe
 from triaxis.launch.footprint.memory import Extremes, MemoryKind, MemoryWatch, NewTensor, Peak
 
 Likeness = tuple[Any, ...]
-"""Facts about an instruction; instructions of one rank (or of equal stages) with equal facts do equal work."""
+"""Facts about an instruction; on one rank (or on equal stages), instructions with equal facts do equal work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A wait for a call of this part (`own`: the call's place in it), for the receive that feeds the action (`fed`), or for a
-    call of an earlier part (`end`: its distance from the end of the row, and the call's place in it)."""
+    """A wait for a call in this part (`own`: the call's index in it), for the receive that feeds the action (`fed`), or for a
+    call in an earlier part (`end`: its distance from the end of the row, and the call's index in it)."""
 
     of: Literal["own", "fed", "end"]
     call: int = 0
@@ -42,9 +42,9 @@ class InstructionCost:
         calls: posts (numbered from 0 in this part) and waits, in order.
         ops: operators dispatched, by (place, name).
         change: bytes by kind at its end, less those at its beginning.
-        most: the most of each kind that grew in it, less the live bytes of the kind at its beginning.
-        peak: the largest moment at which a storage was new, less the live bytes at its beginning; None: no storage was new.
-        largest: the largest tensor that was made; None: none was.
+        most: peak bytes per kind that grew in it, less the kind's live bytes at its beginning.
+        peak: largest moment at which a storage was new, less the live bytes at its beginning; None: no storage was new.
+        largest: largest tensor created; None: none was.
     """
 
     calls: tuple[Event | Wait, ...]
@@ -57,18 +57,19 @@ class InstructionCost:
 
 @dataclass
 class Total:
-    """A whole step, added up from parts: equal to `MemoryWatch.step` and the ledger of the step."""
+    """A whole step, added up from parts: equal to `MemoryWatch.step` and the step's ledger."""
 
     log: list[Event] = field(default_factory=list)
     extremes: Extremes = field(default_factory=Extremes)
 
 
 class Recorder:
-    """The `observer` of an executor that cuts a step into parts.
+    """An executor's `observer` that cuts a step into parts.
 
     Args:
-        watch: entered, and its `forget_peak` just called.
-        program, rank: the program, and the pp rank whose row runs.
+        watch: entered watch on which `forget_peak` was just called.
+        ledger: the topology's ledger.
+        program, rank: program, and the pp rank whose row runs.
     """
 
     def __init__(self, watch: MemoryWatch, ledger: Ledger, program: Program, rank: int) -> None:
@@ -85,17 +86,17 @@ class Recorder:
         self._where: dict[int, tuple[int, int]] = {}
 
     def __call__(self, instruction: Instruction | None) -> None:
-        """End the part of the previous instruction; None: all instructions have run."""
+        """End the previous instruction's part; None: all instructions have run."""
         self._end_part()
         self.watch.phase = "gradients" if instruction is None else "pipeline"
 
     def begin_update(self) -> None:
-        """Begin the update: the gradients are whole, and nothing of the microbatches is left."""
+        """Begin the update: the gradients are complete, and no microbatch tensor is left."""
         self._end_part()
         self.update_start = Counter(self.watch.live)
 
     def end(self) -> None:
-        """End the last part of the step."""
+        """End the step's last part."""
         self._end_part()
 
     def _end_part(self) -> None:
@@ -150,7 +151,7 @@ def feeding_transfer_of(schedule: Schedule, rank: int, instruction: Instruction)
 
 
 def likenesses(program: Program, rank: int) -> list[Likeness]:
-    """Return the likeness of each instruction in the row of pp rank `rank`."""
+    """List the likeness of each instruction in pp rank `rank`'s row."""
     last = program.schedule.num_microbatches - 1
     found: list[Likeness] = []
     sends_before = 0
@@ -165,19 +166,19 @@ def likenesses(program: Program, rank: int) -> list[Likeness]:
 
 
 def covers(short: Iterable[Likeness], long: Iterable[Likeness]) -> bool:
-    """Return whether the short row has each likeness of the long one: twice, for a comparison, where the long one does."""
+    """Whether the short row has each likeness in the long one, and twice, for comparison, if the long one has it twice."""
     have = Counter(short)
     return all(have[likeness] >= min(count, 2) for likeness, count in Counter(long).items())
 
 
 @dataclass
 class PartBook:
-    """The parts of short steps by likeness.
+    """The parts of short steps, by likeness.
 
     Attributes:
         live_at_start, live_at_update: live bytes when the step and its update begin.
-        start, finish, update: the parts around the row.
-        by_likeness: the part of each instruction.
+        start, finish, update: parts around the row.
+        by_likeness: part for each likeness.
     """
 
     live_at_start: Counter[MemoryKind]
@@ -189,10 +190,10 @@ class PartBook:
 
     @classmethod
     def of(cls, recorder: Recorder) -> "PartBook":
-        """Sort the parts of a step that ran.
+        """Collect the parts of a step that ran.
 
         Raises:
-            ScheduleError: two instructions are alike and did not do the same.
+            ScheduleError: two instructions are alike and did different work.
         """
         program = recorder.program
         start, *parts, finish, update = recorder.parts
@@ -207,16 +208,16 @@ class PartBook:
         return cls(recorder.start, recorder.update_start, start, finish, update, by_likeness)
 
     def covers(self, program: Program, rank: int) -> bool:
-        """Return whether it has a part for each instruction of the row of pp rank `rank`."""
+        """Whether there is a part for each instruction in pp rank `rank`'s row."""
         return all(likeness in self.by_likeness for likeness in likenesses(program, rank))
 
     def add_up(self, program: Program, rank: int) -> Total:
-        """Add up the step of pp rank `rank`, whose stages are those of the recorded rank (or equal to them)."""
+        """Add up pp rank `rank`'s step; its stages must be the recorded rank's, or equal to them."""
         return _Sum(self, program, rank).total()
 
 
 class _Sum:
-    """One addition of parts."""
+    """One addition of a book's parts over a program's row."""
 
     def __init__(self, book: PartBook, program: Program, rank: int) -> None:
         self.book = book
@@ -291,6 +292,6 @@ class _Sum:
 
 
 def _difference(after: Any, before: Any) -> dict[MemoryKind, int]:
-    """Return after - before, where they differ."""
+    """Return after - before for kinds that differ."""
     changed = {kind: after.get(kind, 0) - before.get(kind, 0) for kind in after.keys() | before.keys()}
     return {kind: change for kind, change in changed.items() if change}

@@ -1,8 +1,8 @@
-"""Training steps of one rank of any layout on the device that is here: true kernels, streams and allocator, in a fake world.
+"""Training steps of one rank in any layout on the local device: real kernels, streams and allocator, in a fake world.
 
-The other ranks do not exist. A receive leaves its buffer as it is, so loss and gradients mean nothing, and may not be finite (then
-the optimizer's kernels run and change nothing). True are the kernels, their shapes and order, the
-allocator's memory, and the time that the rank computes, as if its network took none.
+The other ranks do not exist. A receive leaves its buffer as it is, so loss and gradients are meaningless. They may not be finite;
+then the optimizer's kernels run and change nothing. What is real: the kernels, their shapes and order, the
+allocator's memory, and the rank's compute time, as if its network took none.
 """
 
 import time
@@ -26,7 +26,7 @@ from triaxis.models.predict.rank_memory import resolve_recompute
 WEIGHT_STD = 0.02
 
 WARM_UP = 1
-"""Steps that are not reported: kernels are loaded, compiled and chosen, the allocator gets its segments."""
+"""Steps that are not reported: kernels are loaded, compiled and chosen, and the allocator gets its segments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +34,11 @@ class RealSteps:
     """Measurements of one rank.
 
     Attributes:
-        coordinates: of the rank.
-        seconds: of each step after the warm-up.
-        peak_allocated_bytes: the most that tensors of the steps held, as the GPU's allocator rounds them; None on the CPU.
-        peak_reserved_bytes: the most that the allocator held for them; None on the CPU.
-        events: posts of the last step's ledger.
+        coordinates: the rank's coordinates.
+        seconds: time of each step after the warm-up.
+        peak_allocated_bytes: peak memory held by tensors in the steps, as the GPU's allocator rounds it; None on the CPU.
+        peak_reserved_bytes: peak memory that the allocator reserved for them; None on the CPU.
+        events: posts in the last step's ledger.
     """
 
     coordinates: Coordinates
@@ -54,10 +54,10 @@ def real_steps(
     """Run `num_steps` steps after the warm-up.
 
     Args:
-        config: of the run; `parallel.dp` is given.
-        rank: of the layout.
-        build_model: as for training.
-        device: of the rank.
+        config: the run's configuration; `parallel.dp` is set.
+        rank: rank in the layout.
+        build_model: model builder, as for training.
+        device: the rank's device.
         num_steps: number of measured steps.
 
     Raises:
@@ -71,7 +71,7 @@ def real_steps(
     with fake_world(rank, sizes.world_size):
         topology = Topology(grid, rank, device, kv_heads=config.model.kv_heads, has_experts=config.model.has_experts)
         if is_cuda:
-            # Before CUDA is started its allocator has no devices, and refuses.
+            # Before CUDA is initialized, its allocator has no devices, and the reset would fail.
             torch.cuda.init()
             torch.cuda.reset_peak_memory_stats(device)
         engine = build(config, topology, build_model, draw_weights, open_kernels(config, topology, is_alone=True))
@@ -99,7 +99,7 @@ def real_steps(
 
 @torch.no_grad()
 def draw_weights(parameters: Iterable[ShardedParameter], seed: int) -> None:
-    """Draw weights of an ordinary size in place: nothing here depends on their values."""
+    """Draw weights with an ordinary standard deviation, in place: nothing here depends on their values."""
     for parameter in parameters:
         parameter.value.normal_(std=WEIGHT_STD)
 

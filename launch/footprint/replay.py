@@ -1,9 +1,9 @@
-"""The ledgers of many ranks, executed together under NCCL's rules to find calls that would not meet.
+"""Many ranks' ledgers, executed together under NCCL's rules to find calls that would not match.
 
-The rules are those of `triaxis.engine.pipeline.rendezvous`, for every call and not only for the pipeline's:
+The rules are those in `triaxis.engine.pipeline.rendezvous`, for every call and not only for the pipeline's:
 
     communicator   one per group of ranks (two for a pipeline, one per direction); axes with the same ranks share it
-    call           a collective, or the sends and receives that were posted together; equal at all its ends: operation, dtype, numel
+    call           a collective, or sends and receives posted together; equal at all its ends: operation, dtype, numel
     wait           a step that needs one call
 """
 
@@ -18,12 +18,12 @@ from triaxis.engine.layout.rank_grid import RankGrid
 from triaxis.engine.pipeline.rendezvous import Call, Conflict, MessageEnd, Place, Row, Step, Stuck, execute
 
 Communicator = tuple[tuple[int, ...], str]
-"""Ranks, and the channel that parts the two directions of a pipeline."""
+"""Ranks, and the channel that separates a pipeline's two directions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Calls that met, by axis: collectives (each once, however many members) and messages."""
+    """Matched calls by axis: collectives (each once, however many members) and messages."""
 
     num_ranks: int
     collectives: dict[str, int]
@@ -36,13 +36,13 @@ def replay(
     """Run the ledgers of some ranks to their end.
 
     Args:
-        logs: posts and waits of each rank, in order; marks are passed over. Members of a communicator that have no log are
-            taken for copies of those that have: they come to each call when these do. A pipeline must be whole.
-        grid: of all ranks.
-        kv_heads, has_experts: of the model, as for `Topology`.
+        logs: posts and waits of each rank, in order; marks are ignored. Communicator members that have no log are
+            assumed to be copies of those that have: they join each call when these do. A pipeline must be complete.
+        grid: grid of all ranks.
+        kv_heads, has_experts: the model's properties, as `Topology` takes them.
 
     Raises:
-        ScheduleError: two ends of a call differ, or ranks wait for each other for ever; the message names ranks and calls.
+        ScheduleError: two ends of a call differ, or ranks deadlock; the message names ranks and calls.
     """
     return _Replay(logs, axis_groups(grid, kv_heads, has_experts=has_experts)).run()
 
@@ -72,7 +72,7 @@ class _Replay:
             communicator: [rank for rank in communicator[0] if rank in logs]
             for communicator in self.communicators.values()
         }
-        # By item of a row: the posts of one call, or a wait.
+        # By position in a row: the posts in one call, or a wait.
         self.events: dict[Place, list[Event]] = {}
         self.rows = {rank: self._row(rank, log) for rank, log in logs.items()}
 
@@ -80,7 +80,7 @@ class _Replay:
         failure = execute(self.rows, self.members)
         if failure is not None:
             raise ScheduleError(self._conflict(failure) if isinstance(failure, Conflict) else self._stuck(failure))
-        # Everything has met, so each end is counted, and a call once by the first member that has a log.
+        # Everything has matched, so each message is counted at its receiver, and a collective at the first member with a log.
         collectives: Counter[str] = Counter()
         messages: Counter[str] = Counter()
         for (rank, _), events in self.events.items():
@@ -94,7 +94,7 @@ class _Replay:
         return Replayed(len(self.rows), dict(collectives), dict(messages))
 
     def _row(self, rank: int, log: Sequence[Event]) -> Row:
-        """Translate a rank's ledger: posts of one group call into a call, a wait into a step."""
+        """Translate a rank's ledger: posts in one group call become a call, a wait becomes a step."""
         items: list[list[Event]] = []
         position_of: dict[int, int] = {}
         for event in log:
@@ -118,7 +118,7 @@ class _Replay:
             )
         if events[0].peer < 0:
             (event,) = events
-            # Each rank has other rows, and counts those that leave it.
+            # Each rank has its own row counts, and counts the rows that leave it.
             numel = 0 if event.op == "all_to_all_rows" else event.numel
             return Call(communicator, collective=_Content(event.op, event.dtype, numel, event))
         messages = []

@@ -1,7 +1,7 @@
-"""The assumed routing of a footprint, whose tensors have no values: experts in turn, by the tokens' places in their samples.
+"""The assumed routing in a footprint, whose tensors have no values: experts take turns, by the tokens' positions in their samples.
 
-It is the choice of `model.moe.force_balanced`. Each of a token's k experts is the next one, so all get equally many where a rank's
-tokens of a sample, times k, are a multiple of E.
+`model.moe.force_balanced` makes the same choice. Each of a token's k choices is the next expert. All experts get equally many if
+a rank's tokens per sample, times k, are a multiple of E.
 """
 
 from collections import Counter
@@ -18,11 +18,11 @@ from triaxis.models.gpt.chunk import GPTChunk
 from triaxis.models.predict.experts.traffic import Choices
 
 Counts = Sequence[Sequence[int]]
-"""For each rank that shares the experts, how often its tokens of a microbatch chose each of the E."""
+"""For each rank that shares the experts, how often its tokens in a microbatch chose each of the E experts."""
 
 
 def counts_in_turn(config: Config, grid: RankGrid, rank: int, rows: Sequence[Sequence[int]]) -> Counts:
-    """Count the choices of the ranks that share experts with `rank`; `rows` are the lengths of each sample's documents."""
+    """Count the choices of the ranks that share experts with `rank`; `rows` has each sample's document lengths."""
     moe, sizes = config.model.moe, grid.sizes
     assert moe is not None, "a model with experts says which"
     first = rank - rank % sizes.expert_ranks
@@ -43,7 +43,7 @@ def _of_rank(config: Config, grid: RankGrid, moe: MoEConfig, rank: int, rows: Se
 
 
 def known_rows(counts: Counts, grid: RankGrid, rank: int) -> KnownRows:
-    """Return the numbers of rows that a rank sends and gets where these are the choices."""
+    """Return the numbers of rows that a rank sends and receives under these choices."""
     sizes, place = grid.sizes, grid.sizes.expert_place(rank)
     num_local = len(counts[0]) // sizes.ep
     blocks = [slice(index * num_local, (index + 1) * num_local) for index in range(sizes.ep)]
@@ -55,7 +55,7 @@ def known_rows(counts: Counts, grid: RankGrid, rank: int) -> KnownRows:
 
 
 def know_rows(engine: Engine, known: KnownRows) -> None:
-    """Let dispatch take the numbers of rows from here instead of reading them."""
+    """Give dispatch the numbers of rows, which it would otherwise read from tensors."""
     for chunk in engine.chunks:
         experts = cast(GPTChunk, chunk).context.experts
         assert experts is not None and isinstance(experts.dispatch, GatherDispatch | ExchangeDispatch)
@@ -63,6 +63,6 @@ def know_rows(engine: Engine, known: KnownRows) -> None:
 
 
 def choices_of_step(counts: Counts, config: Config, num_microbatches: int) -> Choices:
-    """Return the choices of a step in which all microbatches and layers have these counts."""
+    """Return a step's choices, if all microbatches and layers have these counts."""
     total = [[num_microbatches * count for count in of_rank] for of_rank in counts]
     return dict.fromkeys(config.model.expert_layers, total)

@@ -1,10 +1,10 @@
-"""One training step of one rank of any layout, in one process: fake tensors, a fake process group, the engine's own code.
+"""One training step of one rank in any layout, in one process: fake tensors, a fake process group, the engine's own code.
 
-Tensors have shapes and no memory, collectives return at once, so a rank of thousands fits on a laptop. Counted are calls and bytes
-of the ledger, live storages by kind, and operators dispatched.
+Tensors have shapes and no memory, and collectives return at once, so a rank out of thousands fits on a laptop. The step counts
+calls and bytes in the ledger, live storages by kind, and dispatched operators.
 
-Of many microbatches only as many run as have every kind of instruction of the rank's program twice. The rest is added up over the
-program of the whole step (`triaxis.launch.footprint.parts`). The tests prove it equal to the whole run.
+If there are many microbatches, only so many run that every kind of instruction in the rank's program occurs twice. The rest is
+added up over the whole step's program (`triaxis.launch.footprint.parts`). The tests prove it equal to the whole run.
 """
 
 from collections import Counter
@@ -39,7 +39,7 @@ from triaxis.launch.footprint.routing import Counts, counts_in_turn, know_rows, 
 from triaxis.models.predict.rank_memory import resolve_recompute
 
 HEAD_MODULES = ("head", "losses")
-"""Modules of the last chunk whose saved tensors are logits."""
+"""Modules in the last chunk whose saved tensors are logits."""
 
 PLACES = {
     "": "positions",
@@ -50,7 +50,7 @@ PLACES = {
     "head": "loss",
     "losses": "loss",
 }
-"""Place of an operator by the chunk's child that needs it; "" is the work of a chunk before any of them (RoPE tables)."""
+"""An operator's place, by the chunk's child that needs it; "" is a chunk's work before any child runs (RoPE tables)."""
 
 FEWEST_MICROBATCHES = 4
 
@@ -60,27 +60,27 @@ AS_WRITTEN = {
     "kernels.optimizer": "torch",
     "kernels.linear": "torch",
 }
-"""Operators are counted as they are written: compiled kernels, and other packages', exist for a device, and here is none."""
+"""Settings under which operators are counted as written: compiled and third-party kernels need a device, and there is none."""
 
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """The work and memory of one rank in a step.
+    """One rank's work and memory in a step.
 
     Attributes:
-        coordinates: of the rank.
-        stages: numbers of the pipeline stages that it holds.
-        num_microbatches: of the step.
-        run_microbatches: number of them that were run; the others were added up.
+        coordinates: the rank's coordinates.
+        stages: numbers of its pipeline stages.
+        num_microbatches: microbatches in the step.
+        run_microbatches: microbatches that were run; the others were added up.
         state: bytes between steps: parameters, gradients, optimizer.
-        peak: the moment with the most bytes.
-        most: the most bytes of each kind, each at a moment of its own.
-        largest: the largest tensor that an operator of the step made.
-        saved: tensors that the first forward of each chunk keeps for its backward, in order.
-        log: the posts and waits of the ledger.
-        ops: operators dispatched, by name, for each place: `PLACES`, and `pipeline`, `gradients` and `optimizer` outside of the
+        peak: moment with the most bytes.
+        most: peak bytes of each kind, each at a moment of its own.
+        largest: largest tensor that an operator in the step created.
+        saved: tensors that each chunk's first forward keeps for its backward, in order.
+        log: posts and waits in the ledger.
+        ops: operators dispatched, by name, for each place: `PLACES`, and `pipeline`, `gradients` and `optimizer` outside the
             model.
     """
 
@@ -98,18 +98,18 @@ class Footprint:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Return the posts."""
+        """Posts in the ledger."""
         return tuple(event for event in self.log if event.phase == "post")
 
 
 class Footprints:
-    """The footprints of a layout's ranks.
+    """Footprints of a layout's ranks.
 
     Args:
-        config: of the run; `parallel.dp` is given.
-        build_model: as for training.
+        config: the run's configuration; `parallel.dp` is set.
+        build_model: model builder, as for training.
         full: run every microbatch, and add nothing up.
-        counts: choices of experts in every layer and microbatch; None: in turn (`launch/footprint/routing.py`).
+        counts: expert choices in every layer and microbatch; None: experts take turns (`launch/footprint/routing.py`).
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Footprints:
         return counts_in_turn(self.config, self.grid, rank, assumed_rows(self.config))
 
     def of(self, rank: int) -> Footprint:
-        """Return the footprint of one rank.
+        """Count one rank's footprint.
 
         Raises:
             TopologyError: there is no such rank, or this process already belongs to a process group.
@@ -153,17 +153,17 @@ class Footprints:
         return self._added_up(found, PartBook.of(recorder), at)
 
     def of_stages(self) -> list[Footprint]:
-        """Return the footprints of the ranks with tp and dp index 0, by pp index.
+        """Count the footprints of the ranks with tp and dp index 0, by pp index.
 
-        Ranks whose chunks have equal contents do the same, so one of them runs and the others are added up from its parts, each
-        over its own program. (More than one runs where the program of another has a kind of group call that the first lacks.)
+        Ranks with equal chunks do the same work. One of them runs, and the others are added up from its parts, each
+        over its own program. (More than one runs if another's program has a kind of group call that the first lacks.)
         """
         return [self._like(pp) for pp in range(self.sizes.pp)]
 
     def enough_microbatches(self, pp: int) -> int:
-        """Return the fewest microbatches, out of a growing list, whose program has all likenesses of the whole step's."""
+        """Return the fewest microbatches, from a growing list, whose program has all likenesses in the whole step's program."""
         whole = likenesses(self.program, pp)
-        # A partial last group of an interleaved schedule has the same size in the short step.
+        # An interleaved schedule's partial last group has the same size in the short step.
         group = self.sizes.pp if self.sizes.vpp > 1 and not self.sizes.is_v else 1
         num_groups = FEWEST_MICROBATCHES if group == 1 else 1
         while (count := num_groups * group + self.num_microbatches % group) < self.num_microbatches:
@@ -201,8 +201,8 @@ class Footprints:
 
     @contextmanager
     def watched_engine(self, config: Config, rank: int) -> Iterator[tuple[Engine, MemoryWatch]]:
-        """Build the engine of a rank without data, under the entered watch that sees it."""
-        # Where they come from are tensors with values.
+        """Build a rank's engine on fake tensors, under an entered watch that sees it."""
+        # Counting needs real tensors, so it happens outside FakeTensorMode.
         counts = self.counts_of(rank)
         with fake_world(rank, self.sizes.world_size), FakeTensorMode(allow_non_fake_inputs=True):
             topology = Topology(
@@ -240,7 +240,7 @@ class Footprints:
 
 
 def require_rank(rank: int, sizes: ParallelSizes) -> None:
-    """Raise TopologyError where there is no such rank."""
+    """Raise TopologyError if there is no such rank."""
     if not 0 <= rank < sizes.world_size:
         raise TopologyError(
             f"rank {rank} does not exist: {sizes} has {sizes.world_size:,} ranks, counted from 0. Choose one below."
@@ -262,9 +262,9 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def assumed_documents(config: Config) -> list[int] | None:
-    """Return the lengths of documents in every sample, where attention ends with them; None: it does not.
+    """Return the document lengths in every sample, if attention is limited to documents; otherwise None.
 
-    All are `data.synthetic_document_length` long, or an eighth of the sample where that is not given; the last may be shorter.
+    All are `data.synthetic_document_length` long, or an eighth of the sample if that is not given; the last may be shorter.
     """
     if config.data.attention == "across":
         return None
@@ -274,13 +274,13 @@ def assumed_documents(config: Config) -> list[int] | None:
 
 
 def assumed_rows(config: Config) -> list[list[int]]:
-    """Return the lengths of documents in each sample of a microbatch; without documents that end attention, a sample is one."""
+    """Return the document lengths in each sample of a microbatch; if attention crosses documents, a sample is one document."""
     lengths = assumed_documents(config)
     return [[config.model.seq_length] if lengths is None else lengths] * config.train.micro_batch_size
 
 
 def microbatches(engine: Engine) -> list[MicroBatch]:
-    """Make the microbatches of a step, all the same; with `data.attention: within`, of `assumed_documents`."""
+    """Build a step's microbatches, all equal; with `data.attention: within`, their documents are `assumed_documents`."""
     config, topology = engine.config, engine.topology
     b, device = engine.plan.micro_batch_size, topology.device
     rows = assumed_rows(config)
@@ -299,9 +299,9 @@ def microbatches(engine: Engine) -> list[MicroBatch]:
 
 
 def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch) -> tuple[Footprint, Recorder]:
-    """Run a whole step under the entered watch that the engine was built with, of real or fake tensors; return it and its parts.
+    """Run a whole step, on real or fake tensors, under the entered watch that the engine was built with; return it and its parts.
 
-    (Real sends end when the network is done, so parts of a real step need not be alike.)
+    (Real sends end when the network is done, so a real step's parts need not be alike.)
     """
     for buffer in engine.buffers.buffers:
         watch.label(buffer.parameters, "parameters")
@@ -340,7 +340,7 @@ def watch_step(engine: Engine, batches: Sequence[MicroBatch], watch: MemoryWatch
 
 
 def looking_at(engine: Engine, watch: MemoryWatch) -> AbstractContextManager[None]:
-    """Let the watch see what the engine's chunks save, and for whom operators work."""
+    """Let the watch see the tensors that the engine's chunks save, and the modules that operators work for."""
     modules, saving = [cast(nn.Module, chunk) for chunk in engine.chunks], {chunk.saved for chunk in engine.chunks}
     return watch.looking_at(modules, list(saving), HEAD_MODULES, PLACES)
 

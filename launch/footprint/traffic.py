@@ -1,4 +1,4 @@
-"""The rank of `triaxis footprint --measured`: two steps on random tokens; the ledger of the second against the formulas."""
+"""The rank for `triaxis footprint --measured`: two steps on random tokens; the second's ledger is compared with the formulas."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -22,7 +22,7 @@ Traffic = dict[Flow, Volume]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one rank; exit code 1 on every rank if any rank's ledger differs from what its config predicts."""
+    """Run one rank; the exit code is 1 on every rank if any rank's ledger differs from its config's prediction."""
     with join_run(argv) as rank:
         measured, expected = one_step(rank)
         world = rank.topology.axis("world")
@@ -33,14 +33,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
-    """Return the measured and the expected traffic of this rank in a training step."""
+    """Return this rank's measured and expected traffic in a training step."""
     config, topology = rank.resolved, rank.topology
     engine = build(config, topology, build_chunks)
     dataset = SyntheticDataset(config.train.seed, config.model.vocab_size, config.model.seq_length)
     with closing(open_batches(config, topology, dataset)) as batches:
         engine.train_step(batches.next_step(), config.optimizer.lr)
         losses = engine.forward_backward(batches.next_step())
-        # The update sums the load over all ranks.
+        # The update sums the load over all ranks, so this rank's own counts are copied first.
         chosen = None if engine.load is None else engine.load.counts.clone()
         engine.update(losses, config.optimizer.lr).wait()
     measured = measured_traffic(topology.ledger.posted)
@@ -49,7 +49,7 @@ def one_step(rank: Rank) -> tuple[Traffic, Traffic]:
 
 
 def choices_of_group(engine: Engine, chosen: torch.Tensor) -> Choices:
-    """Gather the choices of a step, int64 [layers, E] of this rank's tokens, from the ranks that share its experts."""
+    """Gather a step's choices, int64 [layers, E] from this rank's tokens, from the ranks that share its experts."""
     assert engine.load is not None, "a model with experts counts their load"
     of_ranks = engine.topology.axis("experts").all_gather(chosen.unsqueeze(0), "traffic").wait().tolist()
     return {layer: [rank[row] for rank in of_ranks] for row, layer in enumerate(engine.load.layers)}

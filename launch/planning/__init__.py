@@ -1,1 +1,1 @@
-"""The planner: legal layouts of a run on a cluster, by predicted step time and memory."""
+"""The planner: a run's legal layouts on a cluster, by predicted step time and memory."""

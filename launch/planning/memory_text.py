@@ -1,4 +1,4 @@
-"""Memory of ranks as coloured text: a bar per rank, a letter per kind of memory.
+"""Memory per rank as colored text: a bar per rank, a letter per kind of memory.
 
 pp 0  |ppppggggggggoooaaaaaaaaaaaaaaac.....|  67.6 GB
 """
@@ -11,14 +11,14 @@ from triaxis.launch.pictures.style import COLOURS
 from triaxis.models.predict.rank_memory import KINDS, Memory, Prediction
 
 COLUMNS = 48
-"""Width of a bar that stands for all usable memory of a device."""
+"""Width of a bar that represents a device's whole usable memory."""
 MOST_RANKS = 16
-"""Pipeline ranks with a line of their own; of more, the first and the last are shown."""
+"""Most pipeline ranks to show one by one; beyond that, only the first and the last ones are shown."""
 _FREE = "."
 
 
 def memory_bar(held: Memory, usable_bytes: int, columns: int = COLUMNS) -> Text:
-    """Draw what a rank holds; a letter, the first of its kind's name, is `usable_bytes / columns`."""
+    """Draw a rank's memory; each letter, the initial of its kind, stands for `usable_bytes / columns`."""
     bar, below = Text().append("|", style="dim"), 0
     for number, kind in enumerate(KINDS):
         start, below = below, below + getattr(held, kind)
@@ -29,7 +29,7 @@ def memory_bar(held: Memory, usable_bytes: int, columns: int = COLUMNS) -> Text:
 
 
 def memory_lines(memory: Prediction, usable_bytes: int) -> list[Text]:
-    """Draw a bar for each pipeline rank, and the meaning of the letters below them."""
+    """Draw a bar for each pipeline rank, and a legend for the letters below them."""
     lines = [
         Text.assemble(f"  pp {pp:<3} ", memory_bar(held, usable_bytes), f" {gigabytes(held.total):>9}")
         for pp, held in enumerate(memory.ranks)

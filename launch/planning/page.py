@@ -1,4 +1,4 @@
-"""A plan as one HTML file: Pareto plot, layouts, and of the chosen one time, memory, schedule and rank map."""
+"""A plan as one HTML file: Pareto plot, layouts, and the chosen layout's time, memory, schedule and rank map."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -20,28 +20,28 @@ from triaxis.models.predict.rank_memory import Memory, shown_kinds
 from triaxis.models.predict.step_time.estimate import COMPONENTS, SIMULATED_ROUNDS, Estimator
 
 MOST_ROWS = 24
-"""Rows of a chart with a bar per pipeline rank; of more, the page scrolls inside of it."""
+"""Rows in a chart with a bar per pipeline rank; a longer chart scrolls within the page."""
 MOST_REASONS = 20
-"""Layouts that do not fit, with their reasons."""
+"""Number of layouts that do not fit to list with their reasons."""
 MOST_ACTIONS = 250
-"""Actions of a rank in the picture of the schedule: narrower ones are stripes. One round is drawn always."""
+"""Actions per rank in the schedule picture: narrower ones would be stripes. One round is always drawn."""
 FAR = 0.25
-"""Share of the fastest step: layouts slower than the front by more are not in the plot, which they would flatten."""
+"""Share of the fastest step: layouts slower than the front by more than this are not plotted, since they would flatten it."""
 HEAD = ("", "s/step", "tokens/s/GPU", "TFLOP/s/GPU", "MFU", "memory", "bubble")
 GB = 1e9
 
 CHOSEN, FRONT, OTHER = "c0 large", "c1", "c7"
-"""Styles of dots, the most important first."""
+"""Dot styles, the most important first."""
 MEANINGS = {CHOSEN: "chosen: the fastest", FRONT: "no other is both faster and smaller", OTHER: "others"}
 
 
 def render(plan: Plan, name: str, budget: str = "") -> str:
-    """Render the page of a plan.
+    """Render a plan's page.
 
     Args:
-        plan: a finished search.
-        name: of the run, such as its config's path.
-        budget: the line about hours and cost of a number of tokens, or "".
+        plan: finished search.
+        name: the run's name, such as its config's path.
+        budget: line about the hours and cost for a number of tokens, or "".
     """
     best, cluster = plan.best, plan.cluster
     numbers = [
@@ -71,7 +71,7 @@ def render(plan: Plan, name: str, budget: str = "") -> str:
 
 
 def _pareto(plan: Plan) -> str:
-    """Draw each found layout at its memory and time, and the staircase of those that no other beats in both."""
+    """Draw each found layout at its memory and time, and the staircase of layouts that no other beats in both."""
     styles = {id(one): FRONT for one in plan.pareto} | {id(plan.best): CHOSEN}
     slowest = max(plan.pareto[-1].time.seconds, (1 + FAR) * plan.best.time.seconds)
     drawn = [(number, one) for number, one in enumerate(plan.found, 1) if one.time.seconds <= slowest]
@@ -85,7 +85,7 @@ def _pareto(plan: Plan) -> str:
         )
         for number, one in drawn
     ]
-    # The most important ones last, so that they lie on top.
+    # The most important dots last, so that they lie on top.
     order = list(MEANINGS)
     dots.sort(key=lambda dot: -order.index(dot.style))
     held = [dot.x for dot in dots]
@@ -140,7 +140,7 @@ def _front_key(one: Found, plan: Plan) -> str:
 
 
 def _time(plan: Plan) -> str:
-    """Draw the components of each pipeline rank's step, and compare those of the layouts on the front."""
+    """Draw each pipeline rank's step components, and compare those of the layouts on the front."""
     best = plan.best
     ranks = Estimator(plan.cluster, expert_load=plan.expert_load).simulated_ranks(best.config, best.sizes)
     rows = [(f"pp {pp}", _values(components)) for pp, components in enumerate(ranks)]
@@ -166,7 +166,7 @@ def _time(plan: Plan) -> str:
 
 
 def _memory(plan: Plan) -> str:
-    """Draw what each pipeline rank holds, by kind, against the memory of a device."""
+    """Draw each pipeline rank's memory, by kind, against a device's memory."""
     best, device = plan.best, plan.cluster.load_device()
     ranks = best.memory.ranks
     kinds = shown_kinds(ranks)
@@ -195,7 +195,7 @@ def _memory_table(ranks: Sequence[Memory]) -> str:
 
 
 def _schedule(plan: Plan) -> str:
-    """Draw the first rounds of the schedule in predicted seconds."""
+    """Draw the schedule's first rounds in predicted seconds."""
     best = plan.best
     config, sizes = best.config, best.sizes
     whole = batch_plan(config, sizes.dp).num_microbatches

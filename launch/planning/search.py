@@ -1,12 +1,12 @@
-"""The search for the fastest layout of a run on a cluster: legal, fitting, by predicted step time.
+"""The search for a run's fastest layout on a cluster: legal, fitting, by predicted step time.
 
     sizes x stages x sequence parallelism x micro batch x schedule  ->  rules  ->  closed form (models/predict/step_time)
     fastest first: what must be recomputed for it to fit?   ->  memory (models/predict/rank_memory.py), tens of milliseconds
-    the fastest that fit                                    ->  their schedules are simulated, and ordered by that
+    the fastest that fit                                    ->  their schedules are simulated and sorted by the simulated time
 
-Memory is predicted for few layouts. A layout waits in a heap with the time of its cheapest recomputation that may still do. The
-fastest of all is taken, and its memory predicted; if it does not fit, it goes back with the next recomputation. As recomputation
-takes time, what fits when it is taken is the next fastest of all, as if every memory had been predicted.
+Memory is predicted for few layouts. A layout waits in a heap, keyed by the time with its cheapest recomputation not yet ruled
+out. The fastest of all is popped, and its memory predicted; if it does not fit, it goes back with the next recomputation. Since
+recomputation takes time, a popped layout that fits is the next fastest of all, as if every memory had been predicted.
 """
 
 import heapq
@@ -45,17 +45,17 @@ from triaxis.models.predict.step_time.implementation import OURS, Implementation
 from triaxis.models.specs import num_parameters
 
 SIMULATED = 50
-"""The fastest by the closed form whose schedules are simulated."""
+"""Number of layouts, fastest by the closed form, whose schedules are simulated."""
 
 MOST_TOKENS = 65536
-"""Tokens of a microbatch on one rank; larger ones fill a GPU no better."""
+"""Largest microbatch per rank, in tokens; larger ones fill a GPU no better."""
 
 NEVER_FASTER = frozenset({"gpipe"})
-"""Schedules that wait as long as another and hold more: 1F1B holds p - r microbatches where GPipe holds all."""
+"""Schedules with the same waits as another one and more memory: 1F1B holds p - r microbatches and GPipe holds all."""
 
 
 Cut = Literal["auto"] | None
-"""Values of `parallel.layers_per_stage` that are tried."""
+"""Values of `parallel.layers_per_stage` to try."""
 
 CUTS: tuple[Cut, Cut] = (None, "auto")
 
@@ -68,9 +68,9 @@ class Found:
     """A layout that fits.
 
     Attributes:
-        config: the run in this layout, with what is recomputed.
-        time: predicted; simulated in a finished plan.
-        memory: of every pipeline rank.
+        config: run in this layout, with its recomputation.
+        time: predicted time; simulated in a finished plan.
+        memory: predicted memory of every pipeline rank.
     """
 
     config: Config
@@ -80,23 +80,23 @@ class Found:
 
     @property
     def tokens_per_second(self) -> float:
-        """Return the tokens of all devices in a second."""
+        """Tokens per second over all devices."""
         return self.config.train.global_batch_size * self.config.model.seq_length / self.time.seconds
 
     @property
     def model_tflops(self) -> float:
-        """Return the TFLOP/s of a device that the model needs, without what is recomputed
+        """Model TFLOP/s per device, excluding recomputation
         (`triaxis.engine.telemetry.record.flops`)."""
         return model_flops_per_token(self.config.model) * self.tokens_per_second / self.sizes.world_size / 1e12
 
     @property
     def layout(self) -> str:
-        """Return the layout in words, what is recomputed included."""
+        """Layout in words, including recomputation."""
         return describe(self.config, self.sizes)
 
     @property
     def cut(self) -> str:
-        """Return the layout in words, without what is recomputed."""
+        """Layout in words, excluding recomputation."""
         return describe_cut(self.config, self.sizes)
 
 
@@ -105,14 +105,14 @@ class Plan:
     """The outcome of a search.
 
     Attributes:
-        cluster: the devices that were asked for.
-        found: layouts that fit, by predicted step time; the fastest is first.
-        illegal: layouts by the field whose rule they break.
-        too_large: reasons of layouts that do not fit; `num_too_large` also counts those that others rule out.
-        num_legal: layouts whose time was predicted.
-        usable_bytes: of a device's memory, that a layout may be predicted to hold.
-        margin_bytes: of a device's memory, that stay free besides `MARGIN` of it.
-        expert_load: for which times and memory are predicted: rows of the slowest rank's experts over the mean.
+        cluster: requested devices.
+        usable_bytes: memory per device that a layout may be predicted to hold.
+        expert_load: assumed expert load: rows for the slowest rank's experts over the mean.
+        margin_bytes: memory per device that stays free besides `MARGIN`.
+        found: layouts that fit, by predicted step time, fastest first.
+        illegal: number of layouts by the field whose rule they break.
+        too_large: reasons for layouts that do not fit; `num_too_large` also counts layouts that others rule out.
+        num_legal: number of layouts whose time was predicted.
     """
 
     cluster: Cluster
@@ -130,20 +130,20 @@ class Plan:
         return self.found[0]
 
     def mfu(self, one: Found) -> float:
-        """Return the model FLOPs of a layout over the peak of the device in the run's dtype, 0 to 1."""
+        """Return a layout's model FLOPs over the device's peak in the run's dtype, 0 to 1."""
         peaks, dtype = self.cluster.load_device().peak_tflops, one.config.precision.dtype
         return one.model_tflops / peaks[dtype if dtype in peaks else "fp32"]
 
     @property
     def memory_line(self) -> str:
-        """Return how much of a device's memory a layout may hold, and what stays free."""
+        """How much of a device's memory a layout may hold, and how much stays free."""
         whole = round(self.cluster.load_device().memory_gb * GB)
         margin = f" and a margin of {gigabytes(self.margin_bytes)} (--margin)" if self.margin_bytes else ""
         return f"{gigabytes(self.usable_bytes)} of {gigabytes(whole)} may be filled: {MARGIN:.0%}{margin} stay free"
 
     @property
     def pareto(self) -> list[Found]:
-        """Return the layouts that no other beats in both speed and memory, the fastest first."""
+        """Layouts that no other beats in both speed and memory, fastest first."""
         kept: list[Found] = []
         for one in self.found:
             if not kept or one.memory.fullest.total < kept[-1].memory.fullest.total:
@@ -151,7 +151,7 @@ class Plan:
         return kept
 
     def slower_by(self, one: Found) -> str:
-        """Return by how much a layout is slower than the first, and the component that costs it most more; "" for the first."""
+        """Format how much slower a layout is than the first, and the component that adds most; "" for the first."""
         best = self.best
         more = one.time.seconds / best.time.seconds - 1
         names = one.time.components.keys() | best.time.components.keys()
@@ -161,16 +161,16 @@ class Plan:
 
 
 WORDS = "sp: sequence parallelism; mb: micro batch; balanced: parallel.layers_per_stage=auto"
-"""The meanings of the words of a layout that are no sizes."""
+"""Meanings of the words in a layout that are not sizes."""
 
 
 def describe(config: Config, sizes: ParallelSizes) -> str:
-    """Return a layout in words that tell it from all others of a search."""
+    """Format a layout in words that distinguish it from all others in a search."""
     return ", ".join([describe_cut(config, sizes), *([str(config.recompute)] if config.recompute.is_any else [])])
 
 
 def describe_cut(config: Config, sizes: ParallelSizes) -> str:
-    """Return a layout in words without what it recomputes; a schedule is named where `auto` is another one."""
+    """Format a layout in words, excluding its recomputation; a schedule is named if it is not the usual one."""
     words = [f"tp={sizes.tp}", f"cp={sizes.cp}" if sizes.cp > 1 else "", f"pp={sizes.pp}"]
     words += [f"vpp={sizes.vpp}" if sizes.vpp > 1 else ""]
     words += ["balanced" if config.parallel.layers_per_stage == "auto" else "", f"dp={sizes.dp}"]
@@ -182,7 +182,7 @@ def describe_cut(config: Config, sizes: ParallelSizes) -> str:
 
 
 def layouts(config: Config, cluster: Cluster, plan: Plan) -> Iterator[tuple[Config, ParallelSizes]]:
-    """Yield the run in every legal layout on all devices of a cluster, nothing recomputed; count the illegal ones."""
+    """Yield the run in every legal layout on all of a cluster's devices, nothing recomputed; count the illegal ones."""
     n, per_node = cluster.num_gpus, cluster.gpus_per_node
     train, memo = config.train, Memo()
     of_pp = {pp: list(_stages(config, pp, memo)) for pp in divisors(n, 1) if pp <= config.model.num_layers}
@@ -209,7 +209,7 @@ def layouts(config: Config, cluster: Cluster, plan: Plan) -> Iterator[tuple[Conf
 def _of_pipeline(
     config: Config, cluster: Cluster, whole: ParallelConfig, of_pipeline: Sequence[tuple[int, Stages]], plan: Plan
 ) -> Iterator[tuple[Config, ParallelSizes]]:
-    """Yield the legal ones of some micro batches and stages in a layout of tp, cp, pp and dp; count the illegal ones."""
+    """Yield the legal combinations of micro batch and stages for given tp, cp, pp and dp; count the illegal ones."""
     n, per_node, nothing = cluster.num_gpus, cluster.gpus_per_node, RecomputeConfig()
     runtime = config.runtime.model_copy(update={"ranks_per_node": per_node})
     for micro, (vpp, name, cut) in of_pipeline:
@@ -238,19 +238,19 @@ def search(
     margin_bytes: int = 0,
     measure: Measure = as_ours,
 ) -> Plan:
-    """Find the fastest layouts of a run on a cluster.
+    """Find a run's fastest layouts on a cluster.
 
     Args:
-        config: of the run; its `parallel`, `schedule.name`, `recompute` and `train.micro_batch_size` are replaced, the global batch
+        config: the run; its `parallel`, `schedule.name`, `recompute` and `train.micro_batch_size` are replaced, the global batch
             stays.
-        cluster: all of whose devices are used.
+        cluster: cluster whose devices are all used.
         simulated: number of layouts to find.
-        implementation: the software whose steps are timed; memory is this engine's.
-        expert_load, margin_bytes: as of `Plan`.
-        measure: measures an extension's parts in a layout; called for each that is the fastest left.
+        implementation: software whose steps are timed; memory is this engine's.
+        expert_load, margin_bytes: see `Plan`.
+        measure: function that measures an extension's parts in a layout; called for each layout popped as the fastest.
 
     Raises:
-        ConfigError: the margin leaves no memory, no layout is legal, or none fits; the one with the least memory is named.
+        ConfigError: the margin leaves no memory, no layout is legal, or none fits; names the one with the least memory.
     """
     estimator, load = Estimator(cluster, implementation, expert_load=expert_load), Fraction(expert_load)
     usable_bytes = floor(estimator.device.memory_gb * GB * (1 - MARGIN)) - margin_bytes
@@ -261,7 +261,7 @@ def search(
     order = count()
     memo: Memo = {}
     trials = list(layouts(config, cluster, plan))
-    # Near enough to order all layouts; each of the fastest is measured.
+    # Accurate enough to order all layouts; each of the fastest is then measured.
     costs = measure(*trials[0]) if trials else NO_COSTS
     waiting = [
         _Waiting(estimator.closed_form(trial, sizes, memo=memo), next(order), trial, sizes)
@@ -293,7 +293,7 @@ def search(
             plan.found.append(Found(fastest.config, fastest.sizes, fastest.time, memory))
             continue
         if memory is not None and fastest.choices is None:
-            # With everything recomputed it holds least: if that is too much, no choice between needs a look.
+            # Memory is least with everything recomputed: if that is too much, no choice between needs a check.
             memory = predict(fastest.most_recomputed(), fastest.sizes, memo=memo, load=load)
         may_fit = memory is not None and (fastest.choices is not None or memory.fullest.total <= plan.usable_bytes)
         if may_fit and (again := fastest.next_recomputed(estimator, memo)) is not None:
@@ -324,18 +324,18 @@ def search(
 
 
 class _RuledOut:
-    """Layouts that do not fit: the same with larger microbatches hold at least as much."""
+    """Layouts that do not fit: the same layout with larger microbatches holds at least as much."""
 
     def __init__(self) -> None:
         self._smallest: dict[tuple[object, ...], int] = {}
 
     def add(self, one: "_Waiting") -> None:
-        """Remember a layout that does not fit with everything recomputed."""
+        """Record a layout that does not fit even with everything recomputed."""
         size, key = one.config.train.micro_batch_size, self._key(one)
         self._smallest[key] = min(self._smallest.get(key, size), size)
 
     def holds(self, one: "_Waiting") -> bool:
-        """Return whether such a layout is known not to fit."""
+        """Whether such a layout is known not to fit."""
         size = one.config.train.micro_batch_size
         return size >= self._smallest.get(self._key(one), size + 1)
 
@@ -352,7 +352,7 @@ def _too_large(total: int, usable: int, memory: Prediction | None) -> str:
 
 @dataclass(slots=True)
 class _Waiting:
-    """A layout in the heap, with the recomputation that its time has."""
+    """A layout in the heap, with the recomputation that its time includes."""
 
     time: StepTime
     number: int
@@ -364,23 +364,23 @@ class _Waiting:
         return (self.time.seconds, self.number) < (other.time.seconds, other.number)
 
     def least_state(self, num_params: int, usable: int) -> int:
-        """Return the bytes of an even share of parameters, gradients and optimizer state if those alone are too many; else 0."""
+        """Return the bytes in an even share of parameters, gradients and optimizer state if they exceed `usable`; else 0."""
         element = 2 if self.config.precision.dtype in ("bf16", "fp16") else 4
         gradient = 2 if self.config.precision.gradients == "bf16" else 4
         sizes = self.sizes
-        # As if all were experts, or none was, whichever is less; every rank has a part of the optimizer's state.
+        # Assumes that all parameters are experts, or none, whichever is less; every rank has a part of the optimizer's state.
         numel = num_params // (max(sizes.tp, sizes.expert_ranks) * sizes.pp)
-        # Moments in 16 bits and split masters are the least that an optimizer can have.
+        # Moments in 16 bits and split masters are the smallest possible optimizer state.
         least = numel * (element + gradient) + num_params * 4 // sizes.world_size
         return least if least > usable else 0
 
     def most_recomputed(self) -> Config:
-        """Return the layout with all recomputed that can be."""
+        """Return the layout with everything recomputed that can be."""
         *_, most = candidates(self.config, self.sizes)
         return self.config.model_copy(update={"recompute": most})
 
     def next_recomputed(self, estimator: Estimator, memo: Memo) -> "_Waiting | None":
-        """Return the layout with the next choice of recomputation; None where there is none."""
+        """Return the layout with the next recomputation choice; None if none is left."""
         if self.choices is None:
             self.choices = candidates(self.config, self.sizes)
             next(self.choices)
@@ -394,7 +394,7 @@ class _Waiting:
 
 
 def _expert_cuts(config: Config, tp: int, others: int) -> list[tuple[int, int]]:
-    """List (ep, etp) that fill the ranks of a stage, tp x others, with whole sets of experts; (1, 1) without experts."""
+    """List (ep, etp) that fill a stage's ranks, tp x others, with whole sets of experts; (1, 1) for a dense model."""
     moe = config.model.moe
     if moe is None:
         return [(1, 1)]
@@ -403,15 +403,15 @@ def _expert_cuts(config: Config, tp: int, others: int) -> list[tuple[int, int]]:
 
 
 def _micro_batches(config: Config, dp: int, cp: int) -> list[int]:
-    """List the micro batches that divide a pipeline's samples and hold at most `MOST_TOKENS`."""
+    """List the micro batch sizes that divide a pipeline's samples and hold at most `MOST_TOKENS`."""
     most = max(1, MOST_TOKENS * cp // config.model.seq_length)
     return [size for size in divisors(config.train.global_batch_size // dp, 1) if size <= most]
 
 
 def _stages(config: Config, pp: int, memo: Memo) -> Iterator[Stages]:
-    """Yield (vpp, schedule, layers per stage) of a pipeline; one rank has no choice.
+    """Yield (vpp, schedule, layers per stage) for a pipeline; with one rank there is no choice.
 
-    More chunks are left out where fewer have no busier rank and no deeper chunk: no slot would be shorter, and there would be more.
+    A larger vpp is skipped if a smaller one has no busier rank and no deeper chunk. It would add slots and shorten none.
     """
     if pp == 1:
         yield 1, "auto", None
@@ -435,7 +435,7 @@ def _stages(config: Config, pp: int, memo: Memo) -> Iterator[Stages]:
 
 
 def _counts(config: Config, pp: int, vpp: int, name: str, cut: Cut, memo: Memo) -> tuple[int, ...]:
-    """Return the layers of each stage of a pipeline."""
+    """Count the layers in each of a pipeline's stages."""
     parallel = config.parallel.model_copy(update={"pp": pp, "vpp": vpp, "layers_per_stage": cut})
     schedule = config.schedule.model_copy(update={"name": name})
     trial = config.model_copy(update={"parallel": parallel, "schedule": schedule})

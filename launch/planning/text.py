@@ -1,4 +1,4 @@
-"""A plan as text: what was asked, the answer, and a row per layout; at most `PIPE_WIDTH` columns in a pipe."""
+"""A plan as text: the request, the answer, and a row per layout; at most `PIPE_WIDTH` columns in a pipe."""
 
 from collections.abc import Sequence
 
@@ -12,15 +12,15 @@ from triaxis.launch.planning.memory_text import memory_bar, memory_lines
 from triaxis.launch.planning.search import WORDS, Found, Plan
 
 PIPE_WIDTH = 100
-"""Columns where the output is no terminal."""
+"""Columns if the output is not a terminal."""
 
 MOST_REASONS = 3
-"""Layouts that do not fit, with their reasons."""
+"""Number of layouts that do not fit to list with their reasons."""
 
 
 def plan_console() -> Console:
-    """Return a console that folds what is too long, and cuts nothing."""
-    # Names of recomputed parts stand in brackets, which would be markup.
+    """Create a console that folds long lines and truncates nothing."""
+    # Names of recomputed parts are in brackets, which rich would read as markup.
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
@@ -31,8 +31,10 @@ def show(console: Console, plan: Plan, name: str, top: int) -> None:
     """Print a plan.
 
     Args:
-        name: of the run, such as its config's path.
-        top: layouts to list.
+        console: console to print on.
+        plan: finished search.
+        name: the run's name, such as its config's path.
+        top: number of layouts to list.
     """
     best, cluster, found = plan.best, plan.cluster, plan.found[:top]
     again = _marks([*found, *plan.pareto])
@@ -68,7 +70,7 @@ def show(console: Console, plan: Plan, name: str, top: int) -> None:
 
 
 def as_json(plan: Plan, top: int) -> dict[str, object]:
-    """Return the layouts of a plan for scripts, the fastest first; seconds of a step, bytes of the fullest GPU."""
+    """Convert a plan to JSON for scripts, fastest layout first; step time in seconds, the fullest GPU's memory in bytes."""
     layouts = [
         {
             "layout": one.layout,
@@ -86,7 +88,7 @@ def as_json(plan: Plan, top: int) -> dict[str, object]:
 
 
 def _marks(found: Sequence[Found]) -> dict[str, str]:
-    """Return a mark for each choice of recomputation, in the order in which they come."""
+    """Assign a mark to each recomputation choice, in order of appearance."""
     choices = dict.fromkeys(str(one.config.recompute) for one in found if one.config.recompute.is_any)
     return {choice: f"r{number}" for number, choice in enumerate(choices, start=1)}
 

@@ -1,1 +1,1 @@
-"""One rank of a training run, put together."""
+"""One rank of a training run, assembled from its parts."""

@@ -1,7 +1,7 @@
-"""What all ranks of a run must have alike, compared before the first step: else they would train different models in silence.
+"""Facts that all ranks of a run must share, compared before the first step: otherwise ranks could silently train different models.
 
-every rank             the configuration, but for places on its node
-first rank of a node   sources of the package, versions of torch and of kernels; of training also corpora and tokenizer
+every rank             the configuration, except paths on its node
+first rank of a node   package sources, versions of torch and kernel packages; when training also corpora and tokenizer
 """
 
 import hashlib
@@ -26,22 +26,22 @@ from triaxis.engine.program import ROOT
 from triaxis.engine.storage.redaction import tree_without_secrets
 
 PACKAGES = ("torch", "triton", "transformer-engine", "apex")
-"""What computes a step."""
+"""Packages that compute a step."""
 
 PRODUCT = ("engine", "models", "launch")
 NODE_FIELDS = ("data.cache_dir", "data.tokenizer", "model.extension.source", "runtime.runs_dir")
-"""Places that may differ from node to node; the tokenizer, the corpora and an extension are compared by their content."""
+"""Paths that may differ between nodes; the tokenizer, the corpora and an extension are compared by content."""
 
 MOST_CHARACTERS = 200
-"""Of a value in the message."""
+"""Longest value shown in the message, in characters."""
 
 
 def agree(config: Config, environment: RankEnvironment, *, trains: bool) -> None:
-    """Compare configuration, code and data of all ranks; every rank calls it after `start`.
+    """Compare all ranks' configuration, code and data; every rank calls it after `start`.
 
     Args:
-        config: as it was read, with all its phases.
-        trains: the ranks read corpora.
+        config: configuration as read, with all its phases.
+        trains: whether the ranks read corpora.
 
     Raises:
         TopologyError: on every rank: the first difference, both values and both nodes.
@@ -51,7 +51,7 @@ def agree(config: Config, environment: RankEnvironment, *, trains: bool) -> None
         return
     store = run_store("agreement")
     own = _config_facts(config)
-    # Two launchers of one host may have a checkout each, so a node is named by its first rank.
+    # Two launchers on one host may each have a checkout, so a node is named by its first rank.
     first = environment.rank - environment.local_rank
     node = f"node/{first}"
     if environment.local_rank == 0:
@@ -67,7 +67,7 @@ def agree(config: Config, environment: RankEnvironment, *, trains: bool) -> None
 
 
 def first_difference(ours: Facts, theirs: Facts, rank: int) -> str:
-    """Return the message on the first difference between rank 0 and another rank."""
+    """Format the message about the first difference between rank 0 and another rank."""
     here, there = dict(_facts(ours)), dict(_facts(theirs))
     different = [key for key in {**here, **there} if here.get(key) != there.get(key)]
     if not different:
@@ -96,7 +96,7 @@ def _shown(value: object) -> str:
 
 
 def _config_facts(config: Config) -> dict[str, Any]:
-    """Return the fields of the configuration by dotted name; a corpus without its path."""
+    """Return the configuration's fields by dotted name; a corpus is reduced to its weight."""
     tree = tree_without_secrets(config.model_dump(mode="json"))
     for place in (tree["data"], *tree["phases"]):
         for key in ("train", "valid", "data.train"):
@@ -106,7 +106,7 @@ def _config_facts(config: Config) -> dict[str, Any]:
 
 
 def _node_facts(config: Config, *, trains: bool) -> dict[str, Any]:
-    """Return digests of the package's files, versions, and of what the run reads."""
+    """Return digests of the package's files, package versions, and identities of the data that the run reads."""
     files = sorted(path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py"))
     facts = {f"the source {path.relative_to(ROOT)}": hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     for name in PACKAGES:
@@ -123,7 +123,7 @@ def _node_facts(config: Config, *, trains: bool) -> dict[str, Any]:
 
 
 def _read(identity: Callable[[str], str], name: str) -> str:
-    """Return an identity, or what is wrong: a node that cannot read what others can is named with both."""
+    """Return an identity or the error as text, so the message names a node that cannot read what others can."""
     try:
         return identity(name)
     except DataError as error:

@@ -1,4 +1,4 @@
-"""Facts about a run for its banner and its end: layout, device, kernels, parameters, its corpus's entropies."""
+"""Facts about a run for its banner and its end: layout, device, kernels, parameters, and the corpus entropies."""
 
 from dataclasses import dataclass
 
@@ -21,7 +21,7 @@ from triaxis.models.predict.rank_memory import predict
 
 
 def count_parameters(engine: Engine) -> dict[str, int]:
-    """Count parameters by module, on all ranks."""
+    """Count parameters by module over all ranks."""
     topology = engine.topology
     axes = {name: topology.optional_axis(name) for name in ("tp", "kv_replicas", "ends")}
     shares = local_counts(
@@ -46,7 +46,7 @@ class RunDescription:
 
 
 def describe(engine: Engine) -> RunDescription:
-    """Describe layout, schedule and device of a built engine."""
+    """Describe a built engine's layout, schedule and device."""
     topology, config = engine.topology, engine.config
     grid, schedule = topology.grid, schedules.title(config)
     ranks = f"{counted(grid.world_size, 'rank')} on {counted(grid.num_nodes, 'node')}"
@@ -74,11 +74,11 @@ def describe(engine: Engine) -> RunDescription:
 
 
 def predicted_memory_line(engine: Engine, held_before: int) -> str:
-    """Format the predicted memory of the fullest rank: beside the memory of its GPU, or what a process holds without it.
+    """Format the fullest rank's predicted memory, with its GPU's memory or, on a CPU, with what each process holds without it.
 
     Args:
-        engine: of this rank.
-        held_before: bytes that this process has used at most before the model was built (`peak_memory_bytes`).
+        engine: this rank's engine.
+        held_before: this process's peak memory before the model was built, in bytes (`peak_memory_bytes`).
     """
     topology = engine.topology
     on_gpu = topology.device.type == "cuda"
@@ -89,10 +89,10 @@ def predicted_memory_line(engine: Engine, held_before: int) -> str:
 
 
 def measured_memory(engine: Engine, held_before: int) -> str:
-    """Format the most memory that this rank has used, beside the prediction of the same; arguments as of `predicted_memory_line`.
+    """Format this rank's peak memory next to its prediction; arguments as in `predicted_memory_line`.
 
-    A GPU's allocator counts tensors, as the prediction does. The system counts all that is resident of a process, so there the
-    prediction is of tensors on top of what the process held before its model was built.
+    A GPU's allocator counts tensors, as the prediction does. On a CPU the system counts all of a process's resident memory. The
+    prediction then adds the tensors to the memory held before the model was built.
     """
     topology = engine.topology
     measured = gigabytes(peak_memory_bytes(topology.device))
@@ -107,7 +107,7 @@ def measured_memory(engine: Engine, held_before: int) -> str:
 
 
 def corpus_entropies(config: Config) -> dict[str, float]:
-    """Return what simpler models of the training corpus reach, in nats per token; the first corpus represents a blend."""
+    """Return the loss of simpler models on the training corpus, in nats per token; the first corpus represents a blend."""
     if config.data.synthetic:
         return {}
     measured = entropies(open_corpus(config.data.train[0].path, config.model.own), config.model.vocab_size)

@@ -1,4 +1,4 @@
-"""The batches of a rank, from the config, the rank's place and a dataset."""
+"""A rank's batches, from the config, the rank's coordinates and a dataset."""
 
 from triaxis.engine.comm.topology import Topology
 from triaxis.engine.config.tree import Config
@@ -11,7 +11,7 @@ from triaxis.engine.data.skipped import SkippedRanges
 
 
 def run_documents(config: Config, topology: Topology, source: SampleSource) -> DocumentStatistics | None:
-    """Return the statistics of a run's documents, equal on every rank; None where tokens attend across documents."""
+    """Measure a run's document statistics, equal on every rank; None if tokens attend across documents."""
     if config.data.attention == "across":
         return None
     return measure_documents(
@@ -32,14 +32,14 @@ def open_batches(
     *,
     weighs: bool = True,
 ) -> Batches:
-    """Open this rank's batches of a dataset at the first sample that is not consumed; an extension's loss weighs the labels."""
+    """Open this rank's batches at the first sample that is not consumed; an extension's loss may weigh the labels."""
     at = topology.coordinates
     return Batches(
         dataset,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
         dp=topology.sizes.dp,
-        # The cp ranks of a replica read the same samples.
+        # The cp ranks within a replica read the same samples.
         dp_rank=at.dp,
         consumed_samples=consumed_samples,
         device=topology.device,

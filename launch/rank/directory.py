@@ -1,4 +1,4 @@
-"""The ranks of a run agree on its directory: which attempt this is, whether the run is finished already, and when it begins."""
+"""Agreement among a run's ranks on its directory: the attempt's number, whether the run is already finished, and when it begins."""
 
 import os
 
@@ -11,17 +11,17 @@ from triaxis.launch.start.process.failure import ExplainedError, code_of
 
 
 def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start: bool) -> RunDirectory:
-    """Open the run directory: rank 0 decides, the others follow. Every rank calls it.
+    """Open the run directory: rank 0 decides and the others follow. Every rank calls it.
 
     Args:
-        stem: of the config's file, after which a run without a name is named.
-        from_scratch: whether a run that has saved checkpoints shall start at step 0 again.
-        is_first_start: whether this command was not started before. A restarted job goes on from what it has saved since, so
-            `from_scratch` counts then only where no attempt has begun after it was asked for.
+        stem: stem of the config's file name, which names an unnamed run.
+        from_scratch: whether a run with saved checkpoints should start at step 0 again.
+        is_first_start: whether this command was not started before. A restarted job continues from its own checkpoints, so
+            `from_scratch` then counts only if no attempt has begun since it was asked for.
 
     Raises:
-        TriaxisError: why rank 0 could not, on rank 0; on every rank, which of them cannot write their logs.
-        ExplainedError: rank 0 could not, on the others.
+        TriaxisError: rank 0 could not open it (on rank 0), or some ranks cannot write their logs (on every rank).
+        ExplainedError: rank 0 could not open it (on the other ranks).
     """
     config, world = rank.config, rank.topology.axis("world")
     name = run_name(config, stem, os.environ)
@@ -34,7 +34,7 @@ def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start:
             starts_over = joined.starts_over(from_scratch=from_scratch, is_first_start=is_first_start)
             directory = RunDirectory.create(config, config.runtime.runs_dir, name, from_scratch=starts_over)
             attempt, finished = float(directory.attempt), float(directory.finished is not None)
-        except Exception as refused:  # also a bug of ours: the others must not wait for it
+        except Exception as refused:  # even for a bug of ours: the others must not wait for it
             error, code = refused, float(code_of(refused))
     attempt, finished, code = world.sum_values([attempt, finished, code], rank.topology.device, "run directory")
     if error is not None:
@@ -50,10 +50,10 @@ def open_directory(rank: Rank, stem: str, *, from_scratch: bool, is_first_start:
 
 
 def begin_attempt(rank: Rank, directory: RunDirectory) -> None:
-    """Make this attempt that of the directory, on rank 0; every rank calls it once it has loaded what it begins with.
+    """Record this attempt in the directory, on rank 0; every rank calls it once its starting state is loaded.
 
     Raises:
-        StorageError: rank 0 cannot write there; on every rank.
+        StorageError: rank 0 cannot write there; raised on every rank.
     """
     problem, is_passing = "", False
     if rank.number == 0:
@@ -72,10 +72,10 @@ _ACCESS = "Give access to it, or name another folder by runtime.runs_dir."
 
 
 def _try_logs(rank: Rank, directory: RunDirectory) -> None:
-    """Make the folder of the logs on every node, and refuse the run where a rank cannot write its own.
+    """Create the log folder on every node, and refuse the run if a rank cannot write its own log.
 
     Raises:
-        TriaxisError: on every rank, naming those that cannot.
+        TriaxisError: raised on every rank, naming those that cannot.
     """
     path, problem = directory.rank_log(rank.number), ""
     try:

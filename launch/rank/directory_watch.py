@@ -1,11 +1,11 @@
-"""A watch over the run directory on rank 0: removed or moved under a live run, it is made again, and that is reported once.
+"""A watch over the run directory on rank 0: if it is removed or moved during the run, it is recreated, with one report.
 
     removed    rm -r runs/demo            earlier metrics, events, logs and checkpoints are lost
     moved      mv runs/demo runs/old      they are in the moved folder
 
-Either way the lock went with the folder, and a second start of the run would write in the same place. So the locks are taken again,
-config.yaml is written, and metrics, events, logs and checkpoints go on in a new folder of the old name. Logs of a node that
-shares no folder with rank 0 do not. Another run that has taken the place since keeps it: this one ends.
+Either way the lock went with the folder, and a second start of the run would write to the same path. So the locks are taken again,
+config.yaml is rewritten, and metrics, events, logs and checkpoints continue in a new folder with the old name. Logs on a node that
+shares no folder with rank 0 do not. If another run has taken the path since, it keeps it and this run ends.
 """
 
 import time
@@ -16,16 +16,16 @@ from triaxis.engine.run.step_parts import StepPart, StepWatcher
 from triaxis.engine.telemetry.outlets.hub import Telemetry
 
 LOOK_SECONDS = 1.0
-"""Time between two looks, each of two calls of stat."""
+"""Time between two checks, each of which costs two stat calls."""
 
 
 class DirectoryWatch(StepWatcher):
-    """A watcher of steps that looks after the run directory.
+    """A step watcher that checks the run directory.
 
     Args:
-        directory: of the run, in which this attempt has begun.
-        telemetry: reports a loss; its files are opened again.
-        clock: returns seconds.
+        directory: run directory in which this attempt has begun.
+        telemetry: telemetry that reports a loss and whose files are reopened.
+        clock: function that returns seconds.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class DirectoryWatch(StepWatcher):
         self._num_said = 0
 
     def enter(self, part: StepPart) -> None:
-        """Look at the directory, at most once in `LOOK_SECONDS`.
+        """Check the directory, at most once per `LOOK_SECONDS`.
 
         Raises:
-            TriaxisError: the directory was removed, and another run is alive in its place.
+            TriaxisError: the directory was removed, and another live run has taken its path.
         """
         if self._clock() < self._next_look_seconds:
             return

@@ -1,8 +1,8 @@
-"""The orders of the first epochs, built before the ranks meet: groups would time out, and a watch would see ranks stand still.
+"""Sample orders for the first epochs, built before the ranks meet: otherwise groups would time out, and ranks would seem to hang.
 
-before any group     the first process of each node builds, the others wait for its lock; progress on standard error
-in the run           a later epoch, ahead in the background (`engine/data/samples.py`); where the epoch begins before it is done,
-                     the heartbeat says that the rank builds (`engine/resilience/hang`)
+before any group     the first process on each node builds, the others wait for its lock; progress on standard error
+in the run           a later epoch, ahead in the background (`engine/data/samples.py`); if the epoch begins before it is done,
+                     the heartbeat shows that the rank builds (`engine/resilience/hang`)
 """
 
 import sys
@@ -25,13 +25,13 @@ SAY_AGAIN_SECONDS = 10.0
 
 
 class OrderProgress(Progress):
-    """The progress of a build: lines of the process that builds, and beats of this rank once it has a heartbeat.
+    """Progress reports for a build: lines from the process that builds, and beats from this rank once it has a heartbeat.
 
     Args:
-        clock: returns seconds.
+        clock: function that returns seconds.
 
     Attributes:
-        heartbeat: of this rank; None: no watch looks at it yet.
+        heartbeat: this rank's heartbeat; None: no watch follows it yet.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,7 +56,7 @@ class OrderProgress(Progress):
             self.heartbeat.builds()
 
     def waits(self, path: Path) -> None:
-        """Beat only where the other process has made a piece: one that hangs is to be seen."""
+        """Beat only if the other process has finished a piece, so that a process that hangs is noticed."""
         if (done := pieces_done(path)) != self._others_done:
             self._others_done = done
             self.hashes(path)
@@ -68,11 +68,11 @@ class OrderProgress(Progress):
 
 
 class FirstOrders:
-    """The datasets of a run, opened before its ranks meet, with the orders of the epochs that they read first.
+    """A run's datasets and the orders of their first epochs, opened before the ranks meet.
 
     Args:
-        stem: of the config's file, after which a run without a name is named.
-        from_scratch, is_first_start: as in `triaxis.launch.rank.directory.open_directory`.
+        stem: stem of the config's file name, which names an unnamed run.
+        from_scratch, is_first_start: see `triaxis.launch.rank.directory.open_directory`.
     """
 
     def __init__(self, stem: str, *, from_scratch: bool, is_first_start: bool) -> None:
@@ -81,7 +81,7 @@ class FirstOrders:
         self._opened: tuple[Config, Datasets] | None = None
 
     def build(self, config: Config) -> None:
-        """Build what is missing. What is wrong is reported after the ranks have met, where they name the node that differs."""
+        """Build missing orders. Errors are reported after the ranks have met, when they can name the node that differs."""
         try:
             newest = to_go_on_with(
                 config, self._stem, from_scratch=self._from_scratch, is_first_start=self._is_first_start
@@ -97,10 +97,10 @@ class FirstOrders:
         self._opened = config, datasets
 
     def datasets(self, config: Config) -> Datasets:
-        """Return the datasets of the run in the phase of `config`.
+        """Return the run's datasets for the phase in `config`.
 
         Raises:
-            DataError: a corpus is missing, damaged, too small for its split or of another vocabulary.
+            DataError: a corpus is missing, damaged, too small for its split, or has another vocabulary.
         """
         if self._opened is not None and self._opened[0] == config:
             return self._opened[1]

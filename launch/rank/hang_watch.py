@@ -1,4 +1,4 @@
-"""A rank's heartbeat and the thread that watches it, put together for a training run (`engine/resilience/hang/watch.py`)."""
+"""A rank's heartbeat and the thread that watches it, assembled for a training run (`engine/resilience/hang/watch.py`)."""
 
 import sys
 
@@ -15,7 +15,6 @@ from triaxis.launch.start.process.failure import where
 
 
 def open_heartbeat(rank: int, directory: RunDirectory) -> Heartbeat:
-    """Open the heartbeat of this rank."""
     heartbeat = Heartbeat(folders_of(directory.path), rank, directory.attempt)
     for reason in heartbeat.passed_over:
         print(f"rank {rank}: the heartbeat is in {heartbeat.path.parent} instead of {reason}", file=sys.stderr)
@@ -23,7 +22,7 @@ def open_heartbeat(rank: int, directory: RunDirectory) -> Heartbeat:
 
 
 def open_hang_watch(engine: Engine, heartbeat: Heartbeat, directory: RunDirectory, telemetry: Telemetry) -> HangWatch:
-    """Make the watch over this rank's heartbeat; it is to be started."""
+    """Build the watch over this rank's heartbeat; the caller starts it."""
     topology, rank, model = engine.topology, engine.topology.rank, engine.config.model
     groups = axis_groups(topology.grid, model.kv_heads, has_experts=model.has_experts)
     layout = RunLayout(
@@ -45,7 +44,7 @@ def open_hang_watch(engine: Engine, heartbeat: Heartbeat, directory: RunDirector
     has_gpu = topology.device.type == "cuda"
 
     def place(number: int, pid: int) -> str:
-        """Return the place of a rank of this node; each has the GPU of its number there."""
+        """Describe a rank's place on this node; GPU indices follow the rank numbers."""
         apart = number - rank
         return where(topology.device.index + apart if has_gpu and topology.device.index is not None else None, pid)
 

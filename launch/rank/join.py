@@ -1,4 +1,4 @@
-"""One rank joins a run: config, process group, topology. Shared by all workers that a launcher starts."""
+"""The start of one rank: config, process group and topology, shared by all workers that a launcher starts."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +24,11 @@ from triaxis.models.run_rules import RULES_OF_A_RUN
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One rank of a run, connected.
+    """One connected rank of a run.
 
     Attributes:
-        config: as it was read, in the phase that this rank trains.
-        resolved: `config` without an `auto` of recomputation; engines are built from it.
+        config: configuration as read, in the phase that this rank trains.
+        resolved: `config` with every `auto` in recomputation resolved; engines are built from it.
     """
 
     config: Config
@@ -42,12 +42,12 @@ class Rank:
 
 
 def read_config(argv: Sequence[str], environment: RankEnvironment, *, trains: bool = False) -> Config:
-    """Read `[config.yaml, section.key=value ...]` for the world of this rank.
+    """Read `[config.yaml, section.key=value ...]` for this rank's world.
 
     Args:
-        argv: the words.
-        environment: of this rank.
-        trains: the rank trains this configuration, so its predicted memory must fit. (torchrun's launcher has checked that.)
+        argv: config path and overrides.
+        environment: this rank's environment.
+        trains: whether the rank trains, so that its predicted memory must fit. (torchrun's launcher has checked that.)
 
     Raises:
         ConfigError: all problems at once, before any process group exists.
@@ -73,15 +73,15 @@ def join_run(
     before: Callable[[Config], None] = lambda config: None,
     measure: Measure = as_ours,
 ) -> Iterator[Rank]:
-    """Read the configuration of a worker from its words, and join its run; arguments and errors are those of `read_config`.
+    """Read a worker's configuration from its words, and join its run; raises the errors of `read_config`.
 
-    A rank that torchrun has started ends with its launcher. One that trains resolves the run's tokenizer (`with_tokenizer`).
+    A rank that torchrun started ends with its launcher. A rank that trains resolves the run's tokenizer (`with_tokenizer`).
 
     Args:
-        words: of the worker.
-        trains: as in `read_config`.
-        choose_phase, measure: as in `join`.
-        before: called with the configuration before any rank waits for another one; it may take long.
+        words: the worker's words, config path first.
+        trains: see `read_config`.
+        choose_phase, measure: see `join`.
+        before: called with the configuration before any rank waits for another; it may take long.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -105,14 +105,14 @@ def join(
 ) -> Iterator[Rank]:
     """Join the process group and build the topology; leave both after success.
 
-    A recomputation that cannot fit is refused before any rank connects, in every phase of the run.
+    Recomputation that cannot fit is refused before any rank connects, in every phase of the run.
 
     Args:
-        choose_phase: returns the config in the phase that the ranks train, the same on every rank; None: the config is of it.
-        measure: measures an extension's parts in a phase, before any rank connects.
+        choose_phase: function that returns the config for the phase to train, equal on every rank; None: `config` already is.
+        measure: function that measures an extension's parts in a phase, before any rank connects.
 
-    After an exception neither is left, because destroying a NCCL communicator waits for sends and receives that no peer will
-    meet any more: the process has to end (`triaxis.launch.start.process.ending.run_rank`).
+    After an exception neither is left: destroying an NCCL communicator would wait for sends and receives that no peer will
+    ever match. The process has to end (`triaxis.launch.start.process.ending.run_rank`).
     """
     phases = [at_phase(config, phase["name"]) for phase in config.phases] if choose_phase else []
     costs = {}

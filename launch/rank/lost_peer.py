@@ -1,8 +1,8 @@
-"""The message of a rank whose peer has gone: one line with places and the next action; the traceback is in its log alone.
+"""The error message when a rank's peer is gone: one line with places and the next action; only the log has the traceback.
 
-rank 0 (node1, pid 4711, GPU 0) lost rank 2 (node 1) in the recv over pp_forward: Connection closed by peer. ...
+    rank 0 (node1, pid 4711, GPU 0) lost rank 2 (node 1) in the recv over pp_forward: Connection closed by peer. ...
 
-A broken connection is no bug of this rank. The launcher, or the output of the lost rank, has the first cause.
+A broken connection is not a bug in this rank. The launcher's or the lost rank's output has the first cause.
 """
 
 import re
@@ -25,26 +25,26 @@ _LOST = re.compile(
     rf"(?: {_ADDRESS})?",
     re.IGNORECASE,
 )
-"""Words of gloo, NCCL and torch's store on a peer that has gone or does not answer, and gloo's address of it.
+"""Words in gloo's, NCCL's and the torch store's errors about a peer that is gone or does not answer, and gloo's address for it.
 
-It is behind the words where the peer's end was closed, and before them where unread bytes made a reset of that.
+The address follows the words if the peer's end was closed, and precedes them if unread bytes turned that into a reset.
 """
 
 _SHOWN = 4
-"""Ranks of a collective that are named one by one."""
+"""Ranks of a collective to name one by one."""
 
 
 @contextmanager
 def naming_lost_peers(
     topology: Topology, heartbeat: Heartbeat, log: TextIO, next_action: Callable[[], str]
 ) -> Iterator[None]:
-    """Turn a connection that breaks inside into an error for people, and write its traceback to the log.
+    """Turn a connection failure inside the block into a readable error, and write its traceback to the log.
 
     Args:
-        topology: of this rank.
-        heartbeat: of this rank; it has the call that it waits for.
+        topology: this rank's topology.
+        heartbeat: this rank's heartbeat, which has the call that it waits for.
         log: the rank's log file.
-        next_action: returns what to do now, in a clause.
+        next_action: function that returns the next action, as a clause.
 
     Raises:
         PeerLostError: instead of the backend's error.
@@ -64,7 +64,7 @@ def naming_lost_peers(
 
 
 def lost(beat: Beat, topology: Topology) -> str:
-    """Return who was lost and in which call, from the call that a rank waits for."""
+    """Describe the lost peers and the call, from the call that a rank waits for."""
     if not beat.op:  # a post: nobody waits yet
         return "a peer"
     axis = topology.optional_axis(beat.axis)

@@ -1,14 +1,14 @@
-"""Errors that mean that memory has run out, and which memory it was: one list for every library that allocates.
+"""Out-of-memory errors and the memory that ran out: one list for every library that allocates.
 
-    torch's allocator of a GPU     torch.OutOfMemoryError
-    torch, pinned memory           CUDA error: out of memory (the allocator of the GPU has its own error, above)
+    torch's GPU allocator          torch.OutOfMemoryError
+    torch, pinned memory           CUDA error: out of memory (the GPU allocator has its own error, above)
     CUDA's driver API, Triton      CUDA driver error: out of memory; Triton Error [CUDA]: out of memory
     cuBLAS, cuSOLVER, cuDNN        CUBLAS_STATUS_ALLOC_FAILED and the like
-    NCCL                           DistBackendError with the line of NCCL that failed at its end
+    NCCL                           DistBackendError that ends with NCCL's failed line
     torch, host memory             DefaultCPUAllocator: can't allocate memory
-    Python                         MemoryError; OSError ENOMEM of mmap and fork
+    Python                         MemoryError; OSError ENOMEM from mmap and fork
 
-The words of NCCL, cuDNN, cuBLAS and torch are those in the binaries of NCCL 2.29.7, cuDNN 9.20, cuBLAS 13 and torch 2.13.
+The NCCL, cuDNN, cuBLAS and torch texts come from the binaries of NCCL 2.29.7, cuDNN 9.20, cuBLAS 13 and torch 2.13.
 """
 
 import errno
@@ -19,7 +19,7 @@ import torch
 
 
 class MemoryPlace(StrEnum):
-    """Kinds of memory, in the words of a message."""
+    """Kinds of memory, as a message words them."""
 
     GPU = "GPU memory"
     PINNED = "pinned host memory"
@@ -44,11 +44,11 @@ _WORDS: tuple[tuple[str, MemoryPlace], ...] = (
     ),
     (r"DefaultCPUAllocator", MemoryPlace.HOST),
 )
-"""Words of a RuntimeError's message, and the memory that was asked for. NCCL's shared memory segments are host memory."""
+"""Patterns for a RuntimeError's message, and the memory that was requested. NCCL's shared memory segments are host memory."""
 
 
 def exhausted(error: BaseException) -> MemoryPlace | None:
-    """Return the memory that has run out, None where the error is of another kind."""
+    """Return the memory that ran out; None if the error has another cause."""
     if isinstance(error, torch.OutOfMemoryError):
         return MemoryPlace.GPU
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):

@@ -1,6 +1,6 @@
-"""A snapshot of torch's allocator on a GPU, block by block, written when a rank runs out of memory.
+"""A snapshot of torch's GPU allocator, block by block, written when a rank runs out of memory.
 
-Such a file is looked at in https://pytorch.org/memory_viz; torch writes it as a pickle, and nothing here reads it.
+Open the file in https://pytorch.org/memory_viz; torch writes it as a pickle, and nothing here reads it.
 """
 
 from collections.abc import Callable
@@ -13,24 +13,24 @@ from triaxis.engine.run.directory import RunDirectory
 from triaxis.launch.rank.join import Rank
 
 HISTORY_ENTRIES = 100_000
-"""How many of the latest allocations and frees `telemetry.memory_history` keeps: some hundred MB of host memory at most."""
+"""Number of latest allocations and frees that `telemetry.memory_history` keeps: a few hundred MB of host memory at most."""
 
 
 def remember_allocations(record: Callable[..., object] = torch.cuda.memory._record_memory_history) -> None:
-    """Keep where memory was asked for from now on, and the latest allocations and frees in order."""
+    """From now on, record where memory was requested, and the latest allocations and frees in order."""
     record(max_entries=HISTORY_ENTRIES, stacks="python")
 
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """The snapshot of one rank in a file, whose folder is made; with a history where `remember_allocations` was called."""
+    """One rank's snapshot file, whose folder is created; with a history if `remember_allocations` was called."""
 
     path: Path
     has_history: bool
     dump: Callable[[str], object] = torch.cuda.memory._dump_snapshot
 
     def write(self) -> str:
-        """Write the snapshot, and return a line about it. Never an error: it is there to explain another one."""
+        """Write the snapshot, and return a line about it. Never raises: it only explains another error."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.dump(str(self.path))
@@ -43,7 +43,7 @@ class MemorySnapshot:
 
 
 def open_memory_snapshot(rank: Rank, directory: RunDirectory) -> MemorySnapshot | None:
-    """Open this rank's snapshot of memory, with a history from now on if asked for; None on the CPU."""
+    """Create this rank's memory snapshot, with a history from now on if configured; None on the CPU."""
     if rank.topology.device.type != "cuda":
         return None
     has_history = rank.config.telemetry.memory_history

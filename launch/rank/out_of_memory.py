@@ -1,4 +1,4 @@
-"""The message of a rank that runs out of memory: its activity, what holds how much, and what would hold less.
+"""The error message of a rank that runs out of memory: its activity, the memory in use by kind, and ways to save memory.
 
 rank 5 (pp 1, dp 0, tp 1) is out of memory at 0F3, forward of microbatch 3 on chunk 0: tried to allocate 2.00 GiB.
   parameters     1.10 GB  predicted 1.10 GB
@@ -34,17 +34,17 @@ MOST_NAMED = 6
 def explaining_memory(
     config: Config, topology: Topology, snapshot: MemorySnapshot | None = None, engine: Engine | None = None
 ) -> Iterator[None]:
-    """Turn a failed allocation inside into an error for people, and write a snapshot where one can be made.
+    """Turn a failed allocation inside the block into a readable error, and write a snapshot if possible.
 
     Raises:
-        OutOfMemoryError: instead of the allocator's.
+        OutOfMemoryError: instead of the allocator's error.
     """
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
         if (place := exhausted(error)) is None:
             raise
-        # Before the error goes on: the frames below still hold what they were working on.
+        # Taken before the error propagates: the frames below still hold their tensors.
         written = None if snapshot is None else snapshot.write()
         raise explained(error, place, config, topology, engine, written) from error
 
@@ -57,12 +57,14 @@ def explained(
     engine: Engine | None,
     snapshot: str | None = None,
 ) -> OutOfMemoryError:
-    """Return the error for people.
+    """Build the readable error.
 
     Args:
-        place: of the memory that was asked for.
-        config: of the run; an open `parallel.dp` is taken from the topology.
-        engine: None while it is being built.
+        error: the allocator's error.
+        place: memory that was requested.
+        config: the run's configuration; an open `parallel.dp` is taken from the topology.
+        topology: this rank's topology.
+        engine: the rank's engine; None while it is being built.
         snapshot: a line about a snapshot; None: there is none.
     """
     sizes, at = topology.sizes, topology.coordinates
@@ -104,7 +106,7 @@ def _where(running: Instruction | None) -> str:
 
 
 def _wanted(error: BaseException, place: MemoryPlace) -> str:
-    """Say how much was asked for, where the allocator does, and of which memory."""
+    """Describe the allocation: its size, if the allocator reports it, and the kind of memory."""
     text = str(error)
     size = ""
     if found := re.search(r"(?:allocate|alloc async|[cm]alloc|host alloc) (\d+) bytes", text):
@@ -115,7 +117,7 @@ def _wanted(error: BaseException, place: MemoryPlace) -> str:
 
 
 def _held(engine: Engine) -> dict[str, int]:
-    """Count bytes of the tensors that live between steps."""
+    """Count the bytes in tensors that live between steps."""
     buffers, owned = engine.buffers.buffers, engine.optimizer.owned
     return {
         "parameters": sum(buffer.parameters.nbytes for buffer in buffers),
@@ -125,7 +127,7 @@ def _held(engine: Engine) -> dict[str, int]:
 
 
 def _room(device: torch.device, place: MemoryPlace) -> str:
-    """Say how large the memory is that has run out."""
+    """Describe the size of the memory that ran out."""
     if place is MemoryPlace.GPU and device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return f"The GPU has {in_bytes(total)}, of which {in_bytes(free)} are free"

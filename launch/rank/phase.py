@@ -1,7 +1,7 @@
-"""The phase and the form of a loss in which a run goes on: rank 0 finds them by the newest checkpoint, before any group exists.
+"""The phase and loss variant in which a run continues: rank 0 reads them from the newest checkpoint, before any group exists.
 
-Layouts of phases may differ, so the phase decides which groups there are. A checkpoint that is saved at the edge of a phase belongs
-to the next one. What the sequence loss of experts counts is built into the model: a run goes on with what it has counted before.
+Layouts may differ between phases, so the phase decides which groups there are. A checkpoint saved at a phase's end belongs
+to the next phase. What the experts' sequence loss counts is built into the model: a run continues with its earlier choice.
 """
 
 import os
@@ -21,12 +21,13 @@ from triaxis.engine.run.directory import RunDirectory, run_name
 def config_of_phase(
     config: Config, stem: str, environment: RankEnvironment, *, from_scratch: bool, is_first_start: bool
 ) -> Config:
-    """Return the config with the fields of the phase in which the run goes on; every rank calls it after `start`.
+    """Return the config with the fields of the phase in which the run continues; every rank calls it after `start`.
 
     Args:
-        config: as it was read.
-        stem: of the config's file, after which a run without a name is named.
-        from_scratch, is_first_start: as in `triaxis.launch.rank.directory.open_directory`.
+        config: configuration as read.
+        stem: stem of the config's file name, which names an unnamed run.
+        environment: this rank's environment.
+        from_scratch, is_first_start: see `triaxis.launch.rank.directory.open_directory`.
     """
     moe = config.model.moe
     may_keep = moe is not None and moe.balance.sequence_loss > 0
@@ -45,12 +46,12 @@ def config_of_phase(
 
 
 def phase_after(config: Config, candidate: Candidate | None) -> str:
-    """Return the name of the phase that follows a checkpoint; None: the run begins."""
+    """Return the name of the phase that follows a checkpoint; for None, of the first phase."""
     return phase_at(config, 0 if candidate is None else candidate.manifest.state.consumed_tokens).name
 
 
 def config_after(config: Config, candidate: Candidate | None) -> Config:
-    """Return the configuration in which a run goes on from a checkpoint; print what stays as it was."""
+    """Return the configuration in which a run continues from a checkpoint; print a note about a setting that is kept."""
     if candidate is None:
         return config
     kept = with_kept_counts(candidate.manifest.config, config)
@@ -63,9 +64,9 @@ def config_after(config: Config, candidate: Candidate | None) -> Config:
 
 
 def to_go_on_with(config: Config, stem: str, *, from_scratch: bool, is_first_start: bool) -> Candidate | None:
-    """Return the checkpoint with which the run would go on; None: it begins.
+    """Find the checkpoint from which the run would continue; None: it begins.
 
-    What is wrong with that checkpoint is reported where it is loaded; until then the run is taken to begin.
+    Problems with that checkpoint are reported when it is loaded; until then the run is assumed to begin.
     """
     try:
         directory = RunDirectory.join(config.runtime.runs_dir, run_name(config, stem, os.environ), 0)

@@ -1,4 +1,4 @@
-"""The text that a trained model writes at the end of its run: how it goes on from a few tokens that it has not seen."""
+"""Text that a trained model writes at the end of its run, continuing a few tokens that it has not seen."""
 
 from triaxis.engine.comm.stop import StopRequest
 from triaxis.engine.data.corpus.tokenizers import load_tokenizer
@@ -11,13 +11,13 @@ SAMPLE_TEMPERATURE = 0.8
 
 
 def write_sample(engine: Engine, valid: SampleSource, stop: StopRequest) -> tuple[str, str | None]:
-    """Continue a beginning from the validation data; every rank takes part.
+    """Continue a prompt from the validation data; every rank takes part.
 
-    The ranks agree after each token. A run that is asked to stop shows the text that it has by then: its last step is saved, so it
+    The ranks agree after each token. If the run is asked to stop, it shows the text so far: its last step is saved, so it
     ends as a finished run.
 
     Returns:
-        The beginning and its continuation; ("", None) where no text is wanted, or a stop was agreed before the first token.
+        The prompt and its continuation; ("", None) if no text is wanted, or a stop was agreed before the first token.
     """
     config, device = engine.config, engine.topology.device
     if config.telemetry.sample_tokens == 0 or config.data.synthetic or stop.agreed is not None:

@@ -1,4 +1,4 @@
-"""What measures the steps of a rank, put together: its clock, its row in the timeline, who compares the ranks.
+"""Step timing for a rank, assembled: its clock, its timeline row, and the comparison of ranks.
 
 open      topology, schedule, telemetry.*   ->  StepTimes on every rank, SlowRanks on rank 0
 finish    the rows of all ranks             ->  timeline.json
@@ -27,11 +27,11 @@ from triaxis.engine.telemetry.timing.timeline import RowIdentity, Timeline, merg
 from triaxis.models.predict.rank_memory import predict
 
 HOST_BYTES = 64
-"""Linux cuts the name of a host there (HOST_NAME_MAX)."""
+"""Linux truncates host names to this length (HOST_NAME_MAX)."""
 
 
 def open_step_times(config: Config, topology: Topology, marks: TimeMarks, directory: RunDirectory) -> StepTimes:
-    """Make what times this rank's steps by its marks, which follow the waits of `topology`."""
+    """Create the timer for this rank's steps; it reads `marks`, which follow the topology's waits."""
     schedule, timeline = schedules.of_step(config, topology.sizes), None
     steps = config.telemetry.timeline
     if steps is not None:
@@ -48,7 +48,7 @@ def open_step_times(config: Config, topology: Topology, marks: TimeMarks, direct
 
 
 def open_slow_ranks(engine: Engine, times: StepTimes | None) -> SlowRanks | None:
-    """Make on rank 0 what compares the ranks; None on the others, and where times are not split. Every rank calls it."""
+    """Create the rank comparison on rank 0; None on other ranks, or if times are not split. Every rank calls it."""
     topology = engine.topology
     if times is None or not engine.config.telemetry.time_split:
         return None
@@ -63,7 +63,7 @@ def open_slow_ranks(engine: Engine, times: StepTimes | None) -> SlowRanks | None
 
 
 def open_memory_check(engine: Engine) -> MemoryCheck | None:
-    """Compare measured with predicted memory; None on the CPU, where tensors are not counted. Every rank calls it."""
+    """Create the comparison of measured and predicted memory; None on the CPU, where tensors are not counted. All ranks call it."""
     topology = engine.topology
     if topology.device.type != "cuda":
         return None
@@ -72,7 +72,7 @@ def open_memory_check(engine: Engine) -> MemoryCheck | None:
 
 
 def finish_step_times(times: StepTimes | None, directory: RunDirectory, telemetry: Telemetry) -> None:
-    """Merge the rows of the timeline on rank 0, if any were written in this attempt; the loop has ended on all ranks."""
+    """Merge the timeline rows on rank 0, if this attempt wrote any; the loop has ended on all ranks."""
     if times is None:
         return
     times.finish()

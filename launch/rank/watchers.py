@@ -1,7 +1,7 @@
-"""Watchers of a rank's steps, instructions and waits: heartbeat, times, NVTX ranges, the run directory, torch's profiler.
+"""Watchers for a rank's steps, instructions and waits: heartbeat, times, NVTX ranges, the run directory, torch's profiler.
 
-Watchers    before the engine, which is built with their `observers` and with a topology whose waits they follow
-notices     once there is telemetry: the run directory, and a line for a trace that is written
+Watchers    created before the engine, which is built with their `observers` and with a topology whose waits they follow
+notices     created once there is telemetry: the run directory, and a line for a finished trace
 """
 
 from collections.abc import Sequence
@@ -22,17 +22,18 @@ from triaxis.launch.rank.step_times import open_step_times
 
 
 class Watchers:
-    """The watchers of one rank.
+    """One rank's watchers.
 
     Args:
-        directory: of the run, in which this attempt writes.
+        rank: connected rank to watch.
+        directory: run directory in which this attempt writes.
 
     Attributes:
-        topology: this rank's, whose waits are followed.
-        heartbeat: the first to follow each instruction.
-        times: of the steps; None where the configuration has no use for them.
-        observers: of the instructions of the engine.
-        steps: all that follow the steps.
+        topology: this rank's topology, whose waits are followed.
+        heartbeat: this rank's heartbeat, the first to follow each instruction.
+        times: step times; None if the configuration has no use for them.
+        observers: observers of the engine's instructions.
+        steps: all step watchers.
     """
 
     def __init__(self, rank: Rank, directory: RunDirectory) -> None:
@@ -60,21 +61,21 @@ class Watchers:
         self.observers.append(watcher.instruction)
 
     def notices(self, telemetry: Telemetry) -> Sequence[StepWatcher]:
-        """Make the watchers that report on the logging rank; [] on the others."""
+        """Create the watchers that report on the logging rank; [] on other ranks."""
         if telemetry.report is None:
             return []
         watch: list[StepWatcher] = [DirectoryWatch(self._directory, telemetry)]
         return watch if self._profiler is None else [*watch, TraceNotice(self._profiler, self._directory, telemetry)]
 
     def close(self) -> None:
-        """Close each watcher, once."""
+        """Close each watcher once."""
         while self.steps:
             self.steps.pop(0).close()
 
 
 @dataclass(eq=False)
 class TraceNotice(StepWatcher):
-    """The event and the line of a trace, once it is written."""
+    """The event and the printed line for a trace, once it is written."""
 
     profiler: StepProfiler
     directory: RunDirectory
@@ -82,11 +83,11 @@ class TraceNotice(StepWatcher):
     is_reported: bool = False
 
     def enter(self, part: StepPart) -> None:
-        """Report the trace if it was written since the part before."""
+        """Report the trace if it was written since the previous part."""
         self.close()
 
     def close(self) -> None:
-        """Report the trace if it was written at last."""
+        """Report the trace if it has been written by now."""
         path = self.profiler.written
         if path is None or self.is_reported:
             return

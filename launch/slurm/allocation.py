@@ -1,4 +1,4 @@
-"""An allocation of SLURM, and calls of SLURM's commands in it."""
+"""A SLURM allocation, and calls to SLURM commands inside it."""
 
 import re
 import subprocess
@@ -11,18 +11,18 @@ from triaxis.launch.start.srun_task import tasks_per_node
 from triaxis.launch.start.variables import check_numbers
 
 CALL_SECONDS = 120.0
-"""Limit for a command of SLURM; a busy controller answers late."""
+"""Time limit for a SLURM command; a busy controller answers late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """An allocation, from SLURM's variables.
+    """A SLURM allocation, read from SLURM's variables.
 
     Attributes:
-        number: of the job; a task of an array has its own.
+        number: job number; a task of an array has its own.
         restart: number of requeues so far.
-        nodes: in the order of the tasks; the first runs this program.
-        tasks_per_node: in the same order.
+        nodes: node names in task order; the first node runs this program.
+        tasks_per_node: task counts in the same order.
     """
 
     number: str
@@ -35,7 +35,7 @@ class Job:
         """Read SLURM_JOB_ID, SLURM_RESTART_COUNT, SLURM_JOB_NODELIST, SLURM_TASKS_PER_NODE.
 
         Raises:
-            TopologyError: there is no job around this process, or its number of tasks is unknown.
+            TopologyError: this process is in no job, or the job's task counts are unknown.
         """
         if "SLURM_JOB_ID" not in variables:
             raise TopologyError(
@@ -63,7 +63,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """Result of a command of SLURM."""
+    """The result of a SLURM command."""
 
     failed: bool
     stdout: str
@@ -71,7 +71,7 @@ class CommandResult:
 
 
 def call(*words: str, variables: Mapping[str, str] | None = None) -> CommandResult:
-    """Run a command of SLURM; one that is missing or does not answer in time has failed."""
+    """Run a SLURM command; if it is missing or does not answer in time, it counts as failed."""
     try:
         ended = subprocess.run(
             words,
@@ -88,12 +88,12 @@ def call(*words: str, variables: Mapping[str, str] | None = None) -> CommandResu
 
 
 def say(text: str) -> None:
-    """Print a line into the job's output, with the local time, as SLURM's own log has it."""
+    """Print a line to the job's output, with the local time as in SLURM's own log."""
     print(f"triaxis: {time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)
 
 
 def job_fields(number: str) -> dict[str, str]:
-    """Return the fields of `scontrol show job`; {} where SLURM does not answer."""
+    """Return the fields of `scontrol show job`; {} if SLURM does not answer."""
     return dict(re.findall(r"(\w+)=(\S*)", call("scontrol", "show", "job", "--oneliner", number).stdout))
 
 
@@ -109,15 +109,15 @@ def seconds_of(text: str) -> int | None:
 def check_lead(script: str, fields: Mapping[str, str], variables: Mapping[str, str]) -> None:
     """Refuse a time limit that is not longer than the lead of the signal before it.
 
-    SLURM does not tell a job its signal, so that is SBATCH_SIGNAL's, or the one in the header of the script.
+    SLURM does not show a job its own --signal option. It is therefore read from SBATCH_SIGNAL or the script's header.
 
     Args:
         script: text of the batch script.
-        fields: of `scontrol show job`.
-        variables: of the job.
+        fields: output of `scontrol show job`.
+        variables: the job's environment.
 
     Raises:
-        TopologyError: the ranks would be told to stop as soon as they start.
+        TopologyError: the ranks would be asked to stop as soon as they start.
     """
     header = re.search(r"^#SBATCH\s+--signal[=\s]\s*(\S+)", script, re.MULTILINE)
     asked = variables.get("SBATCH_SIGNAL") or (header[1] if header else "")

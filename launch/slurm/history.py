@@ -1,9 +1,9 @@
-"""The attempts of a job, and what follows from them: which nodes to leave out, when to give up.
+"""The attempts of a job, and the decisions that follow: which nodes to exclude, when to give up.
 
     runs/<name>/slurm.json      per attempt: when, on which nodes, from which step to which, how it ended, who is to blame
 
-A node that failed twice is left out of the next attempt. Attempts that end without a newer checkpoint are no progress: after
-three in a row the job is not started again. An attempt without an end was ended from outside (a dead node, SIGKILL after a
+A node that failed twice is excluded from the next attempt. Attempts that end without a newer checkpoint are no progress: after
+three in a row the job is not started again. An attempt without a recorded end was ended from outside (a dead node, SIGKILL after a
 preemption): it blames no node and does not count.
 """
 
@@ -22,16 +22,16 @@ from triaxis.engine.storage.redaction import without_secrets
 from triaxis.engine.storage.state_files import read_regular
 
 FAILURES_TO_EXCLUDE = 2
-"""A node may fail once by accident."""
+"""Failures after which a node is excluded; one failure may be an accident."""
 
 ATTEMPTS_WITHOUT_PROGRESS = 3
-"""Attempts in a row after which another would only burn hours."""
+"""Attempts in a row after which another one would only waste hours."""
 
 HISTORY = "slurm.json"
 
 
 class Outcome(Enum):
-    """The end of an attempt."""
+    """How an attempt ended."""
 
     FINISHED = "finished"
     PREEMPTED = "preempted"  # all ranks agreed, saved, and ended with the requeue code
@@ -48,12 +48,12 @@ class Attempt:
     """One start of the ranks.
 
     Attributes:
-        job: SLURM's number of the job.
-        restart: number of SLURM's requeues before it.
-        nodes: those that it ran on.
-        began_unix_seconds: time of its start.
-        from_step: of the newest checkpoint at its start; 0: there was none.
-        to_step: of the newest checkpoint at its end.
+        job: SLURM's job number.
+        restart: number of SLURM requeues before it.
+        nodes: nodes that it ran on.
+        began_unix_seconds: start time.
+        from_step: step of the newest checkpoint at its start; 0: there was none.
+        to_step: step of the newest checkpoint at its end.
         outcome: value of an `Outcome`; None while it runs, or if it was ended from outside.
         blamed: nodes whose rank died first, or that were lost.
     """
@@ -77,7 +77,7 @@ class History:
     """The attempts of one run, in order.
 
     Args:
-        run: the run directory; made where it is missing.
+        run: run directory; created if missing.
 
     Raises:
         TriaxisError: the file is damaged.
@@ -114,13 +114,13 @@ class History:
 
     @property
     def excluded(self) -> list[str]:
-        """Return the nodes that failed too often."""
+        """Nodes that failed too often."""
         failures = Counter(node for attempt in self.attempts for node in attempt.blamed)
         return sorted(node for node, count in failures.items() if count >= FAILURES_TO_EXCLUDE)
 
     @property
     def without_progress(self) -> int:
-        """Count the last attempts in a row that ended without a newer checkpoint."""
+        """Number of latest attempts in a row that ended without a newer checkpoint."""
         count = 0
         for attempt in reversed(self.attempts):
             if attempt.outcome in (None, Outcome.STOPPED.value):

@@ -1,14 +1,14 @@
-"""A batch job that goes on until the run is finished: starts the ranks, passes signals on, and has itself started again.
+"""A batch job that continues until the run is finished: it starts the ranks, forwards signals, and has itself started again.
 
     launch/slurm/pretrain_gpt.sbatch  ->  this, once per allocation, on its first node
         |  config        checked before any task starts; a finished run ends the job
-        |  srun          one task per GPU; SIGUSR1 before the time limit is handed to all ranks, who save (engine/comm/stop.py)
+        |  srun          one task per GPU; SIGUSR1 before the time limit is forwarded to all ranks, which save (engine/comm/stop.py)
         |  judge         finished | preempted | stopped | failed | mistake | diverged | interrupted   (launch/slurm/srun_report.py)
         |  slurm.json    who failed where, whether there was progress                                (launch/slurm/history.py)
         v
-    scontrol requeue     or, where the site refuses that, sbatch --dependency=afterany of the same script
+    scontrol requeue     or, if the site refuses that, sbatch --dependency=afterany of the same script
 
-For SLURM a requeued and a cancelled job are both COMPLETING. A requeued one has a higher restart count; a cancelled one must never
+SLURM shows both a requeued and a cancelled job as COMPLETING. A requeued one has a higher restart count; a cancelled one must never
 come back, as it would with `scontrol requeue`.
 """
 
@@ -55,27 +55,27 @@ FINAL = {
     Outcome.DIVERGED: ExitCode.DIVERGED,
     Outcome.INTERRUPTED: ExitCode.INTERRUPTED,
 }
-"""Exit codes of the job after ends that no new attempt follows."""
+"""The job's exit codes after outcomes that no new attempt follows."""
 
 LONGEST_END_SECONDS = 90.0
-"""Time in which srun may end the other tasks after a bad end; it waits in vain for a node that is dead."""
+"""Time for srun to end the other tasks after a bad end; for a dead node it waits in vain."""
 
 
 # The step -----------------------------------------------------------------------------------------------------------------
 
 
 def step_words(root: Path, words: Sequence[str], variables: Mapping[str, str]) -> list[str]:
-    """Return the srun line that starts one rank per task.
+    """Return the srun command that starts one rank per task.
 
     Args:
-        root: of the checkout.
+        root: checkout root.
         words: config, overrides and flags.
         variables: SLURM_CPUS_PER_TASK, and what a site sets: TRIAXIS_SRUN, TRIAXIS_CONTAINER, TRIAXIS_CONTAINER_MOUNTS.
     """
-    # A rank that dies ends the step: the others would wait for it until their timeout.
+    # A dead rank ends the step: otherwise the others would wait for it until their timeout.
     srun = ["srun", "--kill-on-bad-exit=1"]
     if cpus := variables.get("SLURM_CPUS_PER_TASK"):
-        srun.append(f"--cpus-per-task={cpus}")  # srun does not take it over from sbatch
+        srun.append(f"--cpus-per-task={cpus}")  # srun does not inherit it from sbatch
     if image := variables.get("TRIAXIS_CONTAINER"):
         mounts = [f"{folder}:{folder}" for folder in dict.fromkeys((str(root), str(Path.cwd())))]
         mounts += [variables["TRIAXIS_CONTAINER_MOUNTS"]] if variables.get("TRIAXIS_CONTAINER_MOUNTS") else []
@@ -86,7 +86,7 @@ def step_words(root: Path, words: Sequence[str], variables: Mapping[str, str]) -
 
 
 def step_variables(job: Job, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the ranks: their meeting place, and the Python of a container."""
+    """Return the ranks' environment, with their meeting place and a container's Python."""
     environment = dict(variables)
     if not variables.get("MASTER_ADDR") and len(job.nodes) > 1 and (address := _node_address(job.nodes[0])):
         environment["MASTER_ADDR"] = address
@@ -96,7 +96,7 @@ def step_variables(job: Job, variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def _node_address(node: str) -> str | None:
-    """Return the address at which SLURM itself reaches a node; None: unknown, so that its name is used."""
+    """Return the address at which SLURM itself reaches a node; None: unknown, so its name is used."""
     match = re.search(r"\bNodeAddr=(\S+)", call("scontrol", "show", "node", "--oneliner", node).stdout)
     return match[1] if match and match[1] not in LOOPBACK else None
 
@@ -105,7 +105,7 @@ class SrunStep:
     """The ranks under srun, and the signals for them.
 
     Attributes:
-        received: the last signal before a bad end; None: none came.
+        received: last signal before a bad end; None: none came.
     """
 
     def __init__(self, job: Job) -> None:
@@ -141,14 +141,14 @@ class SrunStep:
         return self._srun.returncode
 
     def _kill_others(self) -> None:
-        """Send SIGKILL to the tasks that have not ended; SLURM would wait for KillWait, which a site may have made long."""
+        """Send SIGKILL to tasks that have not ended; SLURM would wait for KillWait, which may be long at a site."""
         if self.report.step and not self._others_are_killed:
             self._others_are_killed = True
             say(f"tasks that have not ended {OTHERS_END_SECONDS} seconds after a bad end are killed")
             call("scancel", "--signal=KILL", self.report.step)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Hand SIGUSR1 to the ranks; SLURM itself sends them SIGTERM.
+        """Forward SIGUSR1 to the ranks; SLURM itself sends them SIGTERM.
 
         After a bad end a signal explains nothing: SLURM ends a job that lost a node.
         """
@@ -158,7 +158,7 @@ class SrunStep:
             self._srun.send_signal(signal.SIGUSR1)
 
     def _relay(self, stream: TextIO) -> None:
-        """Copy srun's standard error to ours, and read it on the way."""
+        """Copy srun's standard error to ours, and parse it on the way."""
         for line in stream:
             sys.stderr.write(line)
             sys.stderr.flush()
@@ -168,11 +168,11 @@ class SrunStep:
 
 
 def judge(code: int, report: StepReport, received: signal.Signals | None) -> Outcome:
-    """Return how an attempt ended. One rank's exit code decides where ranks end with it only together."""
+    """Classify how an attempt ended. For codes that all ranks end with together, one rank's code decides."""
     if report.has_code(ExitCode.REQUEUE):
         return Outcome.PREEMPTED
     if report.has_code(ExitCode.NEXT_PHASE):
-        # Ranks that were asked to stop at the edge leave no time for another phase in this allocation.
+        # Ranks were asked to stop at a phase's end: no time is left for another phase in this allocation.
         return Outcome.NEXT_PHASE if received is None else Outcome.PREEMPTED
     if report.has_code(ExitCode.INTERRUPTED):
         return Outcome.INTERRUPTED
@@ -189,14 +189,14 @@ def judge(code: int, report: StepReport, received: signal.Signals | None) -> Out
 
 
 class NextAttempt:
-    """The next attempt of a job: the same job, requeued, or a new one that takes its place.
+    """The next attempt: the same job, requeued, or a new job that takes its place.
 
     Args:
-        job: this one.
-        script: the batch script, as SLURM keeps it for this job.
-        words: of the command line, for a new job.
-        starts_over: a new job still starts from scratch.
-        name: of the run, which a new job keeps.
+        job: current job.
+        script: batch script, as SLURM stores it for this job.
+        words: command line for a new job.
+        name: the run's name, which a new job keeps.
+        starts_over: whether a new job still starts from scratch.
     """
 
     def __init__(self, job: Job, script: str, words: Sequence[str], name: str, *, starts_over: bool = False) -> None:
@@ -215,7 +215,7 @@ class NextAttempt:
         if fields.get("JobState", "RUNNING") != "RUNNING" and not is_out_of_time(fields):
             say(f"this job is {fields['JobState']}, not by our doing: it was cancelled, and is not started again")
             return False
-        # A requeue ends everything that runs in the job, and so the command that would exclude a node: it must survive SIGTERM.
+        # A requeue ends every process in the job, including the command that excludes a node: this one must survive SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         requeued = call("scontrol", "requeue", self._job.number)
         if not requeued.failed:
@@ -240,7 +240,7 @@ class NextAttempt:
         )
 
     def _submit(self, fields: Mapping[str, str], excluded: Sequence[str]) -> bool:
-        # Without this job's variables, which would pass for options of the new one; SLURM_CONF locates SLURM.
+        # This job's variables would act as options for the new job, so they are removed; SLURM_CONF locates SLURM.
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SLURMD_"))}
         kept |= {name: os.environ[name] for name in ("SLURM_CONF",) if name in os.environ}
         words = submit_words(self._job, self._script, self._words, fields, os.environ, excluded)
@@ -262,15 +262,15 @@ def submit_words(
     variables: Mapping[str, str],
     excluded: Sequence[str],
 ) -> list[str]:
-    """Return the sbatch line of a job that takes this one's place, with the resources that this one was given.
+    """Return the sbatch command for a job that takes this one's place, with this job's resources.
 
     Args:
-        job: this one.
-        script: the batch script.
+        job: current job.
+        script: batch script.
         words: config and overrides.
-        fields: of `scontrol show job`.
-        variables: of the job.
-        excluded: nodes to leave out.
+        fields: output of `scontrol show job`.
+        variables: the job's environment.
+        excluded: nodes to exclude.
     """
     options = [f"--dependency=afterany:{job.number}", f"--nodes={len(job.nodes)}"]
     options.append(f"--ntasks-per-node={job.tasks_per_node[0]}")
@@ -292,7 +292,7 @@ def submit_words(
 
 
 def is_out_of_time(fields: Mapping[str, str]) -> bool:
-    """Return whether a job ends because its time is over (then it goes on), and not because it was cancelled."""
+    """Whether a job ends because its time is up, so that it continues, rather than because it was cancelled."""
     limit, ran = (seconds_of(fields.get(name, "")) for name in ("TimeLimit", "RunTime"))
     return limit is not None and ran is not None and ran >= limit
 
@@ -318,7 +318,7 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
     job = Job.from_variables(os.environ)
     step = _listening(job)
     header = b""
-    with contextlib.suppress(OSError):  # then SBATCH_SIGNAL alone is known
+    with contextlib.suppress(OSError):  # then only SBATCH_SIGNAL is known
         header = read_regular(Path(script))
     check_lead(header.decode(errors="replace"), job_fields(job.number), os.environ)
     config, path = _config(words, job)
@@ -330,7 +330,7 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
         return 0
     history, asked = History(directory.path), list(words)
     while True:
-        attempt = attempt_name(next_attempt(directory.path))  # as the ranks will call it
+        attempt = attempt_name(next_attempt(directory.path))  # as the ranks will name it
         history.begin(job.number, job.restart, job.nodes, newest_step(directory, config))
         code = step.run(step_words(root, asked, os.environ), step_variables(job, os.environ))
         outcome = judge(code, step.report, step.received)
@@ -340,7 +340,7 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
         say(
             f"a phase has ended and is saved (step {newest_step(directory, config)}); the next one starts in this allocation"
         )
-        # What this job has saved by now is not to be set aside.
+        # Checkpoints that this job has saved so far must not be set aside.
         step, asked = _listening(job), [word for word in asked if word != FROM_SCRATCH]
     blamed = step.report.suspects() if outcome is Outcome.FAILED else []
     history.end(outcome, newest_step(directory, config), blamed)
@@ -370,7 +370,7 @@ def _run(root: Path, script: str, words: Sequence[str]) -> int:
 
 
 def _listening(job: Job) -> SrunStep:
-    """Return a step that gets the signals of this process."""
+    """Create a step that receives this process's signals."""
     step = SrunStep(job)
     for number in (signal.SIGUSR1, signal.SIGTERM):
         signal.signal(number, step.on_signal)
@@ -399,7 +399,7 @@ def _config(words: Sequence[str], job: Job | None) -> tuple[Config, Path]:
 
 
 def _show(root: Path, words: Sequence[str]) -> None:
-    """Print what the job would do; any machine will do."""
+    """Print what the job would do, on any machine."""
     config, path = _config(words, None)
     here = Job("$SLURM_JOB_ID", 0, ("$SLURM_JOB_NODELIST",), (0,))
     name = run_name(config, path.stem, {"SLURM_JOB_ID": here.number})

@@ -1,4 +1,4 @@
-"""The ends of tasks, read from srun's messages: how each ended, and which was first.
+"""How tasks ended, parsed from srun's messages, and which one ended first.
 
     srun: error: node2: task 5: Killed                          the first bad end: its node is the suspect
     srun: error: node1: tasks 0-3: Exited with exit code 1      tasks that communicated with it, a moment later
@@ -23,14 +23,14 @@ _NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)", re.IGNORECASE)
 
 @dataclass
 class StepReport:
-    """The tasks of one step as far as srun has reported them, line by line.
+    """The tasks of one step, as far as srun has reported them.
 
     Attributes:
-        nodes: names in the order of the tasks.
-        tasks_per_node: in the same order; tasks are numbered node by node.
-        exit_codes: of tasks that ended by themselves with a code that is not 0.
+        nodes: node names in task order.
+        tasks_per_node: task counts in the same order; tasks are numbered node by node.
+        exit_codes: nonzero exit codes of tasks that ended by themselves, by task.
         ended: tasks that srun has named.
-        first: tasks of the first bad end.
+        first: tasks in the first bad end.
         step: number of the step that srun ends, for `scancel`; "" before it does.
     """
 
@@ -44,15 +44,15 @@ class StepReport:
 
     @property
     def is_bad(self) -> bool:
-        """Return whether a task ended badly, or could not be started."""
+        """Whether a task ended badly, or could not be started."""
         return bool(self.ended or self._lost)
 
     def has_code(self, code: ExitCode) -> bool:
-        """Return whether a task ended with this exit code."""
+        """Whether a task ended with this exit code."""
         return code in self.exit_codes.values()
 
     def read(self, line: str) -> None:
-        """Read one line of srun's standard error; most are not about tasks."""
+        """Parse one line of srun's standard error; most lines are not about tasks."""
         if match := _TASKS.match(line):
             tasks = _numbers(match["tasks"])
             self.first = self.first or tuple(tasks)
@@ -65,10 +65,10 @@ class StepReport:
             self._lost.add(match[1].rstrip(".,:"))
 
     def suspects(self) -> list[str]:
-        """Return the nodes to blame for a bad end, once the step is over: those that are lost, else that of the first bad end.
+        """Return the nodes to blame for a bad end, once the step is over: lost nodes, else the node of the first bad end.
 
-        A node is lost if srun has ended its tasks without a message about them. Where the first message names several nodes, none
-        of them is to blame.
+        A node is lost if srun ended its tasks without a message about them. If the first message names several nodes, none
+        of them is blamed.
         """
         lost = self._lost or set(self.nodes) - {self.node_of(task) for task in self.ended}
         if lost and lost != set(self.nodes):

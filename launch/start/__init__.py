@@ -1,1 +1,1 @@
-"""From a command line to running ranks."""
+"""The way from a command line to running ranks."""

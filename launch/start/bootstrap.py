@@ -1,16 +1,16 @@
-"""The search for a Python that can run Triaxis; makes `.venv` where there is none (standard library only).
+"""The search for a Python that can run Triaxis, which makes `.venv` if none is found (standard library only).
 
     TRIAXIS_PYTHON  ->  it, or an error               (never changed by us)
     .venv           ->  if it is complete
     active Python   ->  if it has everything
-    otherwise       ->  make or finish .venv, under a lock, with `pip install -e .` and launch/constraints.txt: the versions that
-                        were tested, and of torch one that this machine's driver runs
+    otherwise       ->  make or finish .venv, under a lock, with `pip install -e .` and launch/constraints.txt: the tested
+                        versions, and a torch version that this machine's driver runs
 
-`launch/bootstrap.sh` runs this file with any Python >= 3.11. Standard output has the chosen interpreter alone; progress goes to
-standard error. The requirements of `pyproject.toml` are compared with the installed metadata, so nothing is imported and the usual
+`launch/bootstrap.sh` runs this file with any Python >= 3.11. Standard output contains only the chosen interpreter; progress goes to
+standard error. The requirements in `pyproject.toml` are compared with the installed metadata, so nothing is imported and the usual
 answer takes a fifth of a second.
 
-An installation that was interrupted leaves no `.venv/installed`, and is finished by the next start. Nothing is installed inside a
+An interrupted installation leaves no `.venv/installed`, and the next start finishes it. Nothing is installed inside a
 SLURM job or under torchrun: every rank would wait for one, on a machine that may have no network.
 """
 
@@ -38,27 +38,27 @@ from triaxis.engine.device.nvidia_driver import FIRST_DRIVERS, Driver, is_hidden
 from triaxis.engine.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The checkout of this file, which may be another than the one on the path."""
+"""The checkout that contains this file, which may differ from the one on the path."""
 
 MISSING = 3
-"""Exit code of `--check` where requirements are missing; they are printed, one per line."""
+"""Exit code of `--check` if requirements are missing; they are printed, one per line."""
 
 
 TESTED_CUDA = 13
-"""The CUDA major version for which the torch of launch/constraints.txt is built."""
+"""CUDA major version that the torch in launch/constraints.txt is built for."""
 
 TORCH_OF_CUDA = {12: "2.10.0"}
-"""For drivers that are older: the newest torch that pyproject.toml allows and that is built for this CUDA major version.
+"""For older drivers: the newest torch that pyproject.toml allows and that is built for this CUDA major version.
 
 `python -m tests.torch_versions` reads it from the wheels.
 """
 
 CUDA_GB = 2.7
-"""Downloads of torch 2.13.0 for CUDA 13 with its libraries, added up from the sizes that the index gives on 2026-11-26."""
+"""Download size of torch 2.13.0 for CUDA 13 and its libraries, summed from the index on 2026-11-26."""
 
 
 class BootstrapError(Exception):
-    """A failure to find or make a usable Python; the message names the remedy."""
+    """No usable Python was found or could be made; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Checkout:
 
     @property
     def installed(self) -> Path:
-        """Return the file that is written after pip has finished, and removed before it starts."""
+        """Marker file, written after pip has finished and removed before it starts."""
         return self.venv / "installed"
 
     @property
@@ -94,7 +94,7 @@ class Checkout:
 
 
 def missing_requirements(pyproject: Path, extras: Sequence[str]) -> dict[str, str]:
-    """Return the requirements of `pyproject.toml` that this Python lacks: name -> `name>=1.0 (found 0.9)`."""
+    """Find requirements in `pyproject.toml` that this Python lacks: name -> `name>=1.0 (found 0.9)`."""
     project = tomllib.loads(pyproject.read_text())["project"]
     wanted: list[str] = list(project["dependencies"])
     for extra in extras:
@@ -105,7 +105,7 @@ def missing_requirements(pyproject: Path, extras: Sequence[str]) -> dict[str, st
     missing = {}
     for requirement in map(requirement_class, wanted):
         found = _installed_version(requirement.name)
-        # A container's own build (2.10.0a0+...) counts as the version that it precedes.
+        # A container's own build (2.10.0a0+...) counts as the version it precedes.
         if found is None or not requirement.specifier.contains(found, prereleases=True):
             note = f" (found {found})" if found else ""
             missing[requirement.name] = f"{requirement.name}{requirement.specifier}{note}"
@@ -113,7 +113,7 @@ def missing_requirements(pyproject: Path, extras: Sequence[str]) -> dict[str, st
 
 
 def _requirement_class() -> Any:
-    """Import `packaging.requirements.Requirement`, or pip's copy. None: there is neither, and so none of our packages."""
+    """Import `packaging.requirements.Requirement` or pip's copy. None: neither exists, so none of our packages does."""
     for module in ("packaging.requirements", "pip._vendor.packaging.requirements"):
         try:
             return importlib.import_module(module).Requirement
@@ -130,10 +130,10 @@ def _installed_version(name: str) -> str | None:
 
 
 def _check(python: str, extras: Sequence[str]) -> list[str]:
-    """Run `--check` in another interpreter; return the missing requirements.
+    """Run `--check` in another interpreter and return the missing requirements.
 
     Raises:
-        BootstrapError: it does not run, or is older than Python 3.11.
+        BootstrapError: the interpreter does not run, or is older than Python 3.11.
     """
     command = [python, str(Path(__file__).resolve()), "--check", *(f"--extra={extra}" for extra in extras)]
     try:
@@ -146,7 +146,7 @@ def _check(python: str, extras: Sequence[str]) -> list[str]:
 
 
 def choose(checkout: Checkout, extras: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Return the interpreter to use; make or finish `.venv` where no other will do.
+    """Return the interpreter to use; make or finish `.venv` if no other will do.
 
     Raises:
         BootstrapError: TRIAXIS_PYTHON lacks something, or `.venv` is needed and may not or cannot be made here.
@@ -178,7 +178,7 @@ def choose(checkout: Checkout, extras: Sequence[str], variables: Mapping[str, st
             f"  {shlex.join(['bash', str(checkout.root / 'launch' / 'bootstrap.sh'), *extras])}"
         )
     with _locked(checkout.lock):
-        if not _complete(checkout, extras):  # another process may have made it while this one waited
+        if not _complete(checkout, extras):  # another process may have made it during the wait
             _make(checkout, extras, missing)
     return str(checkout.python)
 
@@ -202,7 +202,7 @@ def _forbidden(variables: Mapping[str, str]) -> str | None:
 
 
 def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str]) -> None:
-    """Make `.venv`, or finish what an interrupted start left of it. The caller holds the lock."""
+    """Make `.venv`, or finish one that an interrupted start left. The caller holds the lock."""
     if importlib.util.find_spec("ensurepip") is None:
         raise BootstrapError(
             f"{sys.executable} has no ensurepip, so it cannot make a virtual environment. As root:\n"
@@ -219,7 +219,7 @@ def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str])
         _say(f"keeping torch {torch.version} of {torch.folder}")
     constraints = checkout.venv / "constraints.txt"
     constraints.write_text(_constraints(checkout, extras, torch))
-    # -P: no module of the folder where this was typed is imported.
+    # -P: modules in the current folder are not imported.
     command = [str(checkout.python), "-P", "-m", "pip", "install", "--no-input", "--constraint", str(constraints)]
     command += ["--editable", target, *([] if sys.stderr.isatty() else ["--quiet"])]
     if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
@@ -232,11 +232,11 @@ def _make(checkout: Checkout, extras: Sequence[str], missing: Mapping[str, str])
 
 
 def _constraints(checkout: Checkout, extras: Sequence[str], torch: "OwnTorch | None") -> str:
-    """Format the tested versions of packages that `.venv` lacks; those that it has, or shares, stay as they are."""
+    """Pin packages that `.venv` lacks to their tested versions; packages that it has or shares stay unpinned."""
     tested = {_name(line): line for line in checkout.constraints.read_text().splitlines() if re.match(r"\w", line)}
     lacking = {_name(description) for description in _check(str(checkout.python), extras)}
     if torch:
-        # It was built for this machine: a requirement that would replace it is an error instead.
+        # It was built for this machine: a requirement that would replace it must fail instead.
         tested["torch"] = f"torch=={torch.version}"
     elif "torch" in lacking:
         tested["torch"] = torch_requirement(
@@ -247,7 +247,7 @@ def _constraints(checkout: Checkout, extras: Sequence[str], torch: "OwnTorch | N
 
 
 def _is_offered(checkout: Checkout, requirement: str) -> bool:
-    """Return whether pip finds the requirement in the indexes that are configured here."""
+    """Whether pip finds the requirement in the configured indexes."""
     look = ["install", "--dry-run", "--no-deps", "--ignore-installed", "--no-input", "--quiet", requirement]
     found = subprocess.run([str(checkout.python), "-P", "-m", "pip", *look], capture_output=True, check=False)
     return found.returncode == 0
@@ -256,18 +256,18 @@ def _is_offered(checkout: Checkout, requirement: str) -> bool:
 def torch_requirement(
     driver: Driver, tested: str, variables: Mapping[str, str], is_offered: Callable[[str], bool]
 ) -> str:
-    """Choose a build of torch: for CUDA where this machine has a GPU, else for the CPU, where an index has that.
+    """Choose a torch build: CUDA if this machine has a GPU, else CPU if an index offers it.
 
     Args:
-        driver, tested, variables: as of `torch_for`.
-        is_offered: tells whether an index has what a requirement asks for.
+        driver, tested, variables: see `torch_for`.
+        is_offered: whether an index offers a requirement.
 
     Raises:
-        BootstrapError: as `torch_for`.
+        BootstrapError: see `torch_for`.
     """
     version = torch_for(driver, tested, variables)
     if driver.num_gpus and not is_hidden(variables):
-        # A build for the CPU has a label behind the version. pip prefers it, unless the version is all that is asked for.
+        # A CPU build has a label after the version. pip prefers it, unless exactly the plain version is asked for.
         exact = f"torch==={version}"
         return exact if is_offered(exact) else f"torch=={version}"
     for_cpu = f"torch=={version}+cpu"
@@ -282,12 +282,12 @@ def _name(requirement: str) -> str:
 
 
 def torch_for(driver: Driver, tested: str, variables: Mapping[str, str]) -> str:
-    """Choose a version of torch that this driver runs.
+    """Choose a torch version that this driver runs.
 
     Args:
-        driver: of this machine.
-        tested: version in launch/constraints.txt; also for a machine without a GPU or with an unknown driver.
-        variables: the environment; GPUs that CUDA_VISIBLE_DEVICES hides do not count.
+        driver: this machine's GPU driver.
+        tested: version in launch/constraints.txt; also used without a GPU or with an unknown driver.
+        variables: environment; GPUs that CUDA_VISIBLE_DEVICES hides do not count.
 
     Raises:
         BootstrapError: the driver is older than every build that pyproject.toml allows.
@@ -308,14 +308,14 @@ def torch_for(driver: Driver, tested: str, variables: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class OwnTorch:
-    """The torch of the Python that runs this file."""
+    """A torch installed in the Python that runs this file."""
 
     version: str
     folder: Path
 
 
 def own_torch() -> OwnTorch | None:
-    """Return the torch of this Python; None: it has none."""
+    """Find the torch that this Python has; None if it has none."""
     try:
         distribution = importlib.metadata.distribution("torch")
     except importlib.metadata.PackageNotFoundError:
@@ -324,7 +324,7 @@ def own_torch() -> OwnTorch | None:
 
 
 def _create(checkout: Checkout, torch: OwnTorch | None) -> None:
-    """Make a virtual environment; it also sees the active Python's packages where their torch is kept."""
+    """Create a virtual environment; if the active Python's torch is kept, it also sees that Python's packages."""
     share = ["--system-site-packages"] if torch else []
     made = subprocess.run(
         [sys.executable, "-P", "-m", "venv", *share, str(checkout.venv)], stdout=sys.stderr, check=False
@@ -336,7 +336,7 @@ def _create(checkout: Checkout, torch: OwnTorch | None) -> None:
         inside = subprocess.run([str(checkout.python), "-P", "-c", report], capture_output=True, text=True, check=True)
         own_packages, *seen = inside.stdout.splitlines()
         if str(torch.folder) not in seen:
-            # The active Python is a virtual environment itself: venv shares the packages of its base, not its own.
+            # The active Python is itself a virtual environment: venv shares its base's packages, not its own.
             (Path(own_packages) / "active_python.pth").write_text(f"{torch.folder}\n")
 
 
@@ -350,7 +350,7 @@ def _has_pip(python: Path) -> bool:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock; the kernel drops it with the process."""
+    """Hold an exclusive lock; the kernel releases it when the process ends."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -365,7 +365,7 @@ def _say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the interpreter to use; with `--check`, what this interpreter lacks."""
+    """Print the interpreter to use; with `--check`, print what this interpreter lacks."""
     parser = argparse.ArgumentParser(description="Find or make a Python that can run Triaxis, and print its path.")
     parser.add_argument("--check", action="store_true", help="only print what this Python lacks")
     parser.add_argument("--extra", action="append", default=[], help="an extra of pyproject.toml, such as dev")
@@ -379,7 +379,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return MISSING if missing else 0
         print(choose(checkout, args.extra, os.environ), flush=True)
     except BrokenPipeError:
-        # The shell that asked was ended by a signal; what is left goes nowhere at exit.
+        # A signal ended the shell that asked; the remaining output goes nowhere at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except BootstrapError as error:

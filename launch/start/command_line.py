@@ -1,4 +1,4 @@
-"""The words of a command line, read alike by every command.
+"""Command-line words, read alike by every command.
 
     triaxis footprint configs/gpt_tiny.yaml --full parallel.dp=null --gpus 8
                       |                     |      |                `- an option with its value
@@ -6,8 +6,8 @@
                       |                     `- an option
                       `- the config, or a checkpoint for the commands that read one
 
-The config comes first by custom; words and options may come in any order. `CommandParser.parse` sorts them into
-`args.config` and `args.overrides`, and refuses a word that is nothing of these.
+By convention the config comes first; words and options may come in any order. `CommandParser.parse` sorts them into
+`args.config` and `args.overrides`, and refuses any other word.
 """
 
 import argparse
@@ -35,22 +35,22 @@ from triaxis.engine.storage.state_files import kind_of
 
 OVERRIDES = "section.key=value"
 EXAMPLES = "examples:\n"
-"""The heading of examples below the options."""
+"""Heading above the examples, which follow the options."""
 BLANK = "\n\n"
 HELP_COLUMN = 27
-"""Column of the meanings of options in `--help`."""
+"""Column where the option descriptions in `--help` begin."""
 HELP_WIDTH = 80
-"""Columns of `--help`, the examples below the options included."""
+"""Width of `--help` in columns, including the examples."""
 
 
 OVERRIDE = re.compile(r"[^/=]+=")
-"""Begins a word that is no path, however long it is: the file system is not asked about it."""
+"""Start of a word that cannot be a path, however long it is: the file system is not asked about it."""
 ADDRESS = re.compile(r"\w+:/")
 PATHS = ("FILE", "FILE|NxGPU", "PREFIX")
-"""What stands in `--help` for the path of an option; others have the type Path."""
+"""Metavars in `--help` for options that take a path; other path options have the type Path."""
 
 RENAMED_OPTIONS = {"--page": "--output"}
-"""Options that had other names before the first release, where those are not near."""
+"""Options renamed before the first release whose new name is not similar enough to be suggested."""
 
 LAYOUT_WORDS = {
     "tp": "tp",
@@ -62,18 +62,18 @@ LAYOUT_WORDS = {
     "etp": "etp",
     "sp": "sequence_parallel",
 }
-"""Words of a layout, and the keys of the section `parallel` that they set."""
+"""Layout words, and the keys of the section `parallel` that they set."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathArgument:
-    """A thing that a command is about, given as a word.
+    """The file or folder that a command works on, given as a word.
 
     Attributes:
-        name: of the thing, and of the attribute of the parsed arguments that holds its path.
-        exists: returns true for a path that is one, and raises for none.
-        endings: of file names that can only mean one; a missing file is then reported when it is opened.
-        example: for the error message where none was given.
+        name: its name, also the parsed arguments' attribute that holds its path.
+        exists: whether a path names an existing one.
+        endings: unambiguous file endings; a missing file with one of them is reported when it is opened.
+        example: example for the error message if none is given.
     """
 
     name: str
@@ -87,14 +87,14 @@ CHECKPOINT = PathArgument("checkpoint", os.path.exists, (), "runs/gpt_tiny")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser of one command or verb, with options and words in any order.
+    """A parser for one command or verb, with options and words in any order.
 
     Attributes:
-        renamed: verbs that had other names before the first release, and what has taken their place.
+        renamed: verbs renamed before the first release, and their new names.
     """
 
     def __init__(self, **settings: Any) -> None:
-        # A shortened option would stop working on the day that another one begins with the same letters.
+        # An abbreviated option would break as soon as another option begins with the same letters.
         super().__init__(formatter_class=_Help, allow_abbrev=False, **settings)
         self._subject: PathArgument | None = None
         self._needs_subject = False
@@ -103,12 +103,12 @@ class CommandParser(argparse.ArgumentParser):
         self.renamed: Mapping[str, str] = {}
 
     def add_verb(self, name: str, summary: str, words: str, examples: str) -> "CommandParser":
-        """Add a verb with `--json`, and its examples to those of the command.
+        """Add a verb with `--json`, and add its examples to the command's.
 
         Args:
-            name: of the verb.
+            name: the verb.
             summary: its line in the command's `--help`, and a sentence of its own.
-            words: its usage after its name.
+            words: usage text that follows the name.
             examples: text below its options; the command shows the part before the first empty line.
         """
         if self._verbs is None:
@@ -124,13 +124,13 @@ class CommandParser(argparse.ArgumentParser):
     def takes(
         self, subject: PathArgument, meaning: str, *, required: bool = True, read_without: Path | None = None
     ) -> None:
-        """Take a path of `subject` and overrides as words.
+        """Accept a path of `subject` and overrides as words.
 
         Args:
-            subject: the kind of path. A config may be given with `--config` as well.
-            meaning: of the subject for this command, for `--help`.
-            required: refuse a command line without it.
-            read_without: path of what the command reads where none is given; None: nothing.
+            subject: kind of path. A config may also be given with `--config`.
+            meaning: what the subject means for this command, for `--help`.
+            required: refuse a command line that lacks it.
+            read_without: path that the command reads if none is given; None: nothing is read.
         """
         self._subject, self._needs_subject, self._read_without = subject, required, read_without
         entries = (
@@ -138,7 +138,7 @@ class CommandParser(argparse.ArgumentParser):
             (OVERRIDES, "a field of the configuration, in place of what it says"),
         )
         described = "\n".join(_entry(name, text) for name, text in entries)
-        # One argument for argparse, two for people, above the options.
+        # argparse sees one argument; --help shows two, above the options.
         self._positionals.title, self._positionals.description = "words", described
         self.add_argument("words", nargs="*", help=argparse.SUPPRESS)
         if subject is CONFIG:
@@ -148,14 +148,14 @@ class CommandParser(argparse.ArgumentParser):
 
     @property
     def verbs(self) -> tuple[str, ...]:
-        """Return the names of the verbs; none for a command without any."""
+        """Names of the verbs; empty for a command that has none."""
         return () if self._verbs is None else tuple(self._verbs.choices)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse the words after the command's name; exits with a usage error for an unknown option or verb.
+        """Parse the words after the command's name; exit with a usage error for an unknown option or verb.
 
         Raises:
-            ConfigError: words that are neither options nor overrides nor a subject, or no subject where one is needed.
+            ConfigError: a word is not an option, an override or a subject, or a required subject is missing.
         """
         if self._verbs is not None:
             return self._parse_verb(arguments)
@@ -172,7 +172,7 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def _bad_paths(self, parsed: argparse.Namespace) -> Iterator[str]:
-        """Yield a problem for each path that is none of this machine, or where no file can be written."""
+        """Yield a problem for each path that this machine cannot have, or where no file can be written."""
         for action in self._actions:
             given = getattr(parsed, action.dest, None)
             if action.type is Path or action.metavar in PATHS:
@@ -230,7 +230,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def add_world_size(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Add `--world-size N`, which may be typed as `--gpus N`: the number of ranks where `parallel.dp` is open."""
+    """Add `--world-size N`, alias `--gpus N`: the number of ranks if `parallel.dp` is open."""
     parser.add_argument("--world-size", "--gpus", type=int, metavar="N", help=meaning)
 
 
@@ -242,7 +242,7 @@ def add_checkpoint(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def add_weights(parser: argparse.ArgumentParser) -> None:
-    """Add `--weights`: the weights of the checkpoint that are read (`triaxis.engine.checkpoint.inspect.weights.WhichWeights`)."""
+    """Add `--weights`: which of the checkpoint's weights to read (`triaxis.engine.checkpoint.inspect.weights.WhichWeights`)."""
     parser.add_argument(
         "--weights",
         choices=("trained", "ema"),
@@ -252,7 +252,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
 
 
 def add_weights_only(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add `--weights-only`, of Megatron-Core's checkpoints."""
+    """Add `--weights-only`, for Megatron-Core checkpoints."""
     parser.add_argument(
         "--weights-only", action="store_true", help="leave the optimizer's state and the iteration behind"
     )
@@ -271,7 +271,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def text_aside(args: argparse.Namespace) -> Iterator[None]:
-    """With `add_json`'s option, keep standard output for `print_json`."""
+    """Keep standard output for `print_json` if `--json` was typed; other text goes to standard error."""
     args.json_output = sys.stdout
     aside = getattr(args, "text_goes_aside", False) and args.json
     with redirect_stdout(sys.stderr) if aside else nullcontext():
@@ -279,7 +279,7 @@ def text_aside(args: argparse.Namespace) -> Iterator[None]:
 
 
 def print_json(args: argparse.Namespace, tree: object, file: Path | None = None) -> None:
-    """Print a command's result as JSON if `--json` was typed, and write it to a file if one is named."""
+    """Print a command's result as JSON if `--json` was typed, and write it to `file` if one is named."""
     text = json.dumps(tree, indent=2)
     if args.json:
         print(text, file=args.json_output, flush=True)
@@ -288,7 +288,7 @@ def print_json(args: argparse.Namespace, tree: object, file: Path | None = None)
 
 
 def write_output(file: Path, text: str) -> None:
-    """Write the file that an option names; OutputError where that is impossible."""
+    """Write the file that an option names; raises OutputError if that fails."""
     try:
         write_atomically(file, [text.encode()])
     except OSError as error:
@@ -308,7 +308,7 @@ def add_open(parser: argparse.ArgumentParser) -> None:
 
 
 def open_page(args: argparse.Namespace, path: Path) -> None:
-    """Open a written page or picture if `--open` was typed.
+    """Open a finished page or picture if `--open` was typed.
 
     Raises:
         TriaxisError: this machine has no browser.
@@ -318,7 +318,7 @@ def open_page(args: argparse.Namespace, path: Path) -> None:
 
 
 def add_ignore(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add `--ignore KEY`: an unknown key of a Hugging Face config.json that is let through."""
+    """Add `--ignore KEY`: accept an unknown key in a Hugging Face config.json."""
     parser.add_argument(
         "--ignore",
         action="append",
@@ -329,11 +329,11 @@ def add_ignore(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> Non
 
 
 def typed(args: argparse.Namespace, *names: str) -> list[str]:
-    """Return those of the options that were typed, as they are typed.
+    """List the given options that were typed, spelled as on the command line.
 
     Args:
-        args: parsed; an option that was not typed is None, False or an empty list.
-        names: of the options, with `_` for `-`.
+        args: parsed arguments; an option that was not typed is None, False or an empty list.
+        names: option names, with `_` for `-`.
     """
     given = ((name, getattr(args, name)) for name in names)
     return [
@@ -342,13 +342,13 @@ def typed(args: argparse.Namespace, *names: str) -> list[str]:
 
 
 def above(name: str, number: int, most: int, reason: str) -> list[str]:
-    """Return the problem of an option that counts more than `most`; an empty list where there is none.
+    """Return the problem if an option counts more than `most`; otherwise an empty list.
 
     Args:
-        name: of the option, with `_` for `-`.
+        name: option name, with `_` for `-`.
         number: its value.
-        most: its largest legal value.
-        reason: for the bound, as the end of the sentence.
+        most: largest legal value.
+        reason: reason for the bound, as the end of the sentence.
     """
     if number <= most:
         return []
@@ -356,7 +356,7 @@ def above(name: str, number: int, most: int, reason: str) -> list[str]:
 
 
 def refuse(problems: Iterable[str], source: str = "the command line") -> None:
-    """Raise ConfigError with the problems of `source`, if there are any."""
+    """Raise ConfigError if `source` has any problems."""
     if found := list(problems):
         raise ConfigError(found, source)
 
@@ -365,10 +365,10 @@ def check_counts(**given: int | None) -> None:
     """Refuse options that count ranks and are below 1 or above `MOST_RANKS`.
 
     Args:
-        given: by the option's name, with `_` for `-`; None where it was not given.
+        given: counts by option name, with `_` for `-`; None if the option was not given.
 
     Raises:
-        ConfigError: all of them.
+        ConfigError: all problems at once.
     """
     problems = [
         f"--{name.replace('_', '-')} {number}: must be at least 1; there would be nothing to run on."
@@ -384,14 +384,14 @@ def check_counts(**given: int | None) -> None:
 
 
 def layout_overrides(text: str, *, dp_is_open: bool = False) -> list[str]:
-    """Return `tp=4,pp=2` as overrides of the section `parallel`.
+    """Convert `tp=4,pp=2` to overrides of the section `parallel`.
 
     Args:
-        text: sizes that are not named are 1, and `sp` is off.
-        dp_is_open: leave `dp` to the world size where it is not named.
+        text: sizes by name; unnamed sizes are 1, and `sp` is off.
+        dp_is_open: if `dp` is not named, leave it to the world size.
 
     Raises:
-        ConfigError: a word that is no size, or one twice.
+        ConfigError: a word is not a size, or occurs twice.
     """
     given: dict[str, str] = {}
     problems = []
@@ -410,7 +410,7 @@ def layout_overrides(text: str, *, dp_is_open: bool = False) -> list[str]:
 
 
 def near(word: str, names: Iterable[str]) -> str | None:
-    """Return the name that `word` is a misspelling of, or None."""
+    """Return the name that `word` probably misspells, or None."""
     by_letters = {name.lstrip("-"): name for name in names}
     found = difflib.get_close_matches(word.lstrip("-").partition("=")[0], by_letters, n=1)
     return by_letters[found[0]] if found else None
@@ -432,7 +432,7 @@ def _stray(word: str, subject: PathArgument, options: Iterable[str]) -> str:
 
 
 def _unwritable_place(path: Path, is_file: bool) -> Iterator[str]:
-    """Yield the problem of a path to write to: a device, whose place a file would take, or a file in no folder."""
+    """Yield the problem with an output path: it is a device that a file would replace, or its folder does not exist."""
     if path.parent == Path("/dev") or (path.exists() and not (path.is_file() or path.is_dir())):
         what = kind_of(path.stat().st_mode) if path.exists() else "no file"
         yield f"{path} is {what}, and a file would take its place. Name a file; without --output the terminal shows it."
@@ -441,14 +441,14 @@ def _unwritable_place(path: Path, is_file: bool) -> Iterator[str]:
 
 
 def _entry(name: str, text: str) -> str:
-    """Format a word and its meaning, as argparse formats an option; argparse itself moves it to the right by two columns."""
+    """Format a word and its meaning as argparse formats an option; argparse indents it by two more columns."""
     return textwrap.fill(
         text, HELP_WIDTH - 2, initial_indent=f"{name:<{HELP_COLUMN - 2}}", subsequent_indent=" " * (HELP_COLUMN - 2)
     )
 
 
 class _Help(argparse.HelpFormatter):
-    """A formatter that keeps columns and examples, fills sentences, and folds what is too wide for `HELP_WIDTH`."""
+    """A formatter that keeps columns and examples, fills sentences, and folds lines wider than `HELP_WIDTH`."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=HELP_COLUMN, width=HELP_WIDTH)
@@ -473,12 +473,12 @@ class _Help(argparse.HelpFormatter):
 
 
 def _is_kept(line: str) -> bool:
-    """Return whether a line of a help text stands by itself: an example, a heading, columns, an empty line."""
+    """Whether a help line stands by itself: an example, a heading, columns or an empty line."""
     return not line or line.startswith(" ") or line.endswith(":") or "  " in line
 
 
 def folded(line: str, width: int) -> list[str]:
-    """Fold an example that is too wide, as a shell reads it: before an option, else before a word."""
+    """Fold an example that is too wide so that a shell still reads it: before an option, else before a word."""
     if len(line) <= width or not line.startswith("  "):
         return [line]
     words = re.findall(r"(?:'[^']*'|\S)+", line)

@@ -1,10 +1,10 @@
-"""Options of other engines, typed to a command of ours and answered in our words.
+"""Other engines' options, typed to a Triaxis command and answered with the Triaxis override.
 
     --tensor-model-parallel-size 2, --tp 2     ->  parallel.tp=2, and the whole command with it, to paste
-    --num-layers 24 --hidden-size 2048 ...     ->  the command that makes a config of a command line of Megatron-LM
+    --num-layers 24 --hidden-size 2048 ...     ->  the command that converts a Megatron-LM command line to a config
 
-The command that is printed works: where a value of the config contradicts the new one (a warm-up longer than train.steps), the
-nearest legal value comes with it.
+The printed command works: if another config value contradicts the new one (a warm-up longer than train.steps), the command
+also sets the nearest legal value.
 """
 
 import argparse
@@ -27,29 +27,29 @@ from triaxis.models.interop.megatron.command_line.convert import from_command_li
 from triaxis.models.interop.megatron.command_line.parse import is_argument
 
 SCRIPT = "TRIAXIS_SCRIPT"
-"""The variable with the path of launch/pretrain_gpt.sh as it was typed, where that has started the command."""
+"""Variable with the path of launch/pretrain_gpt.sh as it was typed, if that script started the command."""
 
 TRAIN = "train"
-"""The command that the script starts."""
+"""Command that the script starts."""
 
 Parse = Callable[[Sequence[str]], argparse.Namespace]
 
 DESCRIBES_A_MODEL = frozenset({"num-layers", "hidden-size"})
-"""Arguments of Megatron-LM that, without a config of ours, make a command line a whole one of its."""
+"""Megatron-LM arguments that, in the absence of a Triaxis config, mark a complete Megatron-LM command line."""
 
 OF_A_SCRIPT = "A config is made of a whole command line of Megatron-LM, or of its script: `triaxis new --help`"
 
 
 @dataclass
 class _Answer:
-    """A command line in our words.
+    """A command line in Triaxis words.
 
     Attributes:
-        arguments: the words, those of other engines replaced.
-        replaced: the options that were, with their values.
-        overrides: what replaces them.
-        notes: why an option is left out.
-        problems: of options that have no single word here.
+        arguments: all words, with other engines' options replaced.
+        replaced: replaced options, with their values.
+        overrides: overrides that replace them.
+        notes: reasons for options that are left out.
+        problems: options that have no single equivalent here.
     """
 
     arguments: list[str] = field(default_factory=list)
@@ -66,14 +66,14 @@ def answers(
     parse: Parse,
     read_without: Path | None,
 ) -> list[str]:
-    """Return the problems of unknown options, with our words for them; an empty list where no other engine has any of them.
+    """Return the problems with unknown options, and their Triaxis equivalents; empty if no other engine has these options.
 
     Args:
-        prog: the command, such as `triaxis train`.
-        arguments: all words behind it.
-        unknown: those that are options and that the command lacks.
-        parse: reads words of the command, and raises ConfigError for words that are none.
-        read_without: the config that the command reads where none is given; None: it reads none.
+        prog: command, such as `triaxis train`.
+        arguments: all words after the command.
+        unknown: option words that the command lacks.
+        parse: parser for the command's words, which raises ConfigError for a bad one.
+        read_without: config that the command reads if none is given; None: it reads none.
     """
     names = [word.lstrip("-").partition("=")[0].replace("_", "-") for word in unknown]
     if set(names) >= DESCRIBES_A_MODEL and not any(map(_is_yaml, arguments)):
@@ -88,7 +88,7 @@ def answers(
 
 
 def _in_our_words(arguments: Sequence[str], unknown: Collection[str]) -> _Answer:
-    """Replace the options that are fields here; a word that is neither known here nor elsewhere is a problem beside others only."""
+    """Replace options that are fields here. An option unknown here and elsewhere is reported only along with other problems."""
     answer, strangers = _Answer(), list[str]()
     words = list(arguments)
     while words:
@@ -124,14 +124,14 @@ def _in_our_words(arguments: Sequence[str], unknown: Collection[str]) -> _Answer
 
 
 def _takes(key: str, word: str) -> bool:
-    """Return whether the word behind an option is its value: of a switch, yes or no; of a field, what is no option."""
+    """Whether the word after an option is its value: true or false for a switch, anything but an option for another field."""
     if as_overrides(key, "true"):
         return word.lower() in ("true", "false")
     return not word.startswith("--")
 
 
 def _with_command(prog: str, answer: _Answer, parse: Parse, read_without: Path | None) -> str:
-    """Return the answer with the command to paste, or with what keeps that one from starting."""
+    """Format the answer with the command to paste, or with the reason why that command would not start."""
     replaced = ", ".join(answer.replaced)
     written = " ".join(map(shlex.quote, answer.overrides))
     said = f"{replaced}: no option; {f'write {written}' if written else 'leave it out'}"
@@ -155,7 +155,7 @@ def _with_command(prog: str, answer: _Answer, parse: Parse, read_without: Path |
 
 
 def _added(path: Path | None, given: Sequence[str], overrides: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return overrides that the new ones need, each with its reason.
+    """Return the further overrides that the new ones need, and the reason for each.
 
     Raises:
         ConfigError: no value of another field makes the config legal.
@@ -178,7 +178,7 @@ def _added(path: Path | None, given: Sequence[str], overrides: Sequence[str]) ->
     added: dict[str, object] = {}
     reasons = []
     for problem in broken_rules(config):
-        # Another model, or another value of what was typed, is not meant.
+        # Changing the model, or a field that the user typed, is not what was meant.
         mends = ((key, next(iter(values))) for key, values in problem.candidates.items() if key not in typed)
         mend = next(((key, value) for key, value in mends if not key.startswith("model.")), None)
         if mend is not None:
@@ -190,7 +190,7 @@ def _added(path: Path | None, given: Sequence[str], overrides: Sequence[str]) ->
 
 
 def _start(prog: str, words: Sequence[str]) -> str:
-    """Return the line that starts the command with these words, by the script where that was typed."""
+    """Format the line that starts the command with these words, using the script if that was typed."""
     script, command = os.environ.get(SCRIPT), prog.split()[1:]
     return (
         shlex.join(["bash", script, *words])
@@ -200,7 +200,7 @@ def _start(prog: str, words: Sequence[str]) -> str:
 
 
 def _of_a_whole_line(prog: str, arguments: Sequence[str], unknown: Collection[str]) -> list[str]:
-    """Return the two commands that make a config of Megatron-LM's words and use it, or what the first would refuse."""
+    """Return the commands that convert a Megatron-LM command line and use the config, with any problem in the conversion."""
     names = set(Config.dotted_names())
     ours = [
         word for word in arguments if word.partition("=")[0] in names or (word.startswith("--") and word not in unknown)

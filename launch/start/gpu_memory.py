@@ -1,4 +1,4 @@
-"""The memory of this node's GPUs, from nvidia-smi: no CUDA context is made, and torch is not imported."""
+"""This node's GPU memory, read from nvidia-smi: no CUDA context is created, and torch is not imported."""
 
 import subprocess
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ ANSWERS_WITHIN_SECONDS = 30.0
 
 
 def read_devices(variables: Mapping[str, str]) -> Devices | None:
-    """Read the memory of the GPUs that ranks may use; None where nvidia-smi is missing, fails, or gives no number.
+    """Read the memory of the GPUs that ranks may use; None if nvidia-smi is missing, fails, or gives no number.
 
     Args:
-        variables: CUDA_VISIBLE_DEVICES chooses among the GPUs by number or UUID.
+        variables: environment; CUDA_VISIBLE_DEVICES selects GPUs by number or UUID.
     """
     visible = variables.get("CUDA_VISIBLE_DEVICES")
     chosen = [] if visible is None else ["-i", visible]
@@ -30,6 +30,6 @@ def read_devices(variables: Mapping[str, str]) -> Devices | None:
 
 
 def memory_rules(variables: Mapping[str, str]) -> list[Rule]:
-    """Return the rule that a run's predicted memory fits the GPUs of `read_devices`; none where their memory is unknown."""
+    """Return the rule that a run's predicted memory fits this node's GPUs; empty if their memory is unknown."""
     devices = read_devices(variables)
     return [] if devices is None else [memory_rule(devices)]

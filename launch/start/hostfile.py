@@ -4,8 +4,8 @@
     host0 slots=8            ssh host1  ->  bash: NNODES=2 NODE_RANK=1 MASTER_ADDR=host0 ... launch/pretrain_gpt.sh words
     host1 slots=8
 
-The script of a host is sent to its bash through standard input, never on a command line: it holds the environment, and a key in it
-would show in every host's list of processes. Afterwards the same stream carries the names of signals. When it ends, because this
+A host's script reaches its bash through standard input, never on a command line. It contains the environment, and a key in it
+would show in every host's process list. After the script, the same stream carries signal names. When the stream ends, because this
 process or the connection is gone, the remote launcher gets SIGTERM, and its ranks save.
 """
 
@@ -44,7 +44,7 @@ LAUNCHER = (
     if IS_CHECKOUT
     else (sys.executable, "-P", "-m", "triaxis.launch.cli", "train")
 )
-"""The launcher of each host, before the words of the run. The checkout or the installed Python has one path on all hosts."""
+"""Launcher command on each host, before the run's words. The checkout or the installed Python has the same path on all hosts."""
 
 VARIABLE = "HOSTFILE"
 DEFAULT_PORT = "29500"
@@ -74,7 +74,7 @@ _PASSED_ON_BEGINNINGS = (
     "UCX_",
     "FI_",
 )
-"""The part of the environment that a run depends on; the rest belongs to this host."""
+"""Environment variables that a run depends on; the others belong to this host."""
 
 _SSH_FAILED = 255
 _POLL_SECONDS = 0.1
@@ -83,14 +83,14 @@ _SLOTS = re.compile(r"slots=([1-9][0-9]{0,5})")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A line of the file."""
+    """A line of the hostfile."""
 
     name: str
     slots: int
 
 
 def read_hosts(path: Path) -> list[Host]:
-    """Read the hosts of a file: one per line, `name slots=8`; `#` begins a comment.
+    """Read the hosts in a file: one per line, `name slots=8`; `#` begins a comment.
 
     Raises:
         TopologyError: the file cannot be read, or the hosts do not fit together.
@@ -131,7 +131,7 @@ def read_hosts(path: Path) -> list[Host]:
 
 
 def node_variables(hosts: Sequence[Host], index: int, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of one host's launcher that are added to this host's environment."""
+    """Return the variables that one host's launcher gets in addition to this host's environment."""
     address = variables.get("MASTER_ADDR") or hosts[0].name
     world = {"NNODES": str(len(hosts)), "NODE_RANK": str(index), "NPROC_PER_NODE": str(hosts[index].slots)}
     if len(hosts) == 1:
@@ -140,9 +140,9 @@ def node_variables(hosts: Sequence[Host], index: int, variables: Mapping[str, st
 
 
 def script(folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> str:
-    """Return the input of the remote bash: environment, launcher, then names of signals until the stream ends.
+    """Build the remote bash's input: environment and launcher; signal names follow until the stream ends.
 
-    In braces, so that bash has read all of it before the names of signals are read from the same stream.
+    The script is in braces, so bash reads all of it before the signal names on the same stream.
     """
     exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in sorted(variables.items()))
     command = shlex.join(words)
@@ -158,17 +158,17 @@ def script(folder: Path, words: Sequence[str], variables: Mapping[str, str]) -> 
 
 
 def passed_on(variables: Mapping[str, str]) -> dict[str, str]:
-    """Select the variables that go with the run to other hosts."""
+    """Select the variables that a run passes to other hosts."""
     return {
         name: value for name, value in variables.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_BEGINNINGS)
     }
 
 
 def ssh_words(host: Host, variables: Mapping[str, str]) -> list[str]:
-    """Return the local command; TRIAXIS_SSH replaces `ssh` and its options. BatchMode: no prompt for a password.
+    """Return the local ssh command; TRIAXIS_SSH replaces `ssh` and its options. BatchMode: no password prompt.
 
     Raises:
-        TopologyError: TRIAXIS_SSH has a quote without its pair.
+        TopologyError: TRIAXIS_SSH has an unbalanced quote.
     """
     given = variables.get("TRIAXIS_SSH")
     try:
@@ -182,8 +182,8 @@ class SshLaunch:
     """One run on several hosts.
 
     Args:
-        hosts: from `read_hosts`.
-        words: the command line of each host's launcher.
+        hosts: hosts from `read_hosts`.
+        words: command line for each host's launcher.
         variables: this process's environment.
     """
 
@@ -194,7 +194,7 @@ class SshLaunch:
         self._connections: list[subprocess.Popen[str]] = []
 
     def show(self) -> None:
-        """Print the command of each host, and the names of variables that are passed on, never their values."""
+        """Print each host's command, and the names of the variables that are passed on, never their values."""
         print(f"environment passed on: {' '.join(sorted(passed_on(self._variables)))}")
         for index, host in enumerate(self._hosts):
             given = " ".join(
@@ -206,7 +206,7 @@ class SshLaunch:
             )
 
     def run(self) -> int:
-        """Start all hosts, wait for all, and return the run's exit code. Output is the first host's; errors are of all.
+        """Start all hosts, wait for them, and return the run's exit code. Shows the first host's output and all hosts' errors.
 
         Raises:
             TopologyError: this machine has no ssh.
@@ -228,7 +228,7 @@ class SshLaunch:
                     stderr=subprocess.PIPE,
                     text=True,
                     errors="backslashreplace",
-                    start_new_session=True,  # Ctrl-C is for this process, which hands it on
+                    start_new_session=True,  # Ctrl-C goes to this process, which forwards it
                 )
                 assert connection.stdin is not None and connection.stderr is not None, "pipes"
                 self._connections.append(connection)
@@ -258,11 +258,11 @@ class SshLaunch:
     def _wait(self) -> tuple[list[int], int]:
         """Wait for all launchers; end those that outlive another's failure for too long.
 
-        A launcher sees its own ranks only, and a rank that waits in NCCL for a dead one of another host does not end by itself.
-        Ranks behind a lost connection are not dead: they and all others save first.
+        A launcher sees only its own ranks. A rank that waits in NCCL for a dead peer on another host does not end by itself.
+        Ranks on a host that only lost its connection are still alive: they and all others save first.
 
         Returns:
-            Exit codes by host, and the first of them that was a failure (0: none).
+            Exit codes by host, and the first failure among them (0: none).
         """
         first_failure, kill_at_seconds = 0, math.inf
         while None in (codes := [connection.poll() for connection in self._connections]):
@@ -297,15 +297,15 @@ def _relay(host: str, stream: TextIO) -> None:
 
 
 def is_asked_for(variables: Mapping[str, str]) -> bool:
-    """Return whether this process starts a run on other hosts, and is not itself the launcher of one of several nodes."""
+    """Whether this process starts a run on other hosts, rather than being the launcher of one of several nodes."""
     return bool(variables.get(VARIABLE)) and "NODE_RANK" not in variables
 
 
 def start(config_path: Path, overrides: Sequence[str], flags: Sequence[str], *, dry_run: bool) -> int:
-    """Check the config for the hosts' ranks, then run it there, or show the commands; return the exit code.
+    """Check the config for the hosts' ranks, then run it there or show the commands; return the exit code.
 
     Raises:
-        ConfigError: problems in the configuration, all at once.
+        ConfigError: all problems in the configuration at once.
         TopologyError: the hosts do not fit together.
     """
     check_numbers(os.environ)

@@ -1,9 +1,9 @@
-"""The import path of the Python processes that Triaxis starts.
+"""The import path for Python processes that Triaxis starts.
 
-`python -m` and `python -c` search the folder where they are typed first, so a `launch.py` or `torch.py` there would run in place of
-ours. PYTHONSAFEPATH (`python -P`) leaves that folder out, for the process and for all that it starts. A checkout that is not
-installed was perhaps found in that very folder, so its root is on PYTHONPATH. It is the last entry: a user's own package `models`
-or `engine` comes before the folders of the checkout. Only another `triaxis` does not: the one that was started runs on all ranks.
+`python -m` and `python -c` search the current folder first, so a `launch.py` or `torch.py` there would run in place of
+ours. PYTHONSAFEPATH (`python -P`) excludes that folder, for the process and everything it starts. An uninstalled checkout may
+have been found through that very folder, so its root goes on PYTHONPATH. It is the last entry: a user's own package `models`
+or `engine` comes before the checkout's folders. The exception is another `triaxis`: the one that was started runs on all ranks.
 """
 
 import os
@@ -15,11 +15,11 @@ from triaxis.engine.program import IMPORT_ROOT
 
 
 def import_variables(variables: Mapping[str, str], root: Path = IMPORT_ROOT) -> dict[str, str]:
-    """Return the variables for a Python process that imports `triaxis` wherever it is started.
+    """Return the variables for a Python process that imports `triaxis` from any folder.
 
     Args:
-        variables: the environment that it would have.
-        root: of the checkout. Site-packages are on every path already, and here they would come before the standard library.
+        variables: environment that it would have.
+        root: checkout root. Site-packages are on every path already, and here they would precede the standard library.
     """
     safe = {"PYTHONSAFEPATH": "1"}
     if str(root) in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):

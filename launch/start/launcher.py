@@ -3,13 +3,13 @@
     bash launch/pretrain_gpt.sh [config.yaml] [dotted=overrides] [--dry-run]
         |  config        YAML < environment < dotted, all problems at once
         |  world         NPROC_PER_NODE, else the GPUs, else tp pp dp of the config (launch/start/world.py)
-        |  corpus        prepared first, where a tiny config finds none
+        |  corpus        prepared first, if a tiny config finds none
         v
     one machine, or one call per node:  torchrun  ->  N x launch/pretrain_gpt.py     RANK, WORLD_SIZE, ... set by torchrun
     one task of srun per GPU:           launch/pretrain_gpt.py here, now             the same variables, from SLURM's
 
 Each rank reads the config again from the same words and the same environment. When a rank dies, the others are ended
-and the launcher names it. Signals are handed on to the ranks (launch/start/process/forward_signals.py).
+and the launcher names the dead one. Signals are forwarded to the ranks (launch/start/process/forward_signals.py).
 """
 
 import importlib
@@ -63,58 +63,58 @@ from triaxis.models.predict.fit import Devices, memory_line, memory_rule, uses_g
 from triaxis.models.predict.rank_memory import predict
 from triaxis.models.run_rules import RULES_OF_A_RUN
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # its module imports torch
     from triaxis.launch.start.rendezvous import MeetingPlace
 
 DEFAULT_CONFIG = ROOT / "configs" / "gpt_tiny.yaml"
-"""The config of a command without one, on a machine without GPUs."""
+"""Config for a command that names none, on a machine without GPUs."""
 
 GPU_CONFIG = DEFAULT_CONFIG.with_name("gpt_125m_bytes.yaml")
-"""The config of a command without one, where there are GPUs."""
+"""Config for a command that names none, on a machine with GPUs."""
 
 STDLIB_CONFIGS = (DEFAULT_CONFIG, DEFAULT_CONFIG.with_name("moe_tiny.yaml"), GPU_CONFIG)
 """Configs whose corpus is prepared first, from text that every machine has."""
 
 WORKER = "triaxis.launch.pretrain_gpt"
-"""The module that each rank runs: `main(argv) -> int` with the config's path and the overrides."""
+"""Module that each rank runs: `main(argv) -> int` with the config's path and the overrides."""
 
 START = "triaxis.launch.start.process.start_rank"
-"""The module that torchrun runs: it imports the worker."""
+"""Module that torchrun runs: it imports the worker."""
 
 FROM_SCRATCH = "--from-scratch"
-"""The word that lets a run which has saved checkpoints start at step 0 again."""
+"""Word that lets a run with saved checkpoints start at step 0 again."""
 
 DEFAULT_MASTER_PORT = "29500"
 
 _LABEL = 8
-"""Columns of a row's name."""
+"""Width of a row's label in columns."""
 _UNLIMITED = 10**6
 _CONTINUES = " \\"
 
 
 @dataclass(frozen=True)
 class Request:
-    """A run to start. `config_path` None: the default command, `default_config`."""
+    """A run to start. If `config_path` is None, `default_config` chooses the config."""
 
     config_path: Path | None
     overrides: tuple[str, ...]
     dry_run: bool = False
     verbose: bool = False
-    """Print the line that starts the ranks, with its environment; `dry_run` prints it too."""
+    """Print the line that starts the ranks and its environment; `dry_run` prints it too."""
     trains: bool = False
-    """The worker trains this configuration, so its predicted memory must fit."""
+    """Whether the worker trains this configuration, so that its predicted memory must fit."""
     worker: str = WORKER
     worker_flags: tuple[str, ...] = ()
-    """Words for the worker besides the configuration."""
+    """Worker arguments besides the configuration."""
     preflight: Callable[[Config, Path], str | None] | None = None
-    """A check before ranks are started; a text that it returns is printed, and nothing is started."""
+    """A check before ranks start; if it returns a text, the text is printed and nothing starts."""
     explained_codes: tuple[int, ...] = ()
     """Exit codes that all ranks agree on and rank 0 has explained: no rank has failed."""
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """A checked run; all output and the command line follow from it."""
+    """A checked run, from which all output and the command line follow."""
 
     config: Config
     config_path: Path
@@ -123,7 +123,7 @@ class LaunchPlan:
     sizes: ParallelSizes
     batch: BatchPlan
     memory: str = ""
-    """Predicted memory in a line; empty where the worker does not train."""
+    """Predicted memory in a line; empty if the worker does not train."""
     worker_flags: tuple[str, ...] = ()
     explained_codes: tuple[int, ...] = ()
 
@@ -133,12 +133,12 @@ class LaunchPlan:
 
 
 def launch(request: Request, variables: Mapping[str, str]) -> int:
-    """Start a run, or show it; return the exit code of the run.
+    """Start a run, or show it, and return its exit code.
 
     Raises:
-        ConfigError: problems in the configuration, all at once.
+        ConfigError: all problems in the configuration at once.
         TopologyError: the ranks, nodes or GPUs do not fit.
-        TriaxisError: too few files may be open.
+        TriaxisError: the open-file limit is too low.
     """
     with lasting_output():
         return _be_a_rank(request, variables) if is_rank(variables) else _launch(request, variables)
@@ -178,13 +178,13 @@ def _launch(request: Request, environ: Mapping[str, str]) -> int:
 
 
 def default_config(overrides: Sequence[str], variables: Mapping[str, str]) -> Path:
-    """Return the config of a command without one: `GPU_CONFIG` where this node has GPUs, unless the run is to be on the CPU."""
+    """Choose the config for a command that names none: `GPU_CONFIG` on a node with GPUs, unless the run is to use the CPU."""
     on_cpu = f"runtime.device={CPU}" in overrides or not find_gpus(variables).count
     return DEFAULT_CONFIG if on_cpu else GPU_CONFIG
 
 
 def make_plan(request: Request, variables: Mapping[str, str]) -> LaunchPlan:
-    """Resolve the config, choose the world, check both together."""
+    """Resolve the config, choose the world, and check both together."""
     overrides = request.overrides
     path = request.config_path or default_config(overrides, variables)
     gpus = find_gpus(variables)
@@ -218,7 +218,7 @@ def torchrun_arguments(plan: LaunchPlan, worker: str, variables: Mapping[str, st
     """Return the words after `python -m torch.distributed.run`.
 
     Raises:
-        TopologyError: several nodes, and this one's number or the meeting place is missing.
+        TopologyError: there are several nodes, and this node's number or the meeting place is missing.
     """
     world = plan.world
     ranks = [f"--nproc-per-node={world.ranks_per_node}"]
@@ -237,25 +237,25 @@ def torchrun_arguments(plan: LaunchPlan, worker: str, variables: Mapping[str, st
             f"--master-port={variables.get('MASTER_PORT') or DEFAULT_MASTER_PORT}",
         ]
     else:
-        # A free port, so that two runs on one machine do not meet; the address, so that no name has to resolve.
+        # A free port keeps two runs on one machine apart; the numeric address needs no name resolution.
         ranks += ["--standalone", f"--local-addr={LOOPBACK[0]}"]
     return [*ranks, "--module", START, worker, *plan.worker_arguments]
 
 
 def thread_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for the ranks that the user did not set."""
+    """Return the ranks' thread variables, unless the user set them."""
     return {} if "OMP_NUM_THREADS" in variables else {"OMP_NUM_THREADS": "1"}
 
 
 def device_variables(world: World) -> dict[str, str]:
-    """Return the decision about device and backend as variables for the ranks."""
+    """Return the chosen device and backend as variables for the ranks."""
     return {DEVICE_VARIABLE: world.device, BACKEND_VARIABLE: world.backend}
 
 
 def show(
     console: Console, request: Request, plan: LaunchPlan, arguments: Sequence[str], environment: Mapping[str, str]
 ) -> None:
-    """Print the choices with their reasons. Rank 0 of a training run describes layout, batch and memory itself."""
+    """Print the choices with their reasons. A training run's rank 0 describes layout, batch and memory itself."""
     world = plan.world
     nodes = "1 node" if world.num_nodes == 1 else f"{world.num_nodes} nodes of {world.ranks_per_node}"
     _row(console, "config", shlex.join([_near(plan.config_path), *plan.worker_arguments[1:]]))
@@ -277,7 +277,6 @@ def _row(console: Console, name: str, text: str) -> None:
 
 
 def _lines(console: Console, name: str, lines: Iterable[str]) -> None:
-    """Print labelled lines."""
     head = f"{name:<{_LABEL}}"
     for line in lines:
         console.print(f"[bold]{head}[/bold]", end="")
@@ -286,7 +285,7 @@ def _lines(console: Console, name: str, lines: Iterable[str]) -> None:
 
 
 def _width(console: Console) -> int:
-    """Return the columns for the text of a row; a pipe or a file has no limit."""
+    """Columns left for a row's text; unlimited in a pipe or a file."""
     return console.width - _LABEL if console.is_terminal else _UNLIMITED
 
 
@@ -303,13 +302,13 @@ def _continued(words: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _near(path: Path) -> str:
-    """Return a path as short as it can be typed here."""
+    """Shorten a path to what can be typed in the current folder."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, str]) -> int:
-    """Prepare the corpus of a tiny config, from text that every machine has, if it is missing; return an exit code."""
+    """Prepare a tiny config's corpus, from text that every machine has, if it is missing; return an exit code."""
     for prefix in (source.path for source in config.data.train):
         if not (bin_path(prefix).exists() and idx_path(prefix).exists()):
             _row(console, "corpus", f"{prefix} is not there yet, so it is prepared first, from the sources of Python")
@@ -324,26 +323,26 @@ def _prepare_corpus(console: Console, config: Config, variables: Mapping[str, st
 
 
 def _run_phases(plan: LaunchPlan, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run the ranks, and again for each further phase of the run; return the exit code."""
+    """Run the ranks, once per phase of the run, and return the exit code."""
     os.environ.update(environment)
     from triaxis.launch.start.rendezvous import MeetingPlace
 
     place, words = MeetingPlace(), list(arguments)
     while (code := _run_torchrun(plan, words, place)) == ExitCode.NEXT_PHASE:
-        # What this command has saved by now is not to be set aside.
+        # Checkpoints that this command has saved so far must not be set aside.
         words = [word for word in words if word != FROM_SCRATCH]
     return code
 
 
 def _run_torchrun(plan: LaunchPlan, arguments: Sequence[str], place: "MeetingPlace") -> int:
-    """Run torchrun inside this process, so that we get its signals and its failures; return the exit code."""
+    """Run torchrun inside this process, so that its signals and failures reach us; return the exit code."""
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from triaxis.launch.start.process.short_end import short_end
 
-    # Its logs name every process that it ends; the first cause is described below.
+    # torchrun logs every process that it ends; only the first cause is described, below.
     for noisy in ("multiprocessing.api", "agent.server.api"):
         logging.getLogger(f"torch.distributed.elastic.{noisy}").setLevel(logging.CRITICAL)
     started_seconds = time.time()
@@ -380,7 +379,7 @@ def _run_torchrun(plan: LaunchPlan, arguments: Sequence[str], place: "MeetingPla
         if signals.first is not None and (not has_begun or cause.exit_code in (-signals.first, -signal.SIGKILL)):
             return _stopped_by(signals.first)
         _show_cursor()
-        # Rank 0 has explained a user's mistake already.
+        # Rank 0 has already explained a user's mistake.
         if (cause.rank, cause.exit_code) != (0, ExitCode.MISTAKE):
             print(describe(cause, logs, started_seconds), file=sys.stderr)
             if plan.memory and (cause.exit_code < 0 or cause.exit_code == ExitCode.BROKE):
@@ -390,7 +389,7 @@ def _run_torchrun(plan: LaunchPlan, arguments: Sequence[str], place: "MeetingPla
 
 
 def _stopped_by(signal_number: signal.Signals | None) -> int:
-    """Print the signal that ended ranks before they trained, or at once; return the exit code."""
+    """Print the signal that ended the ranks before they trained, or at once; return the exit code."""
     assert signal_number is not None, "a signal ended them"
     _show_cursor()
     print(f"stopped by {signal_number.name}; all ranks of this node have ended", file=sys.stderr)
@@ -398,12 +397,12 @@ def _stopped_by(signal_number: signal.Signals | None) -> int:
 
 
 def _show_cursor() -> None:
-    """Show the cursor: rank 0 hides it under its progress bar, and a rank that was killed cannot bring it back."""
+    """Show the cursor: rank 0 hides it under its progress bar, and a killed rank cannot restore it."""
     Console().show_cursor()
 
 
 def _be_a_rank(request: Request, variables: Mapping[str, str]) -> int:
-    """Run the worker in this task of srun, and end with it."""
+    """Run the worker in this srun task, and end with it."""
     ours = rank_variables(variables)
     path = request.config_path or default_config(request.overrides, variables)
     arguments = [str(path), *request.overrides, *request.worker_flags]

@@ -1,4 +1,4 @@
-"""The limit of open files of a launcher and of the ranks that it starts.
+"""The open-file limit for a launcher and the ranks that it starts.
 
 ulimit -Sn 64       raised as far as the hard limit allows, up to MOST
 ulimit -n 24        refused: a rank would fail in the middle of its start, and others would wait for it
@@ -12,11 +12,11 @@ LEAST = 256
 """Open files that one rank may need: gloo's connections to its peers, logs, a corpus, a checkpoint."""
 
 MOST = 65_536
-"""The limit that is set; some programs walk through all numbers below theirs."""
+"""Limit to set; some programs loop over all numbers below theirs."""
 
 
 def allow_open_files() -> None:
-    """Raise the soft limit of this process, which ranks inherit.
+    """Raise this process's soft limit, which ranks inherit.
 
     Raises:
         TriaxisError: the hard limit is below `LEAST`.

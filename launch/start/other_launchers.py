@@ -1,11 +1,11 @@
-"""Variables that another launcher has set before ours starts: taken, refused or cleared, each in words.
+"""Variables that another launcher set before ours started: adopted, refused or cleared, each with an explanation.
 
-    PET_NNODES=2 PET_NODE_RANK=1 ..      torchrun's own, of a Kubernetes operator   taken as NNODES, NODE_RANK, ..
-    PET_TEE=3, PET_RDZV_BACKEND=c10d     what our launcher decides                  cleared
-    WORLD_SIZE=8 RANK=3, OMPI_COMM_..    another launcher has started 8 of us       refused, where no NNODES says what is meant
-    WORLD_SIZE=1 RANK=0                  it has started one of us                   cleared
+    PET_NNODES=2 PET_NODE_RANK=1 ..      torchrun's own, set by a Kubernetes operator   taken as NNODES, NODE_RANK, ..
+    PET_TEE=3, PET_RDZV_BACKEND=c10d     settings that our launcher decides             cleared
+    WORLD_SIZE=8 RANK=3, OMPI_COMM_..    another launcher has started 8 copies of us    refused, unless NNODES says what is meant
+    WORLD_SIZE=1 RANK=0                  it has started one copy                        cleared
 
-torchrun reads PET_* as defaults of its options, so what is left of them would change a run that nobody asked to change.
+torchrun reads PET_* as defaults for its options, so leftovers would change a run in ways that nobody asked for.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from triaxis.engine.errors import TopologyError
 PREFIX = "PET_"
 
 TAKEN = ("NNODES", "NODE_RANK", "NPROC_PER_NODE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of our launcher that torchrun has under `PREFIX`."""
+"""Our launcher's variables that torchrun reads under `PREFIX`."""
 
 _OPEN = ("auto", "gpu", "cpu", "xpu")
 """Values of PET_NPROC_PER_NODE that leave the number of ranks open."""
@@ -27,19 +27,19 @@ PROCESSES = (
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
 )
-"""Number of processes and number of this one, as torchrun, Open MPI, MVAPICH and other MPIs set them."""
+"""Process count and process number, as torchrun, Open MPI, MVAPICH and other MPIs set them."""
 
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """The environment of a launcher without variables of others.
+    """A launcher's environment, cleared of other launchers' variables.
 
     Attributes:
-        variables: all that is left, with those that were taken under our names.
-        removed: names that are not to reach torchrun or the ranks.
-        notes: what was taken or cleared, a phrase for each.
+        variables: remaining variables; adopted ones have our names.
+        removed: names that must not reach torchrun or the ranks.
+        notes: adopted and cleared variables, a phrase for each.
     """
 
     variables: dict[str, str]
@@ -48,10 +48,10 @@ class Environment:
 
 
 def without_other_launchers(variables: Mapping[str, str]) -> Environment:
-    """Take, refuse or clear what other launchers have set.
+    """Adopt, refuse or clear the variables that other launchers have set.
 
     Raises:
-        TopologyError: two launchers contradict each other, or another one has started several of us.
+        TopologyError: two launchers contradict each other, or another one has started several copies of this command.
     """
     ours = dict(variables)
     given = {name: value for name, value in variables.items() if name.startswith(PREFIX)}

@@ -1,7 +1,7 @@
-"""Checks before eight processes import torch: a run that is finished, a directory of another run or without access, a corpus or a
-GPU that is missing.
+"""Checks before eight processes import torch: a finished run, a run directory that is another run's or not accessible, a missing
+corpus or GPU.
 
-The ranks check again (they may be on other nodes); here it costs a second instead of ten.
+The ranks check again (they may be on other nodes); here a check costs a second instead of ten.
 """
 
 import os
@@ -17,16 +17,16 @@ from triaxis.engine.run.directory import RunDirectory, run_name
 
 
 def look_before_training(config: Config, config_path: Path, *, from_scratch: bool = False) -> str | None:
-    """Return the message of a finished run, which is printed instead of starting; None: start.
+    """Return a finished run's message, to be printed instead of starting; None: start.
 
     Args:
-        config: of the run.
-        config_path: its file, after which a run without a name is named.
-        from_scratch: the run starts at step 0 again, whatever its directory holds.
+        config: the run's configuration.
+        config_path: its file, which names an unnamed run.
+        from_scratch: whether the run starts at step 0 again, regardless of its directory's content.
 
     Raises:
-        StorageError: the run directory or the folder of checkpoints cannot be written.
-        TriaxisError: the run directory belongs to another configuration, or holds what no run makes.
+        StorageError: the run directory or the checkpoint folder cannot be written.
+        TriaxisError: the run directory belongs to another configuration, or contains something no run writes.
         DataError: a corpus is missing or damaged, or was encoded by another tokenizer.
     """
     name = run_name(config, config_path.stem, os.environ)
@@ -40,12 +40,12 @@ def look_before_training(config: Config, config_path: Path, *, from_scratch: boo
 
 
 def refuse_without_gpu(config: Config, *, has_gpu: bool, note: str = "") -> None:
-    """Refuse fields that need a GPU where the run is on the CPU.
+    """Refuse configuration fields that need a GPU if the run is on the CPU.
 
     Args:
-        config: of the run.
+        config: the run's configuration.
         has_gpu: whether its ranks are on GPUs.
-        note: the reason why not, if it is known.
+        note: reason why not, if known.
 
     Raises:
         ConfigError: all fields that need one.

@@ -1,7 +1,7 @@
-"""The meeting place of the launchers of a run's nodes: torchrun's static rendezvous, with a store that listens on one interface.
+"""A meeting place for the launchers of a run's nodes: torchrun's static rendezvous, with a store that listens on one interface.
 
-torchrun's own listens on every interface of node 0, and waits in a call that no signal ends and that says nothing. This one
-replaces it in our launcher's process; the line that the launcher prints starts the same ranks with torchrun's own.
+torchrun's own store listens on all of node 0's interfaces, and waits silently in a call that no signal ends. This one
+replaces it inside our launcher's process; the launch line that is printed starts the same ranks with torchrun's own store.
 
     node 0        opens the store          waits for the others     "waiting for node 2 of 0 .. 3 at 10.0.0.1 port 29500"
     other nodes   wait for its port, then for all others
@@ -33,26 +33,26 @@ from triaxis.engine.errors import ExitCode, TopologyError, counted
 BACKEND = "triaxis"
 
 TIMEOUT = timedelta(minutes=15)
-"""The longest time between the starts of a job's nodes."""
+"""Longest time between the starts of a job's nodes."""
 
 POLL_SECONDS = 0.2
 QUIET_SECONDS = 3.0
-"""Nodes that start together meet within it, and nothing is said."""
+"""Nodes that start together meet within this time, and nothing is printed."""
 SAY_AGAIN_SECONDS = 60.0
 _SHOWN = 8
-"""Nodes that are named one by one."""
+"""Maximum number of nodes to name one by one."""
 
 
 class NodesMissingError(TopologyError):
-    """Nodes that have not come, or whose meeting place has gone; the same command may succeed later."""
+    """Nodes did not come, or their meeting place is gone; the same command may succeed later."""
 
     exit_code = ExitCode.BROKE
 
 
 class MeetingPlace:
-    """The store of a run's launchers, which the ranks use as well; it stays over the phases of the run.
+    """The store of a run's launchers and ranks, which stays open over the run's phases.
 
-    The launchers of other nodes may be a stage ahead or behind: a store that ended with each stage would be found half gone.
+    Other nodes' launchers may be a stage ahead or late: a store that ended with each stage could vanish under them.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,8 @@ class MeetingPlace:
         self._store: TCPStore | None = None
 
     def use(self, words: argparse.Namespace) -> None:
-        """Replace the rendezvous in torchrun's parsed arguments by this one; each use has keys of its own in the store."""
-        # The registry of torch takes a name once in a process, and another place has another store.
+        """Replace the rendezvous in torchrun's parsed arguments with this one; each use has its own keys in the store."""
+        # torch's registry accepts a name once per process, and another meeting place has another store.
         backend = f"{BACKEND}_{id(self):x}"
         rendezvous_handler_registry.register(backend, self._create)
         host, port = (words.local_addr, 0) if words.standalone else (words.master_addr, words.master_port)
@@ -84,7 +84,7 @@ class MeetingPlace:
 
 
 class _OneInterface(RendezvousHandler):
-    """A rendezvous of numbered nodes; node 0 has the store, and the ranks use it as well."""
+    """A rendezvous of numbered nodes; node 0 serves the store, and the ranks use it as well."""
 
     def __init__(
         self, backend: str, interface: Interface, store: TCPStore, node: int, num_nodes: int, run_id: str
@@ -113,7 +113,7 @@ class _OneInterface(RendezvousHandler):
         """Wait until the launchers of all nodes are here.
 
         Raises:
-            NodesMissingError: some do not come, or node 0 has gone.
+            NodesMissingError: a node does not come, or node 0 is gone.
         """
         keys = [f"here/{node}" for node in range(self._num_nodes)]
 
@@ -153,16 +153,16 @@ class _OneInterface(RendezvousHandler):
 def wait_for(
     missing: Callable[[], Sequence[int]], num_nodes: int, where: str, limit_seconds: float = TIMEOUT.total_seconds()
 ) -> None:
-    """Wait until no node is missing, in short sleeps that a signal ends; say which nodes are missing, and again each minute.
+    """Wait until no node is missing, in short sleeps that a signal can end; print the missing nodes, and again each minute.
 
     Args:
-        missing: returns the numbers of nodes that have not come.
-        num_nodes: of the run.
-        where: the meeting place, for messages.
-        limit_seconds: of the whole wait.
+        missing: function that returns the numbers of missing nodes.
+        num_nodes: number of nodes in the run.
+        where: meeting place, for messages.
+        limit_seconds: limit for the whole wait.
 
     Raises:
-        NodesMissingError: nodes are missing at the end of it.
+        NodesMissingError: nodes are still missing after the limit.
     """
     began, say_at = time.monotonic(), QUIET_SECONDS
     while absent := missing():
@@ -183,7 +183,7 @@ def wait_for(
 
 
 def _listens(host: str, port: int) -> bool:
-    """Return whether something answers at this address."""
+    """Whether anything listens at this address."""
     with suppress(OSError), socket.create_connection((host, port), timeout=1.0):
         return True
     return False

@@ -1,9 +1,9 @@
-"""A task of `srun` as a rank: SLURM's variables translated into torchrun's.
+"""A task of `srun` as a rank: SLURM's variables translated to torchrun's.
 
     srun --ntasks=16 --ntasks-per-node=8          SLURM_PROCID 11 of 16, SLURM_LOCALID 3 on node 1
       ->  RANK=11 WORLD_SIZE=16 LOCAL_RANK=3 LOCAL_WORLD_SIZE=8 MASTER_ADDR=<first host> MASTER_PORT=<from job and restart>
 
-One task is one rank, without a torchrun in between: `scancel`, time limits and `--kill-on-bad-exit` reach the rank itself.
+One task is one rank, with no torchrun in between: `scancel`, time limits and `--kill-on-bad-exit` reach the rank itself.
 """
 
 import re
@@ -16,20 +16,20 @@ from triaxis.launch.start.variables import check_numbers
 
 FIRST_PORT = 15_000
 NUM_PORTS = 15_000
-"""Below 32768, where Linux hands out ports to outgoing connections."""
+"""Number of ports from `FIRST_PORT` on; all are below 32768, where Linux starts to assign ports to outgoing connections."""
 PORTS_APART = 97
-"""Distance from one attempt of a job to the next: a port in use ends one attempt, not the job."""
+"""Distance between the ports of a job's successive attempts: a port in use ends one attempt, not the job."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def is_rank(variables: Mapping[str, str]) -> bool:
-    """Return whether this process is one of several tasks that `srun` started, with no other launcher inside.
+    """Whether `srun` started this process as one of several tasks, with no other launcher inside.
 
     A batch script has SLURM_PROCID and SLURM_NTASKS too; only a step's tasks have SLURM_STEP_NUM_TASKS.
 
     Raises:
-        TopologyError: a variable that is a number here or at the ranks' start is none.
+        TopologyError: a variable that must be a number, here or when the ranks start, is not one.
     """
     check_numbers(variables)
     return (
@@ -40,10 +40,10 @@ def is_rank(variables: Mapping[str, str]) -> bool:
 
 
 def rank_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return torchrun's variables for this task.
+    """Translate this task's SLURM variables to torchrun's.
 
     Raises:
-        TopologyError: a SLURM variable is missing or unreadable, or the ranks of several nodes would meet at a loopback
+        TopologyError: a SLURM variable is missing or unreadable, or ranks on several nodes would meet at a loopback
             address.
     """
     try:

@@ -1,4 +1,4 @@
-"""Numbers in the environment, checked once before anything starts."""
+"""Numeric environment variables, checked once before anything starts."""
 
 from collections.abc import Mapping
 
@@ -11,19 +11,19 @@ NUMBERS = {
     "SLURM_STEP_NUM_TASKS": (1, 10**7),
     "SLURM_JOB_ID": (0, 2**32),
 }
-"""Variables that are read as whole numbers, with the least and the largest; an empty one counts as unset."""
+"""Variables read as whole numbers, with their least and largest values; an empty one counts as unset."""
 
 
 def check_numbers(variables: Mapping[str, str]) -> None:
-    """Check the `NUMBERS` that the environment has.
+    """Check the `NUMBERS` that are set in the environment.
 
     Raises:
-        TopologyError: some are none; all at once.
+        TopologyError: some are not valid numbers; lists all at once.
     """
     wrong = []
     for name, (least, most) in NUMBERS.items():
         text = variables.get(name, "")
-        # int() alone takes other digits, blanks and underscores, and fails for thousands of digits.
+        # int() alone accepts other digits, blanks and underscores, and fails for thousands of digits.
         is_number = text.isascii() and text.isdecimal() and len(text) < 20
         if text and not (is_number and least <= int(text) <= most):
             wrong.append(

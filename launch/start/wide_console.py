@@ -1,13 +1,13 @@
-"""A console for tables of which nothing is cut."""
+"""A console for tables that must not be truncated."""
 
 from rich.console import Console
 
 WIDTH = 200
-"""Columns where the output is no terminal: a table takes what it needs of them."""
+"""Columns if the output is not a terminal; a table uses as many as it needs."""
 
 
 def wide_console() -> Console:
-    """Return a console as wide as its terminal; in a pipe or a file, as wide as any table of ours."""
+    """Return a console as wide as its terminal; in a pipe or a file, wide enough for any Triaxis table."""
     console = Console(highlight=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = WIDTH

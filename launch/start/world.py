@@ -1,12 +1,12 @@
-"""The number of ranks to start, their place and the reason (torch is imported only where the machine shows a GPU).
+"""The number of ranks to start, their placement and the reason (torch is imported only if the machine shows a GPU).
 
     NPROC_PER_NODE given            that many on each node
-    parallel.dp given               tp pp dp ranks; more than there are GPUs is refused (unless gloo serves them, and ranks share
-                                    a GPU), GPUs left over are named
+    parallel.dp given               tp pp dp ranks; more ranks than GPUs are refused (unless gloo serves them, and ranks share
+                                    a GPU), idle GPUs are named
     dp open, GPUs                   as many as there are: dp = world / (tp pp), the largest that divides the batch
     dp open, no GPU                 tp pp ranks on the CPU (gloo): one replica
 
-The layout is never changed; only a dp that was left open is filled in.
+The layout is never changed; only an open dp is filled in.
 """
 
 import math
@@ -21,7 +21,7 @@ from triaxis.engine.errors import TopologyError, counted
 
 
 class TooFewGpusError(TopologyError):
-    """A layout with more ranks on a node than it has GPUs; `needs` says so, `smaller` is a layout that fits, if there is one."""
+    """A layout needs more ranks on a node than there are GPUs; `needs` says so, `smaller` is a layout that fits, or None."""
 
     def __init__(self, text: str, needs: str, smaller: ParallelConfig | None) -> None:
         super().__init__(text)
@@ -30,7 +30,7 @@ class TooFewGpusError(TopologyError):
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The ranks of a run. `reason` names the source of their number in a few words."""
+    """A run's ranks. `reason` says in a few words where their number comes from."""
 
     num_nodes: int
     ranks_per_node: int
@@ -47,10 +47,10 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
     """Choose the number of ranks.
 
     Args:
-        config: the resolved configuration.
-        gpus: what this node has; all nodes are taken to be alike.
-        variables: the environment; NNODES and NPROC_PER_NODE are read.
-        more_rules: kept by the layouts that an error proposes, besides the rules of every configuration.
+        config: resolved configuration.
+        gpus: this node's GPUs; all nodes are assumed to be alike.
+        variables: environment; NNODES and NPROC_PER_NODE are read.
+        more_rules: rules beyond every configuration's own, for the layouts that an error proposes.
 
     Raises:
         TopologyError: the layout does not fit the nodes or the GPUs, or torch cannot use the GPUs that are there.
@@ -91,7 +91,7 @@ def decide(config: Config, gpus: Gpus, variables: Mapping[str, str], more_rules:
 
 
 def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> int:
-    """Find the largest dp up to `most` that divides the batch and gives every node as many ranks; 1 where none does."""
+    """Find the largest dp up to `most` that divides the batch and gives all nodes equally many ranks; 1 if there is none."""
     num_microbatches = config.train.global_batch_size // config.train.micro_batch_size
     for dp in range(most, 1, -1):
         if num_microbatches % dp == 0 and (dp * model_ranks) % num_nodes == 0:
@@ -100,7 +100,7 @@ def _largest_dp(config: Config, most: int, model_ranks: int, num_nodes: int) -> 
 
 
 def _smaller(config: Config, num_gpus: int, num_nodes: int, more_rules: Sequence[Rule]) -> ParallelConfig | None:
-    """Find the layout for these GPUs with most replicas, tp and pp being powers of two; None where none keeps all rules."""
+    """Find the layout with most replicas for these GPUs, with tp and pp powers of two; None if none satisfies all rules."""
     num_ranks = num_gpus * num_nodes
     for exponent in range(num_ranks.bit_length()):
         model_ranks = 2**exponent

@@ -1,15 +1,15 @@
-"""Rates of the device at hand, in the form of `configs/devices/*.yaml`.
+"""Measured rates for the local device, in the format of `configs/devices/*.yaml`.
 
     GEMMs        the three products of linear layers, over five decades of FLOPs
     attention    the causal half of fused attention, forward and backward
     memory       bytes that elementwise kernels read and write
-    host         a layer of this engine whose tensors are tiny: what a layer costs beside its work (CPU; a GPU's host runs ahead)
+    host         an engine layer with tiny tensors: its overhead besides the work (CPU; a GPU's host runs ahead)
     links        all-gathers, reduce-scatters and all-reduces between two ranks, through the engine's own axis
 
-Ranks of a CPU share its caches, its memory and perhaps its cores. So a CPU is measured while as many other processes multiply
-matrices as there are other ranks.
+Ranks on one CPU share its caches, its memory and perhaps its cores. So a CPU is measured while other processes, one per
+other rank, multiply matrices.
 
-Every number is the best of several runs: another program only makes a machine slower.
+Every number is the best of several runs: another program can only make a machine slower.
 """
 
 import json
@@ -46,7 +46,7 @@ from triaxis.models.predict.step_time.implementation import OURS
 
 ROUNDS = 5
 ROUND_SECONDS = 0.02
-"""A round repeats its call for about so long."""
+"""A round repeats its call for about this long."""
 
 TOKENS = (128, 512, 2048)
 WIDTHS = (128, 512, 2048)
@@ -57,16 +57,16 @@ GPU_LENGTHS = (1024, 4096, 16384)
 GPU_TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.87), (64, 128, 0.62))
 GPU_FILL_K = 140
 GPU_COLLECTIVE_PROCESSORS = 24
-"""Of the shipped GPUs' files: usual values, which no measurement here shows."""
+"""Usual values from the shipped GPU files, which no measurement here can show."""
 
 HEAD_SIZES = (32, 64, 128)
 STREAM_BYTES = 2**28
 GATED_TOKENS, GATED_WIDTH = 512, 384
 COMPANY_SECONDS = 60.0
-"""The longest wait for another process, which imports torch before it multiplies."""
+"""Longest wait for another process, which imports torch before it multiplies."""
 
 SMALL, LARGE = 2**10, 2**21
-"""Bytes of the whole tensor in the calls that show a link's latency and its bandwidth."""
+"""Bytes in the whole tensor for the calls that show a link's latency and its bandwidth."""
 
 PURPOSE = "calibrate"
 
@@ -77,11 +77,11 @@ MICROBATCHES = 8
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLink:
-    """The link between two ranks of this machine.
+    """The link between two ranks on this machine.
 
     Attributes:
-        gb_per_s: 10^9 bytes that a rank sends in a second of a large call.
-        call_us: of a call of a few bytes.
+        gb_per_s: send rate of a rank in a large call, 10^9 bytes per second.
+        call_us: time of a call with a few bytes, in microseconds.
     """
 
     gb_per_s: float
@@ -90,7 +90,7 @@ class MeasuredLink:
 
 @contextmanager
 def company(num_others: int) -> Iterator[None]:
-    """Let other processes multiply matrices meanwhile, each with as many threads as this one."""
+    """Inside the block, keep other processes multiplying matrices, each with as many threads as this one."""
     context = torch.multiprocessing.get_context("spawn")
     started = context.Semaphore(0)
     others = [
@@ -118,19 +118,19 @@ def _multiply(num_threads: int, started: Semaphore) -> None:
 
 
 def write_device(out: Path, name: str, kind: str, num_ranks: int) -> None:
-    """Measure a device and write its file, with a line on standard output for each part and for the rates.
+    """Measure a device and write its file; print a line for each part and one for the rates.
 
     Args:
-        out: the file to write.
-        name: of the device in plans.
+        out: file to write.
+        name: device name in plans.
         kind: `cpu` or `cuda`.
-        num_ranks: as of `measure_device`.
+        num_ranks: see `measure_device`.
 
     Raises:
         OutputError: the file cannot be written.
     """
     if kind == "cpu":
-        # As many as a rank has; a bare torch would take all cores.
+        # As many threads as a rank has; torch would take all cores.
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     console = Console(highlight=False, soft_wrap=True)
     values = measure_device(name, torch.device(kind), lambda what: console.print(f"  {what} ..."), num_ranks=num_ranks)
@@ -160,13 +160,13 @@ def measure_device(
     """Measure a device and the link between two ranks on it.
 
     Args:
-        name: of the device, as plans and reports show it.
-        device: "cpu", with as many threads as torch has, or a CUDA device.
-        report: gets a line before each measurement.
-        num_ranks: that share a CPU.
+        name: device name in plans and reports.
+        device: "cpu", with torch's current number of threads, or a CUDA device.
+        report: function that gets a line before each measurement.
+        num_ranks: number of ranks that share a CPU.
 
     Returns:
-        The keys of a device's file; `load_device` reads them.
+        The keys of a device file; `load_device` reads them.
     """
     is_cuda = device.type == "cuda"
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -191,7 +191,7 @@ def measure_device(
         "streaming_share": 1.0,
         "sustained_share": 1.0,
         "peak_tflops": peaks,
-        # Of a GPU's kernels; on a CPU the rows alone say what shapes reach.
+        # For a GPU's kernels; on a CPU the rows alone show the rates that shapes reach.
         "processors": torch.cuda.get_device_properties(device).multi_processor_count if is_cuda else 1,
         "launch_us": round(launch_us, 2),
         "host_us": round(host_us, 2),
@@ -207,7 +207,7 @@ def measure_device(
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of one call: the best of `ROUNDS`, each of calls for about `ROUND_SECONDS`."""
+    """Time one call, in seconds: the best of `ROUNDS`, each with calls for about `ROUND_SECONDS`."""
 
     def of(calls: int) -> float:
         _finish(device)
@@ -233,7 +233,7 @@ def _source(device: torch.device) -> str:
 
 
 def _gemms(device: torch.device, short: str, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Measure the three products of a linear layer, of so many tokens with square and long matrices, and give their mean rate."""
+    """Measure a linear layer's three products, over token counts and square and long matrices; yield their mean rate."""
     tokens, widths = (GPU_TOKENS, GPU_WIDTHS) if device.type == "cuda" else (TOKENS, WIDTHS)
     for m in tokens:
         for k in widths:
@@ -283,10 +283,10 @@ def _attention(device: torch.device, dtype: torch.dtype) -> Iterator[dict[str, A
 
 
 def _stream_gb_per_s(device: torch.device) -> float:
-    """Return 10^9 bytes per second of elementwise work: of a copy on a GPU, whose fused kernels wait for memory alone.
+    """Measure elementwise work in 10^9 bytes per second: a copy on a GPU, where fused kernels are limited by memory alone.
 
-    On a CPU exponentials take longer than memory, and operators do not share passes. So there it is the rate of this engine's
-    SwiGLU, forward and backward, over the bytes that the cost model counts: 3 and 5 of a tensor [tokens, f].
+    On a CPU exponentials take longer than memory access, and operators do not share passes. So the CPU rate comes from the
+    engine's SwiGLU, forward and backward. Its bytes are those that the cost model counts: 3 and 5 tensors [tokens, f].
     """
     if device.type == "cuda":
         source = torch.zeros(STREAM_BYTES // 4, device=device)
@@ -309,10 +309,10 @@ def _launch_us(device: torch.device) -> float:
 
 
 def _host_us(device: torch.device) -> float:
-    """Return the host's time per kernel: of a layer whose tensors are tiny, over the kernels that the model counts for it."""
+    """Measure host time per kernel, in microseconds: a layer with tiny tensors, over the kernels that the model counts for it."""
     seconds = {num_layers: _tiny_step(num_layers, device) for num_layers in (FEW_LAYERS, MANY_LAYERS)}
     of_a_layer = (seconds[MANY_LAYERS] - seconds[FEW_LAYERS]) / (MANY_LAYERS - FEW_LAYERS) / MICROBATCHES
-    # A forward has kernels_per_layer of them, the two halves of a backward as many each.
+    # A forward has kernels_per_layer kernels, and each half of a backward as many.
     return max(0.0, of_a_layer) / (3 * OURS.kernels_per_layer) * 1e6
 
 
@@ -338,13 +338,13 @@ def _memory_bytes(device: torch.device) -> int:
 
 
 def measure_link(device: torch.device) -> MeasuredLink:
-    """Measure collectives between two ranks of this machine; on one GPU there is no other rank, and the link is free."""
+    """Measure collectives between two ranks on this machine; with only one GPU there is no other rank, and the link is free."""
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         return MeasuredLink(math.inf, 0.0)
     with TemporaryDirectory(prefix="triaxis-") as folder:
         torch.multiprocessing.spawn(_time_gathers, (folder, device.type, torch.get_num_threads()), nprocs=2)
         small, large = json.loads((Path(folder) / "seconds.json").read_text())
-    # A rank sends half of the whole in a gather and in a scatter, and all of it in an all-reduce.
+    # A rank sends half of the whole tensor in a gather and in a scatter, and all of it in an all-reduce.
     return MeasuredLink(2 * LARGE / max(large - small, 1e-9) / 1e9, small / 3 * 1e6)
 
 
@@ -384,5 +384,5 @@ def _time_gathers(rank: int, folder: str, device_type: str, num_threads: int) ->
 
 
 def _digits(value: float) -> float:
-    """Round to four digits, which is more than a repetition agrees in."""
+    """Round to four digits, more than repeated measurements agree in."""
     return float(f"{value:.4g}")

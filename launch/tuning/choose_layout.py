@@ -1,13 +1,13 @@
 """The choice of a layout for a model and a machine, by predicted memory alone.
 
     tp x pp x ep = 1, 2, ..  ->  legal layouts  ->  those whose fullest rank fits  ->  least recomputation, then least pp and tp
-    the smallest model-parallel size that fits is taken: it sends least, and has the most replicas
+    the smallest model-parallel size that fits is chosen: it communicates least, and has the most replicas
 
-tp is a power of two within a node and brings sequence parallelism, which sends as much as without and holds less. dp is the rest of
-the ranks. ep is 1 without experts; with ep, tokens go by all-to-all. Its memory follows the load, here an even one; all-gather has
-buffers for the worst load. `recompute.granularity=auto` finds what each layout must recompute. A MARGIN of the memory stays free: a
-prediction has neither the workspace of operators, nor CUDA's context, nor an allocator's rounding. No layout is measured here;
-`triaxis bench` does.
+tp is a power of two within a node. It implies sequence parallelism, which sends as much and holds less. dp takes the remaining
+ranks. ep is 1 for a model that has no experts; with ep, tokens go by all-to-all. Its memory follows the load, which is assumed
+to be even; all-gather has buffers for the worst load. `recompute.granularity=auto` finds what each layout must recompute. A MARGIN
+of the memory stays free: a prediction covers neither operator workspace, nor CUDA's context, nor an allocator's rounding. No
+layout is measured here; `triaxis bench` does that.
 """
 
 from collections.abc import Iterator
@@ -30,13 +30,13 @@ MARGIN = 0.1
 """Share of a rank's memory that no prediction may use."""
 
 TOKENS_OF_A_MICROBATCH = 8192
-"""Tokens of a forward beyond which larger microbatches are not tried: a GEMM of so many rows fills a GPU."""
+"""Tokens per forward beyond which larger microbatches are not tried: a GEMM with this many rows fills a GPU."""
 
 MOST_BUBBLE = 0.25
-"""Idle share of a pipeline, (pp - 1) / microbatches, that larger microbatches may lead to."""
+"""Largest idle share of a pipeline, (pp - 1) / microbatches, that larger microbatches may lead to."""
 
 _WEIGHT = {"none": 0, "selective": 1, "full": 2}
-"""Kinds of recomputation by the time that they cost."""
+"""Kinds of recomputation, ordered by their cost in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class ChosenLayout:
     """A layout that fits a machine.
 
     Attributes:
-        config: the given one with `parallel`, `recompute` and the batch sizes of the layout.
-        sizes: of every axis.
-        recompute: the choice that `auto` comes to.
-        prediction: of every rank's memory.
-        usable_bytes: of a rank's memory, MARGIN left out.
+        config: given config with the layout's `parallel`, `recompute` and batch sizes.
+        sizes: size of every axis.
+        recompute: choice that `auto` resolves to.
+        prediction: predicted memory of every rank.
+        usable_bytes: usable memory per rank, less MARGIN.
     """
 
     config: Config
@@ -59,15 +59,15 @@ class ChosenLayout:
 
 
 def choose_layout(config: Config, machine: Machine) -> ChosenLayout:
-    """Choose the layout of a run on all ranks of a machine.
+    """Choose the layout for a run on all ranks of a machine.
 
     Args:
-        config: the run with one sample per microbatch; `parallel` and `recompute` are replaced. Its global batch is a wish: the
+        config: run with one sample per microbatch; `parallel` and `recompute` are replaced. Its global batch is a wish: the
             chosen one gives every pipeline about as many samples, in four binary digits, and at least one per stage.
         machine: the ranks and their memory.
 
     Raises:
-        ConfigError: the config is illegal in every layout, or none fits; the nearest one is named, and what it lacks.
+        ConfigError: the config is illegal in every layout, or none fits; names the nearest one and how much it lacks.
     """
     alone = _with_layout(config, machine, tp=1, pp=1, sequence_parallel=False)
     require_legal(alone, "the run with tp=1 pp=1", machine.num_ranks, machine.ranks_per_node)
@@ -84,7 +84,7 @@ def choose_layout(config: Config, machine: Machine) -> ChosenLayout:
 
 
 def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Config]:
-    """Yield the run in every legal layout with tp x pp x ep = `size` on all ranks of a machine, tp within a node a power of two."""
+    """Yield the run in every legal layout with tp x pp x ep = `size` on all ranks; tp is a power of two within a node."""
     for tp, pp, ep in _model_cuts(config, machine):
         if tp * pp * ep != size:
             continue
@@ -96,7 +96,7 @@ def legal_layouts(config: Config, machine: Machine, size: int) -> Iterator[Confi
 
 
 def _model_cuts(config: Config, machine: Machine) -> list[tuple[int, int, int]]:
-    """List tp, pp and ep of all layouts that deal out a machine's ranks and a model's experts evenly."""
+    """List (tp, pp, ep) for all layouts that divide the machine's ranks and the model's experts evenly."""
     moe, num_ranks = config.model.moe, machine.num_ranks
     eps = [1] if moe is None else [ep for ep in divisors(num_ranks, 1) if moe.num_experts % ep == 0]
     tps = [2**power for power in range(machine.ranks_per_node.bit_length())]
@@ -112,12 +112,12 @@ def _model_cuts(config: Config, machine: Machine) -> list[tuple[int, int, int]]:
 
 
 def _model_sizes(config: Config, machine: Machine) -> list[int]:
-    """List tp x pp x ep of all layouts, from the smallest on."""
+    """List the products tp x pp x ep of all layouts, smallest first."""
     return sorted({tp * pp * ep for tp, pp, ep in _model_cuts(config, machine)})
 
 
 def _with_layout(config: Config, machine: Machine, *, tp: int, pp: int, sequence_parallel: bool, ep: int = 1) -> Config:
-    """Return the run in a layout; nothing recomputed."""
+    """Build the run in a layout, with nothing recomputed."""
     dp = machine.num_ranks // (tp * pp)
     num_microbatches = max(pp, four_digits(config.train.global_batch_size / dp))
     layout: dict[str, object] = {"tp": tp, "pp": pp, "vpp": 1, "dp": dp, "ep": ep, "etp": 1}
@@ -146,7 +146,7 @@ def four_digits(number: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """A legal layout, and the memory of its fullest rank with everything recomputed: the least that it can hold."""
+    """A legal layout and its fullest rank's memory with everything recomputed, which is the least it can hold."""
 
     trial: Config
     sizes: ParallelSizes
@@ -161,13 +161,13 @@ class _Least:
 
 
 def _fit(least: _Least, machine: Machine, usable_bytes: int) -> ChosenLayout | None:
-    """Return the layout with what must be recomputed for it to fit; None where nothing is enough."""
+    """Resolve the recomputation that makes the layout fit; None if none is enough."""
     sizes, is_gpu = least.sizes, machine.is_gpu
     if least.held.total > usable_bytes:
         return None
     model = least.trial.model
     connections = max(communicator_bytes(sizes, model.kv_heads, has_experts=model.has_experts)) if is_gpu else 0
-    # Whole megabytes, to be read; rounded down, so that the communicators fit as well.
+    # Whole megabytes for readability; rounded down, so that the communicators fit too.
     memory_gb = floor((usable_bytes - connections) / 10**6) / 1000
     if memory_gb <= 0:
         return None
@@ -180,7 +180,7 @@ def _fit(least: _Least, machine: Machine, usable_bytes: int) -> ChosenLayout | N
 
 
 def _with_larger_microbatches(chosen: ChosenLayout, machine: Machine) -> ChosenLayout:
-    """Double the microbatches while they are small, recompute no more, keep the pipeline full, and fit."""
+    """Double the microbatch size while it is small, if that recomputes no more, keeps the pipeline full, and fits."""
     train, sizes = chosen.config.train, chosen.sizes
     size = train.micro_batch_size * 2
     num_microbatches, rest = divmod(train.global_batch_size, size * sizes.dp)
@@ -197,7 +197,7 @@ def _with_larger_microbatches(chosen: ChosenLayout, machine: Machine) -> ChosenL
 
 
 def _nothing_fits(config: Config, machine: Machine, least: _Least, usable_bytes: int) -> ConfigError:
-    """Build the error that names the layout with the least memory, and what it lacks."""
+    """Build the error that names the layout with the least memory and how much it lacks."""
     held = least.held
     state = held.parameters + held.gradients + held.optimizer
     ways = ["a machine with more memory", "GPUs (--gpus 8x80GB)"]
@@ -218,12 +218,12 @@ def _nothing_fits(config: Config, machine: Machine, least: _Least, usable_bytes:
 
 
 def _enough_gpus(config: Config, machine: Machine, usable_bytes: int) -> int | None:
-    """Return a number of such GPUs for which a layout fits; None where a hundred times as many are not enough."""
+    """Find a number of such GPUs for which a layout fits; None if even a hundred times as many are not enough."""
     for count in (machine.num_ranks * 2**doublings for doublings in range(1, 8)):
         if count > GPUS_PER_NODE and count % GPUS_PER_NODE:
             continue
         larger = gpus(count, machine.memory_bytes)
-        # From the largest model-parallel size on, the one that holds least.
+        # From the largest model-parallel size down: the largest holds least.
         for size in reversed(_model_sizes(config, larger)):
             trials = legal_layouts(config, larger, size)
             if any(_Least.of(trial, larger).held.total <= usable_bytes for trial in trials):

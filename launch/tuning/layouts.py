@@ -1,11 +1,11 @@
-"""Short training runs of a config in some layouts, and the results from their records.
+"""Short training runs of a config in several layouts, with results read from their records.
 
     config, overrides, layout  ->  a config of its own: random tokens, a few steps, no warm-up, no checkpoint, no sinks
-                                       |  launch/start/launcher.py, as for training: a process group of ranks per layout
+                                       |  launch/start/launcher.py, as for training: one process group of ranks per layout
                                        v
-    runs/<layout>/metrics.jsonl, events.jsonl  ->  Measured        or Failed, with the reason
+    runs/<layout>/metrics.jsonl, events.jsonl  ->  LayoutResult    or Failed, with the reason
 
-A layout that is illegal, does not fit or breaks is a `Failed`, and the next one is tried.
+An illegal layout, one that does not fit, or one that breaks becomes a `Failed`, and the next one is tried.
 """
 
 import os
@@ -37,13 +37,13 @@ from triaxis.launch.verify.run import without_layout_variables
 from triaxis.models.predict.rank_memory import predicted_memory
 
 LEAST_STEPS = 3
-"""The first step warms up and the split of the last step's line ends before it, so a run of three has one split step."""
+"""Fewest steps: the first warms up and the last step's line has no split of that step, so three steps leave one split step."""
 
 WARM_UP_SHARE = 4
-"""One step in so many, from the first on, is left out of the speeds."""
+"""One step in this many, from the first on, is excluded from the speeds."""
 
 STOPPED = frozenset({*AFTER.values(), 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP})
-"""Exit codes of a run that was stopped from outside: no further layout is tried."""
+"""Exit codes for a run that was stopped from outside: no further layout is tried."""
 
 _ERROR = re.compile(r"^\s*(?:\| )?\s*(?:error: |torch\.\w*OutOfMemoryError: )(.+)$", re.MULTILINE)
 _LAST_LINES = 15
@@ -51,11 +51,12 @@ _LAST_LINES = 15
 
 @dataclass(frozen=True, slots=True)
 class FullestRank:
-    """The rank that held most.
+    """The rank that held the most memory.
 
     Attributes:
-        measured: bytes; allocated by torch on a GPU, resident on a CPU.
-        predicted: bytes of the same rank's parameters, gradients, optimizer state and activations, from the config alone.
+        rank: its number.
+        measured: measured bytes; allocated by torch on a GPU, resident on a CPU.
+        predicted: bytes predicted from the config for this rank's parameters, gradients, optimizer state and activations.
     """
 
     rank: int
@@ -65,19 +66,19 @@ class FullestRank:
 
 @dataclass(frozen=True, slots=True)
 class LayoutResult:
-    """Results of a layout that was trained.
+    """Results for a layout that was trained.
 
     Attributes:
-        layout: its sizes in words.
-        device: as the run described it ("8 ranks on 1 node, NVIDIA H200, nccl").
-        is_gpu: it is a GPU.
-        first_step, last_step: the steps, counted from 1, whose medians the speeds are.
-        tokens_per_second: of all ranks, in the median step.
-        model_tflops: per rank, in the median step.
-        mfu: 0 to 1; None where no peak is known.
-        memory: of the rank that held most.
+        layout: layout sizes in words.
+        device: device as the run described it ("8 ranks on 1 node, NVIDIA H200, nccl").
+        is_gpu: whether the device is a GPU.
+        first_step, last_step: range of steps, counted from 1, whose medians are the speeds.
+        tokens_per_second: tokens per second over all ranks, in the median step.
+        model_tflops: TFLOP/s per rank, in the median step.
+        mfu: model FLOPs utilization, 0 to 1; None if no peak is known.
+        memory: memory of the rank that held most.
         time: shares of a step by part, over all ranks; they add up to 1.
-        loss: nats per token of the last step.
+        loss: last step's loss, nats per token.
     """
 
     config: Config
@@ -105,10 +106,10 @@ class Failed:
     """A layout that was not trained.
 
     Attributes:
-        layout: as it was asked for.
+        layout: layout as requested.
         reason: a line or a few.
-        exit_code: of its run; 2 where none was started.
-        output: the end of what the run printed.
+        exit_code: the run's exit code; 2 if none was started.
+        output: end of the run's output.
     """
 
     layout: str
@@ -118,7 +119,7 @@ class Failed:
 
 
 def rank_outcomes(outcomes: Sequence[LayoutResult | Failed]) -> tuple[list[LayoutResult], list[Failed]]:
-    """Return trained layouts by tokens per second and rank, the fastest first; failed ones keep their order."""
+    """Split the outcomes: trained layouts by tokens per second and rank, fastest first, and failed ones in their order."""
     measured = [one for one in outcomes if isinstance(one, LayoutResult)]
     measured.sort(key=lambda one: -one.tokens_per_second_per_rank)
     return measured, [one for one in outcomes if isinstance(one, Failed)]
@@ -127,21 +128,23 @@ def rank_outcomes(outcomes: Sequence[LayoutResult | Failed]) -> tuple[list[Layou
 def write_config(
     path: Path, overrides: Sequence[str], num_steps: int, folder: Path, name: str, variables: Mapping[str, str]
 ) -> Path:
-    """Write the config of a short run, and return its path.
+    """Write the config for a short run, and return its path.
 
     Args:
-        path, overrides, variables: as for training, the layout among the overrides.
-        folder: parent of the run directory and place of the config.
+        path, overrides, variables: arguments to `load_config`; the overrides include the layout.
+        num_steps: number of steps to train.
+        folder: folder for the config and the run directory.
+        name: the run's name.
 
     Raises:
-        ConfigError: all problems of the configuration at once.
+        ConfigError: all problems in the configuration at once.
     """
     asked = load_config(path, overrides, variables)
     tree = asked.model_dump(mode="json")
     tree["data"] = {"synthetic": True}
     as_a_run(tree, num_steps)
     tree["optimizer"] |= CONSTANT_RATE
-    # One line at the end, whose split is of all steps but the first.
+    # One line at the end, whose split covers all steps but the first.
     tree["telemetry"] = {"log_interval": num_steps, "peak_tflops": asked.telemetry.peak_tflops}
     tree["checkpoint"] = {"interval": "never"}
     tree["runtime"] |= {"runs_dir": str(folder), "name": name}
@@ -151,14 +154,15 @@ def write_config(
 
 
 def try_layout(config_path: Path, label: str, log: Path) -> LayoutResult | Failed:
-    """Train what `write_config` wrote, on the ranks that training would have.
+    """Train the config that `write_config` wrote, on the ranks that training would use.
 
     Args:
-        label: of the layout, should it fail.
-        log: file that the run's output goes to.
+        config_path: path of that config.
+        label: layout label, should it fail.
+        log: file for the run's output.
 
     Raises:
-        TooFewGpusError: the layout has more ranks than this machine GPUs.
+        TooFewGpusError: the layout has more ranks than this machine has GPUs.
     """
     request = Request(config_path, (), explained_codes=(ExitCode.DIVERGED,))
     with without_layout_variables():
@@ -177,7 +181,7 @@ def try_layout(config_path: Path, label: str, log: Path) -> LayoutResult | Faile
 
 
 def refused(label: str, error: TriaxisError) -> Failed:
-    """Return the outcome of a layout that was not started; the heading of a ConfigError names a temporary file, and is left out."""
+    """Return the outcome for a layout that was not started; a ConfigError's heading names a temporary file and is left out."""
     problems = error.problems if isinstance(error, ConfigError) else (str(error),)
     return Failed(label, "\n".join(problems), error.exit_code)
 
@@ -193,7 +197,7 @@ def show_plan(config_path: Path) -> None:
 
 
 def read_measured(plan: LaunchPlan) -> LayoutResult:
-    """Read the records of a run that has ended well."""
+    """Read the records of a successful run."""
     config, name = plan.config, plan.config.runtime.name
     assert name is not None, "write_config gives it one"
     directory = RunDirectory.join(config.runtime.runs_dir, name, 0)
@@ -230,14 +234,14 @@ def _memory(config: Config, sizes: ParallelSizes, peaks: Sequence[int]) -> Fulle
     rank = max(range(len(peaks)), key=lambda one: peaks[one])
     grid = RankGrid(sizes, allow_tp_across_nodes=True)
     predicted = predicted_memory(config, sizes, grid.coordinates(rank).pp)
-    # What was measured is what torch has allocated, without NCCL's buffers.
+    # The measured number is what torch has allocated, which excludes NCCL's buffers.
     return FullestRank(rank, peaks[rank], predicted.tensors)
 
 
 def reason_of(output: str, exit_code: int) -> str:
     """Return why a run failed: its first error, or else the last line that it printed.
 
-    A later error is often that of a rank which lost its peer.
+    A later error often comes from a rank that lost its peer.
     """
     if (error := _ERROR.search(output)) is not None:
         return error[1].strip()
@@ -247,7 +251,7 @@ def reason_of(output: str, exit_code: int) -> str:
 
 @contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Let this process and those that it starts write to a file, in place of the terminal."""
+    """Redirect output from this process and its children to a file."""
     kept = os.dup(1), os.dup(2)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""The machine that a layout is chosen for: ranks, nodes and the memory of a rank.
+"""The machine that a layout is chosen for: ranks, nodes and the memory per rank.
 
-8x80GB     8 GPUs of 80 GB, one node             64x80GB    8 nodes of 8
-nothing    the GPUs of this machine, as nvidia-smi lists them; without any, its cores, which share its memory
+8x80GB     8 GPUs with 80 GB, one node           64x80GB    8 nodes with 8 each
+nothing    this machine's GPUs, as nvidia-smi lists them; if there are none, its cores, which share its memory
 """
 
 import os
@@ -19,26 +19,26 @@ from triaxis.launch.start.gpu_memory import read_devices
 from triaxis.models.predict.rank_memory import GB
 
 GPUS_PER_NODE = 8
-"""GPUs of a node where more of them are asked for."""
+"""GPUs per node if more GPUs than this are requested."""
 
 RESIDENT_BYTES = 6 * 10**8
-"""Memory of a rank on a CPU before it holds a tensor: Python, torch and its libraries."""
+"""Memory that a rank on a CPU uses before it holds a tensor: Python, torch and its libraries."""
 
 CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-"""The memory that a container may use, or `max`."""
+"""File with the memory limit of a container, or `max`."""
 
 _WRITTEN = re.compile(r"(?P<count>[1-9][0-9]*)x(?P<gigabytes>[0-9]+(\.[0-9]+)?)GB")
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Ranks that a run may have.
+    """The ranks that a run may have.
 
     Attributes:
-        num_nodes, ranks_per_node: all nodes are alike.
-        memory_bytes: that a rank may use, on its GPU or of the machine's.
-        is_gpu: each rank has a GPU of its own.
-        name: of the machine, for messages.
+        num_nodes, ranks_per_node: node count and ranks on each; all nodes are alike.
+        memory_bytes: memory that a rank may use, on its GPU or as its share of the host's.
+        is_gpu: whether each rank has a GPU of its own.
+        name: machine name, for messages.
     """
 
     num_nodes: int
@@ -53,12 +53,12 @@ class Machine:
 
     @property
     def rank(self) -> str:
-        """Return the word for the device of one rank."""
+        """Word for the device of one rank."""
         return "GPU" if self.is_gpu else "core"
 
 
 def gpus(count: int, memory_bytes: int) -> Machine:
-    """Return a machine of GPUs: one node of up to GPUS_PER_NODE, or several full ones."""
+    """Build a machine with GPUs: one node with up to GPUS_PER_NODE, or several full ones."""
     per_node = min(count, GPUS_PER_NODE)
     nodes = f" on {count // per_node:,} nodes of {per_node}" if count > per_node else ""
     name = f"{counted(count, 'GPU')} of {gigabytes(memory_bytes)}{nodes}"
@@ -66,10 +66,10 @@ def gpus(count: int, memory_bytes: int) -> Machine:
 
 
 def written_machine(text: str) -> Machine:
-    """Return the machine that is written as `8x80GB`.
+    """Parse a machine written as `8x80GB`.
 
     Raises:
-        ConfigError: it is written otherwise, has no memory, too many ranks, or a node that is not full.
+        ConfigError: it is written otherwise, has no memory, has too many ranks, or has a node that is not full.
     """
     written = _WRITTEN.fullmatch(text)
     count, memory_bytes = (0, 0) if written is None else (int(written["count"]), int(float(written["gigabytes"]) * GB))
@@ -85,10 +85,10 @@ def written_machine(text: str) -> Machine:
 
 
 def this_machine(variables: Mapping[str, str]) -> Machine:
-    """Return the machine that this process runs on.
+    """Describe the machine that this process runs on.
 
     Args:
-        variables: CUDA_VISIBLE_DEVICES chooses among the GPUs.
+        variables: environment; CUDA_VISIBLE_DEVICES selects GPUs.
     """
     devices = read_devices(variables)
     if devices is not None and devices.count is not None:
@@ -101,7 +101,7 @@ def this_machine(variables: Mapping[str, str]) -> Machine:
 
 
 def host_memory_bytes(limit: Path = CGROUP_LIMIT) -> int:
-    """Return the memory that this machine has, or that its container may use."""
+    """Return this machine's memory, or its container's limit if that is less."""
     total = int(psutil.virtual_memory().total)
     text = limit.read_text().strip() if limit.is_file() else "max"
     return total if text == "max" else min(total, int(text))

@@ -1,9 +1,9 @@
-"""A model of a wished number of parameters.
+"""A model with a requested number of parameters.
 
-family    Llama's: RMSNorm, SwiGLU of 8/3 of the width, RoPE, no bias; tied below 1B, 8 key heads from 7B
-shape     width over layers as in GPT-3's table 2.1 (2005.14165) at that size, between its rows by the logarithm of the size
-size      of the shapes within 5 % of the wished number, the one nearest to that ratio; embeddings count
-heads     of 32, 64 or 128 dimensions, in numbers that tensor parallelism divides: even, then multiples of 4, then of 8
+family    Llama's: RMSNorm, SwiGLU with 8/3 of the width, RoPE, no bias; tied below 1B, 8 key heads from 7B
+shape     width over layers as in GPT-3's table 2.1 (2005.14165) at that size, interpolated by the logarithm of the size
+size      among shapes within 5 % of the requested number, the one nearest to that ratio; embeddings count
+heads     32, 64 or 128 dimensions each, in numbers that tensor parallelism divides: even, then multiples of 4, then of 8
 """
 
 import math
@@ -30,12 +30,12 @@ def model_of_size(size: int, vocab_size: int, seq_length: int) -> dict[str, Any]
     """Return the fields of the section `model`.
 
     Args:
-        size: parameters that are wished for.
-        vocab_size: of the tokenizer.
-        seq_length: tokens of a sample.
+        size: requested number of parameters.
+        vocab_size: the tokenizer's vocabulary size.
+        seq_length: tokens per sample.
 
     Raises:
-        ConfigError: no model with this vocabulary has about so many parameters.
+        ConfigError: no model with this vocabulary has about that many parameters.
     """
     shapes = list(_shapes(size, vocab_size, seq_length))
     near = [shape for shape in shapes if abs(shape[0] / size - 1) <= NEAR]
@@ -53,7 +53,7 @@ def model_of_size(size: int, vocab_size: int, seq_length: int) -> dict[str, Any]
 
 
 def _shapes(size: int, vocab_size: int, seq_length: int) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
-    """Yield (parameters, layers, width, other fields) of the model nearest to `size` at each width."""
+    """Yield (parameters, layers, width, other fields) for the model nearest to `size` at each width."""
     for width, heads in _widths(size):
         fields: dict[str, Any] = {
             "num_attention_heads": heads,
@@ -92,7 +92,7 @@ def _widths(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _ratio(size: int) -> float:
-    """Return width over layers at a size."""
+    """Interpolate width over layers at a size."""
     if size <= RATIOS[0][0]:
         return RATIOS[0][1]
     for (low, at_low), (high, at_high) in pairwise(RATIOS):

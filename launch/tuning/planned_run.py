@@ -1,8 +1,8 @@
-"""A run of a model on a machine: its configuration, and that as YAML with the reason of each value.
+"""A planned run for a model and a machine: its configuration, and YAML that gives the reason for each value.
 
     model, corpus, tokens, machine  ->  recipe (batch, learning rate)  ->  choose_layout  ->  Config  ->  commented YAML
 
-Steps are tokens / (global batch x seq_length), rounded up: of the batch that the layout has rounded.
+Steps are tokens / (global batch x seq_length), rounded up, with the batch that the layout has rounded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ from triaxis.models.specs import num_parameters
 VALIDATION_SPLIT = (0.99, 0.01, 0.0)
 EVAL_STEPS = 4
 PARTS = 20
-"""Saves and validations of a run, if that many are not too far apart."""
+"""Saves and validations per run, if that keeps them close enough together."""
 MOST_STEPS_BETWEEN = 500
 
 
@@ -38,14 +38,14 @@ class PlannedRun:
     """A run, from imported weights or from scratch.
 
     Attributes:
-        config: of the run.
-        own_fields: fields of each section that the model decides.
-        chosen: the layout, with the prediction of its memory.
+        config: the run's configuration.
+        own_fields: fields in each section that the model decides.
+        chosen: layout, with its predicted memory.
         recipe: batch and learning rate before a layout rounded the batch.
-        machine: that the layout is for.
-        num_tokens: asked for.
-        corpus_tokens: in the training corpus; None: the run has random tokens.
-        evidence: that the tokenizer is the corpus', as a few words.
+        machine: machine that the layout is for.
+        num_tokens: requested training tokens.
+        corpus_tokens: tokens in the training corpus; None: the run has random tokens.
+        evidence: evidence that the tokenizer is the corpus's, in a few words.
     """
 
     config: Config
@@ -69,7 +69,7 @@ class PlannedRun:
 
     @property
     def passes(self) -> float:
-        """Return the number of times that the run reads its corpus; 0 where it has none."""
+        """Number of times that the run reads its corpus; 0 if it has none."""
         return self.num_steps * self.tokens_per_step / self.corpus_tokens if self.corpus_tokens else 0.0
 
 
@@ -83,19 +83,19 @@ def plan_run(
     num_tokens: int,
     machine: Machine,
 ) -> PlannedRun:
-    """Plan a run of a model.
+    """Plan a run for a model.
 
     Args:
-        sections: of the configuration that the model decides, `model` among them.
-        corpus: to train on; None: random tokens.
-        tokenizer: for `data.tokenizer`; None: what the corpus records.
-        evidence: that it is the corpus'.
-        weights: folder of checkpoints to start from; None: the run starts from scratch.
-        num_tokens: to train on; rounded up to whole steps.
-        machine: that the layout is for.
+        sections: configuration sections that the model decides, including `model`.
+        corpus: training corpus; None: random tokens.
+        tokenizer: value for `data.tokenizer`; None: the tokenizer that the corpus records.
+        evidence: evidence that it is the corpus's.
+        weights: checkpoint folder to start from; None: the run starts from scratch.
+        num_tokens: training tokens, rounded up to whole steps.
+        machine: machine that the layout is for.
 
     Raises:
-        ConfigError: no layout of the machine fits, or the model breaks a rule.
+        ConfigError: no layout fits the machine, or the model breaks a rule.
         DataError: the corpus is shorter than a sample.
     """
     model = ModelConfig.model_validate(sections["model"])
@@ -129,7 +129,7 @@ def plan_run(
 
 
 def _with_length(config: Config, machine: Machine) -> Config:
-    """Replace tokens by steps, and give the run its warm-up, saves and validations."""
+    """Replace tokens by steps, and set the warm-up, saves and validations."""
     num_steps = planned_steps(config)
     assert num_steps is not None, "the run has its tokens"
     interval = max(1, min(num_steps // PARTS, MOST_STEPS_BETWEEN))
@@ -148,7 +148,7 @@ def _with_length(config: Config, machine: Machine) -> Config:
 
 
 def _split(corpus: IndexedTokens, seq_length: int) -> tuple[float, float, float]:
-    """Return the shares of documents: a hundredth for validation, if those hold a sample."""
+    """Choose the document shares: a hundredth for validation, if those documents hold a sample."""
     if corpus.num_documents * VALIDATION_SPLIT[1] >= 1:
         held_back = split_documents(corpus.num_documents, VALIDATION_SPLIT, corpus.prefix)["valid"]
         if corpus.document_lengths(held_back).sum() > seq_length:
@@ -157,11 +157,11 @@ def _split(corpus: IndexedTokens, seq_length: int) -> tuple[float, float, float]
 
 
 def to_commented_yaml(run: PlannedRun, heading: str) -> str:
-    """Return the run as YAML that `load_config` reads back to its config, each value with its reason.
+    """Format the run as YAML that `load_config` reads back to its config, each value with its reason.
 
     Args:
-        run: to be written.
-        heading: comment lines at the top, without their `#`.
+        run: run to write.
+        heading: comment lines at the top, excluding their `#`.
     """
     lines = [f"# {line}".rstrip() for line in heading.splitlines()]
     lines += ["", f"format_version: {FORMAT_VERSION}"]
@@ -209,7 +209,7 @@ def _chosen_sections(run: PlannedRun) -> Mapping[str, tuple[Any, ...]]:
 
 
 Fields = Mapping[str, str | None]
-"""Fields of a section in the order of the file, and the comment of each."""
+"""A section's fields in file order, each with its comment."""
 
 VALIDATION: Fields = {"interval": "steps between validations", "steps": "global batches of a validation"}
 

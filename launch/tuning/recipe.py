@@ -1,34 +1,34 @@
-"""Batch and learning rate of a run, from scratch or from a model's weights.
+"""Batch size and learning rate for a run, from scratch or from a model's weights.
 
     tokens per step   GPT-3's for the model's size, and at most a thousandth of all tokens
     peak              GPT-3's for the model's size, after a linear warm-up over a hundredth of the steps
     decay             by cosine to a tenth of the peak at the last step
 
-The size's row of GPT-3's table (2005.14165, table 2.1) is the first that is at least as large. Its peaks are at or below those of
-models made since, so that a trained model forgets less. Warming up again and decaying again is what 2403.08763 found to match
+The size's row in GPT-3's table (2005.14165, table 2.1) is the first that is at least as large. Its peaks are at or below those
+of later models, so a trained model forgets less. 2403.08763 found that warming up and decaying again matches
 training from scratch on old and new text, if some of the old text is mixed in.
 """
 
 from dataclasses import dataclass
 
 LEAST_STEPS = 1000
-"""Steps that a run has room for: a shorter run has smaller batches."""
+"""Fewest steps that a run is planned for: a run with few tokens gets smaller batches."""
 
 WARM_UP_SHARE = 100
-"""One of so many steps warms up."""
+"""One step in this many warms up."""
 
 LAST_SHARE = 10
-"""The learning rate of the last step is one of so many parts of the peak."""
+"""The last step's learning rate is the peak divided by this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpt3Row:
-    """A model of GPT-3's table.
+    """A model in GPT-3's table.
 
     Attributes:
-        name: as in the paper.
-        num_parameters: of the model.
-        tokens_per_step: 0.5M, 1M, 2M and 3.2M of the paper, in powers of two.
+        name: name in the paper.
+        num_parameters: the model's parameter count.
+        tokens_per_step: the paper's 0.5M, 1M, 2M and 3.2M, in powers of two.
         lr: peak learning rate.
     """
 
@@ -53,13 +53,13 @@ GPT3 = (
 
 @dataclass(frozen=True, slots=True)
 class TrainingRecipe:
-    """Batch and learning rate of a run.
+    """Batch size and learning rate for a run.
 
     Attributes:
-        row: of GPT3 that they are taken from.
-        is_as_large: whether the row's model is; else it is the largest there.
-        samples_per_step: the global batch that is aimed at; a layout may round it.
-        lr, min_lr: peak, and learning rate at the last step.
+        row: row of GPT3 that they are taken from.
+        is_as_large: whether the row's model is as large; otherwise it is the largest in the table.
+        samples_per_step: target global batch; a layout may round it.
+        lr, min_lr: peak learning rate, and learning rate at the last step.
     """
 
     row: Gpt3Row
@@ -73,13 +73,13 @@ def recipe(num_parameters: int, num_tokens: int, seq_length: int) -> TrainingRec
     """Return the recipe for a model and a number of training tokens.
 
     Args:
-        num_parameters: of the model; one above the table's largest has that one's row.
-        num_tokens: of the whole run.
-        seq_length: tokens of a sample.
+        num_parameters: the model's parameter count; above the table's largest, the largest row is used.
+        num_tokens: training tokens for the whole run.
+        seq_length: tokens per sample.
     """
     row = next((row for row in GPT3 if row.num_parameters >= num_parameters), GPT3[-1])
     tokens_per_step = min(row.tokens_per_step, num_tokens // LEAST_STEPS)
-    # Rounded, since 6e-4 / 10 has a long tail in binary.
+    # Rounded, since 6e-4 / 10 is not exact in binary.
     min_lr = float(f"{row.lr / LAST_SHARE:.3g}")
     return TrainingRecipe(
         row, row.num_parameters >= num_parameters, max(1, tokens_per_step // seq_length), row.lr, min_lr
@@ -87,5 +87,5 @@ def recipe(num_parameters: int, num_tokens: int, seq_length: int) -> TrainingRec
 
 
 def warm_up_steps(num_steps: int) -> int:
-    """Return the steps of linear warm-up of a run: a hundredth of them, at least one."""
+    """Return the number of linear warm-up steps: a hundredth of all steps, at least one."""
     return -(-num_steps // WARM_UP_SHARE)

@@ -1,6 +1,6 @@
-"""Results of `triaxis bench` as a block of plain text to paste, and as JSON, with the machine that they are of.
+"""Results from `triaxis bench` as a block of plain text to paste, and as JSON, with the machine that they were measured on.
 
-torch is imported for its version and the name of the card, after the runs: a process that has queried a GPU holds memory on it.
+torch is imported for its version and the card's name, after the runs: a process that has queried a GPU holds memory on it.
 """
 
 import os
@@ -22,22 +22,22 @@ from triaxis.models.specs import num_parameters
 
 CPU_INFO = Path("/proc/cpuinfo")
 COLUMNS, NAME_WIDTH = 100, 10
-"""Columns of the block, and of the names before its texts."""
+"""Columns in the block, and columns for the names before its texts."""
 LEAST_SHARE = 0.0005
-"""A part of the time below this share would be shown as 0.0 %."""
+"""Shares below this, which would print as 0.0 %, are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class MachineRecord:
-    """The place where layouts were tried.
+    """The machine that layouts were tried on.
 
     Attributes:
-        device: name of the card or of the CPU.
+        device: name of the GPU or of the CPU.
         count: GPUs, or cores that this process may use.
         is_gpu: whether the ranks ran on GPUs.
-        driver: of the GPU; "none" on a CPU.
-        versions: torch, CUDA, NCCL, Python by name.
-        commit: of the checkout, with "+changes" where files differ from it.
+        driver: GPU driver; "none" on a CPU.
+        versions: torch, CUDA, NCCL and Python versions by name.
+        commit: the checkout's commit, with "+changes" if files differ from it.
     """
 
     device: str
@@ -49,7 +49,7 @@ class MachineRecord:
 
     @property
     def rank(self) -> str:
-        """Return the word for one of the parts that share the work."""
+        """Word for one of the ranks that share the work."""
         return "GPU" if self.is_gpu else "rank"
 
 
@@ -68,7 +68,7 @@ def look_at_machine(*, is_gpu: bool) -> MachineRecord:
 
 
 def cpu_name(path: Path = CPU_INFO) -> str:
-    """Return the processor's model, as Linux names it, or the architecture."""
+    """Return the processor model as Linux names it, or the architecture."""
     lines = path.read_text().splitlines() if path.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.machine())
@@ -92,11 +92,11 @@ def _git(root: Path, *words: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """Contents of a report.
+    """The contents of a report.
 
     Attributes:
-        words: of the command line, the program's name included.
-        outcomes: in the order in which they were tried.
+        words: command line, including the program's name.
+        outcomes: results in the order in which the layouts were tried.
     """
 
     words: Sequence[str]
@@ -106,7 +106,7 @@ class Tried:
     outcomes: Sequence[LayoutResult | Failed]
 
     def peak(self, config: Config) -> PeakRate | None:
-        """Return the peak that MFU is a share of, or None where it is not known."""
+        """Return the peak that MFU refers to, or None if it is unknown."""
         if config.telemetry.peak_tflops is not None:
             return PeakRate(config.telemetry.peak_tflops, "telemetry.peak_tflops")
         if not self.machine.is_gpu:
@@ -116,7 +116,7 @@ class Tried:
 
 
 def to_text(tried: Tried) -> str:
-    """Return the block for people: the machine, a row per layout from the fastest on, then what failed and why."""
+    """Format the text block: the machine, a row per layout, fastest first, then each failure and its reason."""
     measured, failed = rank_outcomes(tried.outcomes)
     lines = list(_named(_asked(tried, measured)))
     if measured:
@@ -130,7 +130,7 @@ def to_text(tried: Tried) -> str:
 
 
 def _named(rows: Iterator[tuple[str, str]]) -> Iterator[str]:
-    """Yield rows of a name and a text, folded at `COLUMNS`; a command stays one line, to be pasted."""
+    """Yield rows with a name and a text, folded at `COLUMNS`; a command stays on one line for pasting."""
     for name, text in rows:
         width = len(text) + 1 if name == "command" else COLUMNS - NAME_WIDTH
         first, *rest = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
@@ -139,7 +139,7 @@ def _named(rows: Iterator[tuple[str, str]]) -> Iterator[str]:
 
 
 def _asked(tried: Tried, measured: Sequence[LayoutResult]) -> Iterator[tuple[str, str]]:
-    """Yield what was tried, and where."""
+    """Yield the rows about the command, the machine and the model."""
     machine = tried.machine
     count = f"{machine.count} x " if machine.is_gpu else ""
     cores = "" if machine.is_gpu else f", {counted(machine.count, 'core')}"
@@ -159,7 +159,7 @@ def _asked(tried: Tried, measured: Sequence[LayoutResult]) -> Iterator[tuple[str
 
 
 def _meanings(tried: Tried, measured: Sequence[LayoutResult]) -> Iterator[tuple[str, str]]:
-    """Yield what the numbers of the table are."""
+    """Yield the rows that explain the table's numbers."""
     machine, one = tried.machine, measured[0]
     peak = tried.peak(one.config)
     yield "speeds", f"the median of steps {one.first_step} to {one.last_step}; ranks: {one.device}"
@@ -204,7 +204,7 @@ def _table(tried: Tried, measured: Sequence[LayoutResult]) -> Iterator[str]:
 
 
 def _times(measured: Sequence[LayoutResult]) -> Iterator[str]:
-    """Return the time of a step to 100 %, a line per layout."""
+    """Yield each layout's step time as shares that add up to 100 %."""
     yield "time of a step, to 100 %:"
     for place, one in enumerate(measured, start=1):
         shares = "  ".join(
@@ -214,7 +214,7 @@ def _times(measured: Sequence[LayoutResult]) -> Iterator[str]:
 
 
 def to_json(tried: Tried) -> dict[str, object]:
-    """Return the same as a JSON object; times in seconds, memory in bytes, shares from 0 to 1."""
+    """Return the same report as a JSON object; times in seconds, memory in bytes, shares from 0 to 1."""
     measured, failed = rank_outcomes(tried.outcomes)
     peak = tried.peak(measured[0].config) if measured else None
     return {

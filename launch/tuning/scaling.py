@@ -1,12 +1,12 @@
-"""Speed-up: how much faster more ranks train the same global batch, and where the rest of the ideal goes.
+"""Speed-up: how much faster more ranks train the same global batch, and which step parts lose the rest of the ideal.
 
-    T(n)  seconds of a step on n ranks, m the fewest ranks that were measured
+    T(n)  seconds per step on n ranks; m is the fewest ranks that were measured
 
     speed-up      S(n) = T(m) / T(n)                      n / m would be ideal
-    efficiency    E(n) = S(n) m / n                       what is lost is 1 - E(n)
+    efficiency    E(n) = S(n) m / n                       the loss is 1 - E(n)
     lost to a part of the step, with t seconds of it      (t(n) - t(m) m / n) / T(n); over all parts these add up to 1 - E(n)
 
-A part that every rank repeats, such as the update of replicas, is lost in full; a negative part was faster than in proportion.
+A part that every rank repeats, such as the replicas' update, is lost in full; a negative part was faster than in proportion.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,21 +18,21 @@ from triaxis.launch.pictures.style import COLOURS
 from triaxis.launch.tuning.layouts import LayoutResult
 
 LEAST_LOST = 0.005
-"""Parts of a smaller loss are left out of the text."""
+"""Parts with a smaller loss are left out of the text."""
 
 BAR, GAP, HEIGHT, LEFT, TOP = 56, 44, 220, 60, 70
-"""Sizes of the picture, in pixels: width of a bar, room between bars, height of the axis, margins."""
+"""Sizes in the picture, in pixels: bar width, room between bars, axis height, margins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """One number of ranks beside the fewest.
+    """One number of ranks compared with the fewest.
 
     Attributes:
-        tokens_per_second: of all ranks.
-        speed_up: over the fewest ranks.
-        efficiency: the share of the ideal speed-up; 1 for the fewest ranks.
-        lost: shares of a step by part; with the efficiency they add up to 1.
+        tokens_per_second: tokens per second over all ranks.
+        speed_up: speed-up over the fewest ranks.
+        efficiency: share of the ideal speed-up; 1 for the fewest ranks.
+        lost: lost shares of a step by part; with the efficiency they add up to 1.
     """
 
     num_ranks: int
@@ -43,10 +43,10 @@ class Scaling:
 
 
 def scaling_of(measured: Sequence[LayoutResult]) -> list[Scaling]:
-    """Return the speed-up of each number of ranks, the fewest first.
+    """Compute the speed-up for each number of ranks, the fewest first.
 
     Args:
-        measured: runs of one global batch, each on another number of ranks.
+        measured: runs with one global batch, each on another number of ranks.
     """
     first, *more = sorted(measured, key=lambda one: one.num_ranks)
     rows = []
@@ -59,7 +59,7 @@ def scaling_of(measured: Sequence[LayoutResult]) -> list[Scaling]:
 
 
 def scaling_text(rows: Sequence[Scaling]) -> str:
-    """Return a line per number of ranks, and the meaning of its columns."""
+    """Format a line per number of ranks, and the meaning of the columns."""
     fewest = rows[0].num_ranks
     cells = [("ranks", "tokens/s", "speed-up", "efficiency", "lost to")]
     cells += [
@@ -95,14 +95,14 @@ def _largest(row: Scaling) -> Iterator[tuple[str, float]]:
 
 
 def draw_scaling(rows: Sequence[Scaling], title: str, path: Path) -> None:
-    """Write a picture: a bar per number of ranks, of efficiency and what is lost, with the speed-up above it.
+    """Draw a bar per number of ranks, stacking efficiency and losses, with the speed-up above it.
 
     Raises:
         TriaxisError: `path` does not end in .svg, or cannot be written.
     """
     parts = list(dict.fromkeys(part for row in rows for part, share in row.lost.items() if share >= LEAST_LOST))
     colours = dict(zip(["efficiency", *parts], COLOURS, strict=False))
-    # A part that got faster makes the stack higher than a whole step.
+    # A part that became faster makes the stack taller than a whole step.
     tallest = max(row.efficiency + sum(max(0.0, row.lost[part]) for part in parts) for row in rows)
     width = LEFT + len(rows) * (BAR + GAP) + 150
     drawn = [text(title, LEFT, 24, 15, weight="bold")]

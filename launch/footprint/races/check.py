@@ -1,4 +1,4 @@
-"""Steps of one rank of any layout on the CPU, in a fake world, with every stream of a GPU run watched for races.
+"""Steps of one rank in any layout on the CPU, in a fake world, with every stream of a GPU run watched for races.
 
     step          receives are posted early; sends end when they are waited for, so their memory stays in use
     save          the optimizer's state is copied as a checkpoint in the background copies it
@@ -50,9 +50,10 @@ class CheckedRank:
     """The outcome for one rank.
 
     Attributes:
-        streams: names of those that were used.
-        num_operators: posted on all of them.
-        races: empty where every use is ordered.
+        coordinates: the rank's coordinates.
+        streams: names of the streams that were used.
+        num_operators: number of operators posted on all streams.
+        races: races found; empty if every use is ordered.
     """
 
     coordinates: Coordinates
@@ -62,10 +63,12 @@ class CheckedRank:
 
 
 def check_rank(config: Config, rank: int, build_model: ModelBuilder) -> CheckedRank:
-    """Run two steps of one rank and find its races.
+    """Run two steps on one rank and find its races.
 
     Args:
-        config: of the run, small enough for this machine; `parallel.dp` is given.
+        config: the run's configuration, small enough for this machine; `parallel.dp` is set.
+        rank: rank in the layout.
+        build_model: model builder, as for training.
 
     Raises:
         TopologyError: there is no such rank, or this process already belongs to a process group.
@@ -107,7 +110,7 @@ def _staging(watch: RaceWatch) -> Callable[[str, Ledger], Carrier]:
 
 
 def representative_ranks(grid: RankGrid) -> list[int]:
-    """Return the first and last tp, cp and dp ranks of the first, middle and last pipeline ranks, in order."""
+    """Return the first and last tp, cp and dp ranks on the first, middle and last pipeline ranks, in order."""
     sizes = grid.sizes
     ends = ({"tp": 0, "cp": 0, "dp": 0}, {"tp": sizes.tp - 1, "cp": sizes.cp - 1, "dp": sizes.dp - 1})
     return sorted({grid.rank(pp=pp, **end) for pp in (0, sizes.pp // 2, sizes.pp - 1) for end in ends})
@@ -126,7 +129,7 @@ def _name_memory(engine: Engine, watch: RaceWatch) -> None:
 
 
 def _put_on_streams(engine: Engine, watch: RaceWatch) -> None:
-    """Replace the lanes of a CPU, on which nothing overlaps with the computation, by streams."""
+    """Replace the CPU's lanes, on which nothing overlaps with the computation, by streams."""
     engine.to_host = WatchedFromCuda(watch)
     saving = {id(chunk.saved): chunk.saved for chunk in engine.chunks}
     for number, saved in enumerate(saving.values()):
@@ -138,7 +141,7 @@ def _put_on_streams(engine: Engine, watch: RaceWatch) -> None:
 
 
 def _run(engine: Engine, watch: RaceWatch) -> None:
-    """Run a step, a save, a step and a validation; the numbers of the first step are read after the second is posted."""
+    """Run a step, a save, a step and a validation; the first step's numbers are read after the second step is posted."""
     batches = microbatches(engine)
 
     def step() -> PendingResult:

@@ -1,14 +1,15 @@
-"""Vector clocks of streams, and the last uses of each byte of memory.
+"""Vector clocks for streams, and the last uses of each byte of memory.
 
-The host posts operators on streams and goes on. Two operators are ordered if they are on one stream, or if a chain of events and
-waits leads from the end of the first to the start of the second. Operators without an order may run at the same time.
+The host posts operators on streams and goes on. Two operators on one stream are ordered. So are two operators
+if a chain of events and waits leads from the first one's end to the second one's start. Unordered operators may run at the same
+time.
 
-    clock[s] = n     the first n operators of stream s are over before the next operator of this stream begins
-    event            a copy of the stream's clock            wait     the largest of both clocks, stream by stream
+    clock[s] = n     the first n operators on stream s are over before this stream's next operator begins
+    event            a copy of the stream's clock            wait     the larger clock value, stream by stream
 
-The host has a clock as well: what it posts begins after all that it has waited for. The clocks are those of Mattern, "Virtual Time
-and Global States of Distributed Systems" (1989); of each byte only the last write and the reads since are kept, as in FastTrack
-(Flanagan and Freund, PLDI 2009, section 3).
+The host has a clock as well: what it posts begins after everything that it has waited for. The clocks are those in Mattern,
+"Virtual Time and Global States of Distributed Systems" (1989). For each byte only the last write and the reads since are kept, as
+in FastTrack (Flanagan and Freund, PLDI 2009, section 3).
 """
 
 from bisect import bisect_left
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 VectorClock = dict[int, int]
-"""Operators that are over, by the number of their stream; a stream that is missing counts as 0."""
+"""Number of operators that are over, by stream number; a missing stream counts as 0."""
 
 
 @dataclass(eq=False, slots=True)
@@ -25,7 +26,7 @@ class Stream:
 
     Attributes:
         number: the stream's key in a vector clock.
-        clock: what is over before the next operator of this stream begins.
+        clock: operators that are over before this stream's next operator begins.
     """
 
     name: str
@@ -37,10 +38,11 @@ class Operator(NamedTuple):
     """One operator on a stream.
 
     Attributes:
-        name: such as `aten::mm`, or a collective with its axis and purpose.
-        place: the line of the program that posted it.
-        during: the instruction of the pipeline at that moment, such as `0F1`; "" outside of the pipeline.
-        tick: its number on its stream, counted from 1.
+        name: operator name such as `aten::mm`, or a collective with its axis and purpose.
+        place: program line that posted it.
+        during: pipeline instruction at that moment, such as `0F1`; "" outside the pipeline.
+        stream: stream that it runs on.
+        tick: its number on the stream, counted from 1.
     """
 
     name: str
@@ -55,10 +57,10 @@ class Operator(NamedTuple):
 
 
 class Clocks:
-    """All streams of one rank, and its host.
+    """One rank's streams and its host.
 
     Attributes:
-        host: reads and writes host memory; it runs each operator when it posts it.
+        host: host that reads and writes host memory; it runs each operator when it posts it.
     """
 
     def __init__(self) -> None:
@@ -71,7 +73,7 @@ class Clocks:
         return Stream(name, self._num_streams - 1)
 
     def post(self, stream: Stream, name: str, place: str, during: str = "") -> Operator:
-        """Post an operator behind all that is on the stream and all that the host has waited for."""
+        """Post an operator after everything on the stream and everything that the host has waited for."""
         self.wait(stream, self.host.clock)
         tick = stream.clock.get(stream.number, 0) + 1
         stream.clock[stream.number] = tick
@@ -83,7 +85,7 @@ class Clocks:
         return dict(stream.clock)
 
     def wait(self, stream: Stream, event: VectorClock) -> None:
-        """Let what is posted on the stream from now on begin after the event."""
+        """Make everything posted on the stream from now on begin after the event."""
         clock = stream.clock
         for number, tick in event.items():
             if clock.get(number, 0) < tick:
@@ -91,12 +93,12 @@ class Clocks:
 
 
 def is_over(operator: Operator, clock: VectorClock) -> bool:
-    """Return whether the operator has ended before anything that comes after the clock."""
+    """Whether the operator has ended before anything that follows the clock."""
     return operator.tick <= clock.get(operator.stream.number, 0)
 
 
 class UnorderedUse(NamedTuple):
-    """Two operators without an order that use the same bytes [start, stop) of a region, at least one of them writing."""
+    """Two unordered operators that use the same bytes [start, stop) in a region, at least one of them writing."""
 
     first: Operator
     first_writes: bool
@@ -106,17 +108,18 @@ class UnorderedUse(NamedTuple):
 
 @dataclass(slots=True)
 class _Cell:
-    """The last operators that used some bytes: one that wrote, and those that have read since, one per stream."""
+    """The last operators that used some bytes: the last write, and the reads since then, one per stream."""
 
     write: Operator | None = None
     reads: dict[int, Operator] = field(default_factory=dict)
 
 
 class Region:
-    """The memory of one storage, cut where tensors in it begin and end.
+    """The memory of one storage, cut at the begin and end of the tensors in it.
 
     Args:
-        owner: the stream on which it was allocated.
+        num_bytes: size of the storage.
+        owner: stream on which it was allocated.
     """
 
     def __init__(self, num_bytes: int, owner: Stream) -> None:
@@ -126,7 +129,7 @@ class Region:
         self._cells = [_Cell()]
 
     def use(self, operator: Operator, start: int, stop: int, *, writes: bool) -> list[UnorderedUse]:
-        """Note that an operator uses the bytes [start, stop), and return the earlier uses that have no order with it."""
+        """Record that an operator uses the bytes [start, stop), and return earlier uses that are not ordered with it."""
         first, last = self._cut(start), self._cut(stop)
         clock = operator.stream.clock
         conflicts = []
@@ -147,7 +150,7 @@ class Region:
         return conflicts
 
     def in_use(self, clock: VectorClock) -> list[Operator]:
-        """Return the operators that may still use the memory after the clock."""
+        """List the operators that may still use the memory after the clock."""
         found = {}
         for cell in self._cells:
             for operator in (*cell.reads.values(), *(() if cell.write is None else (cell.write,))):
@@ -156,7 +159,7 @@ class Region:
         return list(found.values())
 
     def _cut(self, at: int) -> int:
-        """Return the index of the cell that begins at this byte; it is made if there is none."""
+        """Return the index of the cell that begins at this byte, cutting a cell if needed."""
         index = bisect_left(self._starts, at)
         if at >= self.num_bytes or (index < len(self._starts) and self._starts[index] == at):
             return index

@@ -1,4 +1,4 @@
-"""Reports of races: both operators, by their lines of the program, the rule, and what to do."""
+"""Race reports: both operators with their program lines, the rule, and the remedy."""
 
 import sys
 from dataclasses import dataclass
@@ -39,18 +39,19 @@ EXPLAINED: dict[RaceKind, tuple[str, str, str]] = {
         "Keep a reference until that stream has waited for the first.",
     ),
 }
-"""For each kind: the two operators, the rule, what would break, and what to do."""
+"""For each kind: the two operators, the rule, what would break, and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Two operators that need an order and have none.
+    """Two operators that must be ordered and are not.
 
     Attributes:
-        first, second: in the order in which they were posted. Of an early free, the second is `free` on the stream that
-            allocated the memory, and its place is where the last reference was dropped.
-        tensor: shape, dtype and name of what the second uses.
-        times: how often these two lines of the program were found.
+        kind: kind of race.
+        first, second: operators in the order in which they were posted. For an early free, the second is `free` on the stream
+            that allocated the memory, and its place is where the last reference was dropped.
+        tensor: shape, dtype and name of the tensor that the second uses.
+        times: number of times that these two program lines were found.
     """
 
     kind: RaceKind
@@ -72,7 +73,7 @@ class Race:
 
 
 class Origins:
-    """Program lines that post operators: the innermost ones outside of torch and of this package."""
+    """Program lines that post operators: the innermost ones outside torch and this package."""
 
     def __init__(self) -> None:
         outside = (Path(torch.__file__).parent, Path(__file__).parent, collectives.__file__)
@@ -80,7 +81,7 @@ class Origins:
         self._names: dict[CodeType, str] = {}
 
     def of_caller(self) -> str:
-        """Return file and line, the file as it is in the project."""
+        """Return file and line; the file is relative to the project."""
         frame = sys._getframe(1)
         while True:
             name = self._names.get(frame.f_code)

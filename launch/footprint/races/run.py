@@ -1,4 +1,4 @@
-"""The race check of a configuration: which size runs on this machine, which ranks, and the report."""
+"""The race check for a configuration: the size that runs on this machine, the ranks to check, and the report."""
 
 from dataclasses import asdict
 
@@ -18,30 +18,30 @@ from triaxis.models.gpt.chunk import build_chunks
 from triaxis.models.predict.rank_memory import resolve_recompute
 
 MOST_SHOWN = 8
-"""Races of one rank that are printed; one missing wait is often found at many lines."""
+"""Races per rank to print; one missing wait is often found at many lines."""
 
 
 def config_to_check(config: Config, *, small: bool) -> Config:
     """Return the configuration that runs on the CPU in place of this one.
 
     Args:
-        config: `parallel.dp` is given.
+        config: configuration with `parallel.dp` set.
         small: shrink the model and the number of microbatches as `triaxis verify` does.
 
     Raises:
         ConfigError: the small configuration breaks a rule.
     """
-    # What is chosen by memory is chosen for the sizes that were asked for.
+    # Choices that depend on memory are made for the requested sizes.
     config = resolve_recompute(config, parallel_sizes(config))
     tree = config.model_dump(mode="json")
     for section, values in (shrink(config) if small else {}).items():
         tree[section] |= values
     tree["data"] = {"synthetic": True}
-    # Lengths of a run that was planned in other samples.
+    # Step and sample counts planned for the run's own data are replaced.
     as_a_run(tree, 2)
     tree["optimizer"] |= CONSTANT_RATE
     tree["checkpoint"], tree["telemetry"] = {"interval": "never"}, {}
-    # A kernel of a GPU does not run here. It has the same inputs and outputs on the same stream.
+    # GPU kernels do not run here. The CPU's have the same inputs and outputs on the same stream.
     tree["kernels"] = {"attention": "explicit" if config.kernels.attention == "explicit" else "auto"}
     return checked(tree)
 
@@ -50,10 +50,12 @@ def check_races(console: Console, config: Config, ranks: list[int] | None) -> li
     """Check ranks one by one and print a line for each, with its races.
 
     Args:
-        ranks: to check; None: some that represent all.
+        console: console to print on.
+        config: configuration from `config_to_check`.
+        ranks: ranks to check; None: some that represent all.
 
     Returns:
-        What was found on each rank, for JSON.
+        The findings on each rank, for JSON.
     """
     sizes = parallel_sizes(config)
     grid = rank_grid(config, sizes)

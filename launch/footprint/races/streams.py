@@ -1,12 +1,12 @@
 """Stand-ins for the streams of a GPU run that overlap with the computation, for `RaceWatch`.
 
-    CommunicatorStream   NCCL: a call begins after what the current stream was given before; `wait` holds up the current stream
-    WatchedCuda          streams and events for the engine's own lanes of copies: offload, a step's numbers, checkpoints, staging
+    CommunicatorStream   NCCL: a call begins after everything posted to the current stream; `wait` blocks the current stream
+    WatchedCuda          streams and events for the engine's own copy lanes: offload, a step's numbers, checkpoints, staging
     WatchedStaging       gloo between GPUs: copies through host memory, and a thread that makes the calls
     ReadingThread        the thread that writes checkpoints
-    HostReads            Python that looks at values
+    HostReads            Python code that reads values
 
-Each takes the place of the engine's own object through an argument or attribute that the engine has for it.
+Each replaces the engine's own object through an argument or attribute that the engine provides for it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -25,14 +25,14 @@ from triaxis.launch.footprint.races.clocks import Stream, VectorClock
 from triaxis.launch.footprint.races.watch import RaceWatch
 
 HOST_READS = (torch.Tensor.tolist, torch.Tensor.numpy)
-"""Functions that read values on the host without an operator."""
+"""Functions that read values on the host and dispatch no operator."""
 
 
 class CommunicatorStream:
-    """The stream of a process group's communicator; a carrier (`triaxis.engine.comm.staging.Carrier`) that sends nothing.
+    """A communicator's stream; a carrier (`triaxis.engine.comm.staging.Carrier`) that sends nothing.
 
-    NCCL's stream waits for an event of the current stream when a call is posted. The handle's `wait` makes the stream that is
-    current by then wait for the end of the call. A group call is one operator. The handle keeps no tensor: the engine must.
+    NCCL's stream waits for an event on the current stream when a call is posted. The handle's `wait` makes the stream that is
+    then current wait for the call's end. A group call is one operator. The handle keeps no tensor: the engine must.
     """
 
     def __init__(self, watch: RaceWatch, name: str, ledger: Ledger) -> None:
@@ -41,7 +41,7 @@ class CommunicatorStream:
         self._stream = watch.stream(f"the {name} communicator's stream")
 
     def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[TensorUse]) -> list[Work]:
-        """Post the call that the ledger has written down last, as one operator."""
+        """Post the call that the ledger recorded last, as one operator."""
         watch, stream = self._watch, self._stream
         watch.clocks.wait(stream, watch.clocks.record(watch.current))
         events = self._ledger.events[-len(uses) :]
@@ -53,11 +53,11 @@ class CommunicatorStream:
         return [_CommunicatorWork(watch, mark) for _ in uses]
 
     def close(self) -> None:
-        """Hold nothing."""
+        """Do nothing: there is nothing to release."""
 
 
 def _written(event: Event, use: TensorUse) -> Sequence[torch.Tensor]:
-    """Return what a call writes. An all-gather in place leaves the member's own slice as it is (NCCL, "In-place Operations")."""
+    """Return what a call writes. An in-place all-gather leaves the member's own slice as it is (NCCL, "In-place Operations")."""
     if event.op != "all_gather":
         return use.written
     (whole,), (part,) = use.written, use.read
@@ -68,7 +68,7 @@ def _written(event: Event, use: TensorUse) -> Sequence[torch.Tensor]:
 
 
 class _CommunicatorWork:
-    """The handle of a call on a communicator's stream."""
+    """The handle for a call on a communicator's stream."""
 
     def __init__(self, watch: RaceWatch, mark: VectorClock) -> None:
         self._watch = watch
@@ -78,17 +78,18 @@ class _CommunicatorWork:
         self._watch.clocks.wait(self._watch.current, self._mark)
 
     def is_completed(self) -> bool:
-        """Return whether the call has ended; the host then comes after it."""
+        """Whether the call has ended; if so, the host is now ordered after it."""
         if self._watch.sends_end:
             self._watch.clocks.wait(self._watch.thread, self._mark)
         return self._watch.sends_end
 
 
 class WatchedCuda:
-    """The part of `torch.cuda` that the engine uses for streams and events, on a watch's clocks.
+    """The streams and events in `torch.cuda` that the engine uses, on a watch's clocks.
 
     Args:
-        name: of streams that are made here, for reports.
+        watch: watch whose clocks are used.
+        name: name of the streams created here, for reports.
     """
 
     def __init__(self, watch: RaceWatch, name: str) -> None:
@@ -110,7 +111,7 @@ class WatchedCuda:
 
 @dataclass(frozen=True, slots=True)
 class _WatchedStream:
-    """A `torch.cuda.Stream`; `of` is the stream of the clocks."""
+    """A `torch.cuda.Stream`; `of` is its stream in the clocks."""
 
     watch: RaceWatch
     of: Stream
@@ -128,7 +129,7 @@ class _WatchedStream:
 
 
 class _WatchedEvent:
-    """A `torch.cuda.Event`. An event that was not recorded holds up no stream, as in CUDA."""
+    """A `torch.cuda.Event`. An event that was not recorded blocks no stream, as in CUDA."""
 
     def __init__(self, watch: RaceWatch) -> None:
         self._watch = watch
@@ -141,7 +142,7 @@ class _WatchedEvent:
         self._watch.clocks.wait(self._watch.thread, self.mark)
 
     def query(self) -> bool:
-        """Return whether the event is reached; the thread then comes after it."""
+        """Whether the event is reached; if so, the thread is now ordered after it."""
         if self._watch.sends_end:
             self.synchronize()
         return self._watch.sends_end
@@ -151,7 +152,7 @@ class WatchedFromCuda(FromCuda):
     """Copies to host memory that is not pinned, since there is no GPU.
 
     Attributes:
-        copied: the destinations of the last copies.
+        copied: destinations of the last copies.
     """
 
     def __init__(self, watch: RaceWatch) -> None:
@@ -170,7 +171,7 @@ class WatchedFromCuda(FromCuda):
 
 
 class WatchedPageLock:
-    """The place of a page lock (`triaxis.engine.device.pinned_memory.PageLock`): memory that is locked is host memory."""
+    """A stand-in for a page lock (`triaxis.engine.device.pinned_memory.PageLock`): locked memory counts as host memory."""
 
     def __init__(self, watch: RaceWatch) -> None:
         self._watch = watch
@@ -183,7 +184,7 @@ class WatchedPageLock:
 
 
 class WatchedStaging(Staging):
-    """The staging of a process group over gloo, for a rank on a GPU (`triaxis.engine.comm.staging`); its worker has a clock."""
+    """A process group's staging over gloo, for a rank on a GPU (`triaxis.engine.comm.staging`); its worker has a clock."""
 
     def __init__(self, watch: RaceWatch, name: str) -> None:
         self._watch = watch
@@ -197,7 +198,7 @@ class WatchedStaging(Staging):
 
 
 class _Worker(Executor):
-    """A thread that makes calls in order. What it waits for does not hold up the host."""
+    """A thread that makes calls in order. Its waits do not block the host."""
 
     def __init__(self, watch: RaceWatch, thread: Stream) -> None:
         self._watch = watch
@@ -215,7 +216,7 @@ class _Worker(Executor):
 
 
 class _WorkerHandle:
-    """The handle of a call over gloo, whose `wait` holds up the thread that calls it."""
+    """The handle for a call over gloo, whose `wait` blocks the calling thread."""
 
     def __init__(self, watch: RaceWatch, mark: VectorClock) -> None:
         self._watch = watch
@@ -231,7 +232,7 @@ class _WorkerHandle:
 
 
 class ReadingThread(Executor):
-    """The thread of a checkpoint's writer, which reads all that was copied last and writes nothing."""
+    """A checkpoint writer's thread, which reads the latest copies and writes nothing."""
 
     def __init__(self, watch: RaceWatch, copies: WatchedFromCuda) -> None:
         self._watch = watch
@@ -244,7 +245,7 @@ class ReadingThread(Executor):
 
 
 class HostReads(TorchFunctionMode):
-    """A mode that reports to the watch each value that the host reads."""
+    """A mode that reports each value that the host reads to the watch."""
 
     def __init__(self, watch: RaceWatch) -> None:
         super().__init__()

@@ -1,13 +1,13 @@
-"""Races of streams and memory that is freed too early, found while the engine's own code runs on the CPU.
+"""Races between streams and memory that is freed too early, found while the engine's own code runs on the CPU.
 
 On a GPU operators run on streams: the computation, one communicator per process group, copies to host memory and back. On the CPU
 each operator ends before the next begins, so nothing goes wrong there. `RaceWatch` sees every operator, and stand-ins for the
-other streams (`triaxis.launch.footprint.races.streams`) post to it the overlapped work of a GPU. For every two uses of the
-same bytes the clocks (`triaxis.launch.footprint.races.clocks`) prove an order, or both operators are reported.
+other streams (`triaxis.launch.footprint.races.streams`) post a GPU's overlapped work to it. For any two uses of the
+same bytes, either the clocks (`triaxis.launch.footprint.races.clocks`) prove an order, or both operators are reported.
 
 Freed memory goes back to the stream that allocated it, which may use it again at once (torch's caching allocator). So it may be
 freed only after that stream has waited for all others that use it. Host memory is not freed under a copy: torch's allocator waits
-for copies, and what the engine pins itself is kept (`triaxis.engine.device.pinned_memory`). Its reuse is checked as any other use.
+for copies, and the engine keeps what it pins itself (`triaxis.engine.device.pinned_memory`). Its reuse is checked as any other use.
 """
 
 from collections import Counter
@@ -25,17 +25,20 @@ from triaxis.launch.footprint.races.clocks import Clocks, Operator, Region, Stre
 from triaxis.launch.footprint.races.report import Origins, Race, RaceKind
 
 _SHAPE_ONLY = ("new_", "empty_like", "zeros_like", "ones_like", "full_like")
-"""Operators that ask a tensor for its shape and dtype alone."""
+"""Operators that use only a tensor's shape and dtype."""
 
 
 @dataclass(slots=True)
 class _Memory:
-    """A storage that is alive.
+    """A live storage.
 
     Attributes:
-        shape: of the first tensor in it, with its dtype.
-        name, parts: for reports, if it has a name; a part is its first byte, the one behind its last, and its name.
-        lent: numbers of streams that the allocator waits for before it gives the memory away.
+        region: the storage's uses, byte by byte.
+        watcher: weak reference that reports when it is freed.
+        on_host: whether it is host memory.
+        shape: shape and dtype of the first tensor in it.
+        name, parts: name for reports, if any, and its parts as (first byte, end byte, name).
+        lent: numbers of streams that the allocator waits for before it reuses the memory.
     """
 
     region: Region
@@ -48,13 +51,13 @@ class _Memory:
 
 
 class RaceWatch(TorchDispatchMode):
-    """Race detector: each dispatched operator goes to the clocks, and each storage has a region.
+    """A race detector: each dispatched operator goes to the clocks, and each storage has a region.
 
     Attributes:
-        current: the stream that operators are posted on.
-        thread: which thread of the host runs.
-        during: what the pipeline does, for reports.
-        sends_end: a send has ended at the first query; else it ends only when it is waited for.
+        current: stream that operators are posted on.
+        thread: host thread that runs.
+        during: current pipeline instruction, for reports.
+        sends_end: whether a send has ended at the first query; otherwise it ends only when it is waited for.
     """
 
     def __init__(self) -> None:
@@ -74,18 +77,17 @@ class RaceWatch(TorchDispatchMode):
         self._arguments: dict[Any, Sequence[tuple[str, bool]]] = {}
 
     def stream(self, name: str) -> Stream:
-        """Create a stream."""
         self._streams.append(self.clocks.stream(name))
         return self._streams[-1]
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Return the names of the streams on which something was posted."""
+        """Names of the streams on which something was posted."""
         return tuple(stream.name for stream in self._streams if stream.number in stream.clock)
 
     @property
     def races(self) -> list[Race]:
-        """List the races, each pair of program lines once."""
+        """Races found, each pair of program lines once."""
         return [replace(race, times=self._times[key]) for key, race in self._found.items()]
 
     def __exit__(self, *error: Any) -> None:
@@ -97,13 +99,13 @@ class RaceWatch(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func.namespace == "prim":  # questions, not work
+        if func.namespace == "prim":  # queries, not work
             return result
         arguments = self._arguments.get(func)
         if arguments is None:
             arguments = self._arguments[func] = _arguments(func)
         read, written = _operands(arguments, args, kwargs)
-        if func.namespace == "c10d":  # a thread makes these calls on memory of its own
+        if func.namespace == "c10d":  # a thread makes these calls on its own memory
             written = read
         storages = {id(tensor.untyped_storage()) for tensor in (*read, *written)}
         made = [value for value in tree_iter(result) if isinstance(value, torch.Tensor)]
@@ -123,7 +125,7 @@ class RaceWatch(TorchDispatchMode):
     def post(
         self, stream: Stream, name: str, read: Iterable[torch.Tensor], written: Iterable[torch.Tensor]
     ) -> Operator:
-        """Post an operator on a stream and check what it uses."""
+        """Post an operator on a stream and check its uses."""
         operator = self.clocks.post(stream, name, self._origins.of_caller(), self.during)
         self.num_operators += 1
         for tensor in read:
@@ -134,7 +136,7 @@ class RaceWatch(TorchDispatchMode):
 
     @contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
-        """Post the operators of the block on another stream."""
+        """Post the block's operators on another stream."""
         before, self.current = self.current, stream
         try:
             yield
@@ -143,7 +145,7 @@ class RaceWatch(TorchDispatchMode):
 
     @contextmanager
     def as_thread(self, thread: Stream) -> Iterator[None]:
-        """Run the block as another thread of the host, which works on host memory as it goes."""
+        """Run the block as another host thread, which works on host memory as it goes."""
         before, self.thread = self.thread, thread
         try:
             with self.on(thread):
@@ -152,7 +154,7 @@ class RaceWatch(TorchDispatchMode):
             self.thread = before
 
     def lend(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep the tensor's memory after its end until the stream has done what it has by then (`Tensor.record_stream`)."""
+        """Keep the tensor's memory, once freed, until the stream has done everything posted by then (`Tensor.record_stream`)."""
         self._know(tensor).lent.add(stream.number)
 
     def is_host_memory(self, tensor: torch.Tensor) -> None:
@@ -162,7 +164,7 @@ class RaceWatch(TorchDispatchMode):
 
     @contextmanager
     def host_memory(self) -> Iterator[None]:
-        """Count new tensors as host memory; the present thread runs the operators that are dispatched in the block."""
+        """Count new tensors as host memory; the present thread runs the operators dispatched in the block."""
         before, self._making_for_host = self._making_for_host, True
         try:
             with self.on(self.thread):
@@ -171,7 +173,7 @@ class RaceWatch(TorchDispatchMode):
             self._making_for_host = before
 
     def read_on_host(self, tensor: torch.Tensor) -> None:
-        """Note that the host reads values. From the device, the current stream copies them and the host waits for it."""
+        """Record that the host reads values. For device memory, the current stream copies them and the host waits for the copy."""
         if self._know(tensor).on_host:
             self.post(self.thread, "a read", [tensor], ())
         else:
@@ -179,7 +181,7 @@ class RaceWatch(TorchDispatchMode):
             self.clocks.wait(self.thread, self.clocks.record(self.current))
 
     def call(self, tensor: torch.Tensor, name: str, parts: Sequence[tuple[int, int, str]] = ()) -> None:
-        """Give a storage a name for reports, and names to its parts (start, stop, name), in elements of the tensor."""
+        """Name a storage for reports, and its parts (start, stop, name), in elements of the tensor."""
         memory = self._know(tensor)
         size = tensor.element_size()
         memory.name, memory.parts = name, [(start * size, stop * size, part) for start, stop, part in parts]
@@ -229,7 +231,7 @@ class RaceWatch(TorchDispatchMode):
 
 
 def _arguments(func: Any) -> list[tuple[str, bool]]:
-    """Return the names of an operator's arguments, and whether it writes to them, from its schema (`torch._ops.OpOverload`)."""
+    """List an operator's argument names, and whether it writes to each, from its schema (`torch._ops.OpOverload`)."""
     return [
         (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
         for argument in func._schema.arguments
@@ -255,7 +257,7 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _named(memory: _Memory, start: int, stop: int) -> str:
-    """Return the name of a named storage and of its parts in [start, stop), with a space in front."""
+    """Format the name of a named storage and its parts in [start, stop), with a leading space."""
     if not memory.name:
         return ""
     inside = [name for first, last, name in memory.parts if first < stop and start < last]

@@ -1,1 +1,1 @@
-"""A process of ours from its first second to its exit code."""
+"""A launcher's or rank's process, from its first second to its exit code."""

@@ -1,4 +1,4 @@
-"""Errors that come from the environment of a process: modules on PYTHONPATH that hide others, too little memory."""
+"""Errors caused by a process's environment: modules on PYTHONPATH that hide others, too little memory."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from triaxis.engine.program import IMPORT_ROOT
 
 
 def named_environment(error: BaseException) -> str | None:
-    """Return what in the environment made a command fail, and what to do; None: the error is of another kind."""
+    """Describe how the environment made a command fail, and the remedy; None: the error has another cause."""
     if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _not_mapped(error):
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         bound = "this machine or its container has no more"
@@ -39,7 +39,7 @@ def _not_mapped(error: BaseException) -> bool:
 
 
 def _hidden(own: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Return the modules in the folders `own` that `others` have too: of the standard library or of an installed package."""
+    """List modules in the folders `own` that hide a standard library module or an installed package in `others`."""
     known = sys.stdlib_module_names | packages_distributions().keys()
     found = []
     for folder in own:
@@ -53,5 +53,5 @@ def _hidden(own: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 def _is_module(spec: ModuleSpec | None) -> bool:
-    """Return whether a file is imported; a folder without one hides nothing."""
+    """Whether importing it would run a file; a folder without one hides nothing."""
     return spec is not None and spec.origin is not None

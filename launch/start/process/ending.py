@@ -1,13 +1,13 @@
-"""The end of a rank's process: its output is flushed and it leaves with its own exit code, within seconds.
+"""The end of a rank's process: it flushes its output and leaves with its own exit code, within seconds.
 
-    run_rank      runs the `main` of any worker, prints its error, and ends the process with its exit code
-    WayOut        bounds what is closed after a failure: GRACE_SECONDS in all
+    run_rank      runs any worker's `main`, prints its error, and ends the process with its exit code
+    WayOut        bounds the time to close everything after a failure: GRACE_SECONDS in all
     end           flushes and leaves
 
-No rank runs the interpreter's teardown. It joins threads and destroys process groups, and both may wait for ever after a failure:
-destroying a NCCL communicator waits for every send and receive that was posted, also when the peer is gone. It also runs the
-destructors of C++ libraries while their threads run: gloo's, TCPStore's, and in CUDA builds that of torch's profiler. A destructor
-that finds a thread joinable aborts the process ("terminate called without an active exception").
+No rank runs the interpreter's teardown. It joins threads and destroys process groups, and both may hang after a failure.
+Destroying an NCCL communicator waits for every posted send and receive, even if the peer is gone. Teardown also runs the
+destructors of C++ libraries while their threads run: gloo's, TCPStore's, and torch's profiler in CUDA builds. A destructor
+that finds a joinable thread aborts the process ("terminate called without an active exception").
 """
 
 import os
@@ -31,17 +31,17 @@ GRACE_SECONDS = 20.0
 
 
 Main = Callable[[Sequence[str]], int]
-"""The `main` of a worker, which is the module that each rank runs: from words to an exit code."""
+"""Type of a worker's `main`, which each rank runs: from words to an exit code."""
 
 
 def run_rank(main: Main, arguments: Sequence[str]) -> NoReturn:
-    """End this process with the exit code of `main(arguments)`; Ctrl-C ends it at once until the worker listens to it."""
+    """End this process with the exit code of `main(arguments)`; until the worker handles Ctrl-C, it ends the process at once."""
     with standard_streams(), lasting_output(), seen_at_once(_end_unless_heard):
         end(exit_code(main, arguments))
 
 
 def _end_unless_heard(number: signal.Signals) -> None:
-    """End this process after a Ctrl-C that is a KeyboardInterrupt: the call that is under way may not return to Python."""
+    """End this process if Ctrl-C is still a KeyboardInterrupt: the current call may never return to Python."""
     if number == signal.SIGINT and signal.getsignal(number) is signal.default_int_handler:
         end(ExitCode.INTERRUPTED)
 
@@ -49,7 +49,7 @@ def _end_unless_heard(number: signal.Signals) -> None:
 def exit_code(main: Main, arguments: Sequence[str]) -> int:
     """Run `main(arguments)` and return its exit code; print the exception that ends it.
 
-    A user's mistake is the same on all ranks, so that rank 0 prints it for all; Ctrl-C is explained by the launcher.
+    A user's mistake is the same on all ranks, so only rank 0 prints it; the launcher explains Ctrl-C.
     """
     try:
         return main(arguments)
@@ -61,7 +61,7 @@ def exit_code(main: Main, arguments: Sequence[str]) -> int:
 
 
 def print_error(error: BaseException) -> None:
-    """Print an error made for users in its own words, Ctrl-C as one, and a bug of ours with its traceback."""
+    """Print an error made for users in its own words, Ctrl-C as "interrupted", and a bug of ours with its traceback."""
     if isinstance(error, TriaxisError):
         print(f"error: {error}", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt):
@@ -79,8 +79,8 @@ class WayOut:
     stops it.
 
     Args:
-        grace_seconds: from the failure to the end of the process.
-        leave: ends the process with an exit code; None: `end`.
+        grace_seconds: time from the failure to the end of the process.
+        leave: function that ends the process with an exit code; None: `end`.
     """
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS, leave: Callable[[int], object] | None = None) -> None:
@@ -97,7 +97,7 @@ class WayOut:
 
     @contextmanager
     def bounded(self, agreed: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """End the process with the code of the first exception that leaves a block, unless all is closed in time.
+        """End the process with the code of the first exception that leaves a block, unless everything is closed in time.
 
         Args:
             agreed: exceptions that all ranks raise together; no call hangs after them, and the run may end with another code.

@@ -1,6 +1,6 @@
-"""The rank that ended a run, and the end of its log.
+"""The rank that ended a run, and the last lines of its log.
 
-When one rank dies, torchrun ends the others, and those that were talking to it fail by themselves a moment later. The
+When one rank dies, torchrun ends the others, and its communication peers fail by themselves a moment later. The
 first cause is a rank that torchrun did not end, that was seen dead first (whole seconds), and whose log stopped first.
 """
 
@@ -21,20 +21,20 @@ AFTER = {
     Stop.INTERRUPTED: ExitCode.INTERRUPTED,
     Stop.NEXT_PHASE: ExitCode.NEXT_PHASE,
 }
-"""Exit codes of a run that all ranks have agreed to stop."""
+"""Exit codes for runs that all ranks have agreed to stop."""
 
 OTHERS_END_SECONDS = 10
-"""Time for ranks to end once another has failed, before SIGKILL. One that waits in NCCL does not react to SIGTERM."""
+"""Time for ranks to end once another has failed, before SIGKILL. A rank that waits in NCCL does not react to SIGTERM."""
 
 LAST_LINES = 20
 LAST_BYTES = 64 * 1024
-"""Bytes that are read of a log; a long run's log is large."""
+"""Bytes to read from the end of a log; a long run's log is large."""
 
 
 class ExplainedError(Exception):
-    """A failure that has been printed, here or by another rank; `exit_code` is left to end with.
+    """A failure that this rank or another one has already printed; only `exit_code` is left to end with.
 
-    It leaves `join` as an exception, so that no group is closed after it.
+    It leaves `join` as an exception, so no group is closed after it.
     """
 
     def __init__(self, exit_code: int) -> None:
@@ -43,18 +43,18 @@ class ExplainedError(Exception):
 
 
 def where(device_index: int | None, pid: int | None = None) -> str:
-    """Return the host, process and GPU of a rank of this node: `node1, pid 4711, GPU 3`.
+    """Format the host, process and GPU of a rank on this node: `node1, pid 4711, GPU 3`.
 
     Args:
-        device_index: of its GPU; None: it has none.
-        pid: of its process; None: this one.
+        device_index: index of its GPU; None: it has none.
+        pid: its process ID; None: this process.
     """
     gpu = "" if device_index is None else f", GPU {device_index}"
     return f"{socket.gethostname()}, pid {os.getpid() if pid is None else pid}{gpu}"
 
 
 def code_of(error: BaseException) -> int:
-    """Return the exit code of a rank that an exception ends."""
+    """Return the exit code for a rank that an exception ends."""
     if isinstance(error, TriaxisError | ExplainedError):
         return error.exit_code
     return ExitCode.INTERRUPTED if isinstance(error, KeyboardInterrupt) else ExitCode.BROKE
@@ -65,8 +65,8 @@ class RankFailure:
     """The end of one rank.
 
     Attributes:
-        exit_code: negative for a signal.
-        seen_seconds: from the epoch.
+        exit_code: its exit code, negative for a signal.
+        seen_seconds: time since the epoch, whole seconds.
         where: its host, process and GPU, in words.
     """
 
@@ -83,9 +83,9 @@ class RankFailure:
 
 
 def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> str:
-    """Return the report of the hang that ended the last attempt under `runs/<name>/logs`; "" if it was printed already.
+    """Return the report on the hang that ended the last attempt under `runs/<name>/logs`; "" if it was already printed.
 
-    `failures` are those of this node's ranks: rank 0 prints through its own launcher only.
+    `failures` lists this node's ranks only: rank 0 prints through its own launcher.
     """
     attempts = [path for path in logs.parent.glob("hangs/attempt_*") if path.stat().st_mtime >= since_seconds]
     report = hang_report(max(attempts)) if attempts else None
@@ -96,14 +96,14 @@ def describe_hang(failures: Iterable[RankFailure], logs: Path, since_seconds: fl
 
 
 def last_log(logs: Path, rank: int, since_seconds: float) -> Path | None:
-    """Return the log of a rank's last attempt under `runs/<name>/logs`; None: it has written nothing since the start."""
+    """Return the log of a rank's last attempt under `runs/<name>/logs`; None: nothing was written since the start."""
     found = (path for path in logs.glob(f"attempt_*/rank_{rank:05d}.log") if path.is_file())
     written = [path for path in found if path.stat().st_mtime >= since_seconds]
     return max(written, key=lambda path: path.parent.name, default=None)
 
 
 def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: float) -> RankFailure:
-    """Return the failure that is the first cause.
+    """Choose the failure that is the first cause.
 
     Args:
         failures: every rank that did not end with 0; at least one.
@@ -113,7 +113,7 @@ def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: floa
 
     def order(failure: RankFailure) -> tuple[bool, int, float, int]:
         log = last_log(logs, failure.rank, since_seconds)
-        last_words_seconds = log.stat().st_mtime if log else 0.0  # no log: it died before the others had begun
+        last_words_seconds = log.stat().st_mtime if log else 0.0  # no log: it died before the others began
         was_ended_by_torchrun = failure.exit_code == -signal.SIGTERM
         return was_ended_by_torchrun, failure.seen_seconds, last_words_seconds, failure.rank
 
@@ -121,7 +121,7 @@ def first_cause(failures: Iterable[RankFailure], logs: Path, since_seconds: floa
 
 
 def describe(failure: RankFailure, logs: Path, since_seconds: float) -> str:
-    """Describe the end of a rank: exit code, last lines of its log (rank 0 has printed them), and causes that they name."""
+    """Describe a rank's end: exit code, last log lines (unless rank 0 has printed them), and the causes that they name."""
     where = f" ({failure.where})" if failure.where else ""
     head = f"rank {failure.rank} ended with {failure.how}{where}, so the job was stopped."
     log = last_log(logs, failure.rank, since_seconds)

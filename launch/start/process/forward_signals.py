@@ -1,12 +1,12 @@
-"""Signals that reach a launcher are for its ranks, which finish their step and save (`engine/comm/stop.py`).
+"""Signals that reach a launcher are forwarded to its ranks, which finish their step and save (`engine/comm/stop.py`).
 
-    SIGTERM, SIGUSR1, SIGHUP, SIGINT    handed to every rank of this node; then it waits for them, for LONGEST_SAVE_SECONDS at most
-    SIGINT again                        handed on too; a rank that is still there after AT_ONCE_SECONDS is killed
+    SIGTERM, SIGUSR1, SIGHUP, SIGINT    forwarded to every rank on this node; then wait for them, LONGEST_SAVE_SECONDS at most
+    SIGINT again                        forwarded too; a rank that still runs after AT_ONCE_SECONDS is killed
     SIGHUP under nohup                  ignored, as it was when the launcher began; torchrun alone would end its ranks
     SIGUSR2                             ends the ranks as torchrun does after a failure: SIGTERM, then SIGKILL
-    any of the first, before ranks      ends the launcher, also inside a call that does not return to Python
+    any of the first, before ranks      ends the launcher, even inside a call that does not return to Python
 
-torchrun's own way would end the ranks 30 seconds after the signal, saved or not.
+torchrun by itself would end the ranks 30 seconds after the signal, saved or not.
 """
 
 import argparse
@@ -23,29 +23,29 @@ from triaxis.engine.comm.stop import STOP_OF_SIGNAL, stop_signals
 from triaxis.launch.start.process.seen_signals import seen_at_once
 
 LONGEST_SAVE_SECONDS = 1800.0
-"""Limit after which a rank never ends: its disk or a peer hangs."""
+"""Limit after which a rank is assumed to hang on its disk or a peer."""
 
 AT_ONCE_SECONDS = 5.0
 
 END_RANKS = signal.SIGUSR2
-"""Signal of a launcher of several hosts to the others once one has failed. SIGQUIT would make every rank dump core."""
+"""Signal from a launcher of several hosts to the others once one has failed. SIGQUIT would make every rank dump core."""
 
 LEFT_TO_TORCHRUN = "SIGQUIT"
-"""The signal at which torchrun itself still ends its ranks."""
+"""The signal that torchrun still handles itself, by ending its ranks."""
 
 
 class NoRanksError(Exception):
-    """A signal before there are ranks: there is nothing to save."""
+    """A signal came before any rank started: there is nothing to save."""
 
 
 class ForwardedSignals:
-    """The signals of a launcher while its ranks run.
+    """A launcher's signals while its ranks run.
 
     Args:
-        leave: ends this process, which has no ranks and has not answered a signal; None: nothing does.
+        leave: function that ends this process if it has no ranks and has not answered a signal; None: nothing does.
 
     Attributes:
-        first: the first signal; None: none came.
+        first: first signal received; None: none came.
     """
 
     def __init__(self, leave: Callable[[signal.Signals], object] | None = None) -> None:
@@ -61,7 +61,7 @@ class ForwardedSignals:
             words: torchrun's parsed arguments; its own handlers leave these signals alone.
 
         Raises:
-            NoRanksError: inside the block, when a signal comes before the first rank was started.
+            NoRanksError: inside the block, if a signal comes before the first rank is started.
         """
         before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
         before[END_RANKS] = signal.signal(END_RANKS, _end_ranks)
@@ -76,7 +76,7 @@ class ForwardedSignals:
 
     @contextmanager
     def _instead_of_torchruns(self, words: argparse.Namespace) -> Iterator[None]:
-        """Leave torchrun the other signals: by an argument from torch 2.10 on; 2.9 installs one handler for all."""
+        """Leave torchrun the other signals, by an argument from torch 2.10 on; torch 2.9 installs one handler for all."""
         if hasattr(words, "signals_to_handle"):
             words.signals_to_handle = LEFT_TO_TORCHRUN
             yield
@@ -148,5 +148,5 @@ def _send(rank: psutil.Process, number: int) -> None:
 def _kill_ranks(seconds: float) -> None:
     for rank in ranks():
         _send(rank, signal.SIGKILL)
-    with suppress(OSError):  # after the kill: the terminal may be gone, or paused
+    with suppress(OSError):  # after the kill: the terminal may be gone or paused
         os.write(2, f"ranks that have not ended within {seconds:g} seconds are killed\n".encode())

@@ -1,9 +1,9 @@
-"""The front of a process that a person or a launcher starts: its words, standard streams and first seconds.
+"""Start-up of a process that a person or a launcher starts: its words, standard streams and first seconds.
 
 closed descriptors   opened on /dev/null, so that no file of the run takes their number
-secrets              blotted out of everything that Python prints
-unwritable output    an error in words instead of a traceback
-foreign bytes        an argument that is no UTF-8 is refused
+secrets              redacted in everything that Python prints
+unwritable output    an error message instead of a traceback
+foreign bytes        an argument that is not UTF-8 is refused
 """
 
 import io
@@ -18,13 +18,13 @@ from triaxis.engine.storage.redaction import blotted_streams
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Open what is closed of the three standard descriptors, and blot secrets out of what is printed in the block.
+    """Open any closed standard descriptor, and redact secrets in what the block prints.
 
-    Buffers are written at the end of the block.
+    Buffers are flushed at the end of the block.
 
     Raises:
         OutputError: standard output cannot be written, as on a full disk.
-        BrokenPipeError: the reader of standard output has gone.
+        BrokenPipeError: the reader of standard output is gone.
     """
     _open_closed()
     with blotted_streams():
@@ -36,16 +36,16 @@ def standard_streams() -> Iterator[None]:
 
 
 def drop_output() -> None:
-    """Discard the rest of standard output; else Python would complain once more when it flushes at exit."""
+    """Discard the rest of standard output; otherwise Python would report the error again when it flushes at exit."""
     with suppress(OSError, io.UnsupportedOperation):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def check_words(arguments: Sequence[str]) -> None:
-    """Refuse arguments that are no UTF-8: configurations, logs and manifests could not hold them.
+    """Refuse arguments that are not UTF-8: configurations, logs and manifests could not store them.
 
     Raises:
-        ConfigError: all of them, as bytes.
+        ConfigError: all such arguments, as bytes.
     """
     problems = [
         f"{os.fsencode(word)!r} is no UTF-8, and configurations, logs and checkpoints are: none of them could name it. Rename the "
@@ -62,7 +62,7 @@ def _open_closed() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            # The lowest number that is free, which is this one. Children get it too.
+            # os.open returns the lowest free number, which is this one. Children inherit it too.
             opened = os.open(os.devnull, os.O_RDWR)
             os.set_inheritable(opened, True)
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", errors="replace", closefd=False))

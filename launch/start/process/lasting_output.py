@@ -1,7 +1,7 @@
-"""Standard output and error of a launcher or rank whose terminal may end before the run does.
+"""Standard output and error for a launcher or rank whose terminal may end before the run does.
 
     triaxis train config.yaml | head    the banner fills head; the run goes on, and its later output is lost
-    triaxis train config.yaml > file    the disk of the file is full for a while; lost lines are counted there
+    triaxis train config.yaml > file    the file's disk is full for a while; lost lines are counted in the file
     Ctrl-S                              a line waits for PATIENCE_SECONDS, then lines are lost and counted; the process goes on
 
 A rank replaces both again while its log is open (`triaxis.engine.telemetry.outlets.rank_log`).
@@ -16,14 +16,14 @@ from triaxis.engine.storage.redaction import blotted
 from triaxis.engine.telemetry.outlets.lossy_file import LossyFile, text_over
 
 PATIENCE_SECONDS = 10.0
-"""Time for which a paused terminal may hold a launcher, or a rank whose log is not open."""
+"""How long a paused terminal may block a launcher, or a rank whose log is not open."""
 
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Let no print inside the block raise an OSError, or wait for a paused terminal longer than `PATIENCE_SECONDS`.
+    """Keep prints inside the block from raising OSError, or from blocking on a paused terminal longer than `PATIENCE_SECONDS`.
 
-    RankStreams without a descriptor, as in a test, stay as they are.
+    Streams that have no descriptor, as in a test, stay as they are.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _lasting(sys.stdout), _lasting(sys.stderr)
@@ -37,7 +37,7 @@ def lasting_output() -> Iterator[None]:
 
 
 def _lasting(stream: TextIO) -> TextIO:
-    """Return a stream to the same descriptor; `stream` itself where it has none or was closed before the start (None)."""
+    """Open a stream to the same descriptor; `stream` itself if it has none or was closed before the start (None)."""
     if stream is None:
         return stream
     with suppress(OSError):

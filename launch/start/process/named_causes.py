@@ -1,6 +1,6 @@
-"""Causes of failures that libraries report in words of their own, and their remedies.
+"""Causes of failures that libraries report in their own words, and the remedies.
 
-NCCL's last warning is part of the error that torch raises; with NCCL_DEBUG=WARN the log has it by itself.
+torch's error includes NCCL's last warning; with NCCL_DEBUG=WARN the warning is also in the log by itself.
 """
 
 import re
@@ -19,7 +19,7 @@ LOCKED_MEMORY_ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class NamedCause:
-    """A cause, its pattern in the end of a rank's log, and its advice."""
+    """A cause, its pattern in the end of a rank's log, and the advice."""
 
     pattern: re.Pattern[str]
     cause: str
@@ -48,7 +48,7 @@ CAUSES = (
         LOCKED_MEMORY_ADVICE,
     ),
 )
-"""As NCCL writes them in misc/shmutils.cc (older versions: include/shm.h) and misc/ibvwrap.cc, and torch for its shared files."""
+"""Patterns: NCCL's words in misc/shmutils.cc (older versions: include/shm.h) and misc/ibvwrap.cc, torch's for its shared files."""
 
 BUS_ERROR = (
     "a page of a mapped file could not be had: /dev/shm is full, or a corpus was cut short while it was read. "
@@ -57,11 +57,11 @@ BUS_ERROR = (
 
 
 def named_causes(log: str, exit_code: int) -> list[str]:
-    """List the causes that the end of a rank's log, or the signal that ended it, names; each with its advice.
+    """List the causes, each with its advice, that the end of a rank's log or its last signal indicates.
 
     Args:
-        log: text.
-        exit_code: of the rank, negative for a signal.
+        log: text at the end of the log.
+        exit_code: the rank's exit code, negative for a signal.
     """
     found = [f"{known.cause} {known.advice}" for known in CAUSES if known.pattern.search(log)]
     return [BUS_ERROR] if not found and exit_code == -signal.SIGBUS else found

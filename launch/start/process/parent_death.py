@@ -1,6 +1,6 @@
-"""A rank that outlives its launcher is an orphan that holds a GPU: Linux ends it with its parent.
+"""Protection against orphans: Linux kills a rank whose launcher has ended, since the rank would keep holding its GPU.
 
-torchrun ends its ranks in every case but one, when it is itself killed with SIGKILL (out of memory, `kill -9`).
+torchrun ends its ranks in every case but one: when it is itself killed with SIGKILL (out of memory, `kill -9`).
 """
 
 import ctypes
@@ -9,11 +9,11 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
-"""prctl(2): the signal that the kernel sends to this process when its parent is gone."""
+"""prctl(2) option: the signal that the kernel sends to this process when its parent is gone."""
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends; where there is no prctl, nothing changes."""
+    """Ask the kernel to kill this process when its parent ends; does nothing on systems that lack prctl."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()

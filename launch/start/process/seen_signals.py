@@ -1,4 +1,4 @@
-"""Signals that a thread hears of at once, whatever call the main thread is in."""
+"""Signals that a thread sees at once, regardless of the call that the main thread is in."""
 
 import signal
 import socket
@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 STUCK_SECONDS = 1.0
-"""Time for a process to end by itself. A handler of Python runs only once the call that is under way returns."""
+"""Time for a process to end by itself. A Python handler runs only once the current call returns."""
 
 
 @contextmanager
 def seen_at_once(stuck: Callable[[signal.Signals], None], after_seconds: float = STUCK_SECONDS) -> Iterator[None]:
-    """Call `stuck` in a thread with each signal of a Python handler that comes inside the block, unless the block ends first.
+    """Call `stuck` in a thread for each signal with a Python handler that comes inside the block, unless the block ends first.
 
-    The thread hears of signals by the interpreter's wake-up descriptor, which is written whatever the main thread does.
+    The thread sees signals through the interpreter's wake-up descriptor, which is written whatever the main thread does.
     """
     heard, told = socket.socketpair()
     told.setblocking(False)

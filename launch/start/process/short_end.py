@@ -1,7 +1,7 @@
-"""A shorter time between SIGTERM and SIGKILL for the ranks that torchrun ends because another one has failed.
+"""A shorter delay between SIGTERM and SIGKILL for ranks that torchrun ends because another one has failed.
 
-torchrun gives them 30 seconds: it calls `PContext.close()` without a time, whatever its option --shutdown-timeout, which is for
-signals only. `PContext` is the class of torchrun's processes, and `close` is public.
+torchrun gives them 30 seconds: it calls `PContext.close()` without a timeout. Its option --shutdown-timeout applies to
+signals only. `PContext` is torchrun's class for its processes, and `close` is public.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ TORCHRUN_SECONDS = 30
 
 @contextmanager
 def short_end(seconds: int) -> Iterator[None]:
-    """Send SIGKILL to ranks that have not ended `seconds` after SIGTERM, while the block runs."""
+    """Inside the block, send SIGKILL to ranks that have not ended `seconds` after SIGTERM."""
     close = PContext.close
 
     def close_soon(self: PContext, death_sig: Signals | None = None, timeout: int = TORCHRUN_SECONDS) -> None:

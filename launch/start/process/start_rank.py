@@ -1,4 +1,4 @@
-"""The first seconds of a rank that torchrun starts: its worker takes seconds to import, and Ctrl-C may come before.
+"""The first seconds of a rank that torchrun starts: its worker takes seconds to import, and Ctrl-C may come first.
 
     python -m triaxis.launch.start.process.start_rank triaxis.launch.pretrain_gpt config.yaml train.steps=20
 
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
         worker = importlib.import_module(arguments[0]).main
     except KeyboardInterrupt:
-        # Threads of a library that is half imported may wait for ever in an ordinary exit.
+        # A half-imported library's threads may hang an ordinary exit.
         import os
 
         from triaxis.engine.errors import ExitCode
