@@ -38,7 +38,8 @@ PREAMBLE = """# Every field of the configuration
   are left out.
 - **default** is what a field has if the file does not set it; `required` fields have none.
 - **resume** is what happens if a resumed run changes the field: `free` is allowed and logged, `accept` needs the field's name in
-  `checkpoint.accept`, `fixed` is refused.
+  `checkpoint.accept`, `fixed` is refused. Phases may change some fixed fields
+  ([training.md](training.md#phases-of-a-run)).
 - A name in capitals is an environment variable that sets the field.
 
 This page is the output of `triaxis config explain --markdown`.
