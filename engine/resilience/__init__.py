@@ -1,1 +1,1 @@
-"""Faults while training: hangs, numbers that are not finite, replicas that differ."""
+"""Faults during training: hangs, numbers that are not finite, replicas that differ."""

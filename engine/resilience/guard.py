@@ -1,15 +1,15 @@
 """The judgement of each step: continue, skip its update, return to a checkpoint, or stop the run.
 
-    gradients of an fp16 run overflow                                     continues: its loss scale falls (`loss_scale.py`)
+    fp16 gradients overflow                                               continues: the loss scale falls (`loss_scale.py`)
     a loss or gradient norm far above those of the last steps             continues without that update (`StepLimits`)
-    no label of the global batch is counted                               continues without that update
+    no label in the global batch is counted                               continues without that update
     a loss or gradient that is not finite, or a loss above its limit      resilience.on_nonfinite
         stop        no update from that step on; the error names the first rank and module
         skip        no update in that step; its samples stay consumed
         rollback    `engine/resilience/rollback.py`
     replicas that differ                                                  always stops
 
-All ranks read the same numbers of the same step at the same point of the loop, so they decide alike.
+All ranks read the same numbers for the same step at the same point in the loop, so they decide alike.
 """
 
 import math
@@ -35,7 +35,7 @@ class GuardNotices(Protocol):
 
 
 class OneStep(Protocol):
-    """The batches of a step, read again."""
+    """A source that reads one step's batches again."""
 
     def next_step(self) -> Sequence[Any]: ...
     def close(self) -> None: ...
@@ -45,10 +45,10 @@ class Guard:
     """The guard of one run's steps, on every rank.
 
     Args:
-        engine: makes the steps.
-        history: history of the run.
-        open_batches: opens this rank's batches at a number of consumed samples, to repeat a step.
-        notices: receives the events.
+        engine: engine that makes the steps.
+        history: the run's history.
+        open_batches: function that opens this rank's batches at a number of consumed samples, to repeat a step.
+        notices: receiver of the events.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class Guard:
         self._last_alike: int | None = None
 
     def limits(self, step: int) -> StepLimits:
-        """Return the largest numbers with which step number `step` (from 0) may update the weights."""
+        """Largest numbers with which step `step` (from 0) may update the weights."""
         return self._history.limits(step, self._config)
 
     def before_update(self, step: int) -> None:
-        """Start a replica check that is due: gradients are complete, and weights still those that made them."""
+        """Start a replica check if one is due; gradients are complete, and weights still those that produced them."""
         every = self._config.replica_check_interval
         if every is not None and (step + 1) % every == 0:
             self._replicas.post(step)
@@ -78,7 +78,7 @@ class Guard:
 
         Raises:
             DivergenceError: the run cannot continue.
-            RollbackRequested: it must continue from a checkpoint.
+            RollbackRequested: the run must continue from a checkpoint.
             ReplicaError: replicated weights differ.
         """
         self._check_replicas(step)
@@ -130,7 +130,11 @@ class Guard:
         )
 
     def _leave_out(self, step: int, result: StepResult, samples: tuple[int, int]) -> None:
-        """Report a step that is an outlier; DivergenceError where too many of them follow each other."""
+        """Report an outlier step.
+
+        Raises:
+            DivergenceError: too many updates in a row were skipped.
+        """
         first, stop = samples
         message = f"step {step + 1:,} on samples {first:,} to {stop - 1:,}: {result.why}."
         self._num_skips_in_a_row += 1
@@ -145,7 +149,7 @@ class Guard:
             )
 
     def samples(self, step: int) -> tuple[int, int]:
-        """Return the range [first, stop) of sample ids of a step."""
+        """Range [first, stop) of a step's sample ids."""
         plan = self._engine.plan
         return self._history.skipped.span(plan.phase.samples_before(step), plan.samples_per_step)
 

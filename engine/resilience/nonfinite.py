@@ -1,15 +1,15 @@
-"""Where a value that is not finite came from: the step is made again under hooks, and all ranks agree on the earliest.
+"""The search for the first non-finite value: the step is repeated under hooks, and all ranks agree on the earliest.
 
-A step that is not finite has changed no weight, dropout masks are hashes of sample ids and nothing else is random, so the same
-microbatches give the same values again. While they do, each rank looks at
+A non-finite step has changed no weight, dropout masks are hashes of sample ids, and nothing else is random. So the same
+microbatches give the same values again. While they run, each rank checks
 
     weights                          before anything runs
-    outputs of modules, forward      in the order of execution; inner modules before those that contain them
-    gradients, backward              those that arrive at outputs of modules, and main grads as they are added to
+    outputs of modules, forward      in execution order; inner modules before those that contain them
+    gradients, backward              those that arrive at module outputs, and main grads as they accumulate
 
-and the earliest over all ranks is named: weights first, then by microbatch, forward before backward, along the model, then by the
-rank. (A value that one tp rank makes reaches the others one collective later, a stage's the next stage: they are later in this
-order. Other data-parallel ranks never see it before the gradients are summed.)
+and the earliest over all ranks is reported: weights first, then by microbatch, forward before backward, along the model, then by
+rank. (One tp rank's value reaches the others one collective later, and a stage's value reaches the next stage later, so those are
+later in this order. Other data-parallel ranks never see it before the gradients are summed.)
 """
 
 import json
@@ -32,7 +32,7 @@ _FORWARD, _BACKWARD = 0, 1
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """One value that was looked at: its place in the order of the module's docstring, and whether it is finite (on the device)."""
+    """One checked value: its place in the module docstring's order, and whether it is finite (on the device)."""
 
     order: tuple[int, ...]
     what: str
@@ -42,12 +42,13 @@ class _Seen:
 
 @dataclass(frozen=True, slots=True)
 class FirstNonFinite:
-    """The first value that is not finite.
+    """The first non-finite value.
 
     Attributes:
-        rank: that produced it; None where no rank sees one.
-        what: "the output of layers.2.mlp (stage 0) in the forward of microbatch 3", say; where no rank sees one, what that means.
-        sample_ids: of the microbatch; empty where it is none's.
+        rank: rank that produced it; None if no rank finds one.
+        what: description, such as "the output of layers.2.mlp (stage 0) in the forward of microbatch 3"; if no rank finds one,
+            what that means.
+        sample_ids: the microbatch's sample ids; empty if the value belongs to no microbatch.
     """
 
     rank: int | None
@@ -62,16 +63,16 @@ class FirstNonFinite:
 
 
 def locate(engine: Engine, microbatches: Sequence[Any]) -> FirstNonFinite:
-    """Make a step's forward and backward again and name the first value that is not finite; every rank calls it.
+    """Repeat a step's forward and backward and find the first non-finite value; every rank calls it.
 
     Main grads are overwritten, nothing is updated.
 
     Args:
-        engine: with the weights of the step, or as near to them as there are.
-        microbatches: this rank's of the step.
+        engine: engine that has the step's weights, or the nearest that exist.
+        microbatches: this rank's microbatches in the step.
 
     Returns:
-        The same on every rank.
+        The same finding on every rank.
     """
     watch = _Watch(engine, microbatches)
     with watch.open():
@@ -94,7 +95,7 @@ def locate(engine: Engine, microbatches: Sequence[Any]) -> FirstNonFinite:
 
 
 class _Watch:
-    """A search through one rank's values of one step; nothing is read from the device before `first`."""
+    """A search through one rank's values in one step; nothing is read from the device before `first`."""
 
     def __init__(self, engine: Engine, microbatches: Sequence[Any]) -> None:
         self._engine = engine
@@ -102,7 +103,7 @@ class _Watch:
         self._seen: list[_Seen] = []
 
     def first(self) -> _Seen | None:
-        """Return the earliest value that is not finite."""
+        """Find the earliest non-finite value; None if there is none."""
         if not self._seen:
             return None
         finite = torch.stack([seen.is_finite for seen in self._seen]).tolist()
@@ -142,7 +143,7 @@ class _Watch:
                 words = f"{where} (stage {stage}) in the forward of microbatch {action.microbatch}"
                 self._look(tensor, order, words, self._sample_ids(action))
             if tensor.requires_grad:
-                # Recomputed layers come by here in their backward, and only then with gradients.
+                # Recomputed layers pass here in their backward, and only then with gradients.
                 tensor.register_hook(lambda grad: self._grad_arrived(grad, where, chunk))
 
         return look
@@ -155,7 +156,7 @@ class _Watch:
             self._look(grad, self._backward_order(action, stage), words, self._sample_ids(action))
 
     def grad_added(self, parameter: ShardedParameter) -> None:
-        """Look at the main grad that a gradient was added to."""
+        """Check the main grad to which a gradient was added."""
         action = self._action()
         if action is not None:
             words = f"the gradient of {parameter.record.name} in the backward of microbatch {action.microbatch}"
@@ -181,7 +182,7 @@ class _Watch:
 
 
 def module_title(chunk: nn.Module, path: str) -> str:
-    """Return `layers.5.mlp` for the module at `blocks.1.mlp`: the outermost module on the way with a name has the global one."""
+    """Find a module's global name, `layers.5.mlp` for `blocks.1.mlp`, from the outermost module on its path with a `name`."""
     parts = path.split(".") if path else []
     for depth in range(1, len(parts) + 1):
         name = getattr(chunk.get_submodule(".".join(parts[:depth])), "name", None)

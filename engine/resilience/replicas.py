@@ -1,4 +1,4 @@
-"""Detection of silent corruption: ranks with the same weights compare a fingerprint of them.
+"""Detection of silent corruption: ranks with the same weights compare fingerprints.
 
     replicated weights                                          compared over
     every weight but experts', on all data-parallel ranks       dp
@@ -9,11 +9,12 @@
 
 The check runs every K steps, after the gradients and before the update, on the weights that the step has used. (An update rewrites
 all weights from their owners, so a wrong copy is seen before it or never.) A fingerprint is the sum of a weight's bits as integers,
-modulo 2^64: one flipped bit changes it for certain. All ranks of an axis take the maximum of [sums, ~sums] in one small all-reduce;
-where the two halves disagree, so do the ranks. Nothing is read from the device before the step's numbers are.
+modulo 2^64: one flipped bit always changes it. All ranks on an axis take the maximum of [sums, ~sums] in one small all-reduce; if
+the two halves disagree, so do the ranks. Nothing is read from the device before the step's numbers are.
 
 Not covered: main grads, activations, and state that ZeRO-1 holds once (master weights and moments; in fp32 and float64 the owner's
-weights are the masters). Such a fault spreads to all replicas alike; it shows where several owners hold the same (norms over tp).
+weights are the masters). Such a fault spreads to all replicas alike. It shows only if several owners hold the same state (norms
+over tp).
 """
 
 from collections import Counter
@@ -32,24 +33,24 @@ from triaxis.engine.step import Engine
 PURPOSE = "replicas"
 
 _SHOWN = 8
-"""Weights named per group of ranks, to keep texts between ranks short."""
+"""Largest number of weights named per rank group, to keep texts between ranks short."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The weights of this rank that the members of one axis replicate."""
+    """This rank's weights that the members of one axis replicate."""
 
     axis: Axis
     names: tuple[str, ...]
     places: torch.Tensor
-    """int64 [weights]: indices among all weights of this rank."""
+    """int64 [weights]: indices among all of this rank's weights."""
 
 
 class ReplicaCheck:
     """The comparison of this rank's weights with their replicas; every rank makes the same calls.
 
     Args:
-        engine: its weights are compared.
+        engine: engine whose weights are compared.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -58,11 +59,11 @@ class ReplicaCheck:
         self._posted: dict[int, tuple[torch.Tensor, HostCopy]] = {}
 
     def post(self, step: int) -> None:
-        """Post a comparison of the present weights; wait for no device."""
+        """Post a comparison of the current weights, without waiting for the device."""
         engine = self._engine
         engine.buffers.wait_all()
         differing = torch.zeros(1, dtype=torch.int64, device=engine.topology.device)
-        # The empty part first: the rank of a stage without layers has no weights.
+        # The empty part comes first, because a rank in a stage without layers has no weights.
         sums = torch.cat([differing[:0], *(_sum_of_bits(one.value).view(1) for one in engine.parameters.values())])
         for group in self._groups:
             mine = sums[group.places]
@@ -71,7 +72,7 @@ class ReplicaCheck:
         self._posted[step] = sums, HostCopy(engine.topology.axis("world").all_reduce(differing, PURPOSE).wait())
 
     def read(self, step: int) -> list[str] | None:
-        """Return a sentence per difference in the comparison of a step, the same on every rank; None if it had none."""
+        """Read a step's comparison: a sentence per difference, the same on every rank; None if the step had none."""
         if step not in self._posted:
             return None
         sums, differing = self._posted.pop(step)
@@ -81,7 +82,7 @@ class ReplicaCheck:
         world, device = self._engine.topology.axis("world"), self._engine.topology.device
         found = [sentence for group in self._groups for sentence in _differences(group, sums)]
         told = gather_text(world, "\n".join(found), device, PURPOSE)
-        # Of several findings of one fault, those that name the wrong rank come first.
+        # If one fault has several findings, those that name the wrong rank come first.
         return sorted({line for text in told for line in text.splitlines()}, key=lambda line: ("differ" in line, line))
 
 
@@ -102,9 +103,9 @@ def _groups(engine: Engine) -> Iterator[Group]:
 
 
 def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
-    """Return an int64 sum of the weight's bits: of 64-bit words where it consists of whole ones, else of its elements.
+    """Sum the weight's bits as int64: over 64-bit words if it consists of whole words, else over its elements.
 
-    Replicas have the same place in equal buffers, so all take the same way.
+    Replicas have the same place in equal buffers, so all take the same path.
     """
     flat = weight.detach().view(-1)
     per_word = 8 // flat.element_size()
@@ -114,7 +115,7 @@ def _sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _differences(group: Group, sums: torch.Tensor) -> list[str]:
-    """Return the differences in a group, on its first member; [] on all others."""
+    """Describe the differences in a group, on its first member; [] on all others."""
     axis = group.axis
     by_rank = axis.all_gather(sums[group.places].view(1, -1), PURPOSE).wait().tolist()
     if axis.index:
@@ -127,7 +128,7 @@ def _differences(group: Group, sums: torch.Tensor) -> list[str]:
 
 
 def _odd_ranks(ranks: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:
-    """Return the ranks that differ from the majority; () where there is none."""
+    """Find the ranks that differ from the majority; () if there is no majority."""
     value, count = Counter(values).most_common(1)[0]
     return (
         tuple(rank for rank, one in zip(ranks, values, strict=True) if one != value) if 2 * count > len(ranks) else ()

@@ -1,10 +1,10 @@
-"""The automatic return of a run to a checkpoint (requested by `triaxis.engine.train.train`).
+"""A run's automatic return to a checkpoint (requested by `triaxis.engine.train.train`).
 
     .. | step 40, saved | 41 | 42 | 43 is not finite     ->     step 40 again | 41 | 42 | 43 on the next samples | ..
 
-Weights, moments and the place in the data come from the newest checkpoint before the step; the step's samples are skipped from now
-on (`engine/data/skipped.py`). So the run equals one that was configured from its start to skip them. This is written beside the
-checkpoints before anything is loaded, and into every later checkpoint.
+Weights, moments and the position in the data come from the newest checkpoint before the step. The step's samples are skipped from
+now on (`engine/data/skipped.py`), so the run equals one that was configured from its start to skip them. The skipped samples are
+recorded beside the checkpoints before anything is loaded, and in every later checkpoint.
 """
 
 from pathlib import Path
@@ -24,11 +24,11 @@ class Rollback:
     """The rollback of one run.
 
     Args:
-        engine: receives the loaded state.
+        engine: engine that receives the loaded state.
         directory: the run's checkpoints.
-        data: fingerprints of the data, as checkpoints record them.
-        history: history of the run; changed here.
-        notices: receives the event.
+        data: data fingerprints, as checkpoints record them.
+        history: the run's history, changed here.
+        notices: receiver of the event.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Rollback:
         self._notices = notices
 
     def __call__(self, request: RollbackRequested) -> TrainingState:
-        """Load the newest checkpoint from before the step, and skip its samples; every rank calls it.
+        """Load the newest checkpoint before the step, and skip the step's samples; every rank calls it.
 
         Raises:
             DivergenceError: the run has used up its rollbacks.

@@ -1,9 +1,9 @@
-"""The observer of the training loop: clocks the parts, makes each step's record, hands it to `Telemetry`.
+"""The training loop's observer: it times the parts, builds each step's record and hands it to `Telemetry`.
 
     engine.train.train --enter, end_step, on_step, on_validation--> TrainingObserver --StepMetrics--> Telemetry
 
-A step's time ends when the host is through with it; its numbers may come a step later. The loop counts steps from 0; everything
-that is written down counts the steps that are done, from 1.
+A step's time ends when the host has finished it; its numbers may arrive one step later. The loop counts steps from 0. Every
+record counts completed steps, from 1.
 """
 
 import resource
@@ -45,18 +45,18 @@ class _Ended:
 
 @dataclass(eq=False)
 class TrainingObserver:
-    """`triaxis.engine.train.Observer` on every rank.
+    """Training observer of one rank; implements `triaxis.engine.train.Observer`.
 
     Attributes:
-        meter: what a step's time means for this model.
-        timers: the clock of the parts.
-        watchers: follow the parts; `times` among them.
-        meters: measure each step (`triaxis.engine.telemetry.meters`).
-        times: measure where the time of the steps goes, on all ranks; None: the configuration has no use for it.
-        slow_ranks: compares the ranks, on the logging rank.
-        memory: compares the ranks' memory with a prediction, once; None: there is nothing to compare.
-        loss: of the last step with a counted label; None before the first.
-        val_loss: of the last validation; None before the first.
+        meter: calculator of this model's speeds from step times.
+        timers: host clock for the loop's parts.
+        watchers: objects that follow the loop's parts; `times` is one of them.
+        meters: measurements of each step (`triaxis.engine.telemetry.meters`).
+        times: measurement of where step time goes, on all ranks; None if the configuration does not need it.
+        slow_ranks: comparison of the ranks' compute time, on the logging rank.
+        memory: one-time comparison of the ranks' memory with a prediction; None if there is nothing to compare.
+        loss: loss at the last step that counted a label; None before the first such step.
+        val_loss: last validation loss; None before the first validation.
     """
 
     telemetry: Telemetry
@@ -74,7 +74,7 @@ class TrainingObserver:
     _ended: deque[_Ended] = field(default_factory=deque, init=False)
 
     def begin(self, steps_made: int) -> None:
-        """Begin after `steps_made` steps; after a rollback, discard the posted steps that were not reported yet."""
+        """Begin after `steps_made` steps. After a rollback, discard posted steps that were not reported yet."""
         self.timers.end_step()
         self._ended.clear()
         for meter in self.meters:
@@ -98,12 +98,12 @@ class TrainingObserver:
             watcher.enter(part)
 
     def on_batch(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Note how the attention work of the step that begins is dealt to the ranks that share its rows."""
+        """Compute the attention imbalance among the ranks that share the next step's rows."""
         work = [each.rank_work for each in microbatches if each.rank_work is not None]
         self._cp_imbalance = imbalance(work) if work else None
 
     def end_step(self) -> None:
-        """End the time of a step; its `on_step` follows, in order."""
+        """Stop the clock for a step; `on_step` follows later, in the same order."""
         for meter in self.meters:
             meter.after_update()
         memory = peak_memory_bytes(self.device)
@@ -147,7 +147,7 @@ class TrainingObserver:
                 )
 
     def on_allocator_retry(self, step: int, num_ranks: int) -> None:
-        """Record that memory ran short in step `step`, counted from 0: the next steps run with late receives."""
+        """Record that memory ran short in step `step`, counted from 0; the next steps post their receives late."""
         ranks = counted(num_ranks, "rank")
         message = (
             f"the allocator of {ranks} had to free memory and ask again: the next steps post each receive right before its use, so "
@@ -156,12 +156,12 @@ class TrainingObserver:
         self.telemetry.notice("allocator_retry", message, step=step + 1, num_ranks=num_ranks)
 
     def on_validation(self, step: int, loss: float) -> None:
-        """Record the loss of the validation after step `step`, counted from 0."""
+        """Record the validation loss after step `step`, counted from 0."""
         self.val_loss = loss
         self.telemetry.validation(step + 1, loss, self.timers.running_seconds())
 
     def on_validation_left_out(self, step: int) -> None:
-        """Report that the validation after step `step`, counted from 0, has no loss, because all ranks agreed to stop."""
+        """Report that the validation after step `step` (from 0) has no loss because all ranks agreed to stop."""
         self.telemetry.say(
             f"no validation loss after step {step + 1:,}: the run stops first. The checkpoint of this step records that the "
             "validation is due",
@@ -170,7 +170,7 @@ class TrainingObserver:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory that this process has used: allocated by torch on a GPU, resident on the CPU."""
+    """Peak memory of this process in bytes: allocated by torch on a GPU, resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -178,7 +178,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def peak_memory_of_ranks(topology: Topology) -> list[int]:
-    """Gather `peak_memory_bytes` of every rank, in their order, on rank 0; [] on the others. Every rank calls it."""
+    """Gather `peak_memory_bytes` from every rank, in rank order, on rank 0; [] elsewhere. Every rank must call it."""
     mine = to_device([float(peak_memory_bytes(topology.device))], AGREEMENT_DTYPE, topology.device)
     rows = Gathering(topology, mine, "peak memory").finish()
     return [] if rows is None else [int(held) for held in rows.flatten().tolist()]

@@ -1,1 +1,1 @@
-"""Hangs: heartbeats of the ranks, the thread that watches them, and its report."""
+"""Hangs: the ranks' heartbeats, the thread that watches them, and its report."""

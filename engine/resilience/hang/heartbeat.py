@@ -1,19 +1,20 @@
-"""The present activity of a rank, in shared memory of its node, where others read it when the rank hangs.
+"""A rank's current activity in its node's shared memory, where other processes read it when the rank hangs.
 
     executor, training loop, ledger  ->  Heartbeat  ->  320 bytes in /dev/shm  ->  any process of the node, at any time
 
-A beat is a few stores into mapped memory: no system call, no clock, no lock. A reader looks for a change. It
-reads no sequence of states, so half of a write does no harm.
+A beat is a few stores into mapped memory: no system call, no clock, no lock. A reader only looks for a change and needs no sequence
+of states, so a half-finished write does no harm.
 
 The file is written once before it is mapped. A store into a page that /dev/shm has no room for ends the process with SIGBUS. A
-write fails with an error instead, and the rank takes the folder for temporary files. Docker gives all processes 64 MB of /dev/shm.
+write fails with an error instead, and the rank uses the folder for temporary files. Docker gives all processes together 64 MB in
+/dev/shm.
 
     words (int64)    0 layout  1 rank  2 pid  3 attempt  4 beats  5 step  6 position  7 peer  8 begun  9 started
                      10 building  11 built
     texts            128.. part   160.. op   192.. axis   224.. purpose, each padded with zeros to its end
 
-`step` counts from 1. `position` is the number of the action of the rank's schedule that runs, from 1; 0: none runs. (Actions and
-not instructions, since programs with early and with late receives share their actions.)
+`step` counts from 1. `position` is the running action's number in the rank's schedule, from 1; 0 if none runs. (It counts actions
+and not instructions, because programs with early and with late receives share their actions.)
 """
 
 import errno
@@ -39,7 +40,7 @@ from triaxis.engine.run.step_parts import FIRST, StepPart, StepWatcher
 from triaxis.engine.storage.state_files import read_regular
 
 LAYOUT = 0x0154_5249_4158_0002
-"""The first word of the file: kind of file and layout of the words."""
+"""First word in the file: the file's kind and the layout of its words."""
 
 SIZE = 320
 _WORDS = (
@@ -54,19 +55,19 @@ _TEXT_BYTES = {"part": 32, "op": 32, "axis": 32, "purpose": 96}
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The activity of a rank at one moment.
+    """A rank's activity at one moment.
 
     Attributes:
-        beats: how often the activity has changed; equal numbers mean that the rank does not move.
-        step: counts from 1; 0 before the first.
-        part: of the training loop; "" before the first.
-        position: of the action of its schedule that runs, from 1; 0: none runs.
-        op, axis, purpose: of the call that it waits for; "" where it waits for none.
-        peer: index on the axis of the other end of a send or receive; NO_PEER for a collective.
-        begun: steps that this process has begun.
-        started: when this process was started, by the system's clock: with `pid`, which process it is.
-        building: 1 while the rank's loader builds the order of an epoch, or waits for its node's process that does.
-        built: how often that has come a piece further; another thread counts it than `beats`.
+        beats: number of activity changes; equal numbers mean that the rank does not move.
+        step: step, counted from 1; 0 before the first.
+        part: part of the training loop; "" before the first.
+        position: the running action's number in the rank's schedule, from 1; 0 if none runs.
+        op, axis, purpose: labels of the call that the rank waits for; "" if it waits for none.
+        peer: axis index of the other end in a send or receive; NO_PEER for a collective.
+        begun: number of steps that this process has begun.
+        started: start time of this process, in milliseconds since the epoch; with `pid`, it identifies the process.
+        building: 1 while the rank's loader builds an epoch's order, or waits for its node's process that does.
+        built: number of pieces built so far; another thread counts it than `beats`.
     """
 
     rank: int
@@ -86,17 +87,17 @@ class Beat:
     built: int = 0
 
     def is_still(self, later: "Beat") -> bool:
-        """Return whether the rank has not moved between this beat and a later one."""
+        """Whether the rank has not moved between this beat and a later one."""
         return (self.beats, self.built) == (later.beats, later.built)
 
 
 def folders_of(run: Path) -> list[Path]:
-    """Return the folders where the ranks of a run that are on this node may keep their heartbeats, the best one first.
+    """List the folders in which a run's ranks on this node may keep their heartbeats, the best one first.
 
-    All ranks of a node get the same folders, so each finds the files of the others.
+    All ranks on a node get the same folders, so each finds the others' files.
     """
     places = [place for place in [Path("/dev/shm")] if place.is_dir()]
-    with suppress(OSError):  # no folder for temporary files can be written
+    with suppress(OSError):  # no folder for temporary files is writable
         places.append(Path(tempfile.gettempdir()))
     name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
     return [place / f"triaxis-{os.getuid()}-{name}" for place in places]
@@ -107,7 +108,7 @@ def file_of(folder: Path, rank: int) -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether a folder is a directory of this user that no other may write to; False where there is nothing."""
+    """Whether a folder is this user's directory and no other user may write to it; False if nothing is there."""
     try:
         found = folder.lstat()
     except OSError:
@@ -128,15 +129,15 @@ def _must_be_ours(folder: Path) -> None:
 
 
 class Heartbeat(StepWatcher):
-    """The heartbeat of this rank; follows its steps and its waits (`triaxis.engine.comm.ledger.WaitObserver`).
+    """This rank's heartbeat, which follows its steps and its waits (`triaxis.engine.comm.ledger.WaitObserver`).
 
     Args:
-        folders: from `folders_of`; the file is in the first that has room for it. Files that an earlier attempt has left of this
-            rank are removed.
+        folders: candidate folders, from `folders_of`; the file is in the first that has room for it. Files that an earlier
+            attempt has left for this rank are removed.
 
     Attributes:
-        path: of the file.
-        passed_over: why folders before the one of `path` were not taken, in one phrase each.
+        path: heartbeat file.
+        passed_over: reasons why earlier folders than the file's were not taken, one phrase each.
 
     Raises:
         NoRoomError: no folder takes the file.
@@ -147,7 +148,7 @@ class Heartbeat(StepWatcher):
         pid = os.getpid()
         self._folders, self._rank = tuple(folders), rank
         self.passed_over: tuple[str, ...] = ()
-        self._unlink(rank)  # and leave the folders: another rank may have just made one, and has no file in it yet
+        self._unlink(rank)  # and keep the folders: another rank may have just created one, and has no file in it yet
         for folder in folders:
             try:
                 self._map = _mapped(folder, rank)
@@ -169,7 +170,7 @@ class Heartbeat(StepWatcher):
         self._num_actions = 0
 
     def enter(self, part: StepPart) -> None:
-        """Follow the loop to its next part; a step begins with its first one."""
+        """Follow the loop to its next part; the first part also begins a step."""
         if part == FIRST:
             self._words[_STEP] += 1
             self._words[_BEGUN] += 1
@@ -178,7 +179,7 @@ class Heartbeat(StepWatcher):
         self._words[_BEATS] += 1
 
     def begin(self, steps_made: int) -> None:
-        """Count steps from here."""
+        """Count steps from `steps_made`."""
         self._words[_STEP] = steps_made
 
     def instruction(self, instruction: Instruction | None) -> None:
@@ -194,7 +195,7 @@ class Heartbeat(StepWatcher):
         """Write nothing: a rank hangs in a wait, not in a post."""
 
     def wait_begins(self, posted: Event) -> None:
-        """Write down the call that the rank waits for."""
+        """Record the call that the rank waits for."""
         self._words[_PEER] = posted.peer
         self._write("axis", posted.axis)
         self._write("purpose", posted.purpose)
@@ -202,21 +203,21 @@ class Heartbeat(StepWatcher):
         self._words[_BEATS] += 1
 
     def wait_ends(self) -> None:
-        """Write down that the wait is over."""
+        """Record that the wait is over."""
         self._write("op", "")
         self._words[_BEATS] += 1
 
     def builds(self) -> None:
-        """Write down that the order of an epoch has come a piece further; the loader's thread calls it."""
+        """Record that one more piece of an epoch's order is built; the loader's thread calls it."""
         self._words[_BUILDING] = 1
         self._words[_BUILT] += 1
 
     def has_built(self) -> None:
-        """Write down that the order is there."""
+        """Record that the order is complete."""
         self._words[_BUILDING] = 0
 
     def read_begins(self, mark: Event) -> None:
-        """Write nothing: what a device waits for while its host reads is a call that was waited for before."""
+        """Write nothing: while the host reads, the device waits for a call that was recorded before."""
 
     def read_ends(self) -> None:
         """Write nothing."""
@@ -226,19 +227,19 @@ class Heartbeat(StepWatcher):
         return _parse(self._map[:])
 
     def of_rank(self, rank: int, attempt: int) -> Beat | None:
-        """Return the heartbeat of a rank of this node in an attempt, from any of the folders; None: there is none."""
+        """Read the heartbeat of a rank on this node in an attempt, from any folder; None if there is none."""
         beats = [read_beat(file_of(folder, rank)) for folder in self._folders if _is_ours(folder)]
         return next((beat for beat in beats if beat is not None and beat.attempt == attempt), None)
 
     def remove(self, rank: int) -> None:
-        """Remove what a rank of this node that has ended has left in this user's folders."""
+        """Remove what an ended rank on this node has left in this user's folders."""
         self._unlink(rank)
         for folder in filter(_is_ours, self._folders):
             with suppress(OSError):
-                folder.rmdir()  # the last rank of the node can
+                folder.rmdir()  # only the node's last rank can
 
     def close(self) -> None:
-        """Leave nothing behind; may be called twice."""
+        """Remove this rank's file; may be called twice."""
         self.remove(self._rank)
 
     def _unlink(self, rank: int) -> None:
@@ -256,10 +257,10 @@ class Heartbeat(StepWatcher):
 
 
 def _mapped(folder: Path, rank: int) -> mmap.mmap:
-    """Map the file of a rank in a folder, with room for all of it.
+    """Create and map a rank's file in a folder, with room for all of it.
 
     Raises:
-        OSError: the folder cannot be written, or there is no room; no file of the rank is left in it.
+        OSError: the folder cannot be written, or there is no room; the rank leaves no file in it.
         TriaxisError: the folder is not this user's alone.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -279,7 +280,7 @@ def _mapped(folder: Path, rank: int) -> mmap.mmap:
 
 
 def read_beat(path: Path) -> Beat | None:
-    """Read the heartbeat in a file of this node; None where there is no such file, or it is not one of ours."""
+    """Read a heartbeat file on this node; None if there is no such file, or it is not one of ours."""
     try:
         content = read_regular(path, SIZE)
     except OSError:
@@ -290,7 +291,7 @@ def read_beat(path: Path) -> Beat | None:
 
 
 def started_at(pid: int) -> int:
-    """Return when a process was started, in milliseconds since the epoch; 0 where none can be looked at."""
+    """Start time of a process, in milliseconds since the epoch; 0 if the process cannot be inspected."""
     try:
         return round(psutil.Process(pid).create_time() * 1000)
     except psutil.Error:

@@ -1,12 +1,12 @@
-"""The report of a hang: which rank waits for which, from the activity of each and their schedule.
+"""The hang report: which rank waits for which, from each rank's activity and the schedule.
 
     rank 13   F of microbatch 7, waits for a receive over pp_forward  ->  rank 9
     rank 12   the same all-reduce over tp as 13, which is not there   ->  rank 13
     rank 9    in the optimizer, waits for no rank, does not answer     <-  the one that all wait for
 
-A rank in a collective waits for the members of its group that are not in the same call. Those that are waited for and wait for
-nobody are the ones to look at; where there are none, the ranks wait for each other in a circle, or a call that all have made does
-not end.
+A rank in a collective waits for the group members that are not in the same call. The ranks to look at are those that others wait
+for and that wait for nobody. If there are none, the ranks wait for each other in a circle, or a call that all have made does not
+end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +22,10 @@ from triaxis.engine.resilience.hang.heartbeat import Beat
 from triaxis.engine.run.step_parts import StepPart
 
 _SHOWN = 12
-"""Ranks that are described one by one."""
+"""Largest number of ranks that are described one by one."""
 
 _PARTS = ("", StepPart.DATA, StepPart.FORWARD_BACKWARD, StepPart.OPTIMIZER, StepPart.VALIDATION, StepPart.CHECKPOINT)
-"""Of a step, in order."""
+"""Parts of a step, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class RankStatus:
     """The last known activity of one rank.
 
     Attributes:
-        beat: its heartbeat; None where no rank has seen one.
-        answers: whether it wrote this itself; if not, another rank of its node has read its heartbeat.
-        still_seconds: for how long it had stood still; 0.0 where that is not known.
-        where: its host, process and GPU, in words.
+        beat: the rank's heartbeat; None if no rank has seen one.
+        answers: whether the rank wrote this itself; if not, another rank on its node has read its heartbeat.
+        still_seconds: time for which it had stood still; 0.0 if unknown.
+        where: the rank's host, process and GPU, in words.
     """
 
     rank: int
@@ -48,12 +48,12 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """The facts of a run that do not change: ranks, groups, schedules.
+    """Fixed facts about a run: ranks, groups, schedules.
 
     Attributes:
-        grid: of the ranks.
-        groups: by axis, its groups of ranks (`triaxis.engine.layout.axis_groups.axis_groups`).
-        train_schedule, forward_schedule: the actions of a step and of a validation.
+        grid: rank grid.
+        groups: rank groups, by axis (`triaxis.engine.layout.axis_groups.axis_groups`).
+        train_schedule, forward_schedule: schedules for a step and for a validation.
     """
 
     grid: RankGrid
@@ -63,7 +63,7 @@ class RunLayout:
 
 
 class HangReport:
-    """The report of a hang, from the statuses of all ranks in rank order."""
+    """The report of one hang, from all ranks' statuses in rank order."""
 
     def __init__(self, layout: RunLayout, statuses: Sequence[RankStatus]) -> None:
         self._layout = layout
@@ -74,13 +74,13 @@ class HangReport:
 
     @cached_property
     def culprits(self) -> list[int]:
-        """List ranks that do not answer; else those that are waited for and do not wait; else those behind the others."""
+        """Ranks that do not answer; else ranks that are waited for and do not wait; else ranks that lag the others."""
         waited_for = {target for targets in self._distinct_targets() for target in targets}
         silent = [each.rank for each in self._statuses if not each.answers]
         return silent or [rank for rank in sorted(waited_for) if not self._targets[rank]] or self._behind()
 
     def _behind(self) -> list[int]:
-        """List ranks in an earlier part than others, where none waits on its host (GPUs: the devices do); [] if all are in one."""
+        """List ranks in an earlier part than others, if no host waits (on GPUs the devices do); [] if all are in one part."""
         if any(self._targets):
             return []
         places = [_place(each.beat) for each in self._statuses]
@@ -88,11 +88,11 @@ class HangReport:
 
     @property
     def step(self) -> int:
-        """Return the step, from 1, that the furthest rank is in."""
+        """Step, counted from 1, that the furthest rank is in."""
         return max((each.beat.step for each in self._statuses if each.beat is not None), default=0)
 
     def headline(self) -> str:
-        """Return one sentence: the ranks that hold up the others, and where they were seen last."""
+        """Describe in one sentence the ranks that hold up the others, and where they were last seen."""
         culprits = self.culprits
         if culprits:
             return "; ".join(self._about_culprit(rank) for rank in culprits[:_SHOWN])
@@ -126,7 +126,7 @@ class HangReport:
         return "\n".join(lines)
 
     def name(self, rank: int) -> str:
-        """Return `rank 13 (pp 3, dp 0, tp 1; node1, pid 4711, GPU 5)`."""
+        """Name a rank: `rank 13 (pp 3, dp 0, tp 1; node1, pid 4711, GPU 5)`."""
         where = f"; {self._statuses[rank].where}" if self._statuses[rank].where else ""
         return f"rank {rank} ({self._layout.grid.coordinates(rank)}{where})"
 
@@ -147,18 +147,18 @@ class HangReport:
         group = self._group(status.rank, beat.axis)
         if beat.peer != NO_PEER:
             return [group[beat.peer]] if beat.peer < len(group) else []
-        # The same for all that are in this call: looked up for each, it would take the square of the ranks.
+        # All ranks in this call share the answer: looking it up for each would take quadratic time.
         call = (beat.axis, group[:1], beat.op, beat.purpose, beat.step)
         if call not in self._missing:
             self._missing[call] = [rank for rank in group if not self._is_in(rank, beat)]
         return self._missing[call]
 
     def _distinct_targets(self) -> list[list[int]]:
-        """Return the lists of ranks that are waited for, each once however many ranks share it."""
+        """List the distinct target lists, each once however many ranks share it."""
         return list({id(targets): targets for targets in self._targets}.values())
 
     def _is_in(self, rank: int, call: Beat) -> bool:
-        """Return whether a rank waits in the same call."""
+        """Whether a rank waits in the same call."""
         status = self._statuses[rank]
         beat = status.beat
         return (
@@ -186,7 +186,7 @@ class HangReport:
         return self._group_of[axis].get(rank, ())
 
     def _waiting(self, rank: int) -> str:
-        """Return `rank 13 (pp 3, dp 0, tp 1) waits for the forward of microbatch 7 from rank 9`."""
+        """Describe a wait: `rank 13 (pp 3, dp 0, tp 1) waits for the forward of microbatch 7 from rank 9`."""
         beat = self._statuses[rank].beat
         assert beat is not None, "who waits was seen"
         targets = self._targets[rank]
@@ -204,7 +204,7 @@ class HangReport:
         return f"{self.name(rank)} waits for {ranks} in the {beat.op} over {beat.axis} ({beat.purpose}), {where}"
 
     def _in_call(self, rank: int) -> str:
-        """Describe the call of a rank that is in it with all its peers; "" where there is none."""
+        """Describe the call that a rank is in with all its peers; "" if there is none."""
         beat = self._statuses[rank].beat
         return (
             ""
@@ -213,7 +213,7 @@ class HangReport:
         )
 
     def _where(self, status: RankStatus) -> str:
-        """Return `is in the forward of microbatch 7 of step 412`."""
+        """Describe where a rank is: `is in the forward of microbatch 7 of step 412`."""
         beat = status.beat
         if beat is None:
             return "was not seen"
@@ -234,12 +234,12 @@ class HangReport:
         return self._layout.forward_schedule if beat.part == StepPart.VALIDATION else self._layout.train_schedule
 
     def _action(self, beat: Beat) -> Action | None:
-        """Return the action of its schedule that a rank is in; None: in none."""
+        """Find the action in its schedule that a rank is in; None if it is in none."""
         actions = self._schedule(beat).actions[self._layout.grid.coordinates(beat.rank).pp]
         return actions[beat.position - 1] if 0 < beat.position <= len(actions) else None
 
     def _circle(self) -> list[int]:
-        """Find ranks of which each waits for the next, and the last for the first; [] if there are none."""
+        """Find ranks that each wait for the next, and the last for the first; [] if there are none."""
         for start, targets in enumerate(self._targets):
             path = [start]
             while targets:
@@ -256,7 +256,7 @@ def _list(ranks: Sequence[int]) -> str:
 
 
 def _place(beat: Beat | None) -> tuple[int, int]:
-    """Return how far a rank has come: step, and part of it."""
+    """Measure how far a rank has come: its step, and the number of the part in it."""
     if beat is None:
         return (0, 0)
     return (beat.step, _PARTS.index(beat.part) if beat.part in _PARTS else len(_PARTS))

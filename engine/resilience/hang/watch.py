@@ -1,23 +1,23 @@
-"""A job that hangs is noticed, reported, and ended in bounded time with an exit code of its own.
+"""The hang watch: it detects a job that hangs, reports it, and ends it in bounded time with its own exit code.
 
-    each rank     a thread looks at the rank's heartbeat; it has not changed for `runtime.hang_seconds`, or for twice as long as
-                  ever before where that is longer (`StillLimit`)
+    each rank     a thread finds that the rank's heartbeat has not changed for `runtime.hang_seconds`, or for twice the longest
+                  pause before if that is longer (`StillLimit`)
     status        it writes the rank's activity to RUN_DIR/hangs/attempt_00/rank_00003.answers.json, waits `grace` for the others
-    deputy        of each node, the lowest rank that wrote: reads the heartbeats of silent ranks in its node's memory and writes for
+    deputy        on each node, the lowest rank that wrote: it reads silent ranks' heartbeats in its node's memory and writes for
                   them
-    reporter      the lowest rank that wrote: makes the report of all of it (`report.py`): report.json, events, its own output
-    end           deputies kill the silent ranks of their nodes (a stopped process takes no other signal), all others leave with
+    reporter      the lowest rank that wrote: it builds the report (`report.py`) for report.json, events and its own output
+    end           deputies kill their nodes' silent ranks (a stopped process takes no other signal), all others leave with
                   `ExitCode.HUNG`
 
-A rank that resumes deletes its status: it was only slow. One whose loader builds the order of an epoch moves with each piece; where
-others wait for it and report, it says so (`rank_00003.busy`), and they take their status back.
+A rank that resumes deletes its status: it was only slow. A rank whose loader builds an epoch's order moves with each piece. If
+others wait for it and report, it writes `rank_00003.busy`, and they withdraw their status.
 
-All of it is done by threads that need nothing from torch or the other ranks but the run directory, so it works while the main
-thread is blocked in a collective.
+Threads do all of this. They need the run directory and nothing from torch or other ranks, so they work while the main thread is
+blocked in a collective.
 
-On GPUs a rank's thread runs ahead of its device, so what it waits for is what the host waits for: mostly the numbers of a step. It
-stands still there for nearly a whole step, without a heartbeat.
-NCCL's flight recorder has more: its last calls are written next to the status where this torch has one.
+On GPUs a rank's host runs ahead of its device, so the recorded waits are the host's: mostly for a step's numbers. The host stands
+still there for nearly a whole step, without a heartbeat. NCCL's flight recorder has more: its last calls are written next to the
+status if this torch has one.
 """
 
 import json
@@ -43,21 +43,22 @@ from triaxis.engine.storage.state_files import read_object
 
 REPORT = "report.json"
 ANSWERS, SILENT = "answers", "silent"
-"""Kinds of a rank's file: written by the rank itself, or by its deputy."""
+"""Kinds of status file: written by the rank itself, or by its deputy."""
 
 BUSY = "busy"
-"""Kind of the file of a rank that builds the order of an epoch while others report."""
+"""Suffix of the file that a rank writes while it builds an epoch's order and others report."""
 
 _RANK_FILE = re.compile(r"rank_(?P<rank>[0-9]{5,9})\.\w+\.json")
 
 _FIRST_STEP = 0.9
-"""Of the time after which a collective fails."""
+"""Limit in an attempt's first step, as a fraction of the time after which a collective fails."""
 
 _FIRST_STEPS = 2
-"""In its second step a rank waits for the numbers of the first, and so for all that its device does for the first time."""
+"""Number of steps with the first step's limit. In its second step a rank waits for the first step's numbers, and so for all that
+its device does for the first time."""
 
 SLOWER = 2.0
-"""A step may take so many times as long as the slowest one before."""
+"""Factor by which a pause may exceed the longest one before."""
 
 _LOOKS_PER_LIMIT = 10
 _LONGEST_LOOK_SECONDS = 5.0
@@ -65,19 +66,19 @@ _LONGEST_GRACE_SECONDS = 60.0
 _SHORTEST_GRACE_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _POLL_SECONDS_PER_RANK = 0.002
-"""A thousand ranks that list a folder ten times a second would be one more thing that hangs."""
+"""Poll interval per rank: a thousand ranks that list a folder ten times a second would overload its file system."""
 
 
 @dataclass(frozen=True, slots=True)
 class HangLimits:
-    """Bounds on how long the parts of a hang may take.
+    """Time limits for detecting and reporting a hang.
 
     Attributes:
-        still_seconds: a rank may stand still.
-        first_seconds: the same until the numbers of the first step of an attempt are read. In that step much is made that is there
-            afterwards: kernels, connections, imports.
-        look_seconds: between two looks at a heartbeat.
-        grace_seconds: to wait for the status of the others, and again for the report.
+        still_seconds: time for which a rank may stand still.
+        first_seconds: the same limit until an attempt's first step has had its numbers read. That step creates much that later
+            steps reuse: kernels, connections, imports.
+        look_seconds: time between two looks at a heartbeat.
+        grace_seconds: time to wait for the others' status, and again for the report.
     """
 
     still_seconds: float
@@ -89,21 +90,21 @@ class HangLimits:
     def after(cls, still_seconds: float, timeout_seconds: float) -> "HangLimits":
         """Derive the limits from `runtime.hang_seconds` and `runtime.timeout_seconds`."""
         look = min(still_seconds / _LOOKS_PER_LIMIT, _LONGEST_LOOK_SECONDS)
-        # Ranks come to a stand one after the other, up to a step apart.
+        # Ranks come to a stop one after the other, up to a step apart.
         grace = min(max(still_seconds / 4, _SHORTEST_GRACE_SECONDS), _LONGEST_GRACE_SECONDS) + 2 * look
         return cls(still_seconds, max(still_seconds, _FIRST_STEP * timeout_seconds), look, grace)
 
     @property
     def end_seconds(self) -> float:
-        """Return the time from the moment at which the last rank came to a stand to the end of all, after the first step."""
+        """Longest time from the last rank's stop to the end of all ranks, after the first step."""
         return self.still_seconds + 2 * self.look_seconds + 3 * self.grace_seconds
 
 
 class StillLimit:
-    """Limit on how long this rank may stand still, from how long it has done so before.
+    """Limit on how long this rank may stand still, derived from its earlier pauses.
 
     A run whose steps are longer than `runtime.hang_seconds` does not hang. The first step counts only until a later one has ended,
-    because it may be slow for reasons of its own.
+    because it may be slow for its own reasons.
     """
 
     def __init__(self, limits: HangLimits) -> None:
@@ -112,7 +113,7 @@ class StillLimit:
         self._later_seconds = 0.0
 
     def seconds(self, begun: int) -> float:
-        """Return the limit in seconds while the rank is in the step `begun` of this process, counted from 1."""
+        """Limit in seconds while the rank is in this process's step `begun`, counted from 1."""
         if begun <= _FIRST_STEPS:
             return self._limits.first_seconds
         slowest = self._later_seconds
@@ -121,7 +122,7 @@ class StillLimit:
         return max(self._limits.still_seconds, SLOWER * slowest)
 
     def went_on(self, begun: int, still_seconds: float) -> None:
-        """Take into account that the rank has stood still in the step `begun` and has gone on by itself."""
+        """Record that the rank has stood still in step `begun` and resumed by itself."""
         if begun <= _FIRST_STEPS:
             self._first_seconds = max(self._first_seconds, still_seconds)
         else:
@@ -130,16 +131,16 @@ class StillLimit:
 
 @dataclass(eq=False)
 class HangWatch:
-    """The thread of one rank that notices a hang; started by `start`, and gone with the process.
+    """One rank's thread that detects a hang; `start` starts it, and it ends with the process.
 
     Attributes:
         folder: RUN_DIR/hangs/attempt_<n>, the same on all nodes.
-        limits: how long what may take.
-        announce: of the reporter: called with the step and the report before the end.
-        write_flight_record: writes what the backend remembers of this rank's last calls to a file, where it does.
-        leave: ends this process with an exit code.
-        where: returns the host, process and GPU of a rank of this node, by its number and the id of its process.
-        next_action: returns what to do once the run has ended, in a clause.
+        limits: time limits.
+        announce: function that the reporter calls with the step and the report before the end.
+        write_flight_record: function that writes the backend's record of this rank's last calls to a file, if there is one.
+        leave: function that ends this process with an exit code.
+        where: function that returns the host, process and GPU of a rank on this node, from its number and process id.
+        next_action: function that returns what to do once the run has ended, in a clause.
     """
 
     heartbeat: Heartbeat
@@ -184,7 +185,7 @@ class HangWatch:
             # A process that was stopped and goes on has not stood still for all that time.
             still_seconds += min(time.monotonic() - before, 2 * limits.look_seconds)
             is_late = still_seconds >= limit_seconds and may_hang(beat)
-            # Where others hang, a rank that does not move reports at once: they may wait for it.
+            # If others hang, a rank that does not move reports at once: they may wait for it.
             if is_late or (not beat.building and self._ranks(ANSWERS)):
                 try:
                     self._hangs(beat, still_seconds)
@@ -193,7 +194,7 @@ class HangWatch:
                         f"rank {self._rank}: the run hangs, and nothing can be written down: {error}", file=sys.stderr
                     )
                     self.leave(ExitCode.HUNG)
-                # It went on after all.
+                # The rank resumed after all.
                 still_limit.went_on(beat.begun, still_seconds)
                 last, still_seconds = self.heartbeat.read(), 0.0
 
@@ -202,7 +203,7 @@ class HangWatch:
         own = self._path(self._rank, ANSWERS)
         write_status(own, RankStatus(self._rank, beat, True, still_seconds, self.where(self._rank, beat.pid)))
         said_at = own.stat().st_mtime_ns
-        # On its own: it asks the backend, which is what hangs.
+        # In a thread of its own: it asks the backend, which is what hangs.
         path = self.folder / f"rank_{self._rank:05d}.nccl.json"
         threading.Thread(target=self.write_flight_record, args=(path,), name="flight-record", daemon=True).start()
         grid = self.layout.grid
@@ -212,7 +213,7 @@ class HangWatch:
         def all_answer() -> bool:
             if self._busy_since(said_at):
                 return True
-            # One rank of a node lists the folder; the others wait for what comes of it.
+            # One rank per node lists the folder; the others wait for the report.
             if any(self._path(rank, ANSWERS).exists() for rank in neighbours if rank < self._rank):
                 return (self.folder / REPORT).exists()
             return len(self._ranks(ANSWERS)) == grid.world_size
@@ -247,7 +248,7 @@ class HangWatch:
 
     def _report(self) -> None:
         num_ranks = self.layout.grid.world_size
-        # Deputies of other nodes write at the same time as this one.
+        # Deputies on other nodes write at the same time as this one.
         self._wait_for(lambda: len({*self._ranks(ANSWERS), *self._ranks(SILENT)}) == num_ranks)
         statuses = []
         for rank in range(num_ranks):
@@ -261,7 +262,7 @@ class HangWatch:
         write_atomically(self.folder / REPORT, [(without_secrets(json.dumps(record, indent=2)) + "\n").encode()])
 
     def _wait_for(self, is_done: Callable[[], bool], *, graces: int = 1, unless_goes_on: Beat | None = None) -> bool:
-        """Wait until it is done, at most for the grace; return False where the rank has gone on."""
+        """Wait until `is_done`, at most for the grace periods; return False if the rank has resumed."""
         deadline = time.monotonic() + graces * self.limits.grace_seconds
         poll_seconds = max(_POLL_SECONDS, _POLL_SECONDS_PER_RANK * self.layout.grid.world_size)
         while time.monotonic() < deadline and not is_done():
@@ -271,17 +272,17 @@ class HangWatch:
         return True
 
     def _ranks(self, kind: str) -> list[int]:
-        """List the ranks with a status of this kind, by the names of files alone, since all ranks look at once."""
+        """List the ranks that have this kind of status, by file names alone, since all ranks look at once."""
         found = (_RANK_FILE.fullmatch(path.name) for path in self.folder.glob(f"rank_*.{kind}.json"))
         return [int(match["rank"]) for match in found if match is not None]
 
     def _say_busy(self) -> None:
-        """Tell ranks that report that this one builds the order of an epoch, piece after piece, and that they wait for it."""
+        """Signal to reporting ranks that they wait for this one, which builds an epoch's order piece by piece."""
         with suppress(OSError):
             write_atomically(self.folder / f"rank_{self._rank:05d}.{BUSY}", [b""])
 
     def _busy_since(self, time_ns: int) -> bool:
-        """Return whether a rank has said so at or after a time of the folder's file system."""
+        """Whether a rank has signaled so at or after a time on the folder's file system."""
         for path in self.folder.glob(f"rank_*.{BUSY}"):
             with suppress(OSError):
                 if path.stat().st_mtime_ns >= time_ns:
@@ -292,13 +293,13 @@ class HangWatch:
         return self.folder / f"rank_{rank:05d}.{kind}.json"
 
     def _beat_of(self, rank: int, attempt: int) -> Beat | None:
-        """Return the last beat of a silent rank of this node."""
+        """Read a silent rank's last beat on this node."""
         return self.heartbeat.of_rank(rank, attempt)
 
     def _kill(self, beat: Beat | None) -> None:
         if beat is None:
             return
-        # The number alone may be another process by now, or in another container.
+        # The pid alone may belong to another process by now, or to one in another container.
         if beat.started == started_at(beat.pid):
             with suppress(OSError):
                 os.kill(beat.pid, signal.SIGKILL)
@@ -306,7 +307,7 @@ class HangWatch:
 
 
 def may_hang(beat: Beat) -> bool:
-    """Return whether a rank that does not move may hang: not before its first step, and not while it writes to its disk."""
+    """Whether a rank that does not move may hang: not before its first step, and not while it writes to its disk."""
     return bool(beat.part) and (beat.part != StepPart.CHECKPOINT or bool(beat.op))
 
 
@@ -316,7 +317,7 @@ def write_status(path: Path, status: RankStatus) -> None:
 
 
 def read_status(path: Path) -> RankStatus | None:
-    """Read what `write_status` wrote; None where it is not there (any more), or something else has its name."""
+    """Read a status that `write_status` wrote; None if the file is missing or holds something else."""
     try:
         record = read_object(path)
         if record is None:
@@ -334,7 +335,7 @@ def read_status(path: Path) -> RankStatus | None:
 
 
 def hang_report(folder: Path) -> Mapping[str, Any] | None:
-    """Read the report of a hang in RUN_DIR/hangs/attempt_<n>; None: there was none, or something else has its name."""
+    """Read the hang report in RUN_DIR/hangs/attempt_<n>; None if the file is missing or holds something else."""
     try:
         report = read_object(folder / REPORT)
     except (OSError, ValueError):

@@ -1,9 +1,9 @@
-"""The meter of the experts' load.
+"""The expert load meter.
 
-    tokens of the global batch that chose each expert, by layer   ->   line, files, page
+    tokens per layer and expert, over the global batch   ->   line, files, page
 
-The counts themselves are large (layers x E), so at most about `MOST_COUNTS` records of a run have them: those of the steps since
-the record before that had them.
+The counts are large (layers x E), so only about `MOST_COUNTS` records in a run hold them. Each such record sums the steps since the
+previous one.
 """
 
 import math
@@ -17,20 +17,20 @@ from triaxis.engine.telemetry.record.expert_load import entropy, max_over_mean
 from triaxis.engine.telemetry.record.metrics import Measured
 
 MOST_COUNTS = 100
-"""Records of a run that have the counts."""
+"""Approximate number of records in a run that hold counts."""
 
 _DIGITS = 4
-"""Digits of ratios in files."""
+"""Decimal places for ratios in files."""
 
 
 @dataclass
 class LoadMeter(StepMeter):
-    """`experts` of the record, on rank 0, which alone writes.
+    """Meter for the record's `experts` field, on rank 0 only, the rank that writes.
 
     Attributes:
-        layers: numbers of the layers with experts.
-        num_steps: of the whole run.
-        log_interval: steps between lines.
+        layers: indices of the layers with experts.
+        num_steps: number of steps in the whole run.
+        log_interval: steps between printed lines.
     """
 
     layers: tuple[int, ...]
@@ -41,7 +41,7 @@ class LoadMeter(StepMeter):
 
     @classmethod
     def of(cls, engine: Engine) -> "LoadMeter | None":
-        """Make that of a run; None where the model has no experts, and off rank 0."""
+        """Build the meter; None if the model has no experts, and on every rank but 0."""
         layers, log_interval = engine.config.model.expert_layers, engine.config.telemetry.log_interval
         return cls(layers, engine.plan.num_steps, log_interval) if layers and engine.topology.rank == 0 else None
 
@@ -50,12 +50,12 @@ class LoadMeter(StepMeter):
         self._first_step, self._counts = None, []
 
     def has_counts(self, step: int) -> bool:
-        """Return whether the record of a step, counted from 1, has the counts: some steps with a line, and the last."""
+        """Whether the record of step `step` (from 1) holds counts: some of the steps with a line do, and the last step."""
         every = self.log_interval * max(1, math.ceil(self.num_steps / (MOST_COUNTS * self.log_interval)))
         return step % every == 0 or step == self.num_steps
 
     def read(self, step: int, result: StepResult) -> Measured:
-        """Return the load of step number `step`, from 0; the line names the layer with the most uneven one."""
+        """Read the load in step `step`, counted from 0; the line names the most uneven layer."""
         if self._first_step is None:
             self._first_step, self._counts = step + 1, [[0] * len(counts) for counts in result.load]
         for total, counts in zip(self._counts, result.load, strict=True):

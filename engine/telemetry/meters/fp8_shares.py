@@ -1,11 +1,11 @@
-"""Numbers that FP8 loses, counted per linear layer and operand on every K-th step (`telemetry.fp8_interval`).
+"""Shares of values that FP8 rounds to zero or clamps, per linear layer and operand, every K steps (`telemetry.fp8_interval`).
 
-    forward     of X as the GEMM reads it, once per microbatch (not where a layer is replayed), and of W once
-    backward    of dY as the gradient of the input reads it
-    step's end  one all-reduce of integers [linear layers of the model, 3 operands, 3] over the world
-    read        with the numbers of the step, on the host
+    forward     counts X as the GEMM reads it, once per microbatch (not when a layer is recomputed), and W once
+    backward    counts dY as the input gradient's GEMM reads it
+    step's end  one integer all-reduce [linear layers in the model, 3 operands, 3 counts] over the world
+    read        together with the step's numbers, on the host
 
-`engine/linear/fp8_shares.py` counts.
+The counting itself is in `engine/linear/fp8_shares.py`.
 """
 
 from itertools import islice, product
@@ -24,15 +24,15 @@ PURPOSE = "fp8 shares"
 
 
 class Fp8Shares(StepMeter):
-    """`fp8` of the record: by linear layer and operand, shares of the numbers that are not zero, where there are any.
+    """Meter for the record's `fp8` field: shares of the nonzero values, by linear layer and operand.
 
-    `underflow` is rounded to zero, `overflow` clamped to the largest number of the format. Charts are under fp8/, with the worst
-    layer's of each operand.
+    `underflow` is the share rounded to zero, `overflow` the share clamped to the format's largest number. An operand that is all
+    zeros has no entry. Charts are under health/fp8/; one chart per operand shows its worst layer.
 
     Args:
-        counts: of this rank.
-        world: all ranks.
-        interval: K, steps from one measured step to the next.
+        counts: this rank's counts.
+        world: axis over all ranks.
+        interval: K, the number of steps from one measured step to the next.
     """
 
     def __init__(self, counts: Fp8Counts, world: Axis, interval: int) -> None:
@@ -42,32 +42,32 @@ class Fp8Shares(StepMeter):
 
     @classmethod
     def of(cls, engine: Engine) -> "Fp8Shares | None":
-        """Make that of a run; None where `telemetry.fp8_interval` does not ask for it."""
+        """Build the meter; None if `telemetry.fp8_interval` is not set."""
         counts, interval = engine.chunks[0].fp8_counts, engine.config.telemetry.fp8_interval
         if counts is None or interval is None:
             return None
         return cls(counts, engine.topology.axis("world"), interval)
 
     def begin(self, steps_made: int) -> None:
-        """Begin after so many steps; measurements that were not read are dropped."""
+        """Begin after `steps_made` steps; drop measurements that were not read."""
         self._step = steps_made
         self._counts.end()
         self._posted.clear()
 
     def before_step(self) -> None:
-        """Count in the step that is about to begin, where it is one of every K."""
+        """Start counting if the step about to begin is a measured one."""
         if (self._step + 1) % self._interval == 0:
             self._counts.begin()
 
     def after_update(self) -> None:
-        """Post the sums over all ranks of a step that was counted."""
+        """After a measured step, post the sums over all ranks."""
         if self._counts.is_open:
             total = self._world.all_reduce(self._counts.end(), PURPOSE).wait()
             self._posted[self._step] = HostCopy(total.flatten().to(AGREEMENT_DTYPE))
         self._step += 1
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Return the shares of step number `step` (from 0); None where it was not measured."""
+        """Read the shares in step `step`, counted from 0; None if it was not measured."""
         if step not in self._posted:
             return None
         numbers = iter(self._posted.pop(step).wait())

@@ -1,12 +1,12 @@
-"""Norms by groups of parameters (`optimizer.groups`), every K steps: of gradients, of weights, and of what an update changes.
+"""Gradient, weight and update norms per parameter group (`optimizer.groups`), every K steps.
 
-    before the update   sums of squares of the owned gradients and masters, by group; a copy of the masters
-    after it            sums of squares of what has changed; one all-reduce [3 x groups] over the world
-    read                with the numbers of the step, on the host
+    before the update   sums of squares over the owned gradients and masters, by group; a copy of the masters
+    after it            sums of squares over the changes; one all-reduce [3 x groups] over the world
+    read                together with the step's numbers, on the host
 
-Each element counts once over the world, as in the global gradient norm: owners hold disjoint parts, and of replicas the first
-counts. A group's gradient norm is the global norm times the root of the group's share in the sum of squares, so neither the loss
-scale nor the number of tokens matters. The copy takes the masters' bytes during the steps that are measured.
+Each element counts once over the world, as in the global gradient norm: owners hold disjoint parts, and only the first replica
+counts. A group's gradient norm is the global norm times the square root of the group's share in the sum of squares. So neither the
+loss scale nor the token count matters. During measured steps, the copy takes as many bytes as the masters.
 """
 
 import math
@@ -28,20 +28,20 @@ from triaxis.engine.telemetry.record.metrics import Measured
 PURPOSE = "norms"
 
 OTHERS = "others"
-"""The name of the trained parameters that are in no group."""
+"""Name for the trained parameters that are in no group."""
 
 
 class GroupNorms(StepMeter):
-    """`norms` of the record: of each group's gradients before clipping, of its weights before the update, and of the update.
+    """Meter for the record's `norms` field: each group's gradients before clipping, weights before the update, and the update.
 
-    Charts are under norms/, with `relative_update`, |dW| / |W|. All are nan where the step's gradients are not finite, but those of
-    weights and of an update, which is 0 then.
+    Charts are under learning/norms/ and add `relative_update`, |dW| / |W|. If the step's gradients are not finite, gradient norms
+    are nan and the update is 0.
 
     Args:
-        optimizer: owner of gradients and masters.
-        world: all ranks.
-        groups: of the configuration; those that are frozen have no norms.
-        interval: K, steps from one measured step to the next.
+        optimizer: optimizer that owns the gradients and masters.
+        world: axis over all ranks.
+        groups: configured parameter groups; frozen ones have no norms.
+        interval: K, the number of steps from one measured step to the next.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class GroupNorms(StepMeter):
 
     @classmethod
     def of(cls, engine: Engine) -> "GroupNorms | None":
-        """Make that of a run; None where `telemetry.norms_interval` does not ask for it."""
+        """Build the meter; None if `telemetry.norms_interval` is not set."""
         interval = engine.config.telemetry.norms_interval
         if interval is None:
             return None
         return cls(engine.optimizer, engine.topology.axis("world"), engine.config.optimizer.groups, interval)
 
     def begin(self, steps_made: int) -> None:
-        """Begin after so many steps; measurements that were not read are dropped."""
+        """Begin after `steps_made` steps; drop measurements that were not read."""
         self._step, self._before = steps_made, None
         self._posted.clear()
 
     def before_update(self) -> None:
-        """Measure gradients and masters of the step that is about to update, where it is one of every K."""
+        """In a measured step, measure gradients and masters before the update."""
         if (self._step + 1) % self._interval:
             return
         masters = [owned.state.read(MASTER).clone() for owned in self._counted]
@@ -90,7 +90,7 @@ class GroupNorms(StepMeter):
         self._step += 1
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Return the norms of step number `step` (from 0) by group; None where it was not measured."""
+        """Read the norms in step `step` (from 0) by group; None if it was not measured."""
         if step not in self._posted:
             return None
         sums = self._posted.pop(step).wait()
@@ -108,7 +108,7 @@ class GroupNorms(StepMeter):
         return Measured({"norms": fields}, charts)
 
     def _sums(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the sums of squares by group of one tensor per counted bucket, [groups]."""
+        """Sum the squares by group, [groups]; `tensors` has one tensor per counted bucket."""
         sums = torch.zeros(len(self._names), dtype=AGREEMENT_DTYPE, device=self._device)
         for tensor, parts in zip(tensors, self._parts, strict=True):
             for where, place in parts:
@@ -119,7 +119,7 @@ class GroupNorms(StepMeter):
 
 
 def _parts(owned: OwnedBucket, groups: Sequence[GroupFields], places: Mapping[int, int]) -> Sequence[tuple[slice, int]]:
-    """Return (owned elements, place of their group) of a bucket; segments of one group in a row are one."""
+    """Split a bucket's owned elements into (slice, group index) pairs; adjacent segments in one group are merged."""
     parts: list[tuple[slice, int]] = []
     for segment in owned.segments:
         number = group_of(segment.record.spec.name, groups)

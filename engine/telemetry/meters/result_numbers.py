@@ -1,4 +1,4 @@
-"""Numbers of a step that its result has already: losses of tokens ahead, the loss scale, updates that were left out."""
+"""Meters for numbers that the step result already has: multi-token losses, the loss scale, skipped updates."""
 
 from triaxis.engine.errors import counted
 from triaxis.engine.step_result import StepResult
@@ -7,10 +7,10 @@ from triaxis.engine.telemetry.record.metrics import Measured
 
 
 class LossesAhead(StepMeter):
-    """`losses_ahead`: nats per token of multi-token prediction, at each distance beyond the next token."""
+    """Meter for `losses_ahead`: multi-token prediction losses in nats per token, by distance beyond the next token."""
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Return the losses; None where the model predicts the next token alone."""
+        """Read the losses; None if the model predicts only the next token."""
         if not result.ahead:
             return None
         charts = {f"learning/loss_ahead_{distance}": loss for distance, loss in enumerate(result.ahead, start=1)}
@@ -21,13 +21,13 @@ class LossesAhead(StepMeter):
 
 
 class LossScales(StepMeter):
-    """`loss_scale` of the backward of an fp16 run, `num_overflows`: steps of the attempt so far that it made overflow."""
+    """Meter for `loss_scale`, the fp16 loss scale, and `num_overflows`, the attempt's overflowed steps so far."""
 
     def __init__(self) -> None:
         self._num_overflows = 0
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Return the scale and the count; None in other dtypes than fp16."""
+        """Read the scale and the count; None in dtypes other than fp16."""
         if result.loss_scale is None:
             return None
         self._num_overflows += result.skip == "overflowed"
@@ -38,13 +38,13 @@ class LossScales(StepMeter):
 
 
 class Outliers(StepMeter):
-    """`num_outliers`: steps of the attempt so far whose update was left out by `resilience.skip_above_deviations`."""
+    """Meter for `num_outliers`: the attempt's updates so far that `resilience.skip_above_deviations` skipped."""
 
     def __init__(self) -> None:
         self._num_outliers = 0
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Return the count; None where there was none."""
+        """Read the count; None until there is an outlier."""
         self._num_outliers += result.skip == "outlier"
         if not self._num_outliers:
             return None

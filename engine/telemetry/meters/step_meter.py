@@ -1,12 +1,12 @@
-"""A measurement of every step.
+"""The interface of a meter, which measures every step.
 
-    begin            the run starts, or goes back to a checkpoint: what was posted and not read is dropped
+    begin            the run starts or returns to a checkpoint: posted numbers that were not read are dropped
     before_step      the forward is about to begin
-    before_update    gradients are whole, weights still those that made them
+    before_update    gradients are complete, weights still those that produced them
     after_update     the update is posted
-    read             the numbers of the step are on the host, perhaps a step later   ->   fields, charts, line
+    read             the step's numbers are on the host, perhaps a step later   ->   fields, charts, line
 
-Until `read` a meter brings no number to the host, which would wait for the device. It posts a `HostCopy` instead.
+Before `read`, a meter must not copy numbers to the host: that would wait for the device. It posts a `HostCopy` instead.
 """
 
 from triaxis.engine.step import Engine
@@ -15,15 +15,15 @@ from triaxis.engine.telemetry.record.metrics import Measured
 
 
 class StepMeter:
-    """A measurement of one run, on every rank; each rank makes the same calls. What a meter leaves out does nothing."""
+    """Base class for a run's meters. Every rank has the meter and makes the same calls; methods left out do nothing."""
 
     @classmethod
     def of(cls, engine: Engine) -> "StepMeter | None":
-        """Make that of a run; None where its configuration has no use for it."""
+        """Build the meter; None if the run's configuration does not need it."""
         return cls()
 
     def begin(self, steps_made: int) -> None:
-        """Begin after so many steps."""
+        """Begin after `steps_made` steps."""
 
     def before_step(self) -> None:
         """Prepare for the step that is about to begin."""
@@ -35,5 +35,5 @@ class StepMeter:
         """Measure what the update has changed."""
 
     def read(self, step: int, result: StepResult) -> Measured | None:
-        """Return what was measured in step number `step` (from 0), or None; each step is read once, in order."""
+        """Read the measurement in step `step` (from 0), or None; each step is read once, in order."""
         raise NotImplementedError

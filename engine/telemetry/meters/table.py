@@ -1,4 +1,4 @@
-"""The meters of a run: a new number of a step is a file of this room and a row here, or one of an extension."""
+"""The list of meters: to record a new number per step, add a file to this package and a row here, or use an extension."""
 
 from collections.abc import Callable, Sequence
 
@@ -17,9 +17,9 @@ METERS: Sequence[Callable[[Engine], StepMeter | None]] = (
     GroupNorms.of,
     Fp8Shares.of,
 )
-"""Makers of the meters, in the order of their fields and lines; None: the configuration has no use for it."""
+"""Meter factories, in the order of their fields and lines; a factory returns None if the configuration does not need its meter."""
 
 
 def open_meters(engine: Engine) -> list[StepMeter]:
-    """Make the meters of this rank's run; every rank calls it."""
+    """Build this rank's meters; every rank calls it."""
     return [meter for make in (*METERS, *engine.config.model.own.meters) if (meter := make(engine)) is not None]

@@ -1,4 +1,4 @@
-"""The texts before the first step and after the last one: rows for `Report.block`.
+"""The banner before the first step and the summary after the last one, as rows for `Report.block`.
 
 Triaxis: gpt_tiny                               Finished: 300 steps in 3:12
   layout      tp=2 pp=2 ...                       loss      ladder of entropies, with this model in its place
@@ -38,27 +38,27 @@ from triaxis.engine.telemetry.record.parameters import comparison
 NOTHING = "nothing (checkpoint.interval=never): the weights end with the run"
 
 LEAST_IMBALANCE = 0.01
-"""Share of a step's FLOPs from which unequal documents are worth a line."""
+"""Smallest share of a step's FLOPs for which unequal documents get a line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """The facts of a run for its banner, once the engine is built.
+    """Facts for a run's banner, known once the engine is built.
 
     Attributes:
         layout: sizes and schedule in a line ("tp=2 pp=2 vpp=2 dp=2: 8 ranks on 1 node, interleaved, sequence parallel").
         device: name and number in a line ("NVIDIA H200, nccl", "cpu, gloo, 1 thread per rank").
-        kernels: those that were chosen, in a line.
+        kernels: chosen kernels, in a line.
         memory: predicted memory in a line.
-        device_type: of the logging rank: `cpu` or `cuda`.
+        device_type: the logging rank's device type: `cpu` or `cuda`.
         counted: parameters by module, summed over the ranks (`triaxis.engine.telemetry.record.parameters.local_counts`).
-        listed: elements of each parameter that the model has, by name.
-        recompute: what `config.recompute` came to.
-        documents: within which tokens attend; None: across them.
+        listed: number of elements in each of the model's parameters, by name.
+        recompute: resolved form of `config.recompute`.
+        documents: statistics of the documents that attention stays within; None if it crosses documents.
         unbroken: corpora that seem to have no document ends.
-        read_again: corpora of whose part a validation asks more samples than it holds.
-        trained: corpora of validation that are trained on too.
-        other_ends: corpora whose documents end with another id than the run's end of a document.
+        read_again: corpora whose part holds fewer samples than a validation asks for.
+        trained: validation corpora that the run also trains on.
+        other_ends: corpora whose documents end with an id other than the run's end-of-document id.
     """
 
     config: Config
@@ -79,7 +79,7 @@ class Start:
 
 
 def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Start) -> None:
-    """Show the banner: layout, device, batch, parameters, FLOPs, where the logs are; of a later attempt what has changed."""
+    """Show the banner: layout, device, batch, parameters, FLOPs, log paths. A later attempt shows only what has changed."""
     attempt = f", {attempt_name(directory.attempt)}" if directory.attempt else ""
     rows = [
         ("layout", start.layout),
@@ -117,12 +117,12 @@ def show_start(report: Report, directory: RunDirectory, meter: Meter, start: Sta
 
 
 def _rows_path(directory: RunDirectory, attempt: int) -> Path:
-    """Return the file with the rows of an attempt's banner."""
+    """Path of the file that keeps an attempt's banner rows."""
     return directory.path / LOGS / f"attempt_{attempt:02d}" / "banner.json"
 
 
 def _rows_before(directory: RunDirectory) -> list[tuple[str, str]] | None:
-    """Return the rows of the newest banner before this one; None where there is none."""
+    """Read the newest earlier banner's rows; None if there is none."""
     for attempt in reversed(range(directory.attempt)):
         try:
             found = read_object(_rows_path(directory, attempt))
@@ -134,7 +134,7 @@ def _rows_before(directory: RunDirectory) -> list[tuple[str, str]] | None:
 
 
 def _changes(before: Sequence[tuple[str, str]], rows: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return the rows that were not there before, and the labels that are gone."""
+    """List the rows that are new or different, then the labels that are gone."""
     labels = {label for label, _ in rows}
     gone = [(label, f"no longer: {text}") for label, text in before if label not in labels]
     return [*(row for row in rows if row not in before), *gone]
@@ -158,7 +158,7 @@ def _again(read: ReadAgain) -> str:
 
 
 def _other_end(found: OtherEnd) -> str:
-    """Describe documents that do not end with the token that ends documents."""
+    """Describe documents that do not end with the tokenizer's end-of-document id."""
     return (
         f"{found.corpus}: {found.num_others:,} of the first {found.looked_at:,} documents do not end with id {found.end}, the "
         f"tokenizer's end of a document; most of them end with id {found.most}. If the tokenizer is the right one, generation "
@@ -167,7 +167,7 @@ def _other_end(found: OtherEnd) -> str:
 
 
 def _documents(start: Start) -> Iterator[tuple[str, str]]:
-    """Describe what attention within documents saves, and what their unequal lengths cost; names corpora that have no ends."""
+    """Describe what attention within documents saves and what unequal lengths cost; name corpora without document ends."""
     documents, model = start.documents, start.config.model
     if documents is not None:
         share = attention_share(model, documents)
@@ -192,7 +192,7 @@ def _documents(start: Start) -> Iterator[tuple[str, str]]:
 
 
 def cp_imbalance_line(config: Config, documents: DocumentStatistics) -> str:
-    """Describe what the unequal attention work of context-parallel ranks costs, where keys and values are gathered."""
+    """Describe the cost of unequal attention work across context-parallel ranks that gather keys and values."""
     most = predicted_imbalance(documents, config.train.micro_batch_size, config.parallel.cp, windows_of(config.model))
     cost = cost_of_cp_imbalance(config.model, documents, most)
     return (
@@ -202,7 +202,7 @@ def cp_imbalance_line(config: Config, documents: DocumentStatistics) -> str:
 
 
 def _activations(start: Start) -> Iterator[tuple[str, str]]:
-    """Describe what becomes of activations that are not simply kept."""
+    """Describe the activation settings: recompute, gathered tensors kept for the backward, and offload."""
     asked, offload = start.config.recompute, start.config.offload
     if asked.is_any:
         why = f" (the cheapest that fits {asked.memory_gb:g} GB)" if asked.granularity == "auto" else ""
@@ -221,9 +221,9 @@ def _activations(start: Start) -> Iterator[tuple[str, str]]:
 
 
 def _flops(meter: Meter, start: Start) -> Iterator[str]:
-    """Describe the work of a token, and the peak that it is compared with; a CPU has none."""
+    """Describe the FLOPs per token, and the device's peak; a CPU has none."""
     has_mfu = meter.peak is not None or start.device_type != "cpu"
-    # A number that is compared with others' needs its convention.
+    # A number that people compare with other runs needs its convention.
     formula = f" = {convention(start.config.model, start.documents)}" if has_mfu else ", causal attention"
     yield f"{compact(meter.model_flops_per_token)} per token, forward and backward{formula}"
     if start.recompute.is_any:
@@ -236,17 +236,17 @@ def _flops(meter: Meter, start: Start) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The results of a run, once it is over.
+    """Results of a finished run.
 
     Attributes:
-        steps: made in all attempts.
-        seconds: of this attempt's training.
-        loss, val_loss: of the last step and the last validation; None where there was none.
-        entropies: nats per token of simple models of the corpus, by name; may be empty.
-        text: what the model wrote, and None where it was not asked.
-        prompt: what the text continues.
-        saved: the checkpoint of the last step; None: the run saves nothing.
-        memory: most memory of the logging rank beside the predicted, in a line.
+        steps: number of steps made in all attempts.
+        seconds: training time in this attempt.
+        loss, val_loss: losses in the last step and the last validation; None if there was none.
+        entropies: nats per token that simple models reach on the corpus, by name; may be empty.
+        text: text that the model wrote; None if it was not asked.
+        prompt: prompt that the text continues.
+        saved: checkpoint of the last step; None if the run saves nothing.
+        memory: the logging rank's peak memory next to the prediction, in a line.
     """
 
     steps: int
@@ -261,7 +261,7 @@ class End:
 
 
 def show_end(report: Report, directory: RunDirectory, end: End) -> None:
-    """Show the summary: the last losses among the corpus's entropies, some text, where the results are."""
+    """Show the summary: the last losses among the corpus entropies, some text, and where the results are."""
     rows = [("nats/token", "\n".join(ladder(end.loss, end.val_loss, end.entropies)))]
     if end.text is not None:
         rows += [("prompt", end.prompt.expandtabs(4)), ("it writes", end.text.expandtabs(4).rstrip())]
@@ -279,14 +279,14 @@ def show_end(report: Report, directory: RunDirectory, end: End) -> None:
 
 
 def _uses(run: str, exported: str) -> Iterator[str]:
-    """Yield the commands that read a run's newest checkpoint; both words are quoted for a shell."""
+    """Yield the commands that read a run's newest checkpoint; both arguments are quoted for a shell."""
     yield triaxis(f"evaluate {run} --text FILE")
     yield triaxis(f"generate {run} --prompt 'Once upon a time'")
     yield triaxis(f"export {run} {exported}")
 
 
 def ladder(loss: float | None, val_loss: float | None, entropies: Mapping[str, float]) -> Sequence[str]:
-    """List the model's losses among the entropies of simpler models, from the worst to the best: one line each."""
+    """List the model's losses among simpler models' entropies, from worst to best, one line each."""
     marked = {"validation loss": val_loss, "training loss, last step": loss}
     steps = [(value, name, "") for name, value in entropies.items()]
     steps += [(value, name, "  <- this model") for name, value in marked.items() if value is not None]

@@ -1,13 +1,13 @@
-"""The charts of wandb and TensorBoard, in four groups.
+"""Charts in wandb and TensorBoard, in four groups.
 
 learning/loss  learning/val_loss  learning/lr  learning/grad_norm ...
 speed/tokens_per_second  speed/step_seconds  speed/tflops_per_gpu  speed/mfu  speed/share_bubble ...
 memory/peak_gib
 health/cp_imbalance  health/dropped ...          each meter (`triaxis.engine.telemetry.meters`) names its own
 
-A chart that could only be flat is left out: shares of axes of size 1, and the counted tokens of a run whose steps count all.
-metrics.jsonl has every number. `telemetry.names: megatron` gives Megatron-LM's names to those that it logs too
-(`megatron/training/training.py`, `training_log`), so that the panels of such a project keep working.
+A chart that could only be flat is left out: shares for axes with size 1, and counted tokens if every step counts all its tokens.
+metrics.jsonl has every number. `telemetry.names: megatron` gives Megatron-LM's names to charts that Megatron-LM logs too
+(`megatron/training/training.py`, `training_log`), so that such a project's panels keep working.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from triaxis.engine.config.tree import Config
 from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 X_AXES = ("step", "consumed_tokens", "consumed_samples", "attempt")
-"""Numbers that charts are drawn against, and that tell attempts apart; a chart of their own would be a straight line."""
+"""Numbers that charts are drawn against or that separate attempts. They get no charts: those would be straight lines."""
 
 _NAMES = {
     "learning/loss": "loss",
@@ -33,7 +33,7 @@ _NAMES = {
     "speed/hfu": "hfu",
     "health/cp_imbalance": "cp_imbalance",
 }
-"""Charts, with their fields of `StepMetrics`; None is no point."""
+"""Charts and their `StepMetrics` fields; a field that is None adds no point."""
 
 _AXES_OF_PART = {
     "exposed_tp": ("tp",),
@@ -44,7 +44,7 @@ _AXES_OF_PART = {
     "exposed_pp": ("pp",),
     "exposed_dp": ("dp", "cp"),
 }
-"""Parts of a step's time that are always zero where all of these axes have size 1."""
+"""Parts of a step's time and their axes: a part is always zero if all its axes have size 1."""
 
 MEGATRON_NAMES: Mapping[str, str] = MappingProxyType(
     {
@@ -61,12 +61,12 @@ MEGATRON_NAMES: Mapping[str, str] = MappingProxyType(
 
 
 class Charts:
-    """The names of a run's charts.
+    """The charts of one run: their names and points.
 
     Args:
-        names: Megatron-LM's names for ours; empty: ours.
+        names: Megatron-LM's names, by our names; an empty mapping keeps ours.
         flat_parts: parts of a step's time that are zero in this layout.
-        tokens_per_step: tokens of a step, masked ones included.
+        tokens_per_step: number of tokens in a step, masked ones included.
     """
 
     def __init__(self, names: Mapping[str, str], flat_parts: frozenset[str], tokens_per_step: int) -> None:
@@ -74,21 +74,21 @@ class Charts:
 
     @classmethod
     def of_run(cls, config: Config, layout: Mapping[str, Any]) -> Self:
-        """Return the charts of a run.
+        """Choose the charts for a run.
 
         Args:
-            layout: has the sizes of the axes; an absent axis counts as one of several ranks.
+            layout: axis sizes; a missing axis counts as one with several ranks.
         """
         flat = [part for part, axes in _AXES_OF_PART.items() if all(layout.get(axis) == 1 for axis in axes)]
         names = MEGATRON_NAMES if config.telemetry.names == "megatron" else {}
         return cls(names, frozenset(flat), config.train.global_batch_size * config.model.seq_length)
 
     def name(self, ours: str) -> str:
-        """Return the name under which the chart `ours` is logged."""
+        """Look up the name under which the chart `ours` is logged."""
         return self._names.get(ours, ours)
 
     def of(self, metrics: StepMetrics) -> dict[str, float]:
-        """Return the points of a step by chart; what is not known (no peak, no validation) is left out."""
+        """Compute a step's points by chart; unknown values (no peak, no validation) are left out."""
         values: dict[str, float | None] = {name: getattr(metrics, field) for name, field in _NAMES.items()}
         if metrics.loss_tokens != self._tokens_per_step:
             values["learning/counted_tokens"] = metrics.loss_tokens

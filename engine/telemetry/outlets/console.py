@@ -30,11 +30,11 @@ _COLUMNS = 80
 """Width of a terminal that does not report its own."""
 
 _ETA_STEPS = 50
-"""Steps whose mean time the ETA is made of: enough to be calm, few enough to follow a change."""
+"""Number of recent steps averaged for the ETA: enough to be steady, few enough to follow a change."""
 
 
 class Outlet(Protocol):
-    """A place where lines go."""
+    """A destination for lines."""
 
     @property
     def width(self) -> int: ...
@@ -44,7 +44,7 @@ class Outlet(Protocol):
 
 
 class Plain:
-    """A file or a pipe: text without control sequences, no limit to the width of a table."""
+    """A file or a pipe: text without control sequences, tables of any width."""
 
     width = 10_000
     text_width = 120
@@ -60,12 +60,11 @@ class Plain:
 class Live:
     """A terminal, with a bar below the lines while training.
 
-    While the bar is there, `sys.stdout` and `sys.stderr` print above it, and into `log`: a warning from somewhere would
-    tear the bar otherwise.
+    While the bar is shown, `sys.stdout` and `sys.stderr` print above it and into `log`: otherwise a stray warning would tear it.
 
     Args:
         terminal: a tty.
-        log: where what was printed is kept too.
+        log: log file that also receives what is printed above the bar.
     """
 
     def __init__(self, terminal: TextIO, log: TextIO | None, num_steps: int) -> None:
@@ -79,8 +78,8 @@ class Live:
 
     @property
     def width(self) -> int:
-        """Return the width of the terminal now; rich would ask standard output, which may be a pipe to the log. Some report 0."""
-        with suppress(OSError):  # it has hung up: the last width stays
+        """Current terminal width. rich would ask standard output, which may be a pipe to the log; some terminals report 0."""
+        with suppress(OSError):  # the terminal has hung up: the last width stays
             self._columns = os.get_terminal_size(self._terminal.fileno()).columns or _COLUMNS
         return self._columns
 
@@ -121,7 +120,7 @@ class Live:
             self._bar.update(self._bar.task_ids[0], description=name)
 
     def close(self) -> None:
-        """Take the bar away and give the streams back."""
+        """Remove the bar and restore the streams."""
         if self._streams is not None:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -133,7 +132,7 @@ class Live:
 
 
 class _AboveBar(io.TextIOBase):
-    """A stream of whole lines above the bar and into the log; `behind` is the stream that it replaces."""
+    """A stream that writes whole lines above the bar and into the log; `behind` is the stream it replaces."""
 
     def __init__(self, live: Live, log: TextIO | None, behind: TextIO) -> None:
         self._live = live
@@ -161,14 +160,14 @@ class _AboveBar(io.TextIOBase):
 
 
 class Report:
-    """The output for people while a run runs.
+    """Output for people during a run.
 
     Args:
         log_interval: steps between lines; the first and the last step always have one.
-        terminal: standard output as the user sees it; None on no terminal at all.
-        log: rank 0's log file; None: none.
-        show_mfu: whether a peak is known.
-        memory: head of the column of memory.
+        terminal: standard output as the user sees it; None if there is none.
+        log: rank 0's log file; None if there is none.
+        show_mfu: whether a peak is known, so that MFU gets a column.
+        memory: heading of the memory column.
     """
 
     def __init__(
@@ -202,7 +201,7 @@ class Report:
                 outlet.write(Text(line, style))
 
     def block(self, title: str, rows: Rows) -> None:
-        """Print a title and labelled rows; values too long for the terminal go on below themselves."""
+        """Print a title and labelled rows; values too long for the terminal wrap onto indented lines."""
         label_width = max((len(label) for label, _ in rows), default=0)
         indent = 2 + label_width + 2
         for outlet, _ in self._outlets:
@@ -214,10 +213,10 @@ class Report:
                     head = Text(" " * indent)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Move the bar; on the first, the last and every `log_interval`-th step write a line."""
+        """Move the bar; print a line on the first, the last and every `log_interval`-th step."""
         self._since_line.append(metrics)
         if len(self._recent_seconds) == 1 and self._recent_seconds[0] > metrics.step_time_seconds:
-            self._recent_seconds.clear()  # the first step also warms up: its time would promise a long wait
+            self._recent_seconds.clear()  # the first step also warms up: its time would make the ETA far too long
         self._recent_seconds.append(metrics.step_time_seconds)
         mean_seconds = sum(self._recent_seconds) / len(self._recent_seconds)
         eta_seconds = mean_seconds * (self._num_steps - metrics.step)
@@ -235,16 +234,16 @@ class Report:
                         outlet.write(Text(indent + text, "dim"))
 
     def validation(self, step: int, loss: float, seconds: float) -> None:
-        """Print the result of a validation after `step` steps."""
+        """Print the validation loss after `step` steps."""
         at = f"{step}/{self._num_steps}"
         self.say(f"{at:>{max(7, len(at))}}  {loss:7.4f}  validation loss, in {duration(seconds)}", "green")
 
     def phase(self, name: str) -> None:
-        """Show the phase of the run at the beginning of the bar."""
+        """Show the run's phase at the start of the bar."""
         if self._live is not None:
             self._live.show_phase(name)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._live is not None:
             self._live.close()

@@ -1,4 +1,4 @@
-"""Numbers and texts as people read them: three or four digits and a unit, lines of some width."""
+"""Formatting for people: numbers with three or four digits and a unit, and text wrapped to a width."""
 
 import math
 import textwrap
@@ -28,7 +28,7 @@ def compact(value: float) -> str:
 
 
 def gigabyte_decimals(num_bytes: int) -> int:
-    """Return the decimals with which an amount is shown in 10^9 bytes: 1, and below that as many as three digits take."""
+    """Number of decimals for an amount in 10^9 bytes: 1, or below 1 GB as many as three significant digits need."""
     return 2 - math.floor(math.log10(num_bytes / 10**9)) if 0 < num_bytes < 10**9 else 1
 
 

@@ -1,17 +1,17 @@
-"""Telemetry: one object that every rank has, with outlets on one of them.
+"""The telemetry object that every rank has; only the logging rank's has outlets.
 
     on_step, on_validation  ->  Telemetry  ->  Report       terminal and log, at once
                                            `->  sinks       metrics.jsonl, wandb, TensorBoard; after its validation if one follows
                                            `->  events  ->  wandb's alerts
 
-Training goes on when an output fails, and each change is an event and a line on the terminal:
+Training goes on when an output fails. Each change is an event and a line on the terminal:
 
     metrics.jsonl, events    rows wait in memory and are written when there is room
     TensorBoard              opened again after a pause; steps in between are missing, and counted
     wandb                    stays off: opening it again would make the ranks wait for a network
     the terminal             dropped
 
-A loss is agreed by all ranks, so rank 0 can log; on the others every call returns at once.
+All ranks agree on the losses, so rank 0 alone can log; on the others every call returns at once.
 """
 
 import time
@@ -37,18 +37,18 @@ _CLOSE_SECONDS = 15.0
 
 _SHORTEST_PAUSE_SECONDS = 30.0
 _LONGEST_PAUSE_SECONDS = 1800.0
-"""Pauses before a sink is opened again: the first one, and the bound of the later ones, each twice as long as the one before."""
+"""Pauses before a sink is opened again: the first one, and the upper bound. Each pause is twice as long as the one before."""
 
 
 @dataclass(slots=True)
 class _Stopped:
-    """A sink that has failed and is opened again.
+    """A failed sink that will be opened again.
 
     Attributes:
-        cause: its first error.
-        pause_seconds: between the last try and the next.
-        next_try_seconds: time of the next try, by the clock of `Telemetry`.
-        num_lost: steps that it has not taken.
+        cause: the sink's first error.
+        pause_seconds: pause between the last try and the next.
+        next_try_seconds: time of the next try, on `Telemetry`'s clock.
+        num_lost: number of steps that the sink has missed.
     """
 
     cause: str
@@ -58,14 +58,14 @@ class _Stopped:
 
 
 class Telemetry:
-    """The records and reports of a run.
+    """The records and reports of one run.
 
     Args:
-        report: for people; None on ranks that do not log.
-        events: None on ranks that do not log.
-        sinks: where each step's record goes.
-        output_changes: takes the changes of terminal and log since its last call.
-        clock: returns seconds; times the pause before a sink is opened again.
+        report: output for people; None on ranks that do not log.
+        events: event log; None on ranks that do not log.
+        sinks: destinations for each step's record.
+        output_changes: function that takes the terminal's and the log's changes since its last call.
+        clock: function that returns seconds; it times the pauses before a sink is opened again.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Telemetry:
         self._last_step: int | None = None
 
     def step(self, metrics: StepMetrics) -> None:
-        """Record the end of a step. The sinks get it with `flush`, or with its validation's loss if one comes first."""
+        """Record a finished step. The sinks get it at the next `flush`, with the validation loss if a validation comes first."""
         self.flush()
         self._pending = metrics
         self._last_step = metrics.step
@@ -128,7 +128,7 @@ class Telemetry:
         self.say(message, style)
 
     def flush(self) -> None:
-        """Hand the last step to the sinks: no validation of it will follow."""
+        """Hand the last step to the sinks; no validation can join it afterwards."""
         if self._pending is None:
             return
         metrics, self._pending = self._pending, None
@@ -163,18 +163,18 @@ class Telemetry:
                 self.say(f"{file.path.name}: {file.num_lost} rows could not be written: {_cause(file.error)}", "yellow")
 
     def close_early(self) -> None:
-        """Close what would lose records and alerts: another thread is about to end the process while the loop hangs.
+        """Close sinks that would lose records and alerts, when another thread is about to end the process of a loop that hangs.
 
-        Bounded in time; on ranks that do not log, nothing.
+        The time is bounded. Ranks that do not log do nothing.
         """
         for sink in tuple(self._sinks):
             self._guard(sink, partial(sink.close_early, _CLOSE_SECONDS))
 
     def add_sink(self, name: str, open_sink: Callable[[], Sink], *, opens_again: bool = True) -> Sink | None:
-        """Open a sink; return None, and write an event, where that fails.
+        """Open a sink; if that fails, write an event and return None.
 
         Args:
-            opens_again: call `open_sink` again after a failure, with a pause before; it must not wait.
+            opens_again: whether to call `open_sink` again after a failure and a pause; it must not block.
         """
         if opens_again:
             self._openers[name] = open_sink
@@ -187,7 +187,7 @@ class Telemetry:
         return sink
 
     def _open_again(self) -> None:
-        """Open the sinks that have stopped and whose pause is over."""
+        """Open the stopped sinks whose pause is over."""
         for name, stopped in self._stopped_sinks.items():
             if self._clock() < stopped.next_try_seconds or any(sink.name == name for sink in self._sinks):
                 continue
@@ -197,7 +197,7 @@ class Telemetry:
                 self._failed(name, error)
 
     def _resumed(self, name: str) -> None:
-        """Write an event and a line: a sink that had stopped has taken a step."""
+        """Write an event and a line after a stopped sink has accepted a step."""
         num_lost = self._stopped_sinks.pop(name).num_lost
         message = f"{name} is written again; {_missing_steps(num_lost)} missing"
         self.notice("output_resumed", message, output=name, num_lost=num_lost)
@@ -207,16 +207,16 @@ class Telemetry:
         return files if self._events is None else [*files, self._events.lines]
 
     def reopen_files(self) -> None:
-        """Append to new files of metrics and events: the run directory was removed or moved, and is there again.
+        """Open the metrics and event files again, after the run directory was removed or moved and put back.
 
         Raises:
-            OSError: one cannot be opened.
+            OSError: a file cannot be opened.
         """
         for file in self._files():
             file.reopen()
 
     def _look_at_outputs(self) -> None:
-        """Write an event and a line for each file that has stopped or resumed, and for each change of terminal and log."""
+        """Write an event and a line for each file that has stopped or resumed, and for each terminal or log change."""
         for file in self._files():
             file.retry()
             name = file.path.name
@@ -242,7 +242,7 @@ class Telemetry:
             self.notice("output_dropped", message, output=change.output)
 
     def _guard(self, sink: Sink, call: Callable[[], None]) -> bool:
-        """Call a sink; switch it off and return False where it fails."""
+        """Call a sink; if it fails, remove it and return False."""
         try:
             call()
         except Exception as error:
@@ -255,7 +255,7 @@ class Telemetry:
         return True
 
     def _failed(self, name: str, error: Exception) -> None:
-        """Write an event and a line for the first failure of a sink, and set the time of the next try."""
+        """Report a sink's first failure with an event and a line, and set the time of the next try."""
         if name not in self._openers:
             self.event("sink_failed", sink=name, error=f"{type(error).__name__}: {error}")
             self.say(f"{name} is switched off, training goes on: {type(error).__name__}: {error}", "yellow")
@@ -270,7 +270,7 @@ class Telemetry:
 
 
 def _missing_steps(num_lost: int) -> str:
-    """Say how many steps a sink lacks; those that its library had not written yet are not known."""
+    """Format the number of steps that a sink lacks; steps that its library had not written yet are unknown."""
     return f"at least {num_lost} {'step is' if num_lost == 1 else 'steps are'}"
 
 
@@ -289,19 +289,19 @@ def open_telemetry(
     layout: Mapping[str, Any],
     device_type: str = "cpu",
 ) -> Telemetry:
-    """Open the telemetry of one rank: with sinks on the logging rank, silent on the others.
+    """Open one rank's telemetry: with sinks on the logging rank, silent on the others.
 
     Args:
-        config: `telemetry` says which sinks.
+        config: configuration; its `telemetry` section chooses the sinks.
         is_logging_rank: true on rank 0 alone.
-        streams: of this rank, from `rank_log`.
-        num_steps: of the whole run.
+        streams: this rank's streams, from `rank_log`.
+        num_steps: number of steps in the whole run.
         show_mfu: whether a peak is known.
-        layout: parallel sizes, device and what else wandb should filter by.
-        device_type: of this rank: `cpu` or `cuda`.
+        layout: parallel sizes, device and other fields to filter by in wandb.
+        device_type: this rank's device type: `cpu` or `cuda`.
 
     Raises:
-        TriaxisError: a sink was asked for and its package is not installed; on every rank.
+        TriaxisError: a requested sink's package is not installed; raised on every rank.
     """
     chosen = chosen_sinks(config)
     for each in chosen:

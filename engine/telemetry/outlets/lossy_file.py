@@ -1,11 +1,11 @@
-"""Writes to a file or pipe that may refuse them: what is refused is counted, never raised.
+"""Writes to a file or pipe that may refuse them: refused lines are counted, and no error is raised.
 
     step 7 ...
     step 8 .                                              no room for the rest of this line
     [3 lines are missing here: No space left on device]
     step 11 ...                                           there is room again
 
-This module imports little: `triaxis.engine.telemetry.outlets.relay` starts with it.
+This module imports little, because `triaxis.engine.telemetry.outlets.relay` loads it when it starts.
 """
 
 import errno
@@ -20,7 +20,7 @@ from typing import Any
 
 
 class Gap:
-    """A hole in a stream of lines; `num_lines` were lost and not reported yet."""
+    """A gap in a stream of lines; `num_lines` counts lines that were lost and not reported yet."""
 
     def __init__(self) -> None:
         self.num_lines = 0
@@ -35,7 +35,7 @@ class Gap:
                 self._inside_line = True
 
     def rest(self, data: bytes) -> bytes:
-        """Return `data` without the end of a line whose beginning was lost."""
+        """Cut off the end of a line whose beginning was lost; return the rest of `data`."""
         if not self._inside_line:
             return data
         _, newline, data = data.partition(b"\n")
@@ -43,7 +43,7 @@ class Gap:
         return data
 
     def report(self, cause: str, *, after: bytes) -> bytes:
-        """Return the line in place of the lost ones, on its own behind byte `after`, and count from 0 again."""
+        """Return the line that replaces the lost ones, and reset the count; it starts a new line after byte `after`."""
         lines = "1 line is" if self.num_lines == 1 else f"{self.num_lines} lines are"
         self.num_lines = 0
         begins = b"" if after in (b"", b"\n") else b"\n"
@@ -51,10 +51,10 @@ class Gap:
 
 
 class Stamps:
-    """The local time at the head of each line, as dmesg -T, NCCL and SLURM write it: 2026-11-26 08:27:31.123.
+    """Local time stamps at the start of each line, as dmesg -T, NCCL and SLURM write them: 2026-11-26 08:27:31.123.
 
     Args:
-        clock: returns seconds since the epoch.
+        clock: function that returns seconds since the epoch.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -62,7 +62,7 @@ class Stamps:
         self._is_inside = False
 
     def put_on(self, data: bytes) -> bytes:
-        """Return `data` with a time in front of each line that begins in it."""
+        """Put a time stamp before each line that begins in `data`."""
         if not data:
             return data
         seconds = self._clock()
@@ -74,21 +74,21 @@ class Stamps:
 
 
 LOOK_SECONDS = 1.0
-"""Time between two looks at a log's path, each of one system call."""
+"""Time between two checks of a log's path; each check is one system call."""
 
 BEGINS_AGAIN = b"[this log begins again: its folder was removed or moved]\n"
 
 
 class LogPath:
-    """The path of an open log file, which gets a new file where the old one was removed or moved with its folder.
+    """The path of an open log file. If the file was removed or moved with its folder, a new file takes its place.
 
-    The folder is made again by rank 0, with the locks of the run (`RunDirectory.put_back`). A file that has the path by then is
-    another run's, and is left alone.
+    Rank 0 restores the folder together with the run's locks (`RunDirectory.put_back`). A file that already has the path by then
+    belongs to another run and is left alone.
 
     Args:
-        path: of the log; absolute.
-        descriptors: of the log, all open for appending. The new file takes their numbers.
-        clock: returns seconds.
+        path: absolute path of the log.
+        descriptors: the log's descriptors, all open for appending. The new file takes their numbers.
+        clock: function that returns seconds.
     """
 
     def __init__(self, path: str, descriptors: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
@@ -98,21 +98,21 @@ class LogPath:
         self._next_look_seconds = clock() + LOOK_SECONDS
 
     def look(self) -> None:
-        """Open a new file where there is none at the path; at most once in `LOOK_SECONDS` as long as there is one."""
+        """Open a new file if the path has none. While it has one, check at most once per `LOOK_SECONDS`."""
         if self._clock() < self._next_look_seconds:
             return
         if not os.access(self._path, os.F_OK):
             try:
                 self._make()
             except OSError:
-                return  # no folder yet: it is looked at again at the next write
+                return  # no folder yet: the next write checks again
         self._next_look_seconds = self._clock() + LOOK_SECONDS
 
     def _make(self) -> None:
-        """Make a new file and give it the numbers of the old one.
+        """Create a new file and give it the old file's descriptor numbers.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the file cannot be created.
         """
         made = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with suppress(OSError):  # a full disk: lines that follow are kept or counted as in any log
@@ -126,13 +126,13 @@ class LossyFile(io.RawIOBase):
     """A file descriptor as a binary stream whose writes never fail. It does not own the descriptor.
 
     Args:
-        descriptor: written to.
-        stands_for: the descriptor whose terminal and number the stream claims; None: its own.
-        replace: called with the error of a write; true where it has put another file in the descriptor's place.
-        log: of the file, where it is a log that may be removed under the run; looked at before each write.
-        stamps: put on the lines; None: lines are written as they are. A stream whose relay has ended gets new ones.
-        patience_seconds: for which a write waits for a paused terminal or pipe. Lines are lost after that, and the next writes do
-            not wait until there is room. None: a write waits as long as the descriptor makes it wait.
+        descriptor: descriptor to write to.
+        stands_for: descriptor that the stream reports as its number and asks whether it is a terminal; None: `descriptor`.
+        replace: function called with a write's error; returns true if it has put another file in the descriptor's place.
+        log: path to check before each write, if the file is a log that may be removed during the run.
+        stamps: time stamps for the lines; None writes lines unchanged. A stream whose relay has ended gets new stamps.
+        patience_seconds: time that a write waits for a paused terminal or pipe. After that, lines are lost, and later writes do
+            not wait until there is room. None: a write waits as long as the descriptor blocks.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class LossyFile(io.RawIOBase):
         self._stands_for = descriptor if stands_for is None else stands_for
         self._replace = replace
         self._log = log
-        # A signal handler may print between two bytes of another print of the same thread.
+        # A signal handler may print in the middle of another print on the same thread.
         self._lock = threading.RLock()
         self._gap = Gap()
         self._cause = ""
@@ -168,7 +168,7 @@ class LossyFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write all of `data`, or count what was refused; returns the number of bytes in `data`."""
+        """Write all of `data`, or count what was refused; return the number of bytes in `data`."""
         given = bytes(data)
         with self._lock:
             if self._log is not None:
@@ -193,10 +193,10 @@ class LossyFile(io.RawIOBase):
             self._last = whole[written - 1 : written]
 
     def _put(self, data: bytes) -> tuple[int, OSError | None]:
-        """Write; returns the number of bytes written, and why they are not all."""
+        """Write `data`; return the number of bytes written, and the error if it is not all."""
         written, most = 0, len(data)
         if self._patience_seconds is not None:
-            # A terminal with room takes one byte without a wait, and a pipe takes PIPE_BUF.
+            # A terminal with room takes one byte without blocking, a pipe PIPE_BUF bytes.
             most = 1 if os.isatty(self._descriptor) else select.PIPE_BUF
         while written < len(data):
             if self._waits_too_long():
@@ -212,7 +212,7 @@ class LossyFile(io.RawIOBase):
         return written, None
 
     def _waits_too_long(self) -> bool:
-        """Wait for room, at most for the patience of the stream; true where there is none."""
+        """Wait for room, at most as long as the stream's patience; true if there is still none."""
         if self._patience_seconds is None:
             return False
         self._is_paused = not wait_for_room(self._descriptor, 0.0 if self._is_paused else self._patience_seconds)
@@ -220,7 +220,7 @@ class LossyFile(io.RawIOBase):
 
 
 def text_over(file: LossyFile) -> io.TextIOWrapper:
-    """Return a text stream that writes whole lines to `file` at once."""
+    """Wrap `file` in a text stream that writes each whole line at once."""
     return io.TextIOWrapper(
         file,  # type: ignore[arg-type]  # a raw stream that takes everything needs no buffer
         encoding="utf-8",
@@ -230,7 +230,7 @@ def text_over(file: LossyFile) -> io.TextIOWrapper:
 
 
 def wait_for_room(descriptor: int, most_seconds: float | None = None) -> bool:
-    """Wait until a descriptor takes bytes or fails; return False where it does neither within `most_seconds`."""
+    """Wait until a descriptor takes bytes or fails; return False if it does neither within `most_seconds`."""
     poll = select.poll()
     poll.register(descriptor, select.POLLOUT)
     return bool(poll.poll(None if most_seconds is None else 1000 * most_seconds))

@@ -1,12 +1,12 @@
-"""Measured memory compared with the predicted one, once in each attempt of a run on GPUs.
+"""Measured memory compared with the prediction, once per attempt, in runs on GPUs.
 
     step 1    2    3          the first steps allocate all that a step needs
-                 | one all-reduce (world, "memory"): what each rank has held at most
+                 | one all-reduce (world, "memory"): each rank's peak
                  v
     memory after 2 steps: rank 3 (pp 1) has held .. of tensors at most, .. predicted; the allocator reserved ..; outside of it ..
 
-The loop waits for this one all-reduce, between two steps. On the CPU there is no such line: a process has no count of its tensors,
-and its resident memory is Python and libraries for the most part.
+The loop waits for this one all-reduce, between two steps. CPU runs have no such line: torch does not count a process's tensors
+there, and resident memory is mostly Python and libraries.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +26,10 @@ class Held(NamedTuple):
     """Memory of one rank, in bytes.
 
     Attributes:
-        allocated: most that its tensors have held.
-        reserved: most that torch's allocator has taken from the GPU.
-        in_use: memory of the GPU that is taken now, by all processes, CUDA's contexts and NCCL.
-        capacity: memory of the GPU.
+        allocated: peak memory in tensors.
+        reserved: peak memory that torch's allocator took from the GPU.
+        in_use: GPU memory in use now, by all processes, CUDA contexts and NCCL.
+        capacity: total GPU memory.
     """
 
     allocated: int
@@ -39,7 +39,7 @@ class Held(NamedTuple):
 
 
 def held_on_gpu(device: torch.device) -> Held:
-    """Read the memory of this process and of its GPU."""
+    """Read the memory use of this process and its GPU."""
     free, capacity = torch.cuda.mem_get_info(device)
     return Held(
         torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), capacity - free, capacity
@@ -48,13 +48,13 @@ def held_on_gpu(device: torch.device) -> Held:
 
 @dataclass(frozen=True, slots=True)
 class MemoryComparison:
-    """Memory of the rank whose tensors have held the most, with the prediction for it; bytes.
+    """Memory of the rank with the highest tensor peak, next to its prediction; in bytes.
 
     Attributes:
-        after_steps: steps of this attempt that were made.
-        pp: pipeline index of the rank.
-        predicted_tensors: of the rank, as `allocated` counts.
-        predicted_communicators: NCCL's buffers of the rank, an estimate.
+        after_steps: number of steps made in this attempt.
+        pp: the rank's pipeline index.
+        predicted_tensors: predicted tensor memory, counted like `allocated`.
+        predicted_communicators: estimated memory for the rank's NCCL buffers.
     """
 
     after_steps: int
@@ -86,16 +86,16 @@ class MemoryComparison:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """Return the fields of an event."""
+        """Convert to an event's fields."""
         return asdict(self)
 
 
 class MemoryCheck:
-    """A comparison of the ranks' memory with a prediction, after the second step of an attempt; all ranks make the same calls.
+    """A comparison of the ranks' memory with a prediction, after an attempt's second step. All ranks make the same calls.
 
     Args:
         predicted: (tensors, communicators) in bytes, by pipeline index.
-        read: reads this rank's memory; None: of its GPU.
+        read: function that reads this rank's memory; None reads its GPU's.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class MemoryCheck:
         self._steps = 0
 
     def on_step(self) -> MemoryComparison | None:
-        """Count a step; after the second one, exchange what the ranks have held and return the comparison, on every rank."""
+        """Count a step. After the second one, exchange the ranks' memory and return the comparison on every rank."""
         self._steps += 1
         if self._steps != AFTER_STEPS:
             return None

@@ -1,4 +1,4 @@
-"""The sink behind metrics.jsonl, which every run has."""
+"""The sink that writes metrics.jsonl, which every run has."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 
 class MetricsLog(Sink):
-    """A JSON object per step."""
+    """Sink that writes one JSON object per step."""
 
     name = "metrics.jsonl"
 

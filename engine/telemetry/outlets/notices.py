@@ -1,6 +1,6 @@
-"""Notices about checkpoints and about trouble: events, and lines on rank 0; called on every rank.
+"""Notices about checkpoints and trouble: events, and lines on rank 0; called on every rank.
 
-They are the `Notices` of `triaxis.engine.checkpoint.saving` and of `triaxis.engine.resilience.guard`.
+They implement the notice protocols in `triaxis.engine.checkpoint.saving` and `triaxis.engine.resilience.guard`.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from triaxis.engine.telemetry.record.events import EventKind
 
 @dataclass(eq=False)
 class CheckpointNotices:
-    """Events and lines about saves; `directory`, of the run, remembers that it has saved."""
+    """Events and lines about saves; the run's `directory` records that it has saved."""
 
     telemetry: Telemetry
     directory: RunDirectory
@@ -47,7 +47,7 @@ class CheckpointNotices:
         try:
             self.directory.mark_saved(folder, step)
         except OSError as error:
-            # The checkpoint is whole, wherever it is; the next save tries again.
+            # The checkpoint itself is complete; the next save tries to note it again.
             self.telemetry.say(f"it cannot be noted in {self.directory.path} that the run has saved: {error}", "yellow")
         waited = self.stall_seconds + self.waited_seconds
         self.telemetry.say(
@@ -77,14 +77,14 @@ class TroubleNotices:
     telemetry: Telemetry
 
     def on_trouble(self, kind: EventKind, step: int, message: str, **details: Any) -> None:
-        """Report what happened in step number `step`, counted from 0; the record counts from 1."""
+        """Report trouble in step `step`, counted from 0; the record counts from 1."""
         self.telemetry.notice(kind, message, step=step + 1, **details)
 
 
 def say_beginning(telemetry: Telemetry, directory: RunDirectory, beginning: ResumePoint, config: Config) -> None:
-    """Report where the run begins, what differs from what was saved, and which newer checkpoints could not be used.
+    """Report where the run begins, what differs from the saved run, and which newer checkpoints could not be used.
 
-    The event has what decides the samples of each step, so that what a run of many attempts has read can be told from its files.
+    The event holds every setting that decides a step's samples. So a run's files show what it has read over many attempts.
     """
     if directory.swept:
         telemetry.event("checkpoints_swept", names=list(directory.swept))
@@ -125,8 +125,8 @@ def say_stopped(
     """Report that the run ends after step `step` (from 1) because all ranks agreed to.
 
     Args:
-        saved: the checkpoint of that step; None: the run saves nothing.
-        peak_memory_bytes: the most that each rank held.
+        saved: checkpoint of that step; None if the run saves nothing.
+        peak_memory_bytes: each rank's peak memory.
     """
     kind: EventKind = "phase_ended" if stop is Stop.NEXT_PHASE else "stopped"
     telemetry.event(kind, step=step, reason=stop.value, peak_memory_bytes=list(peak_memory_bytes))

@@ -1,15 +1,15 @@
-"""The output of a rank goes to its log file, that of rank 0 to the terminal too.
+"""Output redirection: each rank writes to its log file, and rank 0 to the terminal too.
 
     rank 3    print, warnings, C++ and NCCL (file descriptors 1 and 2)  ->  rank_00003.log
     rank 0    the same                                                  ->  relay  ->  rank_00000.log and the terminal
               the progress bar                                          ->  relay  ->  the terminal alone
 
-Each line of a log begins with its time. What C++ writes on other ranks than 0 goes straight to the file, with the time that the
-library gives it or none, so that a crash loses nothing.
+Each log line begins with its time. On ranks other than 0, C++ output goes straight to the file so that a crash loses nothing; it
+has the library's own time stamp, or none.
 
-No write of a rank fails or waits for a terminal: `triaxis.engine.telemetry.outlets.relay` is a process that keeps, drops or
-loses what the terminal or a full disk does not take. Other ranks count what their log refuses. Without its relay, rank 0 goes
-on with its log alone.
+A rank's writes never fail and never wait for a terminal: `triaxis.engine.telemetry.outlets.relay` is a process that keeps, drops or
+loses what the terminal or a full disk refuses. Other ranks count what their log refuses. If the relay ends, rank 0 goes on with its
+log alone.
 """
 
 import errno
@@ -29,23 +29,23 @@ from triaxis.engine.telemetry.outlets.lossy_file import LogPath, LossyFile, Stam
 from triaxis.engine.telemetry.outlets.relay import DROPPED, END_SECONDS
 
 _RELAY_ENDS_SECONDS = END_SECONDS + 0.5
-"""A child of this rank may still hold the pipe; it must not keep the rank from ending."""
+"""Limit on waiting for the relay: a child of this rank may still hold the pipe, and must not keep the rank from ending."""
 
 _RELAY = f"import sys; sys.path.append({str(IMPORT_ROOT)!r}); from triaxis.engine.telemetry.outlets.relay import main; main()"
 
 _FOR_THE_RANK = frozenset({signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP})
-"""Signals that SLURM or a terminal sends to every process of a job. The relay ignores them and ends after its rank."""
+"""Signals that SLURM or a terminal sends to every process in a job. The relay ignores them and ends after its rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputChange:
-    """A change of a place to which a run writes.
+    """A change in the state of one of the run's outputs.
 
     Attributes:
-        output: `terminal`, `log`, or the name of a file.
-        what: `DROPPED`, `STOPPED` or `RESUMED` of `triaxis.engine.telemetry.outlets.relay`.
-        cause: the system's text of the error.
-        num_lost: lines that are missing, where it has resumed.
+        output: `terminal`, `log`, or a file name.
+        what: `DROPPED`, `STOPPED` or `RESUMED`, from `triaxis.engine.telemetry.outlets.relay`.
+        cause: the system's error text.
+        num_lost: number of missing lines, when the output has resumed.
     """
 
     output: str
@@ -56,12 +56,12 @@ class OutputChange:
 
 @dataclass(frozen=True, slots=True)
 class RankStreams:
-    """The streams of a rank while `rank_log` is active. No write to them raises an OSError.
+    """A rank's streams while `rank_log` is active. No write to them raises an OSError.
 
     Attributes:
-        log: the log file, line by line.
+        log: log file, written line by line.
         terminal: standard output as it was before; None on ranks that are not shown.
-        changes: takes the changes of both since the last call.
+        changes: function that takes both streams' changes since its last call.
     """
 
     log: TextIO
@@ -71,9 +71,9 @@ class RankStreams:
 
 @contextmanager
 def rank_log(path: Path, *, show: bool) -> Iterator[RankStreams]:
-    """Send this process's standard output and error to `path` (appended), and with `show` also to where they went before.
+    """Append this process's standard output and error to `path`; with `show`, also send them where they went before.
 
-    Exceptions pass through unprinted: print them inside, or they miss the log.
+    Exceptions pass through unprinted: print them inside the block, or the log misses them.
 
     Raises:
         OSError: the log cannot be opened.
@@ -83,7 +83,7 @@ def rank_log(path: Path, *, show: bool) -> Iterator[RankStreams]:
     _flush(before)
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     saved = os.dup(1), os.dup(2)
-    absolute = str(path.absolute())  # the rank may change its folder
+    absolute = str(path.absolute())  # the rank may change its working directory
     relay = _Relay(log, saved[0], absolute) if show else None
     try:
         target = log if relay is None else relay.both
@@ -118,12 +118,12 @@ def _flush(streams: Sequence[TextIO]) -> None:
 
 
 class _Relay:
-    """The relay's process, and this rank's ends of its pipes.
+    """The relay process and this rank's pipe ends.
 
     Args:
-        log: descriptor of the log file.
+        log: the log file's descriptor.
         terminal: descriptor of standard output as it was.
-        path: of the log file; absolute.
+        path: absolute path of the log file.
 
     Attributes:
         both: pipe to the log and the terminal; the caller closes it.
@@ -141,7 +141,7 @@ class _Relay:
         os.set_blocking(self._changes, False)
         (self.both, self.for_terminal, self.for_log) = (end for _, end in pipes)
         given = (*(end for end, _ in pipes), terminal, log, told)
-        # The child inherits what is blocked: it is deaf to these signals from its first instruction on.
+        # The child inherits the blocked signals, so it ignores them from its first instruction on.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_RANK)
         try:
             self._process = subprocess.Popen(
@@ -150,7 +150,7 @@ class _Relay:
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 pass_fds=given,
-                env={name: value for name, value in os.environ.items() if name != "RANK"},  # it is none
+                env={name: value for name, value in os.environ.items() if name != "RANK"},  # the relay is no rank
                 start_new_session=True,
             )
         finally:
@@ -159,7 +159,7 @@ class _Relay:
             os.close(descriptor)
 
     def replace(self, error: OSError) -> bool:
-        """Write to the log alone from now on, where the relay has ended; true where that helps against `error`."""
+        """If the relay has ended, write to the log alone from now on; true if that resolves `error`."""
         if error.errno != errno.EPIPE or self._is_replaced:
             return False
         self._is_replaced = True
@@ -185,7 +185,7 @@ class _Relay:
         return found
 
     def close(self) -> None:
-        """Close the pipes and wait for the relay, which ends with their last writer."""
+        """Close the pipes and wait for the relay, which ends when their last writer has closed them."""
         for descriptor in (self.for_terminal, self.for_log, self._changes):
             os.close(descriptor)
         try:

@@ -1,4 +1,4 @@
-"""Rank 0's relay: a process that carries what the rank writes to its log and to the terminal.
+"""Rank 0's relay: a process that carries the rank's output to its log and to the terminal.
 
     pipe  both      print, warnings, C++, NCCL     -+->  Outlet  ->  rank_00000.log
     pipe  log       lines for the log alone        -'
@@ -6,17 +6,17 @@
     pipe  terminal  lines and bar for the terminal -'
                                                          changes ->  the rank, which writes events
 
-The relay always reads its pipes, so the rank never waits for a terminal that is paused or a disk that is full. Each outlet has a
-thread, which may block, and a bounded queue. O_NONBLOCK is never set: the flag would hold for other programs on the terminal too.
+The relay always reads its pipes, so the rank never waits for a paused terminal or a full disk. Each outlet has a thread, which may
+block, and a bounded queue. O_NONBLOCK is never set: the flag would affect other programs on the terminal too.
 
     the outlet                        what the relay does
-    blocks (Ctrl-S, a paused less)    keeps its bound, then loses lines; a line says how many when the outlet goes on
+    blocks (Ctrl-S, a paused less)    queues up to its bound, then loses lines; a line states how many when the outlet goes on
     has no room (ENOSPC, ...)         the same, and tries again every RETRY_SECONDS
-    was removed (a log)               begins a new file once its folder is there again
+    was removed (a log)               begins a new file once its folder exists again
     fails (EPIPE, EIO, ...)           drops a terminal for good; a log is tried again as above
 
-It is a process of its own, so that the last output of a rank 0 that crashes in C++ is not lost with it. It ends with the last
-writer of its pipes. `rank_log` starts it without site-packages: only modules of the standard library may be imported.
+It is a separate process, so that the last output survives when rank 0 crashes in C++. It ends after the last writer has closed its
+pipes. `rank_log` starts it without site-packages, so it may import only standard library modules.
 """
 
 import errno
@@ -30,45 +30,45 @@ from collections.abc import Callable
 from triaxis.engine.telemetry.outlets.lossy_file import Gap, LogPath, Stamps, wait_for_room
 
 MOST_BYTES = 1 << 20
-"""Bytes that the terminal's outlet keeps while it cannot write: some thousand lines."""
+"""Bytes that the terminal's outlet queues while it cannot write: some thousand lines."""
 
 LOG_BYTES = 1 << 24
-"""The same of the log, which has the lines that the terminal loses: a burst of a rank is faster than a thread on a busy machine."""
+"""The same for the log, which has the lines that the terminal loses: a rank's burst can outrun a thread on a busy machine."""
 
 RETRY_SECONDS = 0.5
 """Time between two tries to write to a full disk."""
 
 END_SECONDS = 2.0
-"""Time that the outlets have for their queues after the last writer has ended."""
+"""Time for the outlets to empty their queues after the last writer has ended."""
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors that end when there is room again."""
+"""Errors that pass when there is room again."""
 
 DROPPED = "dropped"
 STOPPED = "stopped"
 RESUMED = "resumed"
-"""Changes of an outlet: it is gone for good; it has no room; it has taken everything that was kept."""
+"""Outlet changes: it is gone for good; it has no room; it has written everything that was queued."""
 
 PAUSED = "the terminal was paused; the log of the rank has them"
 SLOW = "they came faster than the file took them"
-"""Causes of a gap of the terminal, and of the log, where no write has failed."""
+"""Causes of a gap on the terminal and in the log, when no write has failed."""
 
 WHOLE_LINE_SECONDS = 1.0
-"""Time that the beginning of a line waits for its end, so that lines of two pipes never mix."""
+"""Time that the beginning of a line waits for its end, so that lines from two pipes never mix."""
 
 _CHUNK_BYTES = 4096
-"""Bytes of one write: a blocked pipe of that room takes them in one piece."""
+"""Bytes per write: a blocked pipe with that much room takes them in one piece."""
 
 
 class RelayQueue:
     """A bounded queue in front of a file or terminal, emptied by a thread.
 
     Args:
-        descriptor: written to by the thread alone.
-        is_terminal: an error that is not a lack of room drops it for good.
-        on_change: called by the thread with a change, its cause and the number of lines that were lost.
-        most_bytes: bound of the queue.
-        log: of a log file, which is looked at before each write, and whose lines get times.
+        descriptor: descriptor that only the thread writes to.
+        is_terminal: whether the outlet is a terminal; any error except lack of room drops a terminal for good.
+        on_change: function that the thread calls with a change, its cause and the number of lost lines.
+        most_bytes: queue bound in bytes.
+        log: path of a log file, checked before each write; the log's lines get time stamps.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RelayQueue:
             self._changed.notify()
 
     def finish(self, deadline_seconds: float) -> None:
-        """Wait until the queue is written, at most to `deadline_seconds` of the monotonic clock."""
+        """Wait until the queue is written, at most until `deadline_seconds` on the monotonic clock."""
         with self._changed:
             self._is_ending = True
             self._changed.notify()
@@ -127,7 +127,7 @@ class RelayQueue:
             self._last = chunk[-1:]
 
     def _next_chunk(self) -> bytes:
-        """Take bytes from the queue, waiting for some; none at the end, and where the outlet was dropped."""
+        """Take bytes from the queue, waiting until there are some; none at the end or after the outlet was dropped."""
         with self._changed:
             while not self._is_dropped:
                 if self._queue:
@@ -170,13 +170,13 @@ class RelayQueue:
 
 
 class Lines:
-    """Bytes of one pipe, given out as whole lines; a line that does not go on for `WHOLE_LINE_SECONDS` is given out as it is.
+    """Bytes from one pipe, passed on as whole lines. A line that stops for `WHOLE_LINE_SECONDS` is passed on unfinished.
 
-    A read of the pipe may end inside a line. Another pipe's line would then be written into it, and into another place of it in the
-    log than on the terminal.
+    A read from the pipe may end inside a line. Another pipe's line would then be written into it, and not at the same place in the
+    log and on the terminal.
 
     Args:
-        clock: returns seconds.
+        clock: function that returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -185,7 +185,7 @@ class Lines:
         self._since_seconds = 0.0
 
     def take(self, data: bytes) -> bytes:
-        """Return the whole lines that have come with `data`; everything where the pipe has ended (no data)."""
+        """Add `data` and return the whole lines; if the pipe has ended (no data), return everything."""
         whole, newline, begun = data.rpartition(b"\n")
         if newline or not data:
             given, self._begun = self._begun + whole + newline, begun
@@ -195,7 +195,7 @@ class Lines:
         return given
 
     def late(self) -> bytes:
-        """Return the beginning of a line that has waited long enough for its end."""
+        """Take the beginning of a line that has waited long enough for its end."""
         if not self._begun or self._clock() - self._since_seconds < WHOLE_LINE_SECONDS:
             return b""
         given, self._begun = self._begun, b""
@@ -203,12 +203,12 @@ class Lines:
 
     @property
     def is_inside(self) -> bool:
-        """Return whether the end of a line has not come yet."""
+        """Whether a line is unfinished."""
         return bool(self._begun)
 
     @property
     def wait_milliseconds(self) -> float:
-        """Return the time until `late` returns the beginning of a line."""
+        """Time in milliseconds until `late` returns the beginning of a line."""
         return max(0.0, 1000 * (self._since_seconds + WHOLE_LINE_SECONDS - self._clock()))
 
 
@@ -219,10 +219,10 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
         both: pipe to the log and the terminal.
         for_terminal: pipe to the terminal alone.
         for_log: pipe to the log alone.
-        terminal: descriptor of the terminal, or of what replaces it.
-        log: descriptor of the log file, open for appending.
-        path: of the log file; absolute.
-        changes: pipe to the rank, with a line `outlet TAB change TAB lost lines TAB cause` per change.
+        terminal: descriptor of the terminal or its replacement.
+        log: the log file's descriptor, open for appending.
+        path: absolute path of the log file.
+        changes: pipe to the rank, one line `outlet TAB change TAB lost lines TAB cause` per change.
     """
 
     def change(outlet: str, what: str, cause: str, num_lost: int) -> None:
@@ -245,7 +245,7 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
     )
     on_terminal = RelayQueue(terminal, is_terminal=True, on_change=terminal_changed, most_bytes=MOST_BYTES)
     outlets = {both: (in_log, on_terminal), for_terminal: (on_terminal,), for_log: (in_log,)}
-    # What goes to a live terminal alone is a progress bar, which has no lines.
+    # Output for a live terminal alone is a progress bar, which has no lines.
     lines = {pipe: Lines() for pipe in outlets if pipe != for_terminal or not os.isatty(terminal)}
     poll = select.poll()
     for pipe in outlets:
@@ -272,8 +272,8 @@ def relay(both: int, for_terminal: int, for_log: int, *, terminal: int, log: int
 
 
 def main() -> None:
-    """Run the relay on the descriptors that the command line numbers; it ends at once, whatever its threads wait for."""
+    """Run the relay on the command line's descriptors, then exit at once even if its threads still wait."""
     both, for_terminal, for_log, terminal, log, changes = map(int, sys.argv[1:7])
-    os.set_blocking(changes, False)  # a rank that hangs does not read it
+    os.set_blocking(changes, False)  # a hanging rank does not read it
     relay(both, for_terminal, for_log, terminal=terminal, log=log, changes=changes, path=sys.argv[7])
     os._exit(0)

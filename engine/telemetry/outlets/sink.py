@@ -1,4 +1,4 @@
-"""Sinks: where the record of each step goes, and which of them a config opens.
+"""Sinks, the destinations for each step's record, and the choice of sinks by config.
 
 config.telemetry  ->  chosen_sinks  ->  metrics.jsonl, always; then those of `triaxis.engine.config.telemetry.SINKS`
 """
@@ -19,7 +19,7 @@ from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 @dataclass(frozen=True, slots=True)
 class Announcement:
-    """Event and line on the terminal after a sink was opened."""
+    """Event and terminal line that report an opened sink."""
 
     kind: EventKind
     fields: Mapping[str, Any]
@@ -27,16 +27,16 @@ class Announcement:
 
 
 class Sink(ABC):
-    """Destination of each step's record. `name`, `open`, `record` and `close` are needed; the other parts are optional.
+    """A destination for each step's record. A sink needs `name`, `open`, `record` and `close`; the rest is optional.
 
     A call may raise any exception: the sink is then closed or dropped, and training goes on.
 
     Attributes:
-        name: in events and on the terminal.
-        opens_again: whether `open` is tried again after a failure; it must not wait for anything then.
-        lines: file of rows that wait for room on a full disk.
-        announcement: made when the sink is open.
-        summary: line on the terminal after the run.
+        name: sink name in events and on the terminal.
+        opens_again: whether `open` is tried again after a failure; if so, it must not wait for anything.
+        lines: file whose rows wait for room on a full disk.
+        announcement: event and line to report once the sink is open.
+        summary: terminal line after the run.
     """
 
     name: ClassVar[str]
@@ -56,7 +56,7 @@ class Sink(ABC):
     @classmethod
     @abstractmethod
     def open(cls, config: Config, directory: RunDirectory, layout: Mapping[str, Any]) -> Self:
-        """Open the sink on the logging rank, with its files in the run's directory; `layout` is what runs are filtered by."""
+        """Open the sink on the logging rank, with its files in the run directory; `layout` has fields to filter runs by."""
 
     @abstractmethod
     def record(self, metrics: StepMetrics) -> None:
@@ -67,14 +67,14 @@ class Sink(ABC):
         """Write what is left, in bounded time."""
 
     def after_event(self) -> None:  # noqa: B027
-        """Look at the files of events: this rank has written one."""
+        """Check the event files: this rank has just written an event."""
 
     def close_early(self, limit_seconds: float) -> None:  # noqa: B027
-        """Write what is left within the limit, from another thread: the process is ended while the loop hangs."""
+        """Write what is left within the limit, from another thread: the loop hangs and the process is about to be ended."""
 
 
 def chosen_sinks(config: Config) -> list[type[Sink]]:
-    """Return the sinks of a run, in the order in which they are opened."""
+    """List a run's sinks, in the order in which they are opened."""
     chosen = (path for field, path in SINKS.items() if getattr(config.telemetry, field))
     return [_load(path) for path in ("triaxis.engine.telemetry.outlets.metrics_log:MetricsLog", *chosen)]
 

@@ -1,12 +1,12 @@
-"""The table of steps: its columns, those that fit, and their values.
+"""The step table: its columns, the ones that fit, and their values.
 
         step     loss        lr    grad  tokens/s  TFLOP/s    resident   s/step       ETA
      100/300   2.5123  2.41e-03   0.874    12,520   0.0632    0.582 GB    0.327      1:05
 
-Loss, learning rate and gradient norm are those of the step in the line. Speeds and times are means over the steps since
-the line before, so that a line shows the speed of the run and not of one step. TFLOP/s are the model's, per device, as in MFU:
-those with recomputation are in `metrics.jsonl` (`hardware_tflops_per_device`). Memory is the most that the logging rank has
-held: tensors on a GPU (`GPU memory`), the whole process on the CPU (`resident`).
+Loss, learning rate and gradient norm belong to the line's step. Speeds and times are means over the steps since the previous line,
+so that a line shows the run's speed and not one step's. TFLOP/s are the model's, per device, as in MFU; `metrics.jsonl` also has
+those with recompute (`hardware_tflops_per_device`). Memory is the logging rank's peak: tensors on a GPU (`GPU memory`), the whole
+process on the CPU (`resident`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _GAP = "  "
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column. Of those that do not fit on a terminal, the one with the highest `goes_first` goes first; 0 never."""
+    """One column. On a narrow terminal, columns are dropped in order of `goes_first`, highest first; 0 is never dropped."""
 
     head: str
     width: int
@@ -32,16 +32,16 @@ class Column:
 
 
 MEMORY = {"cuda": "GPU memory", "cpu": "resident"}
-"""Words for a process's memory, by the type of its device: what torch has allocated, or what is resident."""
+"""Headings for a process's memory, by device type: memory allocated by torch, or resident memory."""
 
 
 def columns_of(num_steps: int, *, show_mfu: bool, memory: str) -> tuple[Column, ...]:
-    """List all columns of a run.
+    """List all columns for a run.
 
     Args:
-        num_steps: of the run.
+        num_steps: number of steps in the run.
         show_mfu: whether a peak is known.
-        memory: head of the column of memory, of `MEMORY`.
+        memory: heading of the memory column, from `MEMORY`.
     """
     columns = (
         Column("step", max(7, 2 * len(str(num_steps)) + 1)),
@@ -59,7 +59,7 @@ def columns_of(num_steps: int, *, show_mfu: bool, memory: str) -> tuple[Column, 
 
 
 def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
-    """List the columns, in order, that a terminal of `width` characters has room for."""
+    """List the columns, in order, that fit on a terminal `width` characters wide."""
     kept = list(columns)
     while sum(column.width + len(_GAP) for column in kept) - len(_GAP) > width:
         dispensable = max(kept, key=lambda column: column.goes_first)
@@ -70,12 +70,12 @@ def fitting(columns: Sequence[Column], width: int) -> tuple[Column, ...]:
 
 
 def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float, memory: str) -> dict[str, str]:
-    """Format the line of the last of `steps`, by column; `steps` are those since the line before."""
+    """Format the line for the last step, by column; `steps` are all steps since the previous line."""
     last = steps[-1]
     seconds = sum(step.step_time_seconds for step in steps)
 
     def mean(values: Sequence[float]) -> float:
-        """Return the mean over time: the work of all of the steps by the time that all of them took."""
+        """Mean over time: the steps' total work divided by their total time."""
         return sum(value * step.step_time_seconds for value, step in zip(values, steps, strict=True)) / seconds
 
     mfus = [step.mfu for step in steps if step.mfu is not None]
@@ -94,7 +94,7 @@ def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float, memo
 
 
 class Table:
-    """The lines of one outlet. Its header is due every 20 lines, and when other columns fit."""
+    """The table's lines on one outlet. A header is due every 20 lines, and when the set of fitting columns changes."""
 
     def __init__(self, columns: Sequence[Column]) -> None:
         self.first_width = columns[0].width
@@ -103,7 +103,7 @@ class Table:
         self._num_lines = 0
 
     def lines(self, row: Mapping[str, str], width: int) -> list[Text]:
-        """Return the line of `row`, with the header above it where it is due."""
+        """Format `row` as a line, with the header above it when due."""
         columns = fitting(self._columns, width)
         lines = []
         if columns != self._shown or self._num_lines % LINES_PER_HEADER == 0:

@@ -1,4 +1,7 @@
-"""TensorBoard event files in the run directory: the same names as in wandb, against the step (torch comes with the first use)."""
+"""TensorBoard event files in the run directory: the same chart names as in wandb, against the step.
+
+torch is imported when the sink is first opened.
+"""
 
 import importlib.util
 from collections.abc import Mapping
@@ -15,9 +18,9 @@ from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 
 class TensorBoardSink(Sink):
-    """The sink behind TensorBoard. Each attempt writes its own files; a repeated step replaces the earlier one and all after it.
+    """Sink for TensorBoard. Each attempt writes its own files; a repeated step replaces the earlier one and all after it.
 
-    TensorBoard leaves out what it has read of a step once it finds the start of a session at that step or before.
+    When TensorBoard finds a session start, it discards the points it has read for that step and later steps.
 
     Raises:
         OSError: the folder cannot be written; no empty file is left in it.
@@ -53,7 +56,7 @@ class TensorBoardSink(Sink):
             self._writer.add_scalar(name, value, metrics.step)
 
     def _begin_at(self, step: int) -> None:
-        """Write the start of a session: after a crash, a rollback or a start from scratch, steps from here on are made again."""
+        """Write a session start: after a crash, a rollback or a start from scratch, the steps from here on are repeated."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         started = Event(session_log=SessionLog(status=SessionLog.START))

@@ -1,18 +1,18 @@
-"""Weights & Biases: one run over all attempts, never in the way of training.
+"""Weights & Biases: one run over all attempts, which never blocks training.
 
     WANDB_MODE=offline, disabled   that mode
     no key                         offline, without a prompt
-    a key                          online; where that fails within its time limit, offline
+    a key                          online; offline if that fails within its time limit
 
-    learning/loss  speed/mfu ...      the charts of `charts.py`, against step; consumed_tokens is offered as another x axis
-    alerts                            the events of `events.ALERTS`, whichever rank wrote them
+    learning/loss  speed/mfu ...      the charts in `charts.py`, against step; consumed_tokens is offered as another x axis
+    alerts                            the events in `events.ALERTS`, whichever rank wrote them
 
-The mode is always set: otherwise, with a key and without a network, wandb waits for 100 seconds and then fails (0.31). The id
-is in the run directory, so that the next attempt continues the run; offline attempts make new folders with the same id,
-and `wandb sync` joins them. wandb's own step counter is not used: it starts at 0 in every attempt. A step that is made again
-after a resume is one more point at the same step, with its own attempt: nothing is overwritten.
+The mode is always set: otherwise wandb, with a key but no network, waits for 100 seconds and then fails (0.31). The run directory
+keeps the id, so that the next attempt continues the run. Offline attempts create new folders with the same id, and `wandb sync`
+joins them. wandb's own step counter is not used: it starts at 0 in every attempt. A step that a resume repeats adds one more point
+at the same step, with its own attempt; nothing is overwritten.
 
-wandb's process writes to the disk every 15 seconds or so (0.31): of a job that is killed, that much is in metrics.jsonl alone.
+wandb's process writes to the disk every 15 seconds or so (0.31). If a job is killed, those last seconds are in metrics.jsonl alone.
 """
 
 import inspect
@@ -46,31 +46,31 @@ from triaxis.engine.telemetry.record.events import ALERTS, Event, read_events
 from triaxis.engine.telemetry.record.metrics import StepMetrics
 
 _DEFAULTS: Mapping[str, float] = {"init_timeout": 20.0, "finish_timeout": 60.0}
-"""Time limits for wandb, unless WANDB_INIT_TIMEOUT, WANDB_FINISH_TIMEOUT are set. Its own: 90 seconds, and none."""
+"""Time limits for wandb in seconds, unless WANDB_INIT_TIMEOUT, WANDB_FINISH_TIMEOUT are set. wandb's defaults: 90, and none."""
 
 _MOST_CHARACTERS = 300
-"""Of a detail in an alert."""
+"""Longest detail that an alert includes."""
 
 _ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 _TEARDOWN_SECONDS = 10.0
 _CLOSE_SECONDS = 90.0
-"""After which wandb's own process is ended, since it was seen to outlive its own limits."""
+"""Time limits after which wandb's own process is ended, since it was seen to outlive its own limits."""
 
 
 class WandbSink(Sink):
-    """The sink behind wandb.
+    """Sink for wandb.
 
     Args:
-        config: of the run; recorded whole.
-        directory: with `wandb_id` and `wandb/`.
-        layout: parallel sizes and what else is worth filtering by; recorded with the config.
+        config: run configuration, recorded whole.
+        directory: run directory, which holds `wandb_id` and `wandb/`.
+        layout: parallel sizes and other fields to filter by; recorded with the config.
 
     Attributes:
-        mode: online, offline or disabled, as it came out.
-        why: for offline and disabled, the reason.
-        url: of the run, where it is online.
-        sync_command: uploads what is only on disk, all attempts in order; None where there is nothing to upload.
+        mode: resolved mode: online, offline or disabled.
+        why: reason for an offline or disabled mode.
+        url: the run's URL; None unless it is online.
+        sync_command: command that uploads what is only on disk, all attempts in order; None if there is nothing to upload.
 
     Raises:
         Exception: whatever wandb raises when not even offline works.
@@ -113,21 +113,21 @@ class WandbSink(Sink):
         self._alerts.send()
 
     def after_event(self) -> None:
-        """Send alerts of the events that were written since the last call; any thread may call it."""
+        """Send alerts for the events written since the last call; any thread may call it."""
         self._alerts.send()
 
     def close(self) -> None:
         self.close_early(_CLOSE_SECONDS)
 
     def close_early(self, limit_seconds: float) -> None:
-        """Send the last alerts and let wandb finish; any thread may call it, before its process ends."""
+        """Send the last alerts and let wandb finish; any thread may call it before the process ends."""
         with ending_its_process_after(limit_seconds):
             self._alerts.send()
             self._run.finish()
 
 
 class _Alerts:
-    """Alerts, one for each event of any node: other ranks' events too, and those of an attempt that died."""
+    """Alerts, one per event on any node, including other ranks' events and those from an attempt that died."""
 
     def __init__(self, run: Any, directory: RunDirectory) -> None:
         self._run = run
@@ -152,9 +152,9 @@ class _Alerts:
 
 
 def _alerted(marker: Path) -> Mapping[str, int]:
-    """Read `wandb_alerted`: bytes by file; none where it is missing or damaged, so people are alerted once more.
+    """Read `wandb_alerted`: bytes by file. If it is missing or damaged, the result is empty and people are alerted once more.
 
-    Runs from before nodes had files of their own hold the bytes of their one file.
+    Older runs had one event file for all nodes; their marker holds that file's bytes.
     """
     try:
         held = parse_json(read_regular(marker))
@@ -165,7 +165,7 @@ def _alerted(marker: Path) -> Mapping[str, int]:
 
 
 def _in_words(event: Event) -> str:
-    """Describe an event for a mail or a chat; long texts are in the file of events and the rank's log."""
+    """Describe an event for a mail or a chat; long texts stay in the event file and the rank's log."""
     at = f"step {event.step:,}, " if event.step is not None else ""
     rank = f"rank {event.rank}, " if event.rank is not None else ""
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(event.unix_time_seconds))
@@ -175,13 +175,13 @@ def _in_words(event: Event) -> str:
 
 
 def _sync_command(folder: str, run_id: str) -> str:
-    """Return the shell command that uploads the folders of one run in the order in which they were made."""
+    """Build the shell command that uploads one run's folders in creation order."""
     return f"wandb sync {shlex.quote(folder)}/wandb/offline-run-*-{shlex.quote(run_id)}"
 
 
 @contextmanager
 def _cache_in(directory: RunDirectory) -> Iterator[None]:
-    """Keep the cache and logs of wandb processes that start inside in the run directory, not in the user's home."""
+    """Within the block, new wandb processes keep their cache and logs in the run directory, not in the user's home."""
     name = "WANDB_CACHE_DIR"
     if name in os.environ:
         yield
@@ -223,7 +223,7 @@ def _start(wandb: Any, settings: Any, arguments: dict[str, Any]) -> tuple[Any, s
 
 @contextmanager
 def ending_its_process_after(limit_seconds: float) -> Iterator[None]:
-    """End wandb's own process if what is inside takes longer: wandb waits for it without a limit, and it may never end."""
+    """End wandb's own process if the block takes longer: wandb waits for it without a limit, and it may never end."""
     timer = threading.Timer(limit_seconds, _end_service)
     timer.daemon = True
     timer.start()
@@ -241,18 +241,18 @@ def _end_service() -> None:
 
 
 def _has_key(wandb: Any) -> bool:
-    """Return whether wandb finds a key (environment, netrc) without a prompt. It may verify it, which takes seconds.
+    """Whether wandb finds a key (environment, netrc) without a prompt. It may verify the key, which takes seconds.
 
     Raises:
-        Exception: wandb's own, where it finds a key and cannot use it.
+        Exception: wandb has found a key and cannot use it.
     """
     if "prompt" in inspect.signature(wandb.login).parameters:
         return bool(wandb.login(prompt=False))
-    return wandb.api.api_key is not None  # deprecated where login can be told not to prompt
+    return wandb.api.api_key is not None  # deprecated in versions whose login takes `prompt`
 
 
 def _settings(wandb: Any) -> Any:
-    """Return settings with bounded waits; an environment variable counts more. wandb does not capture the console."""
+    """Build settings with bounded waits and without console capture; environment variables take precedence."""
     known = wandb.Settings.model_fields
     settings: dict[str, Any] = {
         name: seconds
@@ -267,7 +267,7 @@ def _settings(wandb: Any) -> Any:
 
 
 def _arguments(chosen: WandbConfig, directory: RunDirectory) -> dict[str, Any]:
-    """Return what identifies the run: environment before config, as wandb's users expect of WANDB_*."""
+    """Build the arguments that identify the run; WANDB_* variables override the config, as wandb users expect."""
     variables = os.environ
     labels = {
         "project": variables.get("WANDB_PROJECT", chosen.project),
@@ -285,10 +285,10 @@ def _arguments(chosen: WandbConfig, directory: RunDirectory) -> dict[str, Any]:
 
 
 def _kept_id(directory: RunDirectory) -> str:
-    """Return the id of this run directory's wandb run, made at the first attempt. It becomes part of folder names.
+    """Read the id of this directory's wandb run, created in the first attempt. It becomes part of folder names.
 
     Raises:
-        TriaxisError: the file holds something else.
+        TriaxisError: the file holds something other than an id.
     """
     if not directory.wandb_id.exists():
         write_atomically(directory.wandb_id, [secrets.token_hex(4).encode()])

@@ -1,1 +1,1 @@
-"""Records of the telemetry: metrics of a step, events, and their files."""
+"""Telemetry records: step metrics, events, and their files."""

@@ -1,28 +1,27 @@
-"""The events of a run: moments that any rank writes down, over all attempts, one file per node.
+"""A run's events: moments that any rank records, over all attempts, in one file per node.
 
     events/node_00000.jsonl    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "validation", "step": 50, "val_loss": 2.31}\n
     events/node_00007.jsonl    {"unix_time_seconds": 1.76e9, "attempt": 0, "kind": "hang", "step": 61, "rank": 58, "message": ...}\n
                                {"unix_time_seconds": 1.76e9, "att    <- killed here: readers leave it out
 
-A record is flat: `unix_time_seconds`, `attempt`, `kind`, then `step`, `rank` and `message` where there is one, then the details
-of its kind under their own names. Floats that are not finite are the strings "nan", "inf", "-inf"
-(`triaxis.engine.telemetry.record.jsonl`).
+A record is flat: `unix_time_seconds`, `attempt`, `kind`, then `step`, `rank` and `message` if present, then the kind's own details
+by name. Floats that are not finite are the strings "nan", "inf", "-inf" (`triaxis.engine.telemetry.record.jsonl`).
 
 To write one:
 
     telemetry.event("non_finite", step=7, message="loss is nan: the update was left out", loss=loss)    rank 0, in the loop
     EventLog(directory.events(node=7), directory.attempt, rank=58).write("hang", step=7, message=...)   any rank, any thread
 
-**One file per node.** A line is one write(2) to a file opened with O_APPEND. On a local file system, and on NFS between processes
-of one client, Linux holds the file's lock while it finds the end and copies the bytes. So lines of a node's ranks and threads never
-mix, up to the longest write that Linux makes, 2 GiB - 4 KiB. Clients of NFS do not share that lock: lines of two nodes in one file
-would overwrite each other. The node's number in the layout names the file, so later attempts append to it, on whichever host.
+**One file per node.** A line is one write(2) to a file opened with O_APPEND. On a local file system, and within one NFS client,
+Linux holds the file's lock while it finds the end and copies the bytes. So lines from a node's ranks and threads never mix, up to
+Linux's longest write, 2 GiB - 4 KiB. NFS clients do not share that lock: two nodes that write to one file would overwrite each
+other's lines. The node's number in the layout names the file, so later attempts append to it on any host.
 
-**Reading.** `read_events` merges all files of a run; nothing else opens them. It also reads `events.jsonl`, the one file of runs
-from before the nodes had their own.
+**Reading.** `read_events` merges a run's files; nothing else opens them. It also reads `events.jsonl`, the single file that older
+versions wrote for all nodes.
 
-Rank 0's log cuts off a torn last line, the others only begin a new one. A new kind is one more word in `EventKind`, and in
-`ALERTS` where a person should know at once; `triaxis report` shows all of them: `message` first, then the details.
+Rank 0's log cuts off a torn last line; the other logs only begin a new line. To add a kind, add a word to `EventKind`, and to
+`ALERTS` if a person should know at once. `triaxis report` shows every kind: `message` first, then the details.
 """
 
 import heapq
@@ -73,7 +72,7 @@ EventKind = Literal[
     "attempt_ended",
     "finished",
 ]
-"""Kinds of events. Each is a moment of the run; its fields have the rest."""
+"""Event kinds; the event's fields hold the details."""
 
 ALERTS: Mapping[str, Literal["ERROR", "WARN"]] = {
     "non_finite": "ERROR",
@@ -92,7 +91,7 @@ ALERTS: Mapping[str, Literal["ERROR", "WARN"]] = {
     "slow_rank": "WARN",
     "stopped": "WARN",
 }
-"""Kinds that alert a person, and how bad they are: wandb sends an alert, the report shows them in colour."""
+"""Kinds that alert a person, with their severity: wandb sends an alert, and the report shows them in colour."""
 
 _TYPES: Mapping[str, Any] = {
     "unix_time_seconds": float | int,
@@ -102,21 +101,21 @@ _TYPES: Mapping[str, Any] = {
     "rank": int | None,
     "message": str | None,
 }
-"""The fields that every kind may have, as they are read."""
+"""Types of the fields that any kind may have, checked when an event is read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """One moment of a run.
+    """One moment in a run.
 
     Attributes:
-        unix_time_seconds: when it was written.
-        attempt: how often this run had been started before.
-        kind: one of `EventKind`; from a file of another version possibly another word.
-        step: counts from 1; None where it belongs to no step.
-        rank: that wrote it, or that it is about; None where it is about the whole run.
-        message: for people, what happened and what follows; "" where the details suffice.
-        details: the fields of its kind; JSON values.
+        unix_time_seconds: time at which the event was written.
+        attempt: attempt number: how many times the run had been started before.
+        kind: one of `EventKind`; a file from another version may hold other words.
+        step: step, counted from 1; None if the event belongs to no step.
+        rank: rank that wrote the event, or that it concerns; None if it concerns the whole run.
+        message: text for people: what happened and what follows; "" if the details suffice.
+        details: the kind's own fields, as JSON values.
     """
 
     unix_time_seconds: float
@@ -128,17 +127,17 @@ class Event:
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def to_record(self) -> dict[str, Any]:
-        """Return the flat JSON object."""
+        """Convert to a flat JSON object."""
         assert not set(self.details) & set(_TYPES), f"{sorted(self.details)}: a detail has the name of a field"
         own = {name: getattr(self, name) for name in _TYPES}
         return {**{name: value for name, value in own.items() if value not in (None, "")}, **self.details}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> "Event":
-        """Read the event of a line.
+        """Read an event from the JSON object on its line.
 
         Raises:
-            ValueError: it is none: a field is missing or has the wrong type.
+            ValueError: a field is missing or has the wrong type.
         """
         for name, types in _TYPES.items():
             if not isinstance(record.get(name), types):
@@ -148,11 +147,11 @@ class Event:
 
 
 class EventLog:
-    """A node's file of events, as one rank appends to it.
+    """A node's event file, to which one rank appends.
 
     Args:
-        path: of the file, `RunDirectory.events(node)`; it and its folder are made where they are missing.
-        rank: of this process; None on rank 0, whose events are about the whole run. Only that one cuts off a torn last line.
+        path: event file, `RunDirectory.events(node)`; it and its folder are created if missing.
+        rank: this process's rank; None on rank 0, whose events concern the whole run. Only rank 0 cuts off a torn last line.
     """
 
     def __init__(self, path: Path, attempt: int, rank: int | None = None) -> None:
@@ -164,12 +163,12 @@ class EventLog:
     def write(
         self, kind: EventKind, *, step: int | None = None, rank: int | None = None, message: str = "", **details: Any
     ) -> None:
-        """Append an event of now; it has left this process when this returns, unless the disk is full (`JsonLines`).
+        """Append an event with the current time. On return it has left this process, unless the disk is full (`JsonLines`).
 
         Args:
-            step: counts from 1.
-            rank: that it is about, where that is not the one that writes.
-            details: JSON values, floats that are not finite too.
+            step: step, counted from 1.
+            rank: rank that the event concerns, if it is not the writer.
+            details: JSON values; floats need not be finite.
         """
         event = Event(
             unix_time_seconds=time.time(),
@@ -188,12 +187,12 @@ class EventLog:
 
 @dataclass(frozen=True, slots=True)
 class EventsRead:
-    """The result of a reading.
+    """Events read from a run directory.
 
     Attributes:
-        events: of all nodes, by attempt and time; those of one file in the order of its lines.
-        num_unreadable: lines, and torn ends, that hold no event.
-        ends: bytes up to which each file was read, by its path in the run directory. A torn end is not passed.
+        events: events from all nodes, by attempt and time; events in one file keep their line order.
+        num_unreadable: number of lines, torn ends included, that hold no event.
+        ends: byte at which reading stopped in each file, by path in the run directory; never past a torn end.
     """
 
     events: Sequence[Event]
@@ -202,12 +201,12 @@ class EventsRead:
 
 
 def read_events(run: Path, since: Mapping[str, int] = NOTHING_READ) -> EventsRead:
-    """Read the events of all nodes of a run directory, merged by attempt and time; none where there is no file.
+    """Read the events from all nodes in a run directory, merged by attempt and time; empty if there is no file.
 
-    Clocks of nodes may differ, so events of two nodes that are closer than that may change places. Attempts never mix.
+    Node clocks may differ, so two nodes' events may swap places if they are closer together than that. Attempts never mix.
 
     Args:
-        since: the `ends` of an earlier reading; only what was appended after it is read.
+        since: `ends` from an earlier call; only what was appended after it is read.
     """
     found: list[list[Event]] = []
     num_unreadable, ends = 0, dict(since)

@@ -1,17 +1,17 @@
-"""Floating-point operations of a training step, and what a device could do.
+"""FLOPs in a training step, and the peak rates of known devices.
 
-A multiplication and an addition count as two. Forward 2 per weight and token, backward twice that: 6. Per token:
+A multiply-add counts as two FLOPs. Forward takes 2 per weight and token, backward twice that: 6 in all. Per token:
 
-    model, causal      6 N + 6 L a d s      N: weights of all GEMMs, LM head once; a query sees s/2 keys on average
-    experts            of N, those that a token goes through: the router, k experts and the shared ones ("active")
-    multi-token        each of its layers is one more of the L, with a projection of 2 h^2, and the head once more, in N
+    model, causal      6 N + 6 L a d s      N: weights in all GEMMs, LM head once; a query sees s/2 keys on average
+    experts            N counts what a token goes through: the router, k experts and the shared experts ("active")
+    multi-token        each prediction layer is one more in L; N gains its 2 h^2 projection and the head once more
     model, non-causal  6 N + 12 L a d s     as if every query saw all s keys (2205.05198, NVIDIA's published tables)
-    hardware           causal, plus forwards that recompute repeats, plus the padded columns of the head
-    a window W         W - W^2 / 2s keys instead of s/2: of the first W queries as many as without it (causal only)
-    documents          with `data.attention: within`, the same of each document in place of s (`engine/data/document_statistics.py`)
+    hardware           causal, plus the forwards that recompute repeats, plus the head's padded columns
+    a window W         W - W^2 / 2s keys instead of s/2: the first W queries see as many as without a window (causal only)
+    documents          `data.attention: within` puts each document's length in place of s (`engine/data/document_statistics.py`)
 
-MFU divides model FLOPs by the peak, HFU hardware FLOPs. The four numbers that papers call "MFU" differ by up to a third:
-a printed one needs its convention.
+MFU divides model FLOPs by the peak, HFU hardware FLOPs. Papers use "MFU" for four numbers that differ by up to a third, so a
+printed one needs its convention.
 """
 
 from collections.abc import Sequence
@@ -30,13 +30,13 @@ from triaxis.engine.config.stage_work import (
 from triaxis.engine.data.document_statistics import DocumentStatistics, one_document_per_sample
 
 CONVENTION = "6 x GEMM weights + 6 x layers x heads x head size x sequence (causal)"
-"""The formula of `model_flops_per_token`, to be printed with it, for queries and values of one size."""
+"""Formula for `model_flops_per_token`, printed next to it; valid for queries and values of equal size."""
 
 
 def gemm_weights(model: ModelConfig) -> int:
-    """Count weights that a token is multiplied with: all linear layers, and the head, tied or not (logical vocabulary).
+    """Count the weights that multiply a token: all linear layers and the head, tied or not (logical vocabulary).
 
-    Of experts, those of one token count ("active"). The head counts once, and again for each layer of multi-token prediction.
+    Only the experts that one token uses count ("active"). The head counts once, and again for each multi-token prediction layer.
     """
     heads = (1 + model.num_mtp_layers) * model.vocab_size * model.hidden_size
     return sum(layer_weights(model, kind) + projection_weights(model, kind) for kind in model.kinds) + heads
@@ -45,23 +45,23 @@ def gemm_weights(model: ModelConfig) -> int:
 def model_flops_per_token(
     model: ModelConfig, *, causal: bool = True, documents: DocumentStatistics | None = None
 ) -> int:
-    """Count FLOPs that the mathematics of a forward and backward needs, per token, whatever the engine does.
+    """Count the FLOPs per token that a forward and backward need mathematically, whatever the engine does.
 
-    The vocabulary is the logical one: padding it is the engine's choice. Norms, activations, embedding look-ups and the
-    softmax are left out, as in every published formula (2104.04473 appendix, 2205.05198 appendix A).
+    The vocabulary is the logical one: padding is the engine's choice. Norms, activations, embedding look-ups and the softmax are
+    left out, as in every published formula (2104.04473 appendix, 2205.05198 appendix A).
 
     Args:
-        model: sizes.
-        causal: count the half of the attention matrix that a causal mask leaves; False: all of it.
-        documents: within which tokens attend; None: across them.
+        model: model sizes.
+        causal: whether to count only the half of the attention matrix that a causal mask leaves.
+        documents: statistics of the documents that attention stays within; None if it crosses documents.
     """
     return 3 * (2 * gemm_weights(model) + sum(core_flops_forward(model, documents, causal=causal)))
 
 
 def convention(model: ModelConfig, documents: DocumentStatistics | None = None) -> str:
-    """Return the formula of `model_flops_per_token`, with the share of attention that windows and documents leave."""
+    """Format the formula for `model_flops_per_token`, with the share of attention that windows and documents leave."""
     seen, whole = sum(core_flops_forward(model, documents)), sum(core_flops_forward(model, None, causal=False)) // 2
-    # A score is a product of one query's elements, the weighted sum of one value's.
+    # A score multiplies one query's elements; the weighted sum multiplies one value's.
     sizes = "head size" if model.value_size == model.head_size else "mean size of queries and values"
     stated = CONVENTION.replace("head size", sizes)
     stated = stated.replace("GEMM weights", "active GEMM weights") if model.has_experts else stated
@@ -72,24 +72,24 @@ def convention(model: ModelConfig, documents: DocumentStatistics | None = None) 
 
 
 def attention_share(model: ModelConfig, documents: DocumentStatistics) -> float:
-    """Return the FLOPs of attention within documents over those across them."""
+    """Attention FLOPs within documents, divided by those across documents."""
     return sum(core_flops_forward(model, documents)) / sum(core_flops_forward(model, None))
 
 
 def cost_of_imbalance(model: ModelConfig, documents: DocumentStatistics) -> float:
-    """Return the FLOPs that the dp rank with most attention work has beyond the mean of all ranks, as a share of the mean."""
+    """Extra FLOPs on the dp rank with the most attention work, as a share of the mean over all ranks."""
     cores = zip(core_flops_forward(model, documents), model.kinds, strict=True)
     more = {kind.window: documents.imbalance(kind.window) - 1 for kind in set(model.kinds)}
     return 3 * sum(core * more[kind.window] for core, kind in cores) / model_flops_per_token(model, documents=documents)
 
 
 def cost_of_cp_imbalance(model: ModelConfig, documents: DocumentStatistics, imbalance: float) -> float:
-    """Return the FLOPs of attention that the fullest cp rank has beyond the mean, as a share of the mean rank's FLOPs.
+    """Extra attention FLOPs on the fullest cp rank, as a share of the mean rank's FLOPs.
 
     Args:
-        model: sizes.
-        documents: within which tokens attend.
-        imbalance: the fullest rank over the mean (`triaxis.engine.context_parallel.imbalance`).
+        model: model sizes.
+        documents: statistics of the documents that attention stays within.
+        imbalance: attention work on the fullest rank over the mean (`triaxis.engine.context_parallel.imbalance`).
     """
     attention = 3 * sum(core_flops_forward(model, documents))
     return (imbalance - 1) * attention / model_flops_per_token(model, documents=documents)
@@ -101,18 +101,19 @@ def hardware_flops_per_token(
     layers_per_chunk: Sequence[int],
     documents: DocumentStatistics | None = None,
 ) -> int:
-    """Count FLOPs that are executed, per token: causal, padded vocabulary, recomputed forwards included.
+    """Count the executed FLOPs per token: causal, padded vocabulary, recomputed forwards included.
 
-    Not in it: the scores that flash attention computes again in its backward, kv projections of replicated heads, what each rank
-    makes from the latents of others (context parallelism) or computes of latents as all of tp do (without sequence parallelism).
+    Not counted: the scores that flash attention recomputes in its backward, and kv projections for replicated heads. In latent
+    attention, also not counted: what each rank makes from other ranks' latents (context parallelism), and latent work that every
+    tp rank repeats (no sequence parallelism).
 
     Args:
-        model: sizes.
-        recompute: never `auto`, but what it came to. full, uniform repeats every layer's forward; full, block: that of the first
-            `num_layers` layers of every chunk; of the other layers, attention's core and the MLP's first GEMM are repeated where
-            they are among the parts (other parts have no GEMM). With `head_tokens`, the head's forward is repeated too.
-        layers_per_chunk: transformer layers of each of the pp x vpp chunks, in the order of the model.
-        documents: within which tokens attend; None: across them.
+        model: model sizes.
+        recompute: resolved setting, never `auto`. Full, uniform repeats every layer's forward; full, block repeats the first
+            `num_layers` layers in every chunk. Other layers repeat attention's core and the MLP's first GEMM if these are among
+            the parts (other parts have no GEMM). `head_tokens` repeats the head's forward too.
+        layers_per_chunk: number of transformer layers in each of the pp x vpp chunks, in model order.
+        documents: statistics of the documents that attention stays within; None if it crosses documents.
     """
     heads = 1 + model.num_mtp_layers
     padding = heads * 3 * 2 * (model.padded_vocab_size - model.vocab_size) * model.hidden_size
@@ -123,12 +124,12 @@ def hardware_flops_per_token(
 
 
 class LayerFlops(NamedTuple):
-    """FLOPs of one layer per token.
+    """FLOPs per token in one layer.
 
     Attributes:
-        gemms: of its linear layers' forward; their input gradients, and their weight gradients, take as many.
-        attention: of the forward of scores and weighted sum; their gradients take twice as many, and none is a weight's.
-        again: of what recomputation repeats.
+        gemms: forward FLOPs in the linear layers; their input gradients and their weight gradients take as many each.
+        attention: forward FLOPs for scores and weighted sum; their gradients take twice as many, none for weights.
+        again: FLOPs that recompute repeats.
     """
 
     gemms: int
@@ -142,7 +143,7 @@ def layer_flops(
     layers_per_chunk: Sequence[int],
     documents: DocumentStatistics | None = None,
 ) -> list[LayerFlops]:
-    """Count FLOPs of each layer, in the order of the model; arguments as of `hardware_flops_per_token`."""
+    """Count each layer's FLOPs, in model order; arguments as in `hardware_flops_per_token`."""
     cores = core_flops_forward(model, documents)
     assert recompute.granularity != "auto", "triaxis.models.predict.rank_memory.resolve_recompute comes first"
     limit = 0
@@ -160,14 +161,14 @@ def layer_flops(
 
 
 def head_flops(model: ModelConfig) -> int:
-    """Count FLOPs of the head's forward per token, padded columns included."""
+    """Count the head's forward FLOPs per token, padded columns included."""
     return 2 * model.padded_vocab_size * model.hidden_size
 
 
 def core_flops_forward(
     model: ModelConfig, documents: DocumentStatistics | None = None, *, causal: bool = True
 ) -> list[int]:
-    """Count FLOPs of each layer's scores and weighted sum per token: 2 GEMMs of keys x a d, every key without a causal mask."""
+    """Count each layer's forward FLOPs per token for scores and weighted sum: 2 GEMMs of keys x a d, all keys if not causal."""
     of_a_key = flops_of_a_key(model)
     if not causal:
         return [of_a_key * model.seq_length] * len(model.kinds)
@@ -185,8 +186,8 @@ class PeakRate:
     source: str
 
 
-# Dense bf16 = dense fp16 on tensor cores with fp32 accumulation. Data sheets often print the number with 2:4 sparsity: half
-# of that stands here. The first entry counts whose words are all in the device's name, so longer names come first.
+# Dense bf16 = dense fp16 on tensor cores with fp32 accumulation. Data sheets often print the number with 2:4 sparsity; the table
+# has half of that. The first entry whose words are all in the device name applies, so longer names come first.
 _PEAKS: tuple[tuple[str, PeakRate], ...] = (
     ("GB300", PeakRate(2500.0, "NVIDIA GB300 NVL72 page: 5 PFLOPS sparse per GPU")),
     ("B300", PeakRate(2250.0, "NVIDIA HGX B300 page: 36 PFLOPS sparse per 8 GPUs")),
@@ -213,17 +214,18 @@ _PEAKS: tuple[tuple[str, PeakRate], ...] = (
 
 
 _WITHOUT_FP8 = ("A100", "A800", "A30", "A40", "RTX 3090")
-"""Devices of the table before Ada and Hopper; all later ones multiply FP8 at twice the rate of bf16, by the same sources."""
+"""Devices in the table older than Ada and Hopper. By the same sources, all later ones run FP8 at twice the bf16 rate."""
 
 
 def known_peak(device_name: str, dtype: str, *, in_fp8: bool = False) -> PeakRate | None:
-    """Return the peak of a device with its source; None where the table lacks it.
+    """Look up a device's peak and its source; None if the table lacks it.
 
     Args:
-        device_name: as `torch.cuda.get_device_name` says ("NVIDIA H100 80GB HBM3").
-        dtype: of the GEMMs, as in `precision.dtype`; fp32 and float64 have no entry, since whether they run on tensor cores
-            is a setting of the process, not of the device. A MIG slice has none: it is a part of its GPU.
-        in_fp8: that of FP8 GEMMs, which some of the run's are.
+        device_name: name from `torch.cuda.get_device_name` ("NVIDIA H100 80GB HBM3"). A MIG slice has no entry: it is only a
+            part of its GPU.
+        dtype: GEMM dtype, as in `precision.dtype`. fp32 and float64 have no entry: whether they run on tensor cores is a process
+            setting, not a device property.
+        in_fp8: whether to look up the FP8 peak, for a run with FP8 GEMMs.
     """
     words = device_name.replace("-", " ").split()
     if dtype not in ("bf16", "fp16") or "MIG" in words:

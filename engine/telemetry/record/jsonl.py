@@ -1,11 +1,11 @@
-"""One JSON object per line, there as soon as it is written: metrics.jsonl, and files of events.
+"""One JSON object per line, readable as soon as it is written: metrics.jsonl and the event files.
 
     {"step": 1, "attempt": 0, ..., "loss": 5.5491, ...}\n
     {"step": 2, "attempt": 0, ..., "loss": 5.4710, ...}\n
     {"step": 3, "att                                      <- the run was killed here: cut off when the file is opened again
 
-Floats are written with all their digits: reading gives the same float64. JSON has no NaN and no infinity; those are
-written as the strings "nan", "inf", "-inf".
+Floats keep all their digits: reading returns the same float64. JSON has no NaN and no infinity, so they are written as the strings
+"nan", "inf", "-inf".
 """
 
 import json
@@ -23,27 +23,27 @@ from triaxis.engine.storage.json_text import parse_json
 from triaxis.engine.storage.redaction import without_secrets
 
 MOST_WAITING_BYTES = 16 * 2**20
-"""Bytes of lines that wait for room on the disk: the metrics of some ten thousand steps."""
+"""Limit in bytes on lines that wait for disk space: metrics for some ten thousand steps."""
 
 _UNKNOWN = -1
-"""Place of a torn end that another process may be completing."""
+"""Position of a torn end that another process may still be completing."""
 
 
 class JsonLines:
-    """A file to which objects are appended, over all attempts of a run.
+    """A file to which all attempts in a run append objects.
 
     Objects that the disk refuses wait in memory, in order, and every later call tries again. Beyond `MOST_WAITING_BYTES` they are
-    lost. A line of which a part was written is completed; where another process has appended since, it is written again.
+    lost. A partly written line is completed later, or written again if another process has appended since.
 
     Args:
-        path: made where it is missing. A last line that is not whole is cut off.
-        heals: false where another process appends too and may be in the middle of a line: a torn end is then left alone, and
-            ended, so that what follows has lines of its own.
+        path: file to append to, created if missing. An incomplete last line is cut off.
+        heals: whether to cut off a torn end. False if another process appends too and may be in the middle of a line: the torn
+            end then stays and is ended, so that later objects start on new lines.
 
     Attributes:
-        num_healed_bytes: how much of a half-written line was cut off.
-        error: why objects wait; None: none do.
-        num_lost: objects that were lost.
+        num_healed_bytes: number of bytes cut off from a half-written line.
+        error: error that makes objects wait; None if none wait.
+        num_lost: number of lost objects.
     """
 
     def __init__(self, path: Path, *, heals: bool = True) -> None:
@@ -59,7 +59,7 @@ class JsonLines:
         self._rest = b""
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one object in one call. Without an `error` it has left this process when this returns."""
+        """Append one object in one call. Unless `error` is set, it has left this process on return."""
         line = (without_secrets(json.dumps(_plain(record), allow_nan=False, ensure_ascii=False)) + "\n").encode()
         with self._lock:
             if self._waiting_bytes + len(line) > MOST_WAITING_BYTES:
@@ -70,15 +70,15 @@ class JsonLines:
             self._write_waiting()
 
     def retry(self) -> None:
-        """Write the objects that wait, as far as there is room."""
+        """Write the waiting objects, as far as there is room."""
         with self._lock:
             self._write_waiting()
 
     def reopen(self) -> None:
-        """Append to the file that has the path now; the one that was open may have been removed or moved.
+        """Open the path again, because the open file may have been removed or moved.
 
         Raises:
-            OSError: it cannot be opened; the file that was open stays open.
+            OSError: the path cannot be opened; the old file then stays open.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         file = self.path.open("ab", buffering=0)
@@ -88,7 +88,7 @@ class JsonLines:
             self._torn_at, self._rest = None, b""
 
     def close(self) -> None:
-        """Try once more to write what waits; objects that still wait are lost."""
+        """Try once more to write the waiting objects, then close; those that still wait are lost."""
         with self._lock:
             if self._file.closed:
                 return
@@ -111,10 +111,10 @@ class JsonLines:
             self.error = None
 
     def _append(self, line: bytes) -> None:
-        """Write a line, or the rest of it where the file still ends with its beginning.
+        """Write a line, or only its rest if the file still ends with its beginning.
 
         Raises:
-            OSError: it was not written, or not whole.
+            OSError: the line was not written, or only in part.
         """
         rest = line
         if self._torn_at is not None:
@@ -126,9 +126,9 @@ class JsonLines:
 
 
 def heal(path: Path) -> int:
-    """Make a file end with a whole line; returns the number of bytes cut off.
+    """Make a file end with a complete line; return the number of bytes cut off.
 
-    A last line that is a whole object and lacks only its newline gets one.
+    A complete last object that lacks only its newline gets one.
     """
     if not path.exists():
         return 0
@@ -150,12 +150,12 @@ def heal(path: Path) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The result of reading JSON lines.
+    """Objects read from a JSON lines file.
 
     Attributes:
-        records: the objects, in the order of their lines.
-        num_unreadable: lines that hold no JSON object, a torn end among them.
-        end: byte behind the last whole line: where a later reading goes on.
+        records: objects, in line order.
+        num_unreadable: number of lines that hold no JSON object, a torn end included.
+        end: byte after the last complete line, where a later read continues.
     """
 
     records: Sequence[Mapping[str, Any]]
@@ -166,14 +166,14 @@ class Records:
 def read_records(
     path: Path, start: int = 0, kept: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda record: record
 ) -> Records:
-    """Read the objects of a file from byte `start` on, which is the beginning of a line; none where there is no file.
+    """Read a file's objects from byte `start`, which must begin a line; empty if there is no file.
 
-    A last line that was never ended and a line that is no object are counted, not raised: a run that was killed leaves one.
+    An unfinished last line, and a line without an object, are counted and raise nothing: a killed run leaves one.
 
     Args:
-        kept: of an object, what stays in memory.
+        kept: function that reduces an object to what stays in memory.
     """
-    if not path.is_file():  # a FIFO would be waited for
+    if not path.is_file():  # reading a FIFO would block
         return Records([], 0, start)
     records, num_unreadable, end = list[Mapping[str, Any]](), 0, start
     with path.open("rb") as file:
@@ -199,7 +199,7 @@ def _ends_with_newline(path: Path) -> bool:
 
 
 def _start_of_last_line(descriptor: int, size: int) -> int:
-    """Return the place behind the last newline, read backwards in blocks: the file of a long run is large."""
+    """Find the position after the last newline, reading backwards in blocks: a long run's file is large."""
     block_bytes = 64 * 2**10
     end = size
     while end > 0:

@@ -1,9 +1,8 @@
-"""What is known about a step, as one typed record, and how its speeds are worked out.
+"""The typed record of one step, and the calculation of its speeds.
 
-    losses and norms (agreed by all ranks)  +  spans of host time  +  FLOPs per token   ->   StepMetrics   ->   every sink
+    losses and norms (agreed by all ranks)  +  host time by part  +  FLOPs per token   ->   StepMetrics   ->   every sink
 
-Losses are in nats per token. Speeds are those of the whole job, `_per_device` those of one rank. Time spent in validation
-is no part of a step.
+Losses are in nats per token. Speeds cover the whole job; `_per_device` speeds cover one rank. A step's time excludes validation.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,17 +17,17 @@ from triaxis.engine.telemetry.record.flops import PeakRate, hardware_flops_per_t
 from triaxis.engine.telemetry.timing.time_split import TimeSplit
 
 OPTIONAL = ("cp_imbalance", "val_loss", "time_split", "measured")
-"""Fields that are left out of a record where they are None; in place of `measured` stand the fields of each `Measured`."""
+"""Fields left out of a record when they are None. The fields in each `Measured` replace `measured`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The numbers that one meter (`triaxis.engine.telemetry.meters`) has read in a step.
+    """Numbers that one meter (`triaxis.engine.telemetry.meters`) read in a step.
 
     Attributes:
-        fields: JSON values, by their names in the step's record.
-        charts: by the names of wandb and TensorBoard.
-        line: printed under the step's line; "": none.
+        fields: JSON values, by name in the step's record.
+        charts: values, by chart name in wandb and TensorBoard.
+        line: text printed under the step's line; "" prints nothing.
     """
 
     fields: Mapping[str, Any]
@@ -38,30 +37,30 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step.
+    """Metrics of one optimizer step.
 
     Attributes:
-        step: counts from 1: how many steps have been made when this one is done.
-        attempt: how often this run had been started before.
-        unix_time_seconds: when the step ended.
-        consumed_samples, consumed_tokens: since the beginning of the run, this step included, masked tokens too.
-        loss: nats per unmasked token of the global batch, before the update.
-        loss_tokens: unmasked tokens of the global batch, or the sum of their weights.
-        lr: with which the weights were updated.
-        grad_norm: global, before clipping.
-        step_time_seconds: from the end of the last step to the end of this one, without validation.
-        spans_seconds: the same time by part; they add up to it.
-        tokens_per_second: of the whole job, masked tokens included.
-        model_tflops_per_device: model FLOPs, causal, logical vocabulary (`triaxis.engine.telemetry.record.flops`).
-        hardware_tflops_per_device: with recomputed forwards and the padded vocabulary.
-        mfu, hfu: those two over the device's peak, 0 to 1; None where no peak is known.
-        peak_memory_bytes: of the logging rank, since the start: allocated by torch on a GPU, resident on a CPU.
-        cp_imbalance: of attention work over the context-parallel ranks of the logging rank's replica, the fullest over the mean
-            (`triaxis.engine.context_parallel.imbalance`); None where rows are not cut or are one document each.
-        val_loss: nats per token of the validation that followed this step; None where none did.
-        time_split: where the time of the steps before this one went, on all ranks
-            (`triaxis.engine.telemetry.timing.step_times`); None but on steps with a line.
-        measured: by the meters of the run, in their order.
+        step: number of completed steps, this one included.
+        attempt: attempt number: how many times the run had been started before.
+        unix_time_seconds: time at which the step ended.
+        consumed_samples, consumed_tokens: totals since the run began, with this step and with masked tokens.
+        loss: nats per unmasked token in the global batch, before the update.
+        loss_tokens: unmasked tokens in the global batch, or the sum of their weights.
+        lr: learning rate in this step's update.
+        grad_norm: global gradient norm, before clipping.
+        step_time_seconds: time between the previous step's end and this one's, without validation.
+        spans_seconds: the same time by part; the parts add up to it.
+        tokens_per_second: whole-job throughput, masked tokens included.
+        model_tflops_per_device: model TFLOP/s, causal, logical vocabulary (`triaxis.engine.telemetry.record.flops`).
+        hardware_tflops_per_device: hardware TFLOP/s, with recomputed forwards and the padded vocabulary.
+        mfu, hfu: those two over the device's peak, 0 to 1; None if no peak is known.
+        peak_memory_bytes: the logging rank's peak since the start: allocated by torch on a GPU, resident on a CPU.
+        cp_imbalance: attention work on the fullest context-parallel rank over the mean, in the logging rank's replica
+            (`triaxis.engine.context_parallel.imbalance`); None if rows are not cut or hold one document each.
+        val_loss: loss in the validation after this step, nats per token; None if there was none.
+        time_split: time split of the steps before this one, on all ranks
+            (`triaxis.engine.telemetry.timing.step_times`); None except on steps with a line.
+        measured: the meters' measurements, in their order.
     """
 
     step: int
@@ -87,7 +86,7 @@ class StepMetrics:
     measured: Sequence[Measured] = ()
 
     def to_record(self) -> dict[str, Any]:
-        """Return a JSON object, without the fields that most runs lack (`OPTIONAL`) where they are None."""
+        """Convert to a JSON object, without those `OPTIONAL` fields that are None."""
         record = asdict(replace(self, time_split=None, measured=()))
         record["time_split"] = None if self.time_split is None else self.time_split.to_record()
         record = {name: value for name, value in record.items() if name not in OPTIONAL or value not in (None, ())}
@@ -97,14 +96,14 @@ class StepMetrics:
 
 
 class Meter:
-    """The calculator of `StepMetrics` from a step's result and its duration.
+    """Calculator that turns a step's result and duration into `StepMetrics`.
 
     Args:
-        config: sizes, recompute, dtype, and `telemetry.peak_tflops`, which counts before the table of devices.
-        layers_per_chunk: transformer layers of each of the pp x vpp chunks.
-        world_size: devices that share the work.
-        device_name: torch's; "cpu" has no peak.
-        documents: within which tokens attend; None: across them.
+        config: sizes, recompute, dtype, and `telemetry.peak_tflops`, which overrides the device table.
+        layers_per_chunk: number of transformer layers in each of the pp x vpp chunks.
+        world_size: number of devices that share the work.
+        device_name: torch's device name; "cpu" has no peak.
+        documents: statistics of the documents that attention stays within; None if it crosses documents.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class Meter:
         peak_memory_bytes: int,
         cp_imbalance: float | None = None,
     ) -> StepMetrics:
-        """Make the record of a step that has ended; `step` counts from 1."""
+        """Build a finished step's record; `step` counts from 1."""
         spans = {part.value: seconds for part, seconds in spans_seconds.items() if part is not StepPart.VALIDATION}
         step_time_seconds = sum(spans.values())
         tokens_per_second = self._plan.tokens_per_step / step_time_seconds

@@ -1,12 +1,12 @@
-"""The number of parameters by module: a formula, a list, and a count of what was built.
+"""Parameter counts by module: from a formula, from the parameter list, and from what was built.
 
     formula   from the sizes in the config alone, written without looking at `models/specs.py`
-    list      of `models/specs.py`
-    count     from the records of what the ranks hold; a box that n ranks hold counts 1/n on each of them
+    list      from `models/specs.py`
+    count     from the ranks' parameter records; a box that n ranks hold counts 1/n on each
 
-Count and list agree to the last parameter. A layer that was dropped because it did not divide shows as a difference at the start
-of the run. List and formula agree for the models that a configuration can name; who adds a parameter to the list sees its name and
-its number. Padding is outside the logical shapes and counted nowhere.
+Count and list must agree exactly. A layer that was dropped because it did not divide shows as a difference when the run starts.
+List and formula agree for every model that a configuration can name; a parameter added to the list is reported with its name and
+size. Padding is outside the logical shapes and is never counted.
 """
 
 import re
@@ -20,13 +20,13 @@ from triaxis.engine.layout.shard_spec import ParamRecord, ReduceAxis
 OTHER = "other"
 
 MODULES = ("embedding", "attention", "mlp", "norms", "mtp", "head", OTHER)
-"""The rows of the table; a tied head is counted with the embedding, learned positions too. The formula has nothing in the last."""
+"""Rows of the table. A tied head and learned positions count with the embedding. The formula leaves the last row at 0."""
 
 _IN_FORMULA = re.compile(
     r"(^|\.)(word|position|(q|kv)(_[ab])?|proj|sinks|up|gate_up|down|router|projection|head"
     r"|((post|final|[qk]|(q|kv)_a|embedding|hidden)_)?norm)(\.(weight|bias))?$"
 )
-"""The end of a parameter's name that the formula counts."""
+"""Pattern for the ends of parameter names that the formula counts."""
 
 
 def parameters_by_module(model: ModelConfig) -> dict[str, int]:
@@ -37,15 +37,15 @@ def parameters_by_module(model: ModelConfig) -> dict[str, int]:
         embedding   V h  (+ S h with learned positions)
         attention   L (2 a d h + 2 g d h)     biases: qkv  L (a + 2 g) d      all  + L h      sinks: a in each layer with them
         mlp         L 2 f h   (gated: 3)      biases: all  L (f + h)   (gated: 2 f + h)
-                    with experts, (E + shared) f_e in place of f, and E h, with a bias of the choice + E
-        mtp         D 2 h^2, of D layers of multi-token prediction, which count among the L in all rows but embedding and head
+                    with experts: (E + shared) f_e in place of f, plus E h for the router, plus E if it has a choice bias
+        mtp         D 2 h^2 for D multi-token prediction layers, which count among the L in all rows but embedding and head
         norms       (2 L + 3 D + 1) h  (LayerNorm: 2 each)   before and after each branch  + 2 L h
                     QK-norm  + 2 L d, over all heads  L (a + g) d      latents  + L (r_q + r)
+        head        V h, 0 if tied
 
-    Latent attention, with latents r_q and r of queries and of keys, and heads of dn + dr and of dv:
+    Latent attention, with query and key latents r_q and r, and head sizes dn + dr and dv:
 
         attention   L ((r_q + r + dr) h + r_q a (dn + dr) + r a (dn + dv) + a dv h)      without r_q, h in the second product
-        head        V h, 0 where it is tied
     """
     h, d, f = model.hidden_size, model.head_size, model.ffn_size
     ahead = 0 if model.mtp is None else model.mtp.num_layers
@@ -83,7 +83,7 @@ def parameters_by_module(model: ModelConfig) -> dict[str, int]:
 
 
 def _experts(model: ModelConfig, moe: MoEConfig | None) -> int:
-    """Count the parameters of a layer's router and experts."""
+    """Count the parameters in a layer's router and experts."""
     if moe is None:
         return 0
     width = (moe.num_experts + moe.shared_experts) * moe.ffn_hidden_size
@@ -93,7 +93,7 @@ def _experts(model: ModelConfig, moe: MoEConfig | None) -> int:
 
 
 def num_active(model: ModelConfig) -> int:
-    """Count the parameters that a token uses: all but the experts that are not its own."""
+    """Count the parameters that a token uses: all but the experts it is not routed to."""
     moe = model.moe
     total = sum(parameters_by_module(model).values())
     if moe is None:
@@ -103,7 +103,7 @@ def num_active(model: ModelConfig) -> int:
 
 
 def module_of(name: str) -> str:
-    """Return the row of the table that a parameter belongs to, from its global name."""
+    """Find a parameter's row in the table, from its global name."""
     parts = name.split(".")
     if any(part == "norm" or part.endswith("_norm") for part in parts):
         return "norms"
@@ -113,16 +113,16 @@ def module_of(name: str) -> str:
 def local_counts(
     records: Iterable[ParamRecord], owners: Mapping[ReduceAxis, int], replicas: Mapping[str, int]
 ) -> dict[str, float]:
-    """Return this rank's share of the parameters, by module; the sum over all ranks is the count.
+    """Compute this rank's share of the parameters, by module; summed over all ranks, the shares are the count.
 
     Args:
-        records: of all parameters that this rank holds.
-        owners: size of each axis that gradients are reduced over, whose ranks all hold the box.
+        records: records of all parameters that this rank holds.
+        owners: size of each axis that gradients are reduced over; all its ranks hold the box.
         replicas: size of each axis that a record may name as its replicas (`tp`, `kv_replicas`, `ends`).
 
     Returns:
-        Shares as floats, to go through one all-reduce. A share is k/n with n ranks: the sum is rounded by
-        `round_counts`, exact below 2^50 parameters.
+        Shares as floats, for one all-reduce. With n ranks a share is k/n; `round_counts` rounds the sum, exact below 2^50
+        parameters.
     """
     shares = dict.fromkeys(MODULES, Fraction(0))
     for record in records:
@@ -132,16 +132,16 @@ def local_counts(
 
 
 def round_counts(sums: Mapping[str, float]) -> dict[str, int]:
-    """Round shares that were added up over all ranks to whole numbers."""
+    """Round shares summed over all ranks to whole numbers."""
     return {module: round(value) for module, value in sums.items()}
 
 
 def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: ModelConfig) -> list[str]:
-    """List lines for the start banner: the parameters, and how far count, list and formula are from each other.
+    """Format lines for the start banner: the parameters, and where count, list and formula differ.
 
     Args:
-        counted: on the ranks, by module.
-        listed: elements of each parameter that the model has, by name.
+        counted: parameters on the ranks, by module.
+        listed: number of elements in each of the model's parameters, by name.
     """
     of_list, formula = dict.fromkeys(MODULES, 0), parameters_by_module(model)
     for name, numel in listed.items():
@@ -165,7 +165,7 @@ def comparison(counted: Mapping[str, int], listed: Mapping[str, int], model: Mod
 
 
 def _beside_formula(listed: Mapping[str, int], of_list: Mapping[str, int], formula: Mapping[str, int]) -> Iterator[str]:
-    """Yield the names of parameters that make the list another than the formula; of a module where no new names do, the module."""
+    """Yield the parameters that the formula lacks; or the module's name, if these do not explain the module's difference."""
     new: dict[str, dict[str, int]] = {module: {} for module in MODULES}
     for name, numel in listed.items():
         if not _IN_FORMULA.search(name):

@@ -1,1 +1,1 @@
-"""Times of a step: marks, their sums over ranks, and the timeline."""
+"""Step times: marks, their sums over ranks, and the timeline."""

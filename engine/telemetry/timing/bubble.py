@@ -1,29 +1,30 @@
-"""The split of waits in a pipeline, from the numbers of all ranks: its bubble, and the cost of its messages.
+"""The split of pipeline waits, from all ranks' numbers, into the bubble and the cost of messages.
 
-    rank 0  |F0|F1|.......|B0|...            measured     a wait has two causes: the stage before is not through yet,
-    rank 1  |~~~~|F0|B0|~~|F1|B1|                         or what it made is on its way
-    rank 0  |F0|F1|...|B0|...                replayed     the same actions, each as long as it was, in the same order and begun
-    rank 1  |..|F0|B0|F1|B1|                              as they were, and every message there at once
+    rank 0  |F0|F1|.......|B0|...            measured     a wait has two causes: the previous stage has not finished,
+    rank 1  |~~~~|F0|B0|~~|F1|B1|                         or its message is on the way
+    rank 0  |F0|F1|...|B0|...                replayed     the same actions with the same durations, order and beginnings,
+    rank 1  |..|F0|B0|F1|B1|                              but every message arrives at once
 
-**The replay** needs no clocks that agree and no message's moments: what a rank waits in it is its `bubble`, whatever it waited
-beyond that is `exposed_pp`. So a late message costs exposed_pp where it is late and at every stage that is late because of it,
-and no bubble. A step is replayed by itself, with its own durations: an action that took longer than usual makes bubble behind it.
+**The replay** needs neither synchronized clocks nor message times. A rank's wait in the replay is its `bubble`; any measured wait
+beyond that is `exposed_pp`. So a late message costs exposed_pp where it is late and at every stage that it delays, but no bubble.
+Each step is replayed by itself, with its own durations: an action that took longer than usual makes bubble after it.
 
-**Where the ranks begin.** The ranks of a pipeline begin a step at different moments (one had more to update, or to write
-down). The moments have one zero: no rank leaves the step's last all-reduce before all have entered it, and all leave it
-together, as nearly as such a small message is fast.
+**Where the ranks begin.** A pipeline's ranks begin a step at different moments (one had more to update, or to write down). These
+moments share one zero, the step's last all-reduce. No rank leaves it before all have entered it, and all leave it together, to
+within such a small message's latency.
 
-**The end of a step.** There a rank waits whose stage is through early: for its pipeline's last rank, as long as that came later,
-and not longer than it waited more than the rank that waited least. This is a wait for another stage like others. What is waited
-beyond it is exposed_dp in the sum over first and last stage (tied embeddings), and `other` in the agreement of all.
+**The end of a step.** Here a rank whose stage finishes early waits for its pipeline's last rank. This wait is at most the time by
+which that rank finished later, and at most the rank's wait beyond the shortest wait on any rank. It counts as a wait for another
+stage. Any wait beyond it is exposed_dp in the sum over first and last stage (tied embeddings), and `other` in the agreement of all.
 
-**Echoes.** The ranks of one stage of a replica (tp x cp) get one message each. One whose message is there goes on, and waits in its
-next tensor- or context-parallel call for one whose message is late. As far as it waited less for its input than another, and
-its action took longer, it waited for the message; this is taken out of the action, and of exposed_tp and exposed_cp in the
-proportion in which the rank waited for the calls of both. Calls to experts also join replicas, so what they wait stays exposed_ep.
+**Echoes.** In one stage of a replica, each rank (tp x cp) gets its own message. A rank whose message has arrived goes on. In its
+next tensor- or context-parallel call it then waits for a rank whose message is late. This echo is the smaller of two differences:
+how much less it waited for its input than the peer that waited longest, and how much longer its action took than the fastest
+peer's. The echo is taken out of the action, and out of exposed_tp and exposed_cp in proportion to the rank's waits for both kinds
+of call. Calls to experts also join replicas, so their waits stay exposed_ep.
 
-`schedule_bubbles` are the simulator's: mean durations of forwards and backwards per stage. The bubble that is measured beyond them
-comes of actions that did not always take the same time.
+`schedule_bubbles` come from the simulator, with mean forward and backward durations per stage. Measured bubble beyond them comes
+from actions whose durations vary.
 """
 
 from collections.abc import Sequence
@@ -51,24 +52,24 @@ from triaxis.engine.telemetry.timing.time_split import (
 Seconds = NDArray[np.floating]
 
 _KINDS = ((Kind.F,), (Kind.B, Kind.I), (Kind.W,))
-"""Actions whose durations are kept separate, as the simulator's costs are: a schedule has B, or I and W."""
+"""Action kinds whose durations are kept separate, like the simulator's costs; a schedule has B, or I and W."""
 
 
 def num_actions(schedule: Schedule) -> int:
-    """Return the number of actions in `StepTally.numbers`: of the rank that has most; 0 without a pipeline."""
+    """Number of actions in `StepTally.numbers`: the largest on any rank; 0 without a pipeline."""
     return max(map(len, schedule.actions)) if schedule.placement.pp > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Waits:
-    """Means per step, in seconds.
+    """Mean waits per step, in seconds.
 
     Attributes:
-        bubble, late: [ranks], the two causes of waiting for another stage.
-        tp_echo, cp_echo: [ranks], what of `late` and `bubble` was waited in tensor- and in context-parallel calls.
-        drain: [ranks], and at the end of the step.
-        summed: [ranks], what the sum over first and last stage took beyond `drain`.
-        schedule: per rank, by the simulator.
+        bubble, late: [ranks], waits for another stage, by their two causes.
+        tp_echo, cp_echo: [ranks], part of `late` and `bubble` that was waited in tensor- and in context-parallel calls.
+        drain: [ranks], part of `late` and `bubble` that was waited at the end of the step.
+        summed: [ranks], waits beyond `drain` in the sum over first and last stage.
+        schedule: simulated bubble per rank.
     """
 
     bubble: Seconds
@@ -81,7 +82,7 @@ class _Waits:
 
 
 class Attribution:
-    """A maker of `TimeSplit`s from the numbers of all ranks, whose `places` are in their order."""
+    """The calculation of `TimeSplit`s from all ranks' numbers; `places` has their coordinates in rank order."""
 
     def __init__(self, schedule: Schedule, places: Sequence[Coordinates]) -> None:
         self._schedule = schedule
@@ -94,12 +95,12 @@ class Attribution:
                 for dp in range(1 + max(place.dp for place in places))
             ]
         )
-        """[dp, pp, cp x tp]: who holds a stage of a pipeline, and meets in each action."""
+        """[dp, pp, cp x tp]: ranks that hold a pipeline's stage together and meet in each action."""
         self._num_actions = num_actions(schedule)
         self._order = _order(schedule) if self._num_actions else []
 
     def work_out(self, rows: Seconds, first_step: int, last_step: int) -> TimeSplit:
-        """Compute the split of the steps from first to last, from `StepTally.numbers` of each rank as rows [ranks, n]."""
+        """Compute the split for steps `first_step` to `last_step`; `rows` has each rank's `StepTally.numbers`, [ranks, n]."""
         waits = self._causes(rows[:, USUAL + 1 :])
         ranks = []
         for rank, row in enumerate(rows[:, : len(SPANS)].tolist()):
@@ -124,7 +125,7 @@ class Attribution:
         )
 
     def _causes(self, steps: Seconds) -> _Waits:
-        """Return causes of the waits of `steps` [ranks, steps x numbers], `PipelineStep.numbers` one after the other."""
+        """Split waits by cause; `steps` is [ranks, steps x numbers], one `PipelineStep.numbers` after the other."""
         num_ranks, most = len(self._places), self._num_actions
         if not most:
             nothing = np.zeros(num_ranks)
@@ -132,7 +133,7 @@ class Attribution:
         told = steps.reshape(num_ranks, -1, len(STEP_NUMBERS) + 2 * most)[self._ranks]
         begin, through, end_wait, ends_wait, tp_wait, cp_wait = np.moveaxis(told[..., : len(STEP_NUMBERS)], -1, 0)
         waits, durations = told[..., len(STEP_NUMBERS) : -most], told[..., -most:]
-        # All are [dp, pp, cp x tp, steps], the last two with a dim of actions behind.
+        # All are [dp, pp, cp x tp, steps]; `waits` and `durations` have one more dim, the actions.
         echoes = np.minimum(waits.max(axis=2, keepdims=True) - waits, durations - durations.min(axis=2, keepdims=True))
         echo = echoes.sum(axis=-1)
         met_wait = tp_wait + cp_wait
@@ -158,13 +159,13 @@ class Attribution:
         )
 
     def _by_rank(self, seconds: Seconds) -> Seconds:
-        """Return means [ranks] over the steps of [dp, pp, cp x tp, steps]."""
+        """Average [dp, pp, cp x tp, steps] over the steps, to [ranks]."""
         result = np.empty(len(self._places))
         result[self._ranks] = seconds.mean(axis=-1)
         return result
 
     def _replayed(self, begin: Seconds, durations: Seconds) -> Seconds:
-        """Return what each stage's rank waits [dp, pp, steps] where messages take no time.
+        """Replay the steps with messages that take no time; return each stage's waits, [dp, pp, steps].
 
         `begin` is [dp, pp, steps], `durations` [dp, pp, steps, actions].
         """
@@ -180,7 +181,7 @@ class Attribution:
         return np.maximum(bubble, 0.0)
 
     def _simulated(self, durations: Seconds) -> list[float]:
-        """Return the bubble of each pipeline rank in the schedule with the mean durations of each stage's actions."""
+        """Simulate the schedule with each stage's mean action durations; return the bubble per pipeline rank."""
         placement = self._schedule.placement
 
         def mean(stage: int, kinds: Sequence[Kind]) -> float:
@@ -200,7 +201,7 @@ class Attribution:
 
 
 def _order(schedule: Schedule) -> list[tuple[int, int, int | None]]:
-    """List the actions of all ranks, each after its feeder: rank, number on the rank, place of the feeder in this list."""
+    """List all ranks' actions, each after its feeder: rank, number on the rank, the feeder's place in this list."""
     placement = schedule.placement
     timeline = simulate(schedule, Costs.uniform(placement.num_stages))
     started = sorted(

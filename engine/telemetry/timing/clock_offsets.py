@@ -1,12 +1,12 @@
-"""How far the clocks of the ranks are apart, from calls that the run has anyway: small all-reduces.
+"""Offsets between the ranks' clocks, measured by small all-reduces, a call that the run has anyway.
 
     rank 0    enters        leaves                     no rank leaves an all-reduce before all have entered it:
     rank 3          enters   leaves
                                                        entered(0) <= left(3) - offset(3)   and   entered(3) - offset(3) <= left(0)
 
-So each round bounds a rank's offset from both sides, whatever the network did. Of many rounds the tightest bounds are kept; the
-offset is their middle, and half of their distance is its error at most (not an estimate). On one machine that is the
-time of one all-reduce, some tens of microseconds; between machines it grows with the latency.
+So each round bounds a rank's offset from both sides, whatever the network did. The tightest bounds over many rounds are kept. The
+offset is their middle, and its error is at most half their distance (a bound, not an estimate). On one machine that is one
+all-reduce's time, some tens of microseconds; between machines it grows with the latency.
 """
 
 import time
@@ -24,7 +24,7 @@ NUM_ROUNDS = 30
 
 @dataclass(frozen=True, slots=True)
 class ClockOffset:
-    """This rank's clock at the moment that all ranks call zero, and by how much that may be off."""
+    """This rank's clock reading at the ranks' common zero, and its largest possible error."""
 
     origin_seconds: float
     error_seconds: float
@@ -33,12 +33,12 @@ class ClockOffset:
 def measure_offset(
     world: Axis, device: torch.device, clock: Callable[[], float] = time.perf_counter, num_rounds: int = NUM_ROUNDS
 ) -> ClockOffset:
-    """Compare this rank's clock with that of the axis's first member; every member calls it at the same point.
+    """Compare this rank's clock with the one on the axis's first member; every member calls it at the same point.
 
     Args:
-        world: all ranks whose clocks are compared.
-        clock: seconds, never going back.
-        num_rounds: all-reduces; the first ones are slow.
+        world: axis over all ranks whose clocks are compared.
+        clock: function that returns seconds and never goes back.
+        num_rounds: number of all-reduces; the first ones are slow.
     """
     moments = []
     for _ in range(num_rounds):

@@ -1,12 +1,12 @@
-"""The clocks that a step is marked by: the host's, and a CUDA stream's.
+"""The clocks that mark a step: the host's, and a CUDA stream's.
 
     CPU    `Pending.wait` stops the host, so the host's clock sees what each wait costs
     GPU    it stops the stream and the host runs ahead: an event is recorded on the current stream before and after, and the time
-           between two events is what the device needed from one to the other, standing still included
+           between two events is what the device took from one to the other, idle time included
 
-Events cost the host some microseconds each, so a GPU's steps are marked by sample (`StreamClock.samples`); readings of the host's
-clock cost a tenth of one, so on a CPU every step is. Nothing here waits for the device in a step: events are asked when the
-host has read numbers that were made behind them.
+An event costs the host some microseconds, so a GPU run marks only sampled steps (`StreamClock.samples`). A host clock reading costs
+a tenth of a microsecond, so a CPU run marks every step. Nothing here waits for the device during a step: events are queried when
+the host has read numbers that were computed after them.
 """
 
 import time
@@ -17,7 +17,7 @@ import torch
 
 
 class HostClock:
-    """The host's monotonic clock; on Linux it is one for all processes of a machine."""
+    """The host's monotonic clock; on Linux all processes on a machine share it."""
 
     samples = False
 
@@ -33,7 +33,7 @@ class HostClock:
 
 
 class StreamClock:
-    """The order of work on the current CUDA stream, wherever a mark is made: forward on the main thread, backward on autograd's."""
+    """A clock that follows the current CUDA stream's work on any thread: forward on the main thread, backward on autograd's."""
 
     samples = True
 
@@ -53,7 +53,7 @@ class StreamClock:
         return event
 
     def elapsed(self, marks: Sequence[Any]) -> list[float]:
-        # The last mark is right behind the copy of the numbers that were read: it is there, or some microseconds away.
+        # The last mark comes right after the copy of the numbers that were read: it is reached, or some microseconds away.
         marks[-1].synchronize()
         return [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
 
@@ -65,5 +65,5 @@ class StreamClock:
 
 
 def clock_of(device: torch.device) -> HostClock | StreamClock:
-    """Return the clock that sees what a rank on this device waits for."""
+    """Choose the clock that measures a rank's waits on this device."""
     return StreamClock(device) if device.type == "cuda" else HostClock()

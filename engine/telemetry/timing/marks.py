@@ -1,4 +1,4 @@
-"""The activities of a rank in time: a mark wherever one ends and the next begins.
+"""A rank's activities over time, with a mark wherever one ends and the next begins.
 
     part         data | forward_backward                             | optimizer          | other
     instruction        | 0F0               | post | 0F1     | 0B0 ... |                    |
@@ -6,14 +6,14 @@
     marks         ^    ^     ^    ^        ^      ^  ^    ^ ^         ^         ^       ^  ^
 
 Between two marks the rank does one thing, so a step is cut without gaps, by construction. Parts come from the training loop,
-instructions from the executor, waits for calls and reads by the host from the ledger. A mark is a reading of the host's clock where
-waits stop the host, and a CUDA event where they stop a stream (`triaxis.engine.telemetry.timing.clocks`). An event has no
-time until the device has reached it, so marks are read when the numbers of their step are, and never waited for.
+instructions from the executor, waits for calls and host reads from the ledger. A mark is a host clock reading if waits stop the
+host, and a CUDA event if they stop a stream (`triaxis.engine.telemetry.timing.clocks`). An event has no time until the device has
+reached it. So marks are read together with their step's numbers, and nothing waits for them.
 
-Calls of context parallelism are under way while something else is computed. Each has two marks of its own: where it was posted, and
-where its future is complete. gloo runs a future's callback on its own thread once the result is there. NCCL's future is
-complete once the call is enqueued, and torch runs the callback with a current stream that waits for the call: an event that is
-recorded there is reached when the call is over (documentation of `torch.distributed.Work.get_future`).
+Context-parallel calls run while something else is computed. Each has two marks: when it was posted, and when its future completes.
+gloo runs a future's callback on its own thread once the result exists. NCCL's future completes once the call is enqueued, and torch
+runs the callback with a current stream that waits for the call. An event recorded there is reached when the call is over (see
+`torch.distributed.Work.get_future`).
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ from triaxis.engine.run.step_parts import StepPart
 
 
 class Activity(NamedTuple):
-    """The activity of a rank between two marks: the innermost of the three. `wait` is for a call, or for a read by the host."""
+    """A rank's activity between two marks; the innermost field that is set counts. `wait` is for a call or for a host read."""
 
     part: StepPart
     instruction: Instruction | None = None
@@ -35,23 +35,23 @@ class Activity(NamedTuple):
 
 
 class Clock(Protocol):
-    """A maker of marks that can measure the time between them; `samples`: a mark is too dear for every step."""
+    """A source of marks that measures the time between them; `samples` is true if marks are too costly for every step."""
 
     @property
     def samples(self) -> bool: ...
 
     def mark(self) -> Any:
-        """Mark this moment, in the order of what this rank computes."""
+        """Mark this moment in the order of this rank's work."""
 
     def elapsed(self, marks: Sequence[Any]) -> list[float]:
-        """Return seconds from the first of some marks to each of them. The numbers of their step have been read."""
+        """Measure seconds from the first mark to each one; their step's numbers must have been read."""
 
     def anchor(self) -> tuple[Any, float]:
-        """Return a mark, and `time.perf_counter` at its moment; may wait for the device."""
+        """Make a mark, and read `time.perf_counter` at the same moment; may wait for the device."""
 
 
 class CallMarks(NamedTuple):
-    """The marks of a call that may be hidden: where it was posted, and, one per handle, where it was over."""
+    """Marks for a call that may be hidden: one when it was posted, and one per handle when it was over."""
 
     posted: Any
     over: list[Any]
@@ -59,13 +59,13 @@ class CallMarks(NamedTuple):
 
 @dataclass(slots=True)
 class MarkedStep:
-    """A step from the end of the one before it to its own end.
+    """A marked step, from the previous step's end to its own.
 
     Attributes:
-        step: counts from 1.
-        marks: of the clock, one more than `activities`.
-        activities: what was done from each mark to the next.
-        calls: of context parallelism, which were under way in some of these activities.
+        step: step, counted from 1.
+        marks: clock marks, one more than `activities`.
+        activities: activity between each mark and the next.
+        calls: context-parallel calls that ran during some of these activities.
     """
 
     step: int
@@ -74,7 +74,7 @@ class MarkedStep:
     calls: list[CallMarks] = field(default_factory=list)
 
     def calls_elapsed(self, clock: Clock) -> list[tuple[float, float]]:
-        """Return from when to when each call was under way, in seconds from the step's first mark. Its numbers have been read."""
+        """Measure each call's start and end, in seconds from the step's first mark; its numbers must have been read."""
         ended = [call for call in self.calls if call.over]
         marks = [mark for call in ended for mark in (call.posted, *call.over)]
         _, *times, _ = clock.elapsed([self.marks[0], *marks, self.marks[-1]])
@@ -83,9 +83,9 @@ class MarkedStep:
 
 
 class TimeMarks:
-    """The marks of one rank, which follow its parts, instructions and waits (`triaxis.engine.comm.ledger.WaitObserver`).
+    """One rank's marks, which follow its parts, instructions and waits (`triaxis.engine.comm.ledger.WaitObserver`).
 
-    No step is marked before `begin`. In a step that is not marked, nothing is done.
+    No step is marked before `begin`. Nothing is done in an unmarked step.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -97,7 +97,7 @@ class TimeMarks:
         self._ended: deque[MarkedStep] = deque()
 
     def begin(self, steps_made: int, *, is_marked: bool) -> None:
-        """Begin after `steps_made` steps, where a run begins or goes back to; forget what was marked and not taken."""
+        """Begin after `steps_made` steps, at a run's start or after a rollback; forget marks that were not taken."""
         self._ended.clear()
         self._part, self._instruction = StepPart.OTHER, None
         self._start(steps_made + 1, is_marked)
@@ -108,7 +108,7 @@ class TimeMarks:
         self._switch(None)
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """Follow the executor to its next instruction; None: it has run the last."""
+        """Follow the executor to its next instruction; None after the last one."""
         self._instruction = instruction
         self._switch(None)
 
@@ -131,11 +131,11 @@ class TimeMarks:
         self._switch(None)
 
     def read_begins(self, mark: Event) -> None:
-        """Mark the beginning of a read by the host."""
+        """Mark the beginning of a host read."""
         self._switch(mark)
 
     def read_ends(self) -> None:
-        """Mark the end of a read: a device has stood still since it had the numbers."""
+        """Mark the end of a host read; a device has been idle since it had the numbers."""
         self._switch(None)
 
     def end_step(self, *, next_is_marked: bool) -> None:
@@ -149,7 +149,7 @@ class TimeMarks:
         self._start(self._step + 1, next_is_marked, mark)
 
     def take(self, step: int) -> MarkedStep | None:
-        """Return the marks of a step that has ended, once; None: it was not marked. Earlier steps are forgotten."""
+        """Take a finished step's marks, once; None if it was not marked. Earlier steps are forgotten."""
         while self._ended and self._ended[0].step <= step:
             ended = self._ended.popleft()
             if ended.step == step:
@@ -166,7 +166,7 @@ class TimeMarks:
         self._switch(None, mark)
 
     def _switch(self, wait: Event | None, mark: Any = None) -> None:
-        """Begin another activity, at a mark that exists or at a new one."""
+        """Begin another activity, at the given mark or at a new one."""
         running = self._running
         if running is not None:
             running.marks.append(self.clock.mark() if mark is None else mark)

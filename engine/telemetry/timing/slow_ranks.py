@@ -1,20 +1,20 @@
-"""Ranks that compute longer than those with the same work.
+"""Detection of ranks that compute longer than ranks with the same work.
 
     stage 0   rank 0  41 ms    rank 1  40 ms    rank 4  58 ms    rank 5  41 ms        rank 4: 42 % over the median of the others
     stage 1   rank 2  35 ms    rank 3  35 ms    rank 6  36 ms    rank 7  35 ms
 
-Ranks of one pipeline stage hold equal parts of the same layers and see as many tokens, so they compute equally long. Time in
-which a rank waits is no computing: a slow rank makes the others wait, and only its own number grows.
+Ranks in one pipeline stage hold equal parts of the same layers and see equally many tokens, so they should compute equally long.
+Waiting does not count as computing: a slow rank makes the others wait, but only its own number grows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 SLOWER_BY = 0.3
-"""How much longer than the median of the others, as a part of it, makes a rank slow."""
+"""Excess over the others' median, as a fraction of it, that makes a rank slow."""
 
 IN_A_ROW = 3
-"""How many reports in a row it must be: one alone may be a neighbour's job, or a collection of garbage."""
+"""Number of reports in a row in which a rank must be slow: one alone may be a neighbour's job, or a garbage collection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +22,9 @@ class SlowRank:
     """A rank that was slow in `IN_A_ROW` reports.
 
     Attributes:
-        rank, host: who it is.
-        seconds: that it computes in its median step of the last report.
-        usual_seconds: the median of the other ranks of its stage.
+        rank, host: the slow rank and its host.
+        seconds: compute time in the rank's median step, in the last report.
+        usual_seconds: median over the other ranks in its stage.
     """
 
     rank: int
@@ -41,7 +41,7 @@ class SlowRank:
 
 
 class SlowRanks:
-    """A comparison of the ranks of one pipeline stage, which names a rank once when it becomes slow."""
+    """A comparison of ranks within each pipeline stage, which names a rank once when it becomes slow."""
 
     def __init__(self, stage_ranks: Sequence[int], hosts: Sequence[str]) -> None:
         self._hosts = hosts
@@ -51,9 +51,9 @@ class SlowRanks:
         self._in_a_row = [0] * len(stage_ranks)
 
     def report(self, compute_seconds: Sequence[float]) -> list[SlowRank]:
-        """List ranks that have become slow with this report, from the seconds that each rank computes in its median step.
+        """List the ranks that become slow with this report; `compute_seconds` has each rank's compute time in its median step.
 
-        One sort per stage: comparing each rank with a list of the others would take the square of the ranks.
+        There is one sort per stage: comparing each rank with a list of the others would take quadratic time.
         """
         named = []
         for ranks in self._stages.values():
@@ -71,7 +71,7 @@ class SlowRanks:
 
 
 def _median_without(in_order: Sequence[float], place: int) -> float | None:
-    """Return the median of ascending values without the one at `place`; None where no other is left."""
+    """Median of ascending values without the one at `place`; None if no other is left."""
     count = len(in_order) - 1
     if not count:
         return None

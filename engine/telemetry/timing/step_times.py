@@ -1,4 +1,4 @@
-"""The times of a rank's steps: marked here, gathered before each line, worked out on the logging rank.
+"""A rank's step times: marked here, gathered before each line, split on the logging rank.
 
     step   1     2 ... 8     9             10                11 ... 18     19            20
     line   x                               x                                             x
@@ -6,11 +6,11 @@
            |                       gather  |   2 to 9
            warms up
 
-A rank's row has sixteen numbers, and with a pipeline six for each measured step and two for each of its actions. Rows travel to
-rank 0 along tp, pp and dp (`triaxis.engine.comm.gather`). The first of these calls is posted when the numbers of the step
-before a line are read, and the others when those of the line are. So a line shows where the time of the steps before it went.
-The first step of an attempt warms up and is in no split. On a GPU only the step before a line is marked; the timeline's steps
-are marked everywhere.
+A rank's row has sixteen numbers; with a pipeline, six more for each measured step and two for each of the step's actions. Rows
+travel to rank 0 along tp, pp and dp (`triaxis.engine.comm.gather`). The first of these calls is posted when the numbers of the step
+before a line are read, the others when the line's own are. So a line shows where the time of the steps before it went. An attempt's
+first step warms up and is in no split. On a GPU only the step before a line is marked; the timeline's steps are marked on every
+device.
 """
 
 import sys
@@ -35,18 +35,18 @@ from triaxis.engine.telemetry.timing.timeline import Timeline
 from triaxis.engine.telemetry.timing.timers import has_line
 
 PURPOSE = "telemetry"
-"""Label of the gathered times in the ledger."""
+"""Ledger label for the gathered times."""
 
 
 class StepTimes(StepWatcher):
-    """The times of this rank's steps and, on rank 0, of all ranks'. All ranks make the same calls.
+    """Step times for this rank and, on rank 0, for all ranks. All ranks make the same calls.
 
     Args:
-        config: how often there is a line, and whether times are split.
-        topology: of this rank; `marks` follow its waits.
-        marks: of this rank; they follow its instructions too.
-        num_steps: of the whole run.
-        timeline: this rank's row, of the same steps on all ranks; None: the run has no timeline.
+        config: telemetry settings: the interval between lines, and whether times are split.
+        topology: this rank's topology; `marks` follow its waits.
+        marks: this rank's marks; they follow its instructions too.
+        num_steps: number of steps in the whole run.
+        timeline: this rank's timeline row, with the same steps on all ranks; None if the run has no timeline.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class StepTimes(StepWatcher):
         self._marks.enter(part)
 
     def end_step(self) -> None:
-        """End a step, whose work the host has posted."""
+        """End a step whose work the host has posted."""
         self._step += 1
         self._marks.enter(StepPart.OTHER)
         self._compare_clocks()
         self._marks.end_step(next_is_marked=self._is_marked(self._step + 1))
 
     def on_step(self, step: int) -> TimeSplit | None:
-        """Take the marks of a step, counted from 1, whose numbers were read; return the split for its line, on the logging rank."""
+        """Take the marks of step `step` (from 1), whose numbers were read; return its line's split on the logging rank."""
         split = self._collect()
         marked = self._marks.take(step)
         if marked is not None:
@@ -110,14 +110,14 @@ class StepTimes(StepWatcher):
         return split
 
     def finish(self) -> None:
-        """End the measurement after the loop; once it returns, every rank's row of the timeline is written."""
+        """End the measurement after the loop; on return, every rank's timeline row is written."""
         self._collect()
         self.close()
         if self._timeline is not None:
             self._world.barrier(self._topology.device, PURPOSE)
 
     def close(self) -> None:
-        """Stop marking, and write the row of the timeline as far as it is known."""
+        """Stop marking, and write the timeline row as far as it is known."""
         self._marks.close()
         self._write_row()
 
@@ -159,12 +159,12 @@ class StepTimes(StepWatcher):
             print(f"rank {self._topology.rank}: its row of the timeline is not written: {error}", file=sys.stderr)
 
     def _post(self) -> None:
-        """Post what this rank's steps were like since the last time."""
+        """Post this rank's numbers for the steps since the last post."""
         numbers = self._tally.numbers(self._num_actions)
         device = self._topology.device
         gathering = Gathering(self._topology, to_device(numbers, AGREEMENT_DTYPE, device), PURPOSE)
         if device.type == "cpu" or self._topology.staged:
-            # A wait would stop the host.
+            # Waiting here would stop the host.
             self._posted = gathering.finish, self._tally
         else:
             # The copy must come before the next step on the stream.
@@ -173,7 +173,7 @@ class StepTimes(StepWatcher):
         self._tally = StepTally()
 
     def _collect(self) -> TimeSplit | None:
-        """Return the split of the steps that were posted last, on the logging rank."""
+        """Finish the last post; return its split on the logging rank, None elsewhere."""
         if self._posted is None:
             return None
         (read, tally), self._posted = self._posted, None

@@ -1,24 +1,24 @@
-"""The parts of a step's time, to 100 %: sums over each rank's activities, and their means over all ranks.
+"""The parts of a step's time, adding up to 100 %: sums over each rank's activities, and their means over all ranks.
 
-    compute        actions of the schedule, less what is waited for in them
+    compute        the schedule's actions, without the waits in them
     exposed_tp     waits for tensor-parallel calls, the cross-entropy's too
-    exposed_cp     waits for keys and values of the other context-parallel ranks, and for sums of their gradients
-    exposed_ep     waits for tokens on their way to experts and back, for counts of rows, and for the load within samples
-    host_read      reads of numbers by the host, for which a device stands still: counts of rows, ends of experts' rows
-    bubble         idle time that would remain with messages that take no time
-    exposed_pp     what the pipeline's messages cost: posting, waits beyond the bubble, waits until the last sends have left
-    exposed_dp     waits for gradients to be reduced (sums of replicated parameters too), and for parameters to be gathered
-    optimizer      norm, clipping, update; posting of the gathers
+    exposed_cp     waits for the other context-parallel ranks' keys and values, and for sums of their gradients
+    exposed_ep     waits for tokens on their way to experts and back, for row counts, and for the load within samples
+    host_read      host reads for which a device stands still: row counts, ends of experts' rows
+    bubble         idle time that would remain if messages took no time
+    exposed_pp     cost of the pipeline's messages: posting, waits beyond the bubble, waits until the last sends have left
+    exposed_dp     waits for gradients to be reduced (sums for replicated parameters too), and for parameters to be gathered
+    optimizer      norm, clipping, update; posting the gathers
     data           reading and copying the next global batch
-    checkpoint     what saving stops
-    other          everything else: reading and writing down numbers, Python between two actions, the sum of labels, the agreement
+    checkpoint     time for which saving stops training
+    other          everything else: reading and recording numbers, Python between two actions, the label sum, the agreement
 
-A rank sees that it waited for another stage, but not why: bubble and exposed_pp are separated where the times of all ranks
-are (`triaxis.engine.telemetry.timing.bubble`). `StepTally` is of one rank, `TimeSplit` of all.
+A rank can measure that it waited for another stage, but not why. So bubble and exposed_pp are separated on the rank that has all
+ranks' times (`triaxis.engine.telemetry.timing.bubble`). `StepTally` covers one rank, `TimeSplit` all ranks.
 
-`hidden_cp` is no part: in this time a call of context parallelism was under way, and the rank did not wait for one. A call is under
-way from its post until it is over, its turn behind other calls included. exposed_cp and hidden_cp are what the calls took in all;
-two that are under way together count once.
+`hidden_cp` is not a part: it is time in which a context-parallel call was running and the rank did not wait for one. A call runs
+from its post until it is over, including its turn after other calls. exposed_cp and hidden_cp add up to the calls' total time; two
+calls that run together count once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -49,20 +49,20 @@ Part = Literal[
     "other",
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
-"""In the order in which they are shown."""
+"""Parts, in the order in which they are shown."""
 
 INPUT_WAIT, ENDS_WAIT, END_WAIT = "input_wait", "ends_wait", "end_wait"
 HIDDEN_CP = "hidden_cp"
 SPANS = (*(part for part in PARTS if part != "bubble"), INPUT_WAIT, ENDS_WAIT, END_WAIT, HIDDEN_CP)
-"""Spans that a rank measures by itself; the bubble takes all ranks. First and last stage meet at the ends (tied embeddings),
-all ranks at the end of the step. The last one overlaps others."""
+"""Spans that a rank measures by itself; the bubble needs all ranks. In `ends_wait` first and last stage meet (tied embeddings), in
+`end_wait` all ranks at the end of the step. The last span overlaps others."""
 
 USUAL = len(SPANS)
-"""Place of the median of compute in `StepTally.numbers`; the steps follow, each as `PipelineStep.numbers`."""
+"""Index of the median compute time in `StepTally.numbers`; the steps follow, each as `PipelineStep.numbers`."""
 
 
 def span_of(activity: Activity) -> str | None:
-    """Return which of `SPANS` an activity belongs to; None: to no step."""
+    """Find an activity's span in `SPANS`; None if it belongs to no step."""
     part, instruction, wait = activity
     if part is StepPart.VALIDATION:
         return None
@@ -98,7 +98,7 @@ Interval = tuple[float, float]
 
 
 def seconds_without(inside: Sequence[Interval], outside: Sequence[Interval]) -> float:
-    """Return for how long there is an interval of `inside` and none of `outside`; none of them is turned round."""
+    """Measure the seconds covered by `inside` and not by `outside`; no interval may end before it starts."""
     edges = [(moment, step, 0) for interval in inside for moment, step in zip(interval, (1, -1), strict=True)]
     edges += [(moment, 0, step) for interval in outside for moment, step in zip(interval, (1, -1), strict=True)]
     total, before, num_inside, num_outside = 0.0, 0.0, 0, 0
@@ -111,17 +111,17 @@ def seconds_without(inside: Sequence[Interval], outside: Sequence[Interval]) -> 
 
 @dataclass(slots=True)
 class PipelineStep:
-    """One rank's way through the pipeline in one step, in seconds; moments are on the scale of the step's marks.
+    """One rank's pass through the pipeline in one step, in seconds; moments are on the scale of the step's marks.
 
     Attributes:
-        begin: when its first instruction began.
-        through: when its last one was done.
-        met: when it left the step's last meeting of all ranks.
-        end_wait: how long it waited there.
-        ends_wait: and before, for the sum over first and last stage.
-        tp_wait, cp_wait: how long it waited for tensor-parallel calls, and for context-parallel ones.
-        waits: of each action in order, for its input.
-        durations: of each action in order, waits for its input left out, others not.
+        begin: moment at which its first instruction began.
+        through: moment at which its last instruction was done.
+        met: moment at which it left the step's last meeting of all ranks.
+        end_wait: wait in that meeting.
+        ends_wait: wait before it, in the sum over first and last stage.
+        tp_wait, cp_wait: waits for tensor-parallel and for context-parallel calls.
+        waits: each action's wait for its input, in order.
+        durations: each action's duration, in order, without the wait for its input but with other waits.
     """
 
     begin: float
@@ -135,7 +135,7 @@ class PipelineStep:
     durations: list[float] = field(default_factory=list)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """Return `STEP_NUMBERS`, `waits` and `durations`, filled up to `num_actions`; `begin` and `through` count from `met`."""
+        """List `STEP_NUMBERS`, `waits` and `durations`, padded to `num_actions`; `begin` and `through` count from `met`."""
         assert len(self.waits) <= num_actions, f"{len(self.waits)} actions of a schedule of {num_actions}"
         none = [0.0] * (num_actions - len(self.waits))
         moments = [self.begin - self.met, self.through - self.met]
@@ -148,7 +148,7 @@ STEP_NUMBERS = ("begin", "through", "end_wait", "ends_wait", "tp_wait", "cp_wait
 
 
 class StepTally:
-    """The times of one rank over some steps."""
+    """One rank's times over some steps."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -159,11 +159,11 @@ class StepTally:
     def add(
         self, step: int, activities: Sequence[Activity], times: Sequence[float], calls: Sequence[Interval] = ()
     ) -> None:
-        """Add one step: `activities[i]` lasted from `times[i]` to `times[i + 1]`, in seconds, `calls` were under way."""
+        """Add one step: `activities[i]` lasted from `times[i]` to `times[i + 1]`, in seconds; `calls` are the running calls."""
         self.steps.append(step)
         spans = [span_of(activity) for activity in activities]
         waits = [between for span, between in zip(spans, pairwise(times), strict=True) if span == "exposed_cp"]
-        # A thread of gloo may finish a call before this rank has marked its post.
+        # A gloo thread may finish a call before this rank has marked its post.
         lasting = [(start, stop) for start, stop in calls if stop > start]
         self._seconds[HIDDEN_CP] += seconds_without(lasting, waits)
         computed = self._seconds["compute"]
@@ -180,7 +180,7 @@ class StepTally:
             elif span == ENDS_WAIT:
                 way.ends_wait += seconds
             instruction = activity.instruction
-            # A step that is made again between two steps, to find what is not finite in it, is none of the pipeline's.
+            # A step that is repeated between two steps, to find a non-finite value, is not part of the pipeline.
             if instruction is None or activity.part is not StepPart.FORWARD_BACKWARD:
                 continue
             if not has_begun:
@@ -200,7 +200,7 @@ class StepTally:
         self._pipeline.append(way)
 
     def numbers(self, num_actions: int) -> list[float]:
-        """Return means per step, the median of compute and, where `num_actions` is not 0, the steps; as many for every rank."""
+        """List means per step, the median compute time and, unless `num_actions` is 0, the steps; as many on every rank."""
         spans = [self._seconds[span] / len(self.steps) for span in SPANS]
         steps = [number for way in self._pipeline for number in way.numbers(num_actions)] if num_actions else []
         return [*spans, median(self._compute_seconds), *steps]
@@ -208,14 +208,14 @@ class StepTally:
 
 @dataclass(frozen=True)
 class TimeSplit:
-    """Mean times per step, over some steps of all ranks.
+    """Mean times per step, over some steps on all ranks.
 
     Attributes:
-        first_step, last_step: that were measured, counted from 1.
+        first_step, last_step: first and last measured step, counted from 1.
         ranks: seconds by part, a mapping per rank; each adds up to that rank's step.
-        schedule_bubbles: seconds per rank that the schedule waits, with the mean durations of each stage's actions.
-        usual_compute: seconds per rank that it computes in the median step: one that was held up does not change it.
-        hidden_cp: seconds per rank in which calls of context parallelism were hidden; None: there is none.
+        schedule_bubbles: seconds per rank that the schedule waits, with each stage's mean action durations.
+        usual_compute: seconds per rank that it computes in the median step; a single delayed step does not change it.
+        hidden_cp: seconds per rank in which context-parallel calls were hidden; None without context parallelism.
     """
 
     first_step: int
@@ -227,26 +227,26 @@ class TimeSplit:
 
     @cached_property
     def seconds(self) -> dict[Part, float]:
-        """Return seconds by part, the mean over the ranks."""
+        """Seconds by part, averaged over the ranks."""
         return {part: fmean(rank[part] for rank in self.ranks) for part in PARTS}
 
     @property
     def step_seconds(self) -> float:
-        """Return the seconds of a step, the mean over the ranks: the sum of `seconds`."""
+        """Seconds per step, averaged over the ranks: the sum of `seconds`."""
         return sum(self.seconds.values())
 
     @property
     def schedule_bubble(self) -> float:
-        """Return the mean over the ranks, in seconds."""
+        """Mean of `schedule_bubbles` over the ranks, in seconds."""
         return fmean(self.schedule_bubbles)
 
     @property
     def shares(self) -> dict[Part, float]:
-        """Return `seconds` over `step_seconds`: they add up to 1."""
+        """Parts as fractions of `step_seconds`; they add up to 1."""
         return {part: seconds / self.step_seconds for part, seconds in self.seconds.items()}
 
     def to_record(self) -> dict[str, Any]:
-        """Return a JSON object; of the ranks, the one whose median step computes longest."""
+        """Convert to a JSON object. Single ranks are left out, except the one whose median step computes longest."""
         slowest = max(range(len(self.ranks)), key=lambda rank: self.usual_compute[rank])
         return {
             "first_step": self.first_step,
@@ -260,7 +260,7 @@ class TimeSplit:
         }
 
     def __str__(self) -> str:
-        """Return `compute 61%  tp 8%  cp 4% (12 ms, 9 hidden)  bubble 14% (schedule 13%)  other 13%`, without parts below 0.5 %."""
+        """Format `compute 61%  tp 8%  cp 4% (12 ms, 9 hidden)  bubble 14% (schedule 13%)  other 13%`, without parts below 0.5 %."""
         words = []
         for part, share in self.shares.items():
             name = part.removeprefix("exposed_").replace("_", " ")

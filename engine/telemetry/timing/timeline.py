@@ -1,4 +1,4 @@
-"""Some steps of all ranks on one axis of time, for ui.perfetto.dev or chrome://tracing.
+"""The timeline: some steps on all ranks on one time axis, for ui.perfetto.dev or chrome://tracing.
 
     rank 0   | step 12                                                            |
              | data | forward_backward                       | optimizer | other  |
@@ -6,8 +6,8 @@
                       | wait tp |                 | wait pp_backward |
     rank 1   | step 12 ...                                                             a row per rank, in the order of the ranks
 
-Actions are named as in the schedule, a group call by what it sends and receives: by the actions that made it and that need it.
-Each rank writes a file of its own; `merge` makes one of them, when the run ends or by `triaxis report --timeline`. Clocks are
+Actions are named as in the schedule. A group call is named by what it sends and receives: the actions that produced it and that
+need it. Each rank writes its own file; `merge` combines them when the run ends or in `triaxis report --timeline`. Clocks are
 compared before the first of these steps (`triaxis.engine.telemetry.timing.clock_offsets`); each row's name has the error.
 """
 
@@ -29,19 +29,19 @@ from triaxis.engine.telemetry.timing.marks import Activity
 _RANK_FILE = re.compile(r"rank_\d{1,9}\.json")
 _ATTEMPT = re.compile(r"attempt_(\d{1,9})")
 _MOST_BYTES = 2**30
-"""Largest row of one rank; an event has about 200."""
+"""Largest size of one rank's file, in bytes; an event has about 200."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowIdentity:
-    """The identity of a row.
+    """Identity of a timeline row.
 
     Attributes:
-        rank: its place among the rows.
-        world_size: how many rows there should be.
+        rank: the row's rank, which is its place among the rows.
+        world_size: expected number of rows.
         text: coordinates and host.
-        pp_rank: its pipeline coordinate.
-        placement: of the schedule, to name what is sent.
+        pp_rank: the rank's pipeline coordinate.
+        placement: the schedule's placement, to name transfers.
     """
 
     rank: int
@@ -52,7 +52,7 @@ class RowIdentity:
 
 
 class Timeline:
-    """The row of one rank: steps counted from 1, and the file that it is written to, whose folder is made."""
+    """One rank's row. `steps` count from 1; the folder of `path` is created."""
 
     def __init__(self, steps: range, row: RowIdentity, path: Path) -> None:
         self.steps = steps
@@ -63,11 +63,11 @@ class Timeline:
         self._events: list[dict[str, Any]] = []
 
     def set_clock(self, origin_seconds: float, error_seconds: float) -> None:
-        """Set this rank's clock at the zero of all ranks, and how far that may be off."""
+        """Set this rank's clock reading at the ranks' common zero, and its largest possible error."""
         self._origin_seconds, self._error_seconds = origin_seconds, error_seconds
 
     def add(self, step: int, activities: Sequence[Activity], clock_seconds: Sequence[float]) -> None:
-        """Add one step; `clock_seconds` are of this rank's clock, one more than `activities`."""
+        """Add one step; `clock_seconds` are readings of this rank's clock, one more than `activities`."""
         times = [seconds - self._origin_seconds for seconds in clock_seconds]
         self._slice(f"step {step}", "step", times[0], times[-1], {})
         layers: list[tuple[str, list[Any]]] = [
@@ -85,7 +85,7 @@ class Timeline:
                 began = place
 
     def write(self) -> None:
-        """Write the rank's file, if there is anything that was not written yet.
+        """Write the rank's file if anything was not written yet.
 
         Raises:
             OSError: the file cannot be written.
@@ -133,7 +133,7 @@ def _titled(instruction: Instruction, row: RowIdentity) -> tuple[str, str]:
 
 
 def _transfer_name(transfer: Transfer, row: RowIdentity) -> str:
-    """Return `send 0F3 to pp 1` (this rank's action made it) or `receive 1B3 from pp 1` (this rank's action needs it)."""
+    """Name a transfer: `send 0F3 to pp 1` (this rank's action made it), `receive 1B3 from pp 1` (this rank's action needs it)."""
     letter, before = ("F", -1) if transfer.direction == "forward" else ("B", 1)
     if transfer.source == row.pp_rank:
         chunk = row.placement.chunk_of(transfer.stage + before)
@@ -144,13 +144,13 @@ def _transfer_name(transfer: Transfer, row: RowIdentity) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """One file out of the ranks'.
+    """The timeline file merged from the ranks' files.
 
     Attributes:
-        path: of it.
-        num_ranks: that are in it.
-        missing: ranks that wrote none.
-        error_seconds: of the rank whose clock is known least.
+        path: merged file.
+        num_ranks: number of ranks in it.
+        missing: ranks that wrote no file.
+        error_seconds: largest clock error on any rank.
     """
 
     path: Path
@@ -169,10 +169,10 @@ class Merged:
 
 
 def merge(run: Path) -> Merged:
-    """Make `timeline.json` of a run directory out of what the ranks of its latest traced attempt wrote.
+    """Merge the rank files from a run's latest traced attempt into its `timeline.json`.
 
     Raises:
-        TriaxisError: no rank wrote a timeline, or what one wrote cannot be read.
+        TriaxisError: no rank wrote a timeline, or a rank's file cannot be read.
     """
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": run.name}}]
     contents = read_ranks(run)
@@ -192,10 +192,10 @@ def merge(run: Path) -> Merged:
 
 
 def read_ranks(run: Path) -> dict[int, dict[str, Any]]:
-    """Read what the ranks of a run's latest traced attempt wrote, by rank: Chrome's trace format, times in microseconds.
+    """Read the rank files from a run's latest traced attempt, by rank: Chrome's trace format, times in microseconds.
 
     Raises:
-        TriaxisError: no rank wrote a timeline, or what one wrote cannot be read.
+        TriaxisError: no rank wrote a timeline, or a rank's file cannot be read.
     """
     numbers = {int(match[1]): match[0] for entry in _names(run / "timeline") if (match := _ATTEMPT.fullmatch(entry))}
     folder = run / "timeline" / numbers[max(numbers)] if numbers else None
@@ -223,5 +223,5 @@ def read_ranks(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def _names(folder: Path) -> list[str]:
-    """List the names in a folder, sorted; none where it is no folder."""
+    """List the names in a folder, sorted; empty if it is not a folder."""
     return sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []

@@ -1,13 +1,13 @@
-"""NVTX ranges for Nsight Systems, named as a trace of the profiler is: steps, parts of the loop, instructions of the program.
+"""NVTX ranges for Nsight Systems: steps, loop parts and program instructions, named as in a profiler trace.
 
     | step 12                                                                        |   from its data to the next step's
     | data |            forward_backward            | optimizer | checkpoint |
            | 0F0 | post | 0F1 | 0B0 | post | ...
 
-    nsys profile --trace=cuda,nvtx,osrt -o rank_%q{RANK} ...       each rank writes a report of its own
+    nsys profile --trace=cuda,nvtx,osrt -o rank_%q{RANK} ...       each rank writes its own report
 
-A range belongs to the thread that walks the program, and shows when the host posted the work. Kernels of a backward are launched by
-autograd's own thread: at the same time as the range of their action, in another row.
+Ranges belong to the thread that walks the program and show when the host posted the work. Autograd's own thread launches the
+backward kernels: they appear at the same time as their action's range, in another row.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from triaxis.engine.telemetry.trace.profile import instruction_name
 
 
 class NvtxRanges(StepWatcher):
-    """The ranges of one rank; `push` begins a range inside of those that are open, `pop` ends the innermost."""
+    """NVTX ranges of one rank; `push` opens a nested range, `pop` ends the innermost one."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class NvtxRanges(StepWatcher):
         self._depth = 0
 
     def begin(self, steps_made: int) -> None:
-        """Count steps from here."""
+        """Count steps from `steps_made`."""
         self._step = steps_made
 
     def enter(self, part: StepPart) -> None:
-        """Follow the loop to its next part; a step begins with its first one."""
+        """Follow the loop to its next part; the first part also begins a step."""
         if part == FIRST:
             self._step += 1
             self._pop_to(0)
@@ -46,15 +46,15 @@ class NvtxRanges(StepWatcher):
         self._push_range(part)
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """End the range of the instruction before, and begin that of this one."""
+        """End the previous instruction's range and begin this one's."""
         if self._depth < 2:
-            return  # outside of the loop's steps: text that is written at the end
+            return  # outside the loop's steps, as when the model writes text at the end of the run
         self._pop_to(2)
         if instruction is not None:
             self._push_range(instruction_name(instruction))
 
     def close(self) -> None:
-        """End the ranges that are open."""
+        """End all open ranges."""
         self._pop_to(0)
 
     def _push_range(self, name: str) -> None:

@@ -1,10 +1,10 @@
-"""A trace of some steps of one rank, by torch's profiler: operators and kernels, inside ranges named as the schedule names them.
+"""A torch profiler trace of some steps on one rank: operators and kernels, inside ranges named as in the schedule.
 
-    | data |            forward_backward            | optimizer | checkpoint |        parts of the loop
-           | 0F0 | post | 0F1 | 0B0 | post | ...                                      instructions of the rank's program
+    | data |            forward_backward            | optimizer | checkpoint |        loop parts
+           | 0F0 | post | 0F1 | 0B0 | post | ...                                      instructions in the rank's program
 
-A trace opens in https://ui.perfetto.dev or chrome://tracing. While steps are traced they are slower, so their times are good for
-comparing one with the other, not for reporting.
+A trace opens in https://ui.perfetto.dev or chrome://tracing. Traced steps run slower: compare their times with each other, but do
+not report them.
 """
 
 import sys
@@ -18,24 +18,24 @@ from triaxis.engine.pipeline.lowering import Instruction, Post
 from triaxis.engine.run.step_parts import FIRST, StepPart, StepWatcher
 
 POST = "post"
-"""Range of a group call; sends and receives of its messages are in it."""
+"""Range name for a group call; its sends and receives are inside."""
 
 
 def instruction_name(instruction: Instruction) -> str:
-    """Return `0F3` for an action, `post` for a group call."""
+    """Name an instruction: `0F3` for an action, `post` for a group call."""
     return POST if isinstance(instruction, Post) else str(instruction)
 
 
 class StepProfiler(StepWatcher):
-    """A tracer of the configured steps, on one rank.
+    """Profiler that traces the configured steps on one rank.
 
     Args:
-        config: which steps; they are counted from 1.
-        path: where the trace goes, a `.json.gz`; its folder is made.
-        device: of the rank; a GPU's kernels are in its trace.
+        config: steps to trace, counted from 1.
+        path: trace file, a `.json.gz`; its folder is created.
+        device: the rank's device; a GPU's kernels are in the trace.
 
     Attributes:
-        written: the path, once the trace is there.
+        written: path of the trace once it is written; None before.
     """
 
     def __init__(self, config: ProfileConfig, path: Path, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class StepProfiler(StepWatcher):
         self._instruction: record_function | None = None
 
     def begin(self, steps_made: int) -> None:
-        """Count steps from here; those that are traced already are not traced again."""
+        """Count steps from `steps_made`; steps already traced are not traced again."""
         self._step = steps_made
 
     def enter(self, part: StepPart) -> None:
@@ -66,7 +66,7 @@ class StepProfiler(StepWatcher):
             self._part = _entered(part)
 
     def instruction(self, instruction: Instruction | None) -> None:
-        """End the range of the instruction before, and begin that of this one."""
+        """End the previous instruction's range and begin this one's."""
         if self._profile is None:
             return
         if self._instruction is not None:
@@ -76,7 +76,7 @@ class StepProfiler(StepWatcher):
             self._instruction = _entered(instruction_name(instruction))
 
     def close(self) -> None:
-        """Write the trace if one is open: the last traced step is over, or the run is. A full disk is a line in the rank's log."""
+        """Write the open trace, if any, after the last traced step or the run. A full disk only adds a line to the rank's log."""
         if self._profile is None:
             return
         self._leave()
@@ -92,7 +92,7 @@ class StepProfiler(StepWatcher):
             self.written = self._path
 
     def _leave(self) -> None:
-        """End the ranges that are open; after an error in a step there may be two."""
+        """End the open ranges; after an error inside a step there may be two."""
         self.instruction(None)
         if self._part is not None:
             self._part.__exit__(None, None, None)
