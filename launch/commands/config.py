@@ -18,7 +18,6 @@ from triaxis.engine.config.extension_section import with_costs
 from triaxis.engine.config.load import load_config
 from triaxis.engine.config.phases import at_phase, run_phases, with_fields
 from triaxis.engine.config.plan import balance_line, batch_plan, parallel_sizes, stages_of
-from triaxis.engine.config.reference import chosen, entries, to_markdown
 from triaxis.engine.config.tree import Config
 from triaxis.engine.config.write import to_yaml
 from triaxis.engine.data.datasets import open_datasets
@@ -31,6 +30,7 @@ from triaxis.engine.pipeline.programs import Programs
 from triaxis.engine.storage.redaction import tree_without_secrets
 from triaxis.engine.telemetry.outlets.banner import cp_imbalance_line
 from triaxis.engine.telemetry.record.parameters import num_active
+from triaxis.launch.config_reference import chosen, entries, to_markdown
 from triaxis.launch.footprint.own_costs import OwnCostsMeter
 from triaxis.launch.start.command_line import CONFIG, CommandParser, add_world_size, check_counts, print_json, refuse
 from triaxis.models.mup import mup_fields

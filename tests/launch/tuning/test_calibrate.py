@@ -68,7 +68,7 @@ def test_ranks_beside_it_slow_a_cpu() -> None:
             ["gpt_tiny", "--device", "--output", "mine.yaml", "--layouts", "tp=2"],
             "gpt_tiny.yaml, --layouts: the device is",
         ),
-        (["gpt_tiny", "--ranks", "2"], "--ranks without --device"),
+        (["gpt_tiny", "--name", "mine"], "--name without --device"),
         (["gpt_tiny", "--output", "mine.yaml"], "numbers end in .json"),
         ([], "bench needs a config"),
     ],

@@ -4,11 +4,11 @@ import pytest
 import yaml
 
 from tests.documented import ROOT
-from triaxis.engine.config.reference import ON_RESUME, chosen, entries, to_markdown
 from triaxis.engine.config.section import Section
 from triaxis.engine.config.tree import Config, resume_verdict
 from triaxis.engine.errors import ConfigError
 from triaxis.launch.cli import main
+from triaxis.launch.config_reference import ON_RESUME, chosen, entries, to_markdown
 
 
 def test_the_page_is_current() -> None:
