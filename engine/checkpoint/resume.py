@@ -251,7 +251,7 @@ def _frozen_differences(engine: Engine, candidate: Candidate) -> Iterator[str]:
     if thawed:
         yield f"{_named(thawed)}: frozen there and trained here; moments begin at zero"
     if frozen:
-        yield f"{_named(frozen)}: trained there and frozen here; moments are let go"
+        yield f"{_named(frozen)}: trained there and frozen here; moments are discarded"
 
 
 def _frozen_otherwise(engine: Engine, manifest: Manifest) -> tuple[list[str], list[str]]:

@@ -137,7 +137,7 @@ class CheckpointSaver:
         return SaveFlags(committed=1.0) if is_done else SaveFlags(not_committed=1.0)
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
-        """Whether `after_step` saves or fingerprints after `step` steps; if so, the flags of all those steps must be read first."""
+        """Whether `after_step` saves or fingerprints after `step` steps; if so, read the flags of all steps so far first."""
         return self._fingerprint_is_due(step) or self._save_is_due(step, is_last)
 
     def after_step(
@@ -338,4 +338,4 @@ def _text(error: BaseException) -> str:
 
 
 def _say_retry(error: OSError) -> None:
-    print(f"checkpoint: writing failed and is tried again: {_text(error)}", file=sys.stderr)
+    print(f"checkpoint: write failed, retrying: {_text(error)}", file=sys.stderr)

@@ -171,7 +171,7 @@ def open_run_datasets(config: Config, progress: Progress | None = None) -> Datas
 
 
 def open_orders(source: SampleSource, sample_id: int) -> None:
-    """Open, for each corpus in a source, the epoch order that is read from `sample_id` on.
+    """Build the document order of the epoch with `sample_id` for each corpus, so that the first read finds it in the cache.
 
     Raises:
         DataError: the index cache cannot be written.

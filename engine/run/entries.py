@@ -118,7 +118,7 @@ def check_kinds_of_checkpoints(folder: Path) -> None:
 def _refuse(folder: Path, found: Sequence[str]) -> None:
     if found:
         raise TriaxisError(
-            f"{folder} holds entries that no run makes:\n"
+            f"{folder} holds unexpected entries:\n"
             + "\n".join(f"  {line}" for line in found)
             + "\nThe run could not write there. Remove or rename them, and give the command again."
         )
@@ -186,7 +186,7 @@ def read_finished(path: Path, config: Config) -> Mapping[str, Any] | None:
 
 
 _LOST_CONFIG = "it says under which configuration the metrics of this run were made"
-_LOST_RESULTS = "it says that this run is done, and what it came to"
+_LOST_RESULTS = "it records that this run is finished, and its results"
 
 
 def _damaged(path: Path, problem: str, purpose: str) -> TriaxisError:

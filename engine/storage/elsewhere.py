@@ -1,4 +1,4 @@
-"""Things on other machines: addresses given instead of a path, and pointer files that stand for large files."""
+"""Data that is not on this machine: URLs given instead of a path, and pointer files (Git LFS) that stand for large files."""
 
 import os
 import re

@@ -26,7 +26,7 @@ def parse_json(text: str | bytes, *, is_unique: bool = False) -> Any:
     except ValueError:  # the only other one: int() of more digits than Python allows
         raise ValueError(f"a whole number has more than {sys.get_int_max_str_digits():,} digits") from None
     except RecursionError:
-        raise ValueError("lists and mappings lie too deep in one another") from None
+        raise ValueError("lists and mappings are nested too deeply") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -187,7 +187,7 @@ def judge_listeners(seen: Examination) -> Iterator[Finding]:
         yield Finding(
             Level.WARN,
             "listeners",
-            f"something of the run listens at {_listed(sorted({one for addresses in outside.values() for one in addresses}))}",
+            f"the run listens on {_listed(sorted({one for addresses in outside.values() for one in addresses}))}",
             _hosts(one for one in seen.facts if outside[one.rank]),
             "No password protects these ports. Start with `triaxis train` or srun, whose rendezvous "
             "listens on the cluster's interface only; a torchrun that is started by hand listens on all. Or close the ports.",

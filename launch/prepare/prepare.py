@@ -369,7 +369,7 @@ def _parts_in_order(
     except BrokenProcessPool as error:
         raise DataError(
             "a worker process died. If it printed an error above, it could not start (a script of yours that prepares text "
-            "needs `if __name__ == '__main__':`). Else it was most likely killed for want of memory, since a text file is one "
+            "needs `if __name__ == '__main__':`). Else it was most likely killed because memory ran out, since a text file is one "
             f"document and is encoded whole: use fewer --workers, or cut very large files. What is whole is kept in {job.folder}."
         ) from error
     except BaseException:

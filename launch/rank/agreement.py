@@ -79,7 +79,7 @@ def first_difference(ours: Facts, theirs: Facts, rank: int) -> str:
         f"ranks of one run differ in {first}{more}:\n"
         f"  rank 0 ({ours['host']}): {values[0]}\n"
         f"  rank {rank} ({theirs['host']}): {values[1]}\n"
-        "They would train different models, and nothing of it would show. Start all nodes with the same command, configuration, "
+        "They would silently train different models. Start all nodes with the same command, configuration, "
         "environment and checkout."
     )
 

@@ -81,7 +81,7 @@ def _lines(run: RunRecord, spans: list[ReadSpan], found: RunReads, allowed: int)
     attempts = sorted({span.attempt for span in spans})
     steps = sum(span.end_step - span.first_step for span in spans)
     yield f"{run.path}: {counted(steps, 'step')} of {counted(len(attempts), 'attempt')}, {counted(found.num_samples, 'sample')}"
-    yield f"steps that were made again: {sum(map(len, run.replaced)):,}"
+    yield f"steps repeated after a resume: {sum(map(len, run.replaced)):,}"
     yield from (f"jump: {jump}" for jump in found.jumps)
     for epoch in found.epochs:
         skipped = f", {epoch.skipped:,} of skipped samples" if epoch.skipped else ""

@@ -37,7 +37,7 @@ class SampleRead:
 
     @property
     def parts(self) -> tuple[DocumentPart, ...]:
-        """The parts in all pieces, in order."""
+        """The document parts that make up the sample, in reading order."""
         return tuple(part for piece in self.pieces for part in piece)
 
 

@@ -185,7 +185,7 @@ def throughput(run: RunRecord) -> str:
     charts = [("Tokens per second, all ranks", [Line("tokens/s", tokens, "c0")])]
     flops = [
         Line("model FLOPs", curve(run.steps, "model_tflops_per_device"), "c2"),
-        Line("hardware FLOPs (with recompute)", curve(run.steps, "hardware_tflops_per_device"), "c1 dashed"),
+        Line("TFLOP/s with recompute", curve(run.steps, "hardware_tflops_per_device"), "c1 dashed"),
     ]
     if any(math.isfinite(y) for line in flops for _, y in line.points):
         charts.append(("TFLOP/s per device", [line for line in flops if line.points]))

@@ -82,7 +82,7 @@ def _shapes(size: int, vocab_size: int, seq_length: int) -> Iterator[tuple[int, 
 
 
 def _widths(size: int) -> Iterator[tuple[int, int]]:
-    """Yield widths and their numbers of heads."""
+    """Yield (hidden size, attention heads) for models of about `size` parameters, narrowest first."""
     if size < SHARED_KEYS_FROM:
         yield from ((width, width // 32) for width in range(64, 256, 64))
         yield from ((width, width // 64) for width in range(256, 2048, 128))

@@ -24,6 +24,6 @@ def check_finite(values: torch.Tensor, name: str, source: object) -> None:
     if wrong:
         raise CheckpointError(
             f"{source}: {name} has {wrong:,} of {values.numel():,} elements that are NaN or infinite: the first loss would be NaN, "
-            "and no training mends it. The run that wrote it had diverged, or the file was damaged. Take another checkpoint of the "
-            "model."
+            "and training cannot recover. The run that wrote it had diverged, or the file was damaged. Take another checkpoint "
+            "of the model."
         )

@@ -285,8 +285,8 @@ def read_manifest(folder: Path) -> Manifest:
         more = [f"and {len(problems) - 12} more"] if len(problems) > 12 else []
         lines = "\n".join(f"  {problem}" for problem in [*problems[:12], *more])
         raise CheckpointError(
-            f"{folder} is damaged:\n{lines}\nWhat is missing would stay random. Restore the files from a copy, or load another "
-            "checkpoint."
+            f"{folder} is damaged:\n{lines}\nThe missing elements would keep random values. Restore the files from a copy, or load "
+            "another checkpoint."
         )
     return manifest
 

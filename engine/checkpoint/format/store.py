@@ -275,7 +275,7 @@ def load(folder: Path, manifest: Manifest, targets: Sequence[Shard[torch.Tensor]
         if filled[id(target)] != len(target.values):
             raise CheckpointError(
                 f"{folder}: {target.kind} of {target.name} is there only in part: {filled[id(target)]:,} of {len(target.values):,} "
-                f"elements of the box {_box_text(target.box)} that this rank needs. What is missing would stay random."
+                f"elements of the box {_box_text(target.box)} that this rank needs. The missing elements would keep random values."
             )
 
 

@@ -75,7 +75,7 @@ def cells(steps: Sequence[StepMetrics], num_steps: int, eta_seconds: float, memo
     seconds = sum(step.step_time_seconds for step in steps)
 
     def mean(values: Sequence[float]) -> float:
-        """Mean over time: the steps' total work divided by their total time."""
+        """Mean of rates, weighted by step time: total work divided by total time."""
         return sum(value * step.step_time_seconds for value, step in zip(values, steps, strict=True)) / seconds
 
     mfus = [step.mfu for step in steps if step.mfu is not None]

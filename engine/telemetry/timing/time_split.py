@@ -213,7 +213,7 @@ class TimeSplit:
     Attributes:
         first_step, last_step: first and last measured step, counted from 1.
         ranks: seconds by part, a mapping per rank; each adds up to that rank's step.
-        schedule_bubbles: seconds per rank that the schedule waits, with each stage's mean action durations.
+        schedule_bubbles: idle seconds per rank if every action took its stage's mean duration.
         usual_compute: seconds per rank that it computes in the median step; a single delayed step does not change it.
         hidden_cp: seconds per rank in which context-parallel calls were hidden; None without context parallelism.
     """

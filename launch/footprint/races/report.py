@@ -68,7 +68,7 @@ class Race:
             f"{self.kind} of {self.tensor}{times}\n"
             f"  the first {first}: {self.first}\n"
             f"  the second {second}: {self.second}\n"
-            f"  Nothing orders the second behind the first. {rule} {remedy}"
+            f"  Nothing orders the second after the first. {rule} {remedy}"
         )
 
 

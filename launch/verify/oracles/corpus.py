@@ -57,9 +57,9 @@ class OracleBatch:
 
 
 def with_corpus(config: Config, folder: Path) -> Config:
-    """Point the configuration at the corpus in `folder`, with every document, and at its tokenizer.
+    """Point the configuration at the corpus and the tokenizer in `folder`; all documents are for training.
 
-    Settings for documents stay as they are.
+    Document boundaries and their masks keep their settings.
     """
     corpus, tokenizer = str(folder / CORPUS), str(folder / TOKENIZER)
     of_documents = config.data.model_dump(include={"attention", "positions", "count_document_starts"})

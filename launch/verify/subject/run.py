@@ -119,7 +119,7 @@ def read_adapter(path: Path) -> Adapter:
 
 
 def covering_layouts(adapter: Adapter) -> list[dict[str, int]]:
-    """Choose layouts with 1 or 2 ranks per axis in which every two axes meet in every way, without the smallest layout."""
+    """Choose layouts with 1 or 2 ranks per axis that cover all combinations of each two axes; the smallest layout is left out."""
     sizes = {axis: (2, 1) if adapter.smallest[axis] == 1 else (2,) for axis in adapter.axes}
     smallest = math.prod(adapter.smallest.values())
 

@@ -1,1 +1,1 @@
-"""The verdict and its cause, from measured differences."""
+"""Whether a run equals its reference, and the likely cause if not, from the differences between their tensors."""

@@ -179,7 +179,7 @@ def _along(evidence: Evidence, axis: str) -> list[list[RankReport]]:
 def _appearance(evidence: Evidence, differing: Sequence[Difference]) -> str:
     first = differing[0]
     if first.bound < max(one.error for one in differing) < FP32_ROUNDING:
-        return "differences have the size of fp32's rounding: part of the computation is made in fp32"
+        return "differences have the size of fp32's rounding: part of the computation runs in fp32"
     if first.what == "output":
         return _of_output(evidence, first)
     if first.what == "routing":

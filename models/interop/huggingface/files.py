@@ -98,7 +98,7 @@ class WeightFiles:
             ) from None
         except (safetensors.SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{self.folder / file} is no whole safetensors file: {error}. Its tensors cannot be trusted. Get it again."
+                f"{self.folder / file} is not a complete safetensors file: {error}. Its tensors cannot be trusted. Get it again."
             ) from None
         self._handles[file] = handle
         for name in handle.keys():  # noqa: SIM118 (it is no mapping)

@@ -114,7 +114,7 @@ _NORMS = {kind.megatron: name for name, kind in NORMS.items() if kind.megatron i
 _POSITIONS = {kind.megatron: name for name, kind in POSITIONS.items() if kind.megatron is not None}
 
 OFF_ONLY: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "num_experts": ((None, 0), "mixture of experts is not built yet"),
+    "num_experts": ((None, 0), "checkpoints with experts cannot be imported yet"),
     "multi_latent_attention": ((False, None), "multi-latent attention is not built"),
     "mtp_use_repeated_layer": ((False, None), "one layer that predicts several tokens ahead in turn is not built"),
     "heterogeneous_layers_config_path": ((None,), "layers of different shapes are not built"),

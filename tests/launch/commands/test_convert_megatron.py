@@ -213,7 +213,7 @@ def test_rows_of_padding_are_dropped_and_named(theirs, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({"num_experts": 8}, "num_experts = 8: mixture of experts is not built yet"),
+        ({"num_experts": 8}, "num_experts = 8: checkpoints with experts cannot be imported yet"),
         ({"softmax_type": "off-by-one"}, "softmax_type = 'off-by-one': only vanilla and learnable are built"),
         ({"multi_latent_attention": True}, "multi-latent attention is not built"),
         ({"rotary_interleaved": True}, "pairs are i and i + head_dim / 2"),
@@ -334,7 +334,7 @@ def test_an_imported_run_goes_on_where_it_stood(theirs, tmp_path, monkeypatch):
         ({"lr_decay_style": {"a": 1}}, "lr_decay_style = {'a': 1}"),
         ({"lr_warmup_iters": "x"}, "settings cannot be read"),
         ({"lr": -1.0}, "lr = -1.0"),
-        ({"num_experts": torch.ones(3)}, "num_experts = a Tensor: mixture of experts"),
+        ({"num_experts": torch.ones(3)}, "num_experts = a Tensor: checkpoints with experts"),
         ({"optimizer": "sgd"}, "--optimizer 'sgd'; only the state of adam is read here.* --weights-only"),
     ],
 )

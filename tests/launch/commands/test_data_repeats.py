@@ -52,7 +52,7 @@ def test_a_sound_run_has_read_nothing_twice(run: Path, capsys: pytest.CaptureFix
     assert main(["data", "repeats", "--run", str(run)]) == 0
     out = capsys.readouterr().out
     assert "6 steps of 2 attempts, 24 samples" in out
-    assert "steps that were made again: 2" in out
+    assert "steps repeated after a resume: 2" in out
     assert f"{24 * 32:,} of" in out and "128 of skipped samples" in out
     assert "nothing was read twice" in out
 

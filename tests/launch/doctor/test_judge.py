@@ -281,7 +281,7 @@ def test_interfaces_and_listeners() -> None:
     wide = replace(network, listening=("10.0.0.0", "::"))
     (finding,) = found(with_node(cluster(2), 0, network=wide), "listeners", Level.WARN)
     assert finding.hosts == ("host0",)
-    assert "at ::" in finding.text
+    assert "on ::" in finding.text
 
 
 def test_places() -> None:

@@ -45,7 +45,7 @@ def test_both_operators_are_named_with_stream_and_line(watch: RaceWatch, side: S
     assert race.first.place.startswith(here) and race.second.place.startswith(here)
     assert race.first.place != race.second.place and race.second.during == "0F1"
     assert race.tensor == "[2, 3] float32"
-    assert y is not None and "Nothing orders the second behind the first" in str(race)
+    assert y is not None and "Nothing orders the second after the first" in str(race)
 
 
 def test_a_pair_of_lines_is_reported_once_and_counted(watch: RaceWatch, side: Stream) -> None:

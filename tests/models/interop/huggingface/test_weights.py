@@ -372,7 +372,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     second = next(iter(sorted(tmp_path.glob("model-00002-*"))))
     content = second.read_bytes()
     second.write_bytes(content[:-1])
-    with pytest.raises(CheckpointError, match=rf"{second.name} is no whole safetensors file"):
+    with pytest.raises(CheckpointError, match=rf"{second.name} is not a complete safetensors file"):
         open_folder(tmp_path)
     second.unlink()
     with pytest.raises(CheckpointError, match=rf"{second.name} is missing; the index names it"):
