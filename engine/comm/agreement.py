@@ -1,7 +1,8 @@
 """The flags that all ranks sum in a step's one small all-reduce, known to the host; 0.0 or 1.0 before the sum.
 
-They travel between numbers that are made on the device: before them the squared gradient norm, the loss sum and rows of experts'
-buffers that were too few, after them the sum of losses of each token ahead (`triaxis.engine.step.Engine.update` names them).
+The all-reduced vector begins with numbers from the device: squared gradient norm, loss sum, rows that did not fit experts'
+buffers. Then come these flags, then a loss sum for each token ahead (multi-token prediction).
+`triaxis.engine.step.Engine.update` names them.
 
 The counted labels are summed before the step (`triaxis.engine.step.Engine.post_labels`), because the backward divides by them.
 """

@@ -120,7 +120,7 @@ class Ledger:
 
     @contextmanager
     def host_read(self, purpose: str) -> Iterator[None]:
-        """Write down a read of numbers by the host; inside of it the host waits until the device has them."""
+        """Record that the host reads device values inside this `with` block, where it waits until the device has them."""
         mark = _mark(HOST_READ, purpose)
         self.events.append(mark)
         for observer in self.observers:

@@ -30,12 +30,12 @@ _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """One interface of this node.
+    """The network interface through which this node communicates.
 
     Attributes:
-        name: such as eth0.
-        address: that one of its addresses that is used.
-        store_host: where this node finds rank 0's store.
+        name: name such as eth0.
+        address: the interface's address that is used.
+        store_host: host name or address at which this node reaches rank 0's store.
     """
 
     name: str

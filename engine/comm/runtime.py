@@ -153,7 +153,7 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
     of a torchrun that was started by hand is torch's and listens on all of them.
 
     Raises:
-        TopologyError: on every rank, where one of them cannot have its device or the places of all do not fit together.
+        TopologyError: on every rank, if one of them cannot have its device, or if their nodes and devices contradict each other.
         PeerLostError: a rank does not answer within `runtime.timeout_seconds`.
     """
     os.environ.update(compile_threads(environment.local_world_size, os.environ))

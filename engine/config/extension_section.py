@@ -204,7 +204,7 @@ CHOSEN = (("schedule", "lr_schedule", "cosine"), ("update", "name", "adamw"))
 
 
 def chosen_is_given(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem where the configuration asks for a schedule or an update of the extension, and there is none."""
+    """Yield a problem if the config selects the extension's schedule or optimizer rule, and the extension has none."""
     for part, field_name, other in CHOSEN:
         key, chosen = f"optimizer.{field_name}", getattr(subject.config.optimizer, field_name)
         if chosen == "extension" and getattr(subject.config.model.own, part) is None:

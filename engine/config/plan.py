@@ -31,7 +31,7 @@ class BatchPlan:
         tokens_per_step: labels in a step, masked ones included.
         num_steps: optimizer steps of the whole run.
         num_tokens: tokens of the whole run.
-        phase: place of the phase in the run; of a run without phases, the run.
+        phase: steps and samples of the phase within the run; the whole run if it has no phases.
     """
 
     global_batch_size: int

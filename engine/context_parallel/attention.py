@@ -127,9 +127,9 @@ class GatheredKeys(Mixer):
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Attend from q [s/c, b, n, d] to the whole rows of k, v [s/c, b, n_kv, d] -> [s/c, b, n * d].
+        """Attend from this rank's q [s/c, b, n, d] to all tokens; k and v [s/c, b, n_kv, d] are gathered first -> [s/c, b, n * d].
 
-        It bypasses `mixed`, whose core may be recomputed: collectives must not run inside a recompute.
+        Attention is not recomputed here, unlike in `Mixer.mixed`: a collective must not run inside a recompute.
         """
         kernel = masked_kernel(self.kernels.choices.attention, q.device, mask, self.scale, self.softcap)
         sinks = self.sinks_of(slice(0, q.shape[2]))

@@ -1,4 +1,4 @@
-"""The environment of a chunk's MoE layers: routing rule, form of dispatch and load, built once per rank."""
+"""What a model chunk's MoE layers share: routing rule, kind of dispatch and load counts; built once per rank."""
 
 from dataclasses import dataclass, replace
 

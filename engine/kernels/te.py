@@ -138,7 +138,7 @@ def _first(returned: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 def open_te() -> TransformerEngine:
-    """Import Transformer Engine and check the arguments of `general_gemm`.
+    """Import Transformer Engine and check that its `general_gemm` has the signature that is called here.
 
     Raises:
         ImportError: it is not installed, cannot be imported, or has another version; the message says which.

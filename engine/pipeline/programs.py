@@ -1,11 +1,14 @@
 """The two forms of a schedule's program, and which of them runs next.
 
+Receives are posted early, ahead of need, or late, right before their use:
+
     run      1      2  3  4 ...     k          k+1 ... k+STEPS_AFTER_RETRY     ...
     form     late   early           (retry)    late                            early
 
-Kernels are loaded, and memory is taken, in the first run after a start. Both may make the host wait for all work of its GPU. A
-receive that was posted early spins there until its peer sends, and the peer may wait in the same way: both are stuck. The same
-holds where the allocator frees memory and tries again. Late receives cannot deadlock then (`triaxis.engine.pipeline.validate`).
+The first run after a start loads kernels and allocates memory. Both may make the host wait for all work on its GPU. A receive
+that was posted early spins on that GPU until its peer sends, and the peer may wait in the same way: both are stuck. The same holds
+if the allocator runs short, frees memory and tries again (retry). Late receives cannot deadlock
+(`triaxis.engine.pipeline.validate`).
 """
 
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ class TokenLosses(nn.Module):
         self.options = logit_options(context.model)
 
     def forward(self, x: torch.Tensor, head: ColumnParallelLinear, labels: torch.Tensor) -> torch.Tensor:
-        """Return the losses [s, b], equal on every tp rank, of x [s(/t), b, h] that the head reads and labels int64 [b, s]."""
+        """Return the token losses [s, b], equal on all tp ranks. x is the head's input, [s(/t), b, h]; labels are int64 [b, s]."""
         context, targets = self.context, labels.t()
         vocab_size, fusion = context.model.vocab_size, context.kernels.fusion
         at_a_time = context.recompute.head_tokens

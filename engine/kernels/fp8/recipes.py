@@ -189,7 +189,7 @@ def is_bytes(x: torch.Tensor) -> bool:
 
 
 def from_bytes(x: torch.Tensor, into: Fp8Format, largest: torch.Tensor | None, fusion: Fusion) -> Quantised:
-    """View bytes [rows, columns] as numbers of a format, with the one scale that `largest` implies."""
+    """View bytes [rows, columns] as FP8 numbers in the format `into`, with one scale for the tensor, from its amax `largest`."""
     assert largest is not None, "numbers that share no scale are not kept as bytes"
     return Quantised(x.view(into.dtype), fusion(inverse_of, variant=into)(largest, into))
 
