@@ -138,11 +138,9 @@ def is_named(out: str, axis: str | None, parameters: Sequence[str]) -> bool:
     said = re.search(r"likely cause:(?: (tp|pp|dp|cp):)?.*", out)
     if said is None or said[1] != axis:
         return False
-    looked_at = (
-        said[0]
-        if re.search(r"^and \d+ more$", out, flags=re.MULTILINE)
-        else "".join(out.partition("different, first")[2].split())
-    )
+    looked_at = said[0]
+    if not re.search(r"^and \d+ more$", out, flags=re.MULTILINE):
+        looked_at += "".join(out.partition("different, first")[2].split())
     return not parameters or any(name in looked_at for name in parameters)
 
 
