@@ -51,12 +51,12 @@ class Entry:
     """One field of the configuration.
 
     Attributes:
-        name: dotted, such as `train.steps`.
+        name: dotted name, such as `train.steps`.
         section: dotted name of the section that has it.
         type: type and legal values, such as `integer, 1 to 16, or null`.
-        default: as YAML; `required` without one.
+        default: default as YAML; `required` if there is none.
         resume: `free`, `accept` or `fixed`, with the condition if there is one.
-        meaning: of the value, with its unit.
+        meaning: meaning and unit.
         variable: environment variable that sets it; "": none does.
     """
 

@@ -200,14 +200,14 @@ def _layouts(args: argparse.Namespace) -> int:
         outcomes=outcomes,
     )
     print(to_text(tried), end="")
-    numbers = to_json(tried)
+    numbers, picture = to_json(tried), args.output if args.output is not None and args.output.suffix == ".svg" else None
     if args.ranks and measured:
         rows = scaling_of(measured)
         print(f"\n{scaling_text(rows)}", end="")
         numbers["scaling"] = [asdict(row) for row in rows]
-        if args.output is not None and args.output.suffix == ".svg":
-            draw_scaling(rows, f"Speed-up of {args.config.stem} on {tried.machine.device}", args.output)
-    print_json(args, numbers, None if args.output is not None and args.output.suffix == ".svg" else args.output)
+        if picture is not None:
+            draw_scaling(rows, f"Speed-up of {args.config.stem} on {tried.machine.device}", picture)
+    print_json(args, numbers, args.output if picture is None else None)
     return 0 if measured else NOTHING_TRAINED
 
 
@@ -241,7 +241,10 @@ def _asked(args: argparse.Namespace) -> Iterator[tuple[str, list[str], int | Non
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(word) for word in text.split(",")]
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers, such as 1,2,4") from None
 
 
 def _try(

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from triaxis.engine.errors import counted
 from triaxis.launch.pictures.drawing import element, text, write_picture
 from triaxis.launch.pictures.style import COLOURS
 from triaxis.launch.tuning.layouts import LayoutResult
@@ -60,7 +61,6 @@ def scaling_of(measured: Sequence[LayoutResult]) -> list[Scaling]:
 
 def scaling_text(rows: Sequence[Scaling]) -> str:
     """Format a line per number of ranks, and the meaning of the columns."""
-    fewest = rows[0].num_ranks
     cells = [("ranks", "tokens/s", "speed-up", "efficiency", "lost to")]
     cells += [
         (
@@ -77,10 +77,9 @@ def scaling_text(rows: Sequence[Scaling]) -> str:
         "  ".join([*(f"{cell:>{width}}" for cell, width in zip(row[:-1], widths, strict=False)), row[-1]]).rstrip()
         for row in cells
     ]
-    ranks = "1 rank" if fewest == 1 else f"{fewest} ranks"
     return "\n".join(
         [
-            f"speed-up over {ranks}, one global batch:",
+            f"speed-up over {counted(rows[0].num_ranks, 'rank')}, one global batch:",
             *lines,
             "efficiency = speed-up / its ideal; efficiency and all losses add up to 100 % of a step.",
             "",
@@ -117,8 +116,7 @@ def draw_scaling(rows: Sequence[Scaling], title: str, path: Path) -> None:
             y -= height
             drawn.append(element("rect", x=x, y=y, width=BAR, height=height, fill=colours[part]))
         drawn.append(text(f"{row.speed_up:.2f} x", x + BAR / 2, y - 12, 13, anchor="middle", weight="bold"))
-        label = "1 rank" if row.num_ranks == 1 else f"{row.num_ranks} ranks"
-        drawn.append(text(label, x + BAR / 2, TOP + HEIGHT + 16, 12, anchor="middle"))
+        drawn.append(text(counted(row.num_ranks, "rank"), x + BAR / 2, TOP + HEIGHT + 16, 12, anchor="middle"))
     for place, (part, colour) in enumerate(colours.items()):
         x, y = width - 135, TOP + 10 + 20 * place
         drawn.append(element("rect", x=x, y=y - 6, width=12, height=12, fill=colour))
