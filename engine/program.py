@@ -1,4 +1,4 @@
-"""Command lines offered in messages, in a form that can be typed where this process was started.
+"""Command lines for messages, in a form that can be typed where this process was started.
 
     triaxis("train run.yaml")  ->  triaxis train run.yaml                                  the command is on the path
                                    .venv/bin/triaxis train run.yaml                        it is beside this Python
@@ -6,8 +6,8 @@
     install("text")            ->  python -m pip install -e 'checkout[text]'
     pip_install("triton")      ->  python -m pip install triton
 
-A message that offers a whole line takes it from here; `tests/conventions/test_offered_commands.py` runs each of them. A message
-that only names a command (`triaxis verify`) puts the name in backticks.
+Messages take whole command lines from here, and `tests/conventions/test_offered_commands.py` runs each one. A message that only
+names a command (`triaxis verify`) puts the name in backticks.
 """
 
 import os
@@ -30,7 +30,7 @@ NAME = "triaxis"
 
 
 def triaxis(words: str) -> str:
-    """Return the line that runs `triaxis WORDS` in the shell that started this process.
+    """Build the command line that runs `triaxis WORDS` in the shell that started this process.
 
     Args:
         words: arguments, already quoted for a shell; the user replaces words in capitals.
@@ -46,12 +46,12 @@ def triaxis(words: str) -> str:
 
 
 def install(extra: str, *options: str) -> str:
-    """Return the line that installs an extra from pyproject.toml for this Python.
+    """Build the command line that installs an extra from pyproject.toml for this Python.
 
     No package index has this project, so the line names the checkout or the extra's requirements.
 
     Args:
-        extra: name of the extra.
+        extra: the extra's name.
         options: options for pip.
     """
     if IS_CHECKOUT:
@@ -63,18 +63,18 @@ def install(extra: str, *options: str) -> str:
 
 
 def pip_install(*words: str) -> str:
-    """Return the line that installs `words` with pip for this Python."""
+    """Build the command line that installs `words` with pip for this Python."""
     return shlex.join([short(Path(sys.executable)), "-m", "pip", "install", *words])
 
 
 def version() -> str:
-    """This project's version; a checkout need not be installed."""
+    """Read this project's version; a checkout need not be installed."""
     if IS_CHECKOUT:
         return str(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"])
     return metadata.version(NAME)
 
 
 def short(path: Path) -> str:
-    """Return the path relative to the current folder if it lies below it, else the path as given."""
+    """Make a path below the current folder relative to it; leave other paths as given."""
     here = Path.cwd()
     return os.path.relpath(path, here) if path.is_relative_to(here) else str(path)

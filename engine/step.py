@@ -1,22 +1,22 @@
 """One optimizer step, and one validation: forward and backward over all microbatches, reduction, clipping, update.
 
-    labels      one small all-reduce over the world: the numbers of counted labels; the training loop posts it a step ahead
-    executor    runs the schedule; gradients go to main grads, buckets are reduced as they fill
-    finish      the owned parts hold whole gradients
-    agree       one small all-reduce over the world: [sum of squares, loss sum, rows without room, flags of a save, flags of a
-                stop, whether the allocator retried, loss sums of tokens ahead]; with experts another one of their load
-    optimizer   gradients / loss scale x clip factor; the optimizer on the owned parts; all-gathers posted
-    balance     routers' biases follow the load
-    read        loss, norm and flags on the host, when the loop waits for them, a step later
+    labels      one small all-reduce over the world: the counted labels; the training loop posts it a step ahead;
+    executor    runs the schedule; gradients go to main grads, buckets are reduced as they fill;
+    finish      the owned parts hold whole gradients;
+    agree       one small all-reduce over the world: [square sum, loss sum, rows without room, save flags, stop flags, whether the
+                allocator retried, loss sums for tokens ahead]; with experts, another one for their load;
+    optimizer   gradients / loss scale x clip factor; the optimizer on the owned parts; all-gathers posted;
+    balance     routers' biases follow the load;
+    read        loss, norm and flags on the host, when the loop waits for them, a step later.
 
-Nothing before `read` brings a number to the host: norm, clipping and the decision not to update are computed on the device, so
-that it is never idle while the host reads. Once loss or gradients of a step are not finite, no step updates anything any more (with
-`resilience.on_nonfinite: skip`, only that step does not). A step whose loss or gradient norm is an outlier updates nothing either
-(`StepLimits`), nor does a step without a counted label. In fp16, an overflow of the gradients lowers the loss scale and skips that
-one step (`engine/optimizer/loss_scale.py`); it is not a divergence.
+No number reaches the host before `read`. Norm, clipping and the decision to skip are computed on the device, so it is never idle
+while the host reads. Once a step's loss or gradients are not finite, neither it nor any later step updates anything; with
+`resilience.on_nonfinite: skip`, only that step is skipped. A step is also skipped if its loss or gradient norm is an outlier
+(`StepLimits`), or if it has no counted label. In fp16, a gradient overflow lowers the loss scale and skips that one step
+(`engine/optimizer/loss_scale.py`); it is not a divergence.
 
-The loss is the sum of token losses over the unmasked tokens of the GLOBAL batch, divided by their number. That number is known
-before the backward, and so is the divisor of each other loss (`BatchLosses`).
+The loss is summed over all unmasked tokens in the GLOBAL batch and divided by their number. That number is known before the
+backward, and so are the other losses' divisors (`BatchLosses`).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -66,7 +66,7 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 
 class Chunk(Protocol):
-    """An `nn.Module` as the engine uses it: one chunk of the model."""
+    """Model chunk: the part of its `nn.Module` interface that the engine uses."""
 
     @property
     def queue(self) -> WeightGradQueue: ...
@@ -87,21 +87,22 @@ class Chunk(Protocol):
 class Engine:
     """One rank's assembled engine (see `triaxis.engine.train.build`).
 
-    A step is two calls, `forward_backward` and `update`: between them meters see whole gradients beside the weights that made them.
-    `update` posts the same collectives on every rank whatever the numbers are: a decision is a tensor on the device, never a branch
-    of the host. A branch would need a number read back in each step, and one rank that took the other one would leave its peers
-    waiting. When to validate, save, stop or go back is decided by the loop, not here. The model is known as `Chunk`s alone.
+    A step is two calls, `forward_backward` and `update`. Between them, meters can read whole gradients next to the weights that
+    produced them. `update` posts the same collectives on every rank, whatever the numbers are: a decision is a tensor on the
+    device, never a host branch. A branch would need a number read back in each step, and a rank that branched differently would
+    leave its peers waiting. The loop, not the engine, decides when to validate, save, stop or roll back. The engine knows the model
+    only as `Chunk`s.
 
     Attributes:
-        config: the run's configuration, resolved: its recomputation has no `auto`.
-        stages: contents of each pipeline stage of the model, in stage order.
+        config: the run's resolved configuration, without `auto` in its recomputation.
+        stages: contents of the model's pipeline stages, in stage order.
         parameters: this rank's parameters by global name, in forward order.
-        train_programs, forward_programs: the lowered schedules of a training step and of a forward-only step.
-        count_retries: function that counts how often this rank's allocator had to free memory and ask again.
+        train_programs, forward_programs: lowered schedules for a training step and for a forward-only step.
+        count_retries: function that counts how often this rank's allocator had to free memory and retry.
         diverged: bool on the device: loss or gradients were not finite, the loss above its limit, or rows found no room. Then this
-            step updates nothing (`resilience.on_nonfinite: skip`), or no step does any more (else).
-        loss_scale: loss scale of the next backward.
-        to_host: way to copy the numbers of a step to the host; None: the device's default.
+            step updates nothing (`resilience.on_nonfinite: skip`), or neither this step nor any later one does (otherwise).
+        loss_scale: loss scale for the next backward.
+        to_host: copier that brings a step's numbers to the host; None: the device's default.
     """
 
     config: Config
@@ -129,16 +130,16 @@ class Engine:
 
     @property
     def schedule(self) -> Schedule:
-        """Return the schedule of a training step: the compute actions of all pipeline ranks."""
+        """Schedule for a training step: the compute actions on all pipeline ranks."""
         return self.train_programs.schedule
 
     @property
     def load(self) -> ExpertLoad | None:
-        """Return the load of this rank's experts, one for all chunks; None: the model has none."""
+        """Expert load on this rank, shared by all chunks; None if the model has no experts."""
         return self.chunks[0].load
 
     def post_labels(self, num_labels: Sequence[float]) -> Pending:
-        """Post the sum over the world of this rank's `count_labels`, for `forward_backward`; every rank calls it."""
+        """Post the world sum of this rank's `count_labels`, for `forward_backward`; every rank must call it."""
         vector = to_device(num_labels, AGREEMENT_DTYPE, self.topology.device)
         return self._world.all_reduce(vector, LABELS)
 
@@ -149,32 +150,32 @@ class Engine:
         on_grad: Callable[[ShardedParameter], None] | None = None,
         labels: Pending | None = None,
     ) -> BatchLosses:
-        """Compute and reduce the gradients of one global batch.
+        """Compute and reduce the gradients for one global batch.
 
         Args:
-            observers: observers of this step's instructions (`triaxis.engine.pipeline.executor.Executor`).
-            on_grad: observer of each parameter whose gradient was added (`triaxis.engine.optimizer.grad_buffer.GradBuffers.start`).
-            labels: result of `post_labels` for these microbatches; None: it is posted now.
+            observers: instruction observers for this step (`triaxis.engine.pipeline.executor.Executor`).
+            on_grad: callback for each parameter with an added gradient (`triaxis.engine.optimizer.grad_buffer.GradBuffers.start`).
+            labels: result from `post_labels` for these microbatches; None: it is posted now.
         """
         self.topology.ledger.reset()
         self._set_mode(training=True)
-        # Routers' losses join the backward inside of the model, where `output_grad` does not scale them.
+        # Router losses join the backward inside the model, where `output_grad` does not scale them.
         if self.load is not None:
             self.load.begin()
             self.load.loss_scale.copy_(self.loss_scale.scale)
         self.buffers.start(self.plan.num_microbatches, on_grad)
         labels = labels or self.post_labels(count_labels(microbatches))
-        # All tensor- and pipeline-parallel ranks of a replica have the same labels.
+        # All tensor- and pipeline-parallel ranks in a replica have the same labels.
         num_labels = labels.wait() / (self.topology.sizes.tp * self.topology.sizes.pp)
         program = self.train_programs.next()
-        # [1 + D], the gradient of the last stage's output. It contains the divisors, so no pass over main grads has to divide.
+        # [1 + D], the gradient for the last stage's output. It includes the divisors, so main grads need no extra division pass.
         output_grad = self.loss_scale.scale / loss_divisors(num_labels, self.config.model.seq_length)
         losses = self.executor.run(program, microbatches, self._loss, output_grad=output_grad, observers=observers)
         self.buffers.finish()
         return BatchLosses(self._sums(losses, len(num_labels)), num_labels)
 
     def _set_mode(self, *, training: bool) -> None:
-        # Torch sets the mode module by module in Python: a step of small microbatches would notice.
+        # Torch sets the mode module by module in Python, which would slow down a step with small microbatches.
         for chunk in self.chunks:
             if chunk.training != training:
                 chunk.train(training)
@@ -190,21 +191,21 @@ class Engine:
         flags: StepFlags = NO_FLAGS,
         limits: StepLimits = NO_LIMITS,
     ) -> PendingResult:
-        """Post one update of the weights with the reduced gradients; `losses` are those of their batch.
+        """Post one weight update with the reduced gradients; `losses` belong to the same batch.
 
-        A batch without a counted label updates nothing: no decay, no moments, no average, no bias of a router. A loss above
-        `limits.divergence` is treated as one that is not finite: nothing is updated. A finite loss or gradient norm above the other
-        limits skips this update, and leaves the loss scale as it is.
-        The small all-reduce also sums `flags` of a save and of a stop over the ranks (`triaxis.engine.comm.agreement`), and
+        A batch without a counted label updates nothing: no decay, moments, average or router bias. A loss above `limits.divergence`
+        counts as not finite, so nothing is updated. A finite loss or gradient norm above the other limits skips this update and
+        leaves the loss scale unchanged.
+        The small all-reduce also sums the save and stop `flags` over the ranks (`triaxis.engine.comm.agreement`), and a flag for
         whether this rank's allocator has retried.
         """
         before, self._retries = self._retries, self.count_retries()
         raised = flags._replace(retried=float(self._retries > before)).values()
-        # The scale of these gradients; `loss_scale.update` below replaces it by the next step's.
+        # These gradients' scale; `loss_scale.update` below replaces it with the next step's.
         load, used = self.load, self.loss_scale.scale
-        # Posted first and waited for last: only the biases of routers need the counts.
+        # Posted first and waited for last, since only router biases need the counts.
         posted = None if load is None else load.post(self._world)
-        # The vector to sum: all ranks have these names in this order, with zeros for the sums that they do not hold.
+        # The vector to sum. All ranks have these names in this order, with zeros for sums that they do not hold.
         mine = {
             "square_sum": self.optimizer.grad_square_sum(),
             "loss_sum": losses.sums[0],
@@ -212,24 +213,24 @@ class Engine:
             "flags": losses.sums.new_zeros(len(raised)),
             "ahead": losses.sums[1:],
         }
-        # A raised flag is a kernel's argument; a vector of flags from the host would be a copy to the device in every step.
+        # A raised flag is a kernel argument; a flag vector from the host would cost a copy to the device in every step.
         for flag, one in zip(raised, mine["flags"], strict=True):
             if flag:
                 one.fill_(flag)
-        # All ranks meet here. The rest depends only on these sums and on shared limits, so each decides alone, and all alike.
+        # All ranks meet here. The rest depends only on these sums and on shared limits, so all ranks decide the same.
         agreed = unpack(self._world.all_reduce(pack(mine), "step").wait(), mine)
 
         loss_sum, square_sum, num_tokens = agreed["loss_sum"], agreed["square_sum"], losses.labels[0]
         # A global batch without a counted label reports a loss of zero.
         divisors = losses.labels.clamp(min=LEAST_LABELS)
         loss, unscale = loss_sum / divisors[0], 1.0 / used
-        # Main grads still contain the loss scale: the norm is divided by it here, the gradients in the pass of the update below.
+        # Main grads still contain the loss scale: the norm is divided by it here, the gradients in the optimizer's pass below.
         grad_norm = square_sum.sqrt() * unscale
         has_overflowed = square_sum.isfinite().logical_not()
         is_bad = loss_sum.isfinite().logical_not() | (loss > limits.divergence) | (agreed["dropped"] > 0)
-        # If the scale can still fall, later steps at a lower one may succeed: this is an overflow, not a divergence.
+        # If the scale can still fall, later steps may succeed at a lower one, so this is an overflow, not a divergence.
         is_bad |= has_overflowed & self.loss_scale.can_fall().logical_not()
-        # It stays set, except with `skip`: the next step is posted before the host reads this one, and must update nothing either.
+        # It stays set, except with `skip`. The next step is posted before the host reads this one, and must not update either.
         self.diverged = is_bad if self.config.resilience.on_nonfinite == "skip" else self.diverged | is_bad
         is_outlier = (loss > limits.loss) | (grad_norm > limits.grad_norm)
         code = skip_code(is_outlier, num_tokens == 0, has_overflowed, self.diverged)
@@ -253,7 +254,7 @@ class Engine:
         return PendingResult(numbers, limits, self.to_host)
 
     def receive_late(self) -> bool:
-        """Switch to late receives; return whether they were early before. Every rank calls it after the same step."""
+        """Switch to late receives; return whether they were early before. Every rank must call it after the same step."""
         was_early = not self.train_programs.is_late
         self.train_programs.receive_late()
         self.forward_programs.receive_late()
@@ -263,7 +264,7 @@ class Engine:
         """Compute the loss per token over some global batches, without dropout; the same on every rank.
 
         Raises:
-            DivergenceError: rows of tokens found no room in the buffers of their experts; on every rank.
+            DivergenceError: token rows found no room in their experts' buffers; raised on every rank.
         """
         counts = torch.zeros(2, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         if self.load is not None:
@@ -279,10 +280,10 @@ class Engine:
         return float(loss_sum) / max(float(total), 1.0)
 
     def post_stop(self, flags: StopFlags) -> Callable[[], list[float]]:
-        """Post the sum of this rank's stop flags over the world, outside a step; every rank calls it.
+        """Post the world sum of this rank's stop flags, outside a step; every rank must call it.
 
         Returns:
-            A function that waits for the sums and returns them. It is called once, in the order of the posts.
+            A function that waits for the sums and returns them. Call it once, in posting order.
         """
         vector = to_device(flags, AGREEMENT_DTYPE, self.topology.device)
         posted = self._world.all_reduce(vector, "validation")
@@ -292,17 +293,17 @@ class Engine:
         return self.chunks[chunk](x, microbatch)
 
     def _dropped(self) -> torch.Tensor:
-        """Return the number of this rank's rows of tokens that found no room, a scalar on the device."""
+        """Count this rank's token rows that found no room, as a scalar on the device."""
         return self.diverged.new_zeros(()) if self.load is None else self.load.overflow
 
     def _count(self, losses: Sequence[torch.Tensor], microbatches: Sequence[Any]) -> torch.Tensor:
-        """Return [loss sum, tokens] on the device; zeros unless `_sums` has losses on this rank."""
+        """Compute [loss sum, tokens] on the device; zeros unless `_sums` has losses on this rank."""
         is_counted = bool(losses) and self.topology.coordinates.tp == 0
         tokens = to_device([is_counted * count_labels(microbatches)[0]], AGREEMENT_DTYPE, self.topology.device)
         return torch.cat((self._sums(losses, 1), tokens))
 
     def _sums(self, losses: Sequence[torch.Tensor], number: int) -> torch.Tensor:
-        """Add up the losses of microbatches; return the first `number` sums on tp rank 0 of the last stage, zeros elsewhere."""
+        """Sum the microbatches' losses; return the first `number` sums on the last stage's tp rank 0, zeros elsewhere."""
         if not losses or self.topology.coordinates.tp != 0:
             return torch.zeros(number, dtype=AGREEMENT_DTYPE, device=self.topology.device)
         return torch.stack(list(losses)).sum(0).to(AGREEMENT_DTYPE).view(-1)[:number]

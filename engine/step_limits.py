@@ -1,11 +1,11 @@
-"""The largest loss and gradient norm with which a step may update the weights."""
+"""Limits on the loss and gradient norm, above which a step must not update the weights."""
 
 import math
 from typing import NamedTuple
 
 
 class StepLimits(NamedTuple):
-    """The limits of one step, the same on every rank.
+    """Limits for one step, the same on every rank.
 
     Attributes:
         divergence: loss per token above which the loss counts as not finite (`resilience.on_nonfinite`).

@@ -1,4 +1,4 @@
-"""The numbers of a step: packed by name into one vector, read on the host, and explained if the step updated nothing."""
+"""A step's numbers: packed by name into one vector, read on the host, and explained if the step updated nothing."""
 
 import math
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 from triaxis.engine.step_limits import NO_LIMITS, StepLimits
 
 Skip = Literal["", "outlier", "no_labels", "overflowed", "diverged"]
-"""The reason why a step updated nothing; "": it did update. If several apply, the last one in this list counts.
+"""Reason why a step updated nothing; "" if it did update. If several apply, the last one in this list counts.
 
-outlier       its numbers are finite, but above the limits of `StepLimits`
-no_labels     no label of the global batch is counted
+outlier       its numbers are finite, but above the limits in `StepLimits`
+no_labels     no label in the global batch is counted
 overflowed    its gradients did not fit in fp16 at its loss scale, which may have fallen since
-diverged      this step, or one before it, had a loss or gradients that were not finite, a loss above the limit, or rows of tokens
+diverged      this step, or an earlier one, had a loss or gradients that were not finite, a loss above the limit, or token rows
               that found no room
 """
 
@@ -28,33 +28,34 @@ SKIPS: tuple[Skip, ...] = get_args(Skip)
 
 
 def skip_code(*reasons: torch.Tensor) -> torch.Tensor:
-    """Return the index in `SKIPS` of the reason that counts, 0: none; from a bool on the device for each of `SKIPS[1:]`."""
+    """Compute the deciding reason's index in `SKIPS` (0: none) from bools on the device, one for each of `SKIPS[1:]`."""
     return torch.stack([reason * place for place, reason in enumerate(reasons, start=1)]).amax()
 
 
 def pack(numbers: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Pack numbers of any shape and dtype into one float64 vector on their device; `unpack` returns them by name."""
+    """Pack numbers with any shape and dtype into one float64 vector on their device; `unpack` returns them by name."""
     return torch.cat([each.flatten().to(AGREEMENT_DTYPE) for each in numbers.values()])
 
 
 def unpack(vector: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Split a vector (on the device or on the host) into parts with the names and shapes of the numbers that were packed."""
+    """Split a packed vector (on the device or on the host) into parts with the names and shapes in `like`."""
     parts = vector.split([each.numel() for each in like.values()])
     return {name: part.view(each.shape) for (name, each), part in zip(like.items(), parts, strict=True)}
 
 
 class BatchLosses(NamedTuple):
-    """The losses of one global batch, in float64 on the device, and their divisors:
+    """Losses of one global batch in float64 on the device, and their divisors.
 
         loss = L0 / n0  +  loss_weight / D x (L1 / n1 + .. LD / nD)  +  losses of routers / nominal tokens
 
-    Lk is the sum of the losses of the counted labels at distance k (`engine/config/mtp.py`). They are nk (s - k) / s labels, since
-    only s - k of a row's s labels can count. Without a mask each nk is the number of nominal tokens (2412.19437, equation 24). A
-    router chooses for every token, counted or not: its losses are over the nominal tokens (`engine/expert_parallel/routing.py`).
+    Lk is the loss summed over the counted labels at distance k (`engine/config/mtp.py`). There are nk (s - k) / s such labels,
+    since only s - k labels in a row can count. If no label is masked, every nk is the nominal token count (2412.19437, equation
+    24). A router chooses for every token, counted or not, so its losses are divided by the nominal token count
+    (`engine/expert_parallel/routing.py`).
 
     Attributes:
-        sums: [1 + D], this rank's L0, then its other Lk times their weight; zeros except on tp rank 0 of the last stage.
-        labels: [1 + D], numbers of counted labels in the global batch.
+        sums: this rank's L0, then its other Lk times their weight, [1 + D]; zeros except on the last stage's tp rank 0.
+        labels: counted labels in the global batch, [1 + D].
     """
 
     sums: torch.Tensor
@@ -62,11 +63,11 @@ class BatchLosses(NamedTuple):
 
 
 LEAST_LABELS = 1e-6
-"""By which a loss is divided where no label counts: far below one label, since a loss may weigh labels."""
+"""Divisor for a loss without counted labels: far below one label, since a loss may weight its labels."""
 
 
 def loss_divisors(num_labels: torch.Tensor, seq_length: int) -> torch.Tensor:
-    """Compute n0 .. nD [1 + D] of `BatchLosses` from the numbers of counted labels; at least `LEAST_LABELS`."""
+    """Compute n0 .. nD [1 + D] in `BatchLosses` from the numbers of counted labels; at least `LEAST_LABELS`."""
     in_a_row = torch.arange(
         seq_length, seq_length - len(num_labels), -1, dtype=num_labels.dtype, device=num_labels.device
     )
@@ -75,19 +76,19 @@ def loss_divisors(num_labels: torch.Tensor, seq_length: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The numbers of a step, the same on all ranks.
+    """One step's numbers, the same on all ranks.
 
     Attributes:
         loss: loss per token, in nats.
         grad_norm: global gradient norm, before clipping, without the loss scale.
         num_tokens: number of counted labels in the global batch, or the sum of their weights; at 0 the step has updated nothing.
         flags: number of ranks that raised each flag.
-        skip: reason why the step updated nothing; "": it did update.
-        why: the numbers behind `skip`, in words; "" for an update, an overflow of fp16 or a batch without labels.
-        load: number of tokens in the global batch that chose each expert, by layer with experts; (): the model has none.
-        dropped: number of rows of tokens that found no room in the buffers of their experts; a step with any has diverged.
-        ahead: loss per token of multi-token prediction, at each distance beyond the next token.
-        loss_scale: loss scale of its backward; None: the dtype needs none.
+        skip: reason why the step updated nothing; "" if it did update.
+        why: numbers that explain `skip`, in words; "" for an update, an fp16 overflow or a batch without labels.
+        load: tokens in the global batch that chose each expert, by layer with experts; () if the model has none.
+        dropped: token rows that found no room in their experts' buffers; a step with any has diverged.
+        ahead: multi-token-prediction loss per token, at each distance beyond the next token.
+        loss_scale: loss scale in the backward; None if the dtype needs none.
     """
 
     loss: float
@@ -103,17 +104,17 @@ class StepResult:
 
 
 def _plain(number: float) -> float:
-    """Return a whole number as one, as a count is written."""
+    """Convert a whole number to int, so that it prints as a count."""
     return int(number) if number.is_integer() else number
 
 
 class PendingResult:
-    """A posted step whose numbers are on their way to the host.
+    """Posted step whose numbers are on their way to the host.
 
     Args:
         numbers: numbers on the device, by name (`triaxis.engine.step.Engine.update` has the list).
-        limits: limits of the step's numbers.
-        to_host: way to copy the numbers to the host; None: the device's default.
+        limits: limits on the step's numbers.
+        to_host: copier that brings the numbers to the host; None: the device's default.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class PendingResult:
         self._limits = limits
 
     def read(self) -> StepResult:
-        """Wait for the numbers; return the step's result, the same on every rank."""
+        """Wait for the numbers and build the step's result, the same on every rank."""
         numbers: dict[str, Any] = {
             name: part.tolist() for name, part in unpack(self._vector.arrived(), self._numbers).items()
         }
@@ -143,7 +144,7 @@ class PendingResult:
         )
 
     def _why(self, skip: Skip, numbers: Mapping[str, Any]) -> str:
-        """Explain which numbers of the step made it skip its update, and by which rule."""
+        """Explain which numbers made the step skip its update, and by which rule."""
         limits, loss, grad_norm = self._limits, numbers["loss"], numbers["grad_norm"]
         if skip == "outlier":
             compared = (("loss", loss, limits.loss), ("gradient norm", grad_norm, limits.grad_norm))
@@ -170,10 +171,10 @@ class PendingResult:
         return f"{sums} finite, but those of a step before were not"
 
     def wait(self) -> StepResult:
-        """Read the result of a step that must not have diverged; it may have updated nothing for another reason (`Skip`).
+        """Read the result of a step that must not have diverged; it may have been skipped for another reason (`Skip`).
 
         Raises:
-            DivergenceError: this step or one before it has diverged; on every rank. No weight has changed since.
+            DivergenceError: this step or an earlier one has diverged; raised on every rank. No weight has changed since.
         """
         result = self.read()
         if result.skip == "diverged":
@@ -182,12 +183,12 @@ class PendingResult:
 
 
 def losses_ahead(sums: torch.Tensor, divisors: torch.Tensor, mtp: MTPConfig | None) -> torch.Tensor:
-    """Compute the loss per token [D] of multi-token prediction from the weighted loss sums [D] and the numbers of labels [D]."""
+    """Compute the multi-token-prediction loss per token [D] from the weighted loss sums [D] and label counts [D]."""
     return sums if mtp is None else sums * (mtp.num_layers / mtp.loss_weight) / divisors
 
 
 def without_room(rows: int) -> str:
-    """Say that experts' buffers were too small in a step."""
+    """Build the message for a step in which experts' buffers were too small."""
     return (
         f"{rows:,} rows of tokens found no room in the buffers of their experts: without them the step would train another model. "
         "Raise model.moe.row_headroom (null: room for the worst case), or take kernels.dispatch=all_to_all"
@@ -195,7 +196,7 @@ def without_room(rows: int) -> str:
 
 
 def explain(result: StepResult) -> str:
-    """Explain a step that has diverged, and say how to go on."""
+    """Build the error message for a diverged step, with advice on how to continue."""
     if result.dropped:
         return f"{result.why}. Nothing was changed on any rank."
     return (

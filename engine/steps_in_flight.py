@@ -1,4 +1,4 @@
-"""Steps that are posted and not read (the host reads a step's numbers while the next one runs), and the request to go back."""
+"""Posted steps that are not yet read, since the host reads a step's numbers while the next one runs; and the rollback request."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ from triaxis.engine.step_result import PendingResult, StepResult
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A step whose numbers are on the host.
+    """Step whose numbers are on the host.
 
     Attributes:
-        step: its number, from 0.
-        lr: learning rate of its update.
-        result: its result, the same on every rank.
+        step: step number, from 0.
+        lr: learning rate used in the update.
+        result: the step's result, the same on every rank.
     """
 
     step: int
@@ -23,7 +23,7 @@ class FinishedStep:
 
 
 class StepsInFlight:
-    """Steps that are posted and not read, in order; a step is read once the next one is posted, so a GPU always has work."""
+    """Queue of posted, unread steps; a step is read once the next one is posted, so a GPU always has work."""
 
     def __init__(self) -> None:
         self._posted: deque[tuple[int, float, PendingResult]] = deque()
@@ -32,9 +32,9 @@ class StepsInFlight:
         self._posted.append((step, lr, result))
 
     def read(self, stop: StopRequest, *, newest: bool) -> list[FinishedStep]:
-        """Read every step but the newest, and that one too if `newest`, or if a step before it carries an agreed stop.
+        """Read every step but the newest, and that one too if `newest` is set or an earlier step carries an agreed stop.
 
-        Every rank reads the same steps here, because the sums of a step are the same on all of them.
+        Every rank reads the same steps here, because a step's sums are the same on all ranks.
         """
         finished = []
         while len(self._posted) > 1 or (self._posted and (newest or stop.agreed is not None)):
@@ -46,11 +46,11 @@ class StepsInFlight:
 
 
 class RollbackRequested(Exception):  # noqa: N818 - a decision, no error
-    """The request to go back to before step number `step` (from 0); on every rank at once.
+    """Request to roll back to before step number `step` (from 0); raised on every rank at once.
 
     Attributes:
-        samples: range [first, stop) of sample ids to leave out from then on.
-        why: text of the error for a run that may not go back again.
+        samples: sample-id range [first, stop) to leave out from then on.
+        why: error text for a run that may not roll back again.
     """
 
     def __init__(self, step: int, samples: tuple[int, int], why: str) -> None:

@@ -2,8 +2,8 @@
 
     Config -> ParallelSizes -> Topology -> partition -> [chunks] -> Schedule -> Executor -> GradBuffers -> DistributedOptimizer
 
-Each arrow is a constructor argument: nothing is looked up. Every rank runs this page; what it does differs only by its
-place in the topology.
+Arrows are constructor arguments. Nothing is looked up. Every rank runs this page; what it does differs only by its place in the
+topology.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -47,15 +47,15 @@ ModelBuilder = Callable[
     [Config, Topology, Kernels, Sequence[StageLayers], TensorObserver],
     tuple[Sequence[Chunk], dict[str, ShardedParameter]],
 ]
-"""A builder of this rank's chunks (on the meta device) and its parameters by name; `triaxis.models.gpt.chunk.build_chunks`."""
+"""Function that builds this rank's chunks (on the meta device) and parameters by name: `triaxis.models.gpt.chunk.build_chunks`."""
 
 
 class Observer(ValidationObserver, Protocol):
-    """A follower of the loop (`triaxis.engine.telemetry`), called on every rank; steps count from 0.
+    """Observer of the training loop (`triaxis.engine.telemetry`), called on every rank; steps count from 0.
 
-    `begin` gets the number of steps made so far: when the run begins, and again after each rollback. `on_batch` gets a step's
-    microbatches, before its forward. `end_step` ends the time of a step. `on_step` gets its numbers, later if they were still on
-    the device.
+    `begin` gets the number of steps made so far, when the run begins and after each rollback. `on_batch` gets a step's microbatches
+    before its forward. `end_step` ends a step's measured time. `on_step` gets the step's numbers, later if they were still on the
+    device.
     """
 
     def begin(self, steps_made: int) -> None: ...
@@ -66,7 +66,7 @@ class Observer(ValidationObserver, Protocol):
 
 
 class StepGuard(Protocol):
-    """The judge of a step's numbers (`triaxis.engine.resilience.guard`), on every rank alike."""
+    """Judge of each step's numbers (`triaxis.engine.resilience.guard`), the same on every rank."""
 
     def limits(self, step: int) -> StepLimits: ...
     def before_update(self, step: int) -> None: ...
@@ -79,11 +79,11 @@ class TrainingRun:
 
     Attributes:
         engine: engine from `build`.
-        open_batches: function that opens the training batches at a number of consumed samples, without those left out by then.
+        open_batches: function that opens the training batches after some consumed samples, without samples left out by then.
         open_validation: function that opens the validation batches at their beginning; None: no validation.
-        observer: receiver of every step and validation.
-        checkpoints: saver of checkpoints, as the configuration asks.
-        stop: requests of this rank to stop, and the stop that all ranks agreed on.
+        observer: receiver for every step and validation.
+        checkpoints: checkpoint saver, as configured.
+        stop: this rank's stop requests, and the stop that all ranks agreed on.
         guard: judge of each step; its exceptions end the loop, on every rank after the same step.
         rollback: function that loads the newest checkpoint from before a step, and leaves the step's samples out from then on.
     """
@@ -107,18 +107,18 @@ def build(
     observers: Sequence[InstructionObserver] = (),
     on_saved: TensorObserver = unobserved,
 ) -> Engine:
-    """Assemble the engine of one rank: model chunks with initial weights, buffers, optimizer, schedules.
+    """Assemble one rank's engine: model chunks with initial weights, buffers, optimizer, schedules.
 
     Args:
         config: resolved configuration, without `auto` in recomputation (`triaxis.models.predict.rank_memory.resolve_recompute`).
         topology: this rank's groups; its observers follow the waits (`Topology.observed`).
-        fill: function that gives parameters their first values, from a seed (in a footprint they have none).
+        fill: function that gives parameters their initial values, from a seed (in a footprint they have none).
         kernels: the run's kernels; None: `open_kernels` opens them.
-        observers: observers of the instructions of every program that the engine runs.
-        on_saved: observer of each tensor that holds device memory for a backward.
+        observers: instruction observers for every program that the engine runs.
+        on_saved: callback for each tensor that holds device memory for a backward.
 
     Raises:
-        ConfigError: a kernel that the configuration names does not run here.
+        ConfigError: a configured kernel does not run here.
     """
     sizes, model = topology.sizes, config.model
     plan = batch_plan(config, sizes.dp)
@@ -170,20 +170,20 @@ def build(
 
 
 def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = False) -> tuple[Stop | None, int]:
-    """Train from `consumed_samples` on to the last step of the engine's phase, or until all ranks agree to stop.
+    """Train from `consumed_samples` to the last step in the engine's phase, or until all ranks agree to stop.
 
-    A step that the guard wants undone sends the run back to a checkpoint, as often as `resilience.max_rollbacks` allows.
+    If the guard wants a step undone, the run rolls back to a checkpoint, as often as `resilience.max_rollbacks` allows.
 
     Args:
-        consumed_samples: number of training samples that the checkpoint or the attempt before has consumed.
-        validation_is_due: whether the attempt before stopped without the validation of its last step, which comes first now.
+        consumed_samples: training samples consumed so far, by the checkpoint or the previous attempt.
+        validation_is_due: whether the previous attempt stopped before it validated its last step; that validation comes first now.
 
     Returns:
-        Why the run stopped (None after its last step), and the samples that are consumed.
+        Why the run stopped (None after its last step), and the number of consumed samples.
 
     Raises:
-        DivergenceError: loss or gradients are not finite; on every rank, before any weight changes.
-        SaveError: the last checkpoint could not be written; on every rank.
+        DivergenceError: loss or gradients are not finite; raised on every rank, before any weight changes.
+        SaveError: the last checkpoint could not be written; raised on every rank.
     """
     while True:
         run.observer.begin(run.engine.plan.phase.step_after(consumed_samples))
@@ -198,13 +198,13 @@ def train(run: TrainingRun, consumed_samples: int, *, validation_is_due: bool = 
 
 
 def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: bool = False) -> Stop | None:
-    """Make the steps that follow the batches' `consumed_samples`; return why the run stopped, None after its last step.
+    """Run the steps after the batches' `consumed_samples`; return why the run stopped, None after its last step.
 
-    The samples of a step depend on `consumed_samples` alone. In a run with phases these are the steps of the engine's phase: at its
-    end the run is saved and stops, because the next phase may have another batch, another sequence length or another layout.
+    A step's samples depend on `consumed_samples` alone. In a run with phases, only the engine's phase is run. At its end the run
+    saves and stops, because the next phase may have another batch size, sequence length or layout.
 
-    A step's numbers are read when the next one is posted; before a validation, a fingerprint or a save they are read at once. If a
-    stop was agreed, the run ends after the newest posted step, which is saved whatever the interval. A stop also ends a validation
+    A step's numbers are read when the next one is posted; before a validation, a fingerprint or a save they are read at once. After
+    an agreed stop, the run ends with the newest posted step, which is saved whatever the interval. A stop also ends a validation
     (`engine/run/validation.py`): its step is saved, and the next attempt validates first.
     """
     engine, observer, checkpoints, stop = run.engine, run.observer, run.checkpoints, run.stop
@@ -215,7 +215,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
 
     if validation_is_due and validation.is_due(first_step - 1):
         is_validated = validation.make(first_step - 1)
-        # A stop here has nothing to save: this attempt has begun from that very checkpoint.
+        # A stop here has nothing to save, since this attempt began from that very checkpoint.
         stops = stop.agreed is not None and not (is_validated and first_step == end_step)
 
     with GarbageCollection(engine.config.runtime.gc_interval) as garbage:
@@ -224,7 +224,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
             observer.enter(StepPart.DATA)
             microbatches = batches.next_step()
             observer.on_batch(microbatches)
-            # The backward divides by the labels of all ranks: summed a step ahead, they have arrived when it begins.
+            # The backward divides by all ranks' label counts. They are summed a step ahead, so they have arrived when it begins.
             labels, ahead = ahead, None if is_last else engine.post_labels(batches.next_labels())
 
             observer.enter(StepPart.FORWARD_BACKWARD)
@@ -258,7 +258,7 @@ def train_steps(run: TrainingRun, batches: StepSource, *, validation_is_due: boo
 
 
 def _after_update(run: TrainingRun, finished: FinishedStep) -> None:
-    """Judge a step whose numbers were read, and hand them to the observer and the saver."""
+    """Judge a step whose numbers were read, and pass them to the observer and the saver."""
     result = finished.result
     run.guard.judge(finished.step, result)
     run.observer.on_step(finished.step, result, finished.lr)

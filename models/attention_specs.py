@@ -1,6 +1,6 @@
-"""The parameters from which queries, keys and values are made; `models/specs.py` has all others and the names here.
+"""The parameters that queries, keys and values are computed from; `models/specs.py` lists all others and defines these names.
 
-In place of q and kv, latent attention (`engine/config/mla.py`) has, with latents of r_q and r_kv, heads of dr + dn and of dv:
+Latent attention (`engine/config/mla.py`) replaces q and kv. Latents have sizes r_q and r_kv, heads have sizes dr + dn and dv.
 
     layers.N.attention.q_a.weight        [r_q, h]            whole on every tp rank, as all with a latent as output
     layers.N.attention.kv_a.weight       [r_kv + dr, h]      the latent, then the key that rotates
@@ -8,7 +8,7 @@ In place of q and kv, latent attention (`engine/config/mla.py`) has, with latent
     layers.N.attention.q_b.weight        [heads, dr + dn, r_q]   heads cut; without r_q: q.weight [heads, dr + dn, h]
     layers.N.attention.kv_b.weight       [heads, dn + dv, r_kv]  heads cut
 
-The output projection then reads heads of dv: proj.weight [h, heads, dv].
+The output projection then reads heads with size dv: proj.weight [h, heads, dv].
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from triaxis.engine.layout.shard_spec import Init, ParamSpec
 
 
 def heads_specs(model: ModelConfig, layer: int, at: str) -> Iterator[ParamSpec]:
-    """List the parameters of a layer between its first norm and its output projection; `at` begins their names."""
+    """List a layer's parameters between its first norm and its output projection; `at` prefixes their names."""
     yield from _qkv(model, at) if model.mla is None else _through_latents(model, model.mla, at)
     if model.layer_kind(layer).sinks:
         initial = Init("normal", model.init_std)
@@ -40,7 +40,7 @@ def _qkv(model: ModelConfig, at: str) -> Iterator[ParamSpec]:
 
 
 def _through_latents(model: ModelConfig, mla: MLAConfig, at: str) -> Iterator[ParamSpec]:
-    """List the projections of latent attention. Those down to latents act on a part of the sequence, as norms do."""
+    """List latent attention's projections. The down-projections act on a part of the sequence, as norms do."""
     heads, h, gain = model.num_attention_heads, model.hidden_size, initial_gain(model)
     normal = Init("normal", model.init_std)
     down = {"q_a": mla.q_lora_rank or 0, "kv_a": mla.cached_size}
@@ -68,5 +68,5 @@ def _qk_norms(model: ModelConfig, at: str) -> Iterator[ParamSpec]:
 
 
 def initial_gain(model: ModelConfig) -> Init:
-    """Return the stored start of a gain of 1."""
+    """Initial stored value that makes a norm's gain 1."""
     return Init("zeros" if model.norm_kind.offset else "ones")

@@ -9,13 +9,13 @@
     vectors           as before      lr               1
     attention         logits are q . k sqrt(base_head_dim) / head_dim
 
-A model has one initial std here. Adam's steps do not see a factor that moves from the initial weights and the learning rate to the
-forward (section 2 of the paper: abc-parametrizations). So embedding and head have the std of hidden matrices, a learning rate of
-lr / sqrt(m), and the forward gives the factor sqrt(m) back: tied or not, the head's product is then divided by sqrt(m). All of it
-is fields that other recipes use too, so nothing in the engine is of muP alone.
+A model has one initial std here. Adam's steps do not change when a factor moves from the initial weights and the learning rate to
+the forward (the paper's section 2: abc-parametrizations). So embedding and head share the hidden matrices' std and use the learning
+rate lr / sqrt(m). The forward restores the factor sqrt(m): tied or not, the head's product is then divided by sqrt(m). Other
+recipes use the same fields, so the engine has nothing specific to muP.
 
-AdamW multiplies the decay by the learning rate; the decay of each group grows as its rate falls, so the product is that of the base
-(2309.14322). Adam's eps stays, and should be small beside the gradients.
+AdamW multiplies the decay by the learning rate. Each group's decay grows as its rate falls, so the product equals the base's
+(2309.14322). Adam's eps stays, and should be small compared with the gradients.
 """
 
 import math
@@ -29,19 +29,19 @@ from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.models.specs import model_specs
 
 ENDS = ("embedding.word.weight", "head.weight")
-"""The matrices of which one side is the vocabulary."""
+"""Matrices with the vocabulary on one side."""
 
 
 def mup_fields(config: Config, base_hidden_size: int, base_head_dim: int | None = None) -> dict[str, Any]:
-    """Return the fields that give a config the training of a narrower one, by dotted name.
+    """Compute the fields that transfer a narrower config's training to this one, by dotted name.
 
     Args:
-        config: of the width that is trained, with lr, init_std and weight_decay of the base.
-        base_hidden_size: width for which these were found.
-        base_head_dim: head size of the base; None: the same.
+        config: config at the width to train, with the base's lr, init_std and weight_decay.
+        base_hidden_size: width for which the base's values were found.
+        base_head_dim: the base's head size; None: the same.
 
     Raises:
-        ConfigError: the config has what the rules do not cover; all of it at once.
+        ConfigError: the config has settings that the rules do not cover; it lists them all.
     """
     if found := list(_problems(config, base_hidden_size)):
         raise ConfigError(found)
@@ -81,7 +81,7 @@ def _problems(config: Config, base_hidden_size: int) -> Iterator[str]:
 
 
 def _groups(specs: Sequence[ParamSpec], width: float, weight_decay: float) -> list[GroupFields]:
-    """Return groups so that vectors keep the rate, ends have 1 / sqrt(m) of it, and all other matrices 1 / m."""
+    """Build groups in which vectors keep the rate, ends get rate / sqrt(m), and all other matrices rate / m."""
     root = math.sqrt(width)
     vectors = dict.fromkeys(_pattern(spec.name) for spec in specs if not spec.decay)
     made: list[GroupFields] = [{"match": pattern, "lr_factor": 1.0} for pattern in vectors]
@@ -98,6 +98,6 @@ def _groups(specs: Sequence[ParamSpec], width: float, weight_decay: float) -> li
 
 
 def _pattern(vector: str) -> str:
-    """Return a pattern of vectors like this one, and of no matrix."""
+    """Return a pattern that matches vectors like this one, and no matrix."""
     last = vector.rpartition(".")[2]
     return "*norm.weight" if last == "weight" else f"*.{last}"

@@ -1,4 +1,4 @@
-"""The parameters of a model by the groups of `optimizer.groups`."""
+"""A model's parameters, matched to `optimizer.groups`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,9 +16,9 @@ class GroupedParameter:
     """A parameter with its group.
 
     Attributes:
-        number: of the group in `optimizer.groups`; None: it has none.
-        rule: of its updates; None: it is not trained.
-        is_frozen: the group keeps its value.
+        number: index into `optimizer.groups`, from 0; None: no group matches.
+        rule: update rule; None: the parameter is not trained.
+        is_frozen: True if the group freezes the parameter.
     """
 
     spec: ParamSpec
@@ -28,7 +28,7 @@ class GroupedParameter:
 
 
 def grouped_parameters(config: Config) -> list[GroupedParameter]:
-    """List all parameters in forward order."""
+    """List all parameters with their groups, in forward order."""
     return [_grouped(spec, config.optimizer) for spec in model_specs(config.model)]
 
 
@@ -42,9 +42,9 @@ def _grouped(spec: ParamSpec, optimizer: OptimizerConfig) -> GroupedParameter:
 
 
 def groups_have_parameters(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each group of `optimizer.groups` that no parameter is in, and where all parameters are frozen.
+    """Yield a problem for each `optimizer.groups` entry without parameters, and one if all parameters are frozen.
 
-    It is a rule for those who start a run or check one: no rule of `triaxis.engine.config` can read the names.
+    Only starting or checking a run applies this rule: rules in `triaxis.engine.config` cannot read parameter names.
     """
     config = subject.config
     if not config.optimizer.groups:

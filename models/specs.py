@@ -1,7 +1,7 @@
 """A GPT as a list of parameter specs: names, shapes, cuts, initial values.
 
 Modules, the parameter count, initialisation, predictions and checkpoints are built from this list, so a parameter has
-one name and one shape everywhere. h hidden size, d head size, f MLP width, V vocabulary, S sequence length:
+one name and one shape everywhere. Symbols: h hidden size, d head size, f MLP width, V vocabulary, S sequence length.
 
     embedding.word.weight                [V, h]              rows cut (padded to vocab_multiple); tied: also the head
     embedding.position.weight            [S, h]              learned positions only
@@ -19,25 +19,25 @@ one name and one shape everywhere. h hidden size, d head size, f MLP width, V vo
     layers.N.mlp.gate_up.weight          [2, f, h]           gated; dim 1 cut
     layers.N.mlp.down.weight             [h, f]              columns cut (row parallel)
 
-in layers with experts, E of them and of width f_e, in place of up, gate_up and down:
+In layers with E experts, each f_e wide, these replace up, gate_up and down:
 
     layers.N.mlp.router.weight           [E, h]              whole on every rank, which sees its tokens only
-    layers.N.mlp.router.bias             [E]                 of the choice; no gradient
+    layers.N.mlp.router.bias             [E]                 used in the choice; no gradient
     layers.N.mlp.experts.up.weight       [E, f_e, h]         experts cut over ep, rows over etp; gated: gate_up [E, 2, f_e, h]
     layers.N.mlp.experts.down.weight     [E, h, f_e]         experts cut over ep, columns over etp
-    layers.N.mlp.shared.*                                    an MLP of width f_e x the shared experts, cut over tp
+    layers.N.mlp.shared.*                                    an MLP with width f_e x the shared experts, cut over tp
 
-layers of multi-token prediction are numbered on, and have besides:
+Multi-token prediction layers continue the numbering, and have besides:
 
-    layers.N.mtp.embedding_norm.*        [h]                 of the embedding of a token ahead
-    layers.N.mtp.hidden_norm.*           [h]                 of the output before
+    layers.N.mtp.embedding_norm.*        [h]                 on the embedding of a token ahead
+    layers.N.mtp.hidden_norm.*           [h]                 on the previous output
     layers.N.mtp.projection.weight       [h, 2 h]            whole on every rank, which projects its tokens
     layers.N.mtp.norm.*                  [h]                 before the head
 
     final_norm.{weight,bias}             [h]
     head.weight                          [V, h]              untied only
 
-Models with latent attention have others in place of q and kv (`models/attention_specs.py`). An extension's parts list theirs
+Latent attention replaces q and kv (`models/attention_specs.py`). An extension's parts list their own parameters
 (`engine/config/extension.py`).
 """
 
@@ -54,7 +54,7 @@ from triaxis.models.attention_specs import heads_specs, initial_gain
 
 
 class StageContents(Protocol):
-    """Contents of a pipeline stage (`triaxis.engine.layout.partition.StageLayers`)."""
+    """A pipeline stage's contents (`triaxis.engine.layout.partition.StageLayers`)."""
 
     @property
     def layers(self) -> range: ...
@@ -69,20 +69,20 @@ class StageContents(Protocol):
 
 
 def model_specs(model: ModelConfig) -> tuple[ParamSpec, ...]:
-    """List every parameter of the model once, in forward order."""
+    """List each of the model's parameters once, in forward order."""
     layers = range(model.num_layers + model.num_mtp_layers)
     return stage_specs(model, StageLayers(layers, has_embedding=True, has_head=True, num_mtp=model.num_mtp_layers))
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """Count the elements of all parameters."""
+    """Count all parameters' elements."""
     return sum(spec.numel for spec in model_specs(model))
 
 
 def stage_specs(model: ModelConfig, stage: StageContents) -> tuple[ParamSpec, ...]:
-    """List the parameters of one pipeline stage in forward order.
+    """List one pipeline stage's parameters in forward order.
 
-    The word embedding is on both end stages where the last one needs it too: as the head, or for tokens ahead.
+    The word embedding is on both end stages if the last one needs it too, as the head or for tokens ahead.
     """
     specs: list[ParamSpec] = []
     if stage.has_embedding:
@@ -115,22 +115,22 @@ def layer_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
 
 
 def block_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
-    """List the parameters of a layer by their names inside it, such as `mlp.down.weight`."""
+    """List a layer's parameters by their names inside it, such as `mlp.down.weight`."""
     return _block(model, layer, "")
 
 
 def attention_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
-    """List the parameters of a layer's attention by their names inside it, such as `proj.weight`."""
+    """List the parameters in a layer's attention by their names inside it, such as `proj.weight`."""
     return _attention(model, layer, "")
 
 
 def mlp_specs(model: ModelConfig, layer: int) -> Iterator[ParamSpec]:
-    """List the parameters of the MLP of a layer without experts by their names inside it, such as `down.weight`."""
+    """List the parameters in a dense layer's MLP by their names inside it, such as `down.weight`."""
     return _mlp(model, "", model.ffn_size)
 
 
 def within(at: str, specs: Iterable[ParamSpec]) -> Iterator[ParamSpec]:
-    """Put `at` before the names of a part's parameters."""
+    """Prefix a part's parameter names with `at`."""
     return (replace(spec, name=f"{at}{spec.name}") for spec in specs)
 
 
@@ -157,7 +157,7 @@ def _block(model: ModelConfig, layer: int, at: str) -> Iterator[ParamSpec]:
 
 
 def _residual(model: ModelConfig) -> Init:
-    """Return GPT-2's start of a projection that writes to the residual stream: smaller, by the number of writes."""
+    """GPT-2's initialisation for a projection that writes to the residual stream: std / sqrt(2 * layers), one per write."""
     return Init("normal", model.init_std / math.sqrt(2 * model.num_layers))
 
 
@@ -170,7 +170,7 @@ def _attention(model: ModelConfig, layer: int, at: str) -> Iterator[ParamSpec]:
 
 
 def up_name(model: ModelConfig) -> str:
-    """Return the name of an MLP's first projection."""
+    """Name of an MLP's first projection."""
     return "gate_up" if model.activation_kind.is_gated else "up"
 
 
@@ -188,7 +188,7 @@ def _mlp(model: ModelConfig, at: str, f: int) -> Iterator[ParamSpec]:
 def _experts(model: ModelConfig, moe: MoEConfig, at: str) -> Iterator[ParamSpec]:
     h, f, count = model.hidden_size, moe.ffn_hidden_size, moe.num_experts
     normal = Init("normal", model.init_std)
-    # Tokens are cut over tp in front of the router, whatever sequence parallelism is.
+    # Tokens are cut over tp before the router, with or without sequence parallelism.
     yield ParamSpec(f"{at}router.weight", (count, h), normal, grad_is_partial="always")
     if moe.has_bias:
         yield ParamSpec(f"{at}router.bias", (count,), Init("zeros"), decay=False, is_trained=False)
@@ -201,7 +201,7 @@ def _experts(model: ModelConfig, moe: MoEConfig, at: str) -> Iterator[ParamSpec]
 
 
 def _joining(model: ModelConfig, name: str, normal: Init) -> Iterator[ParamSpec]:
-    """List what a layer of multi-token prediction has besides a layer."""
+    """List the parameters that a multi-token prediction layer has besides an ordinary layer's."""
     h = model.hidden_size
     yield from _norm(model, f"{name}.embedding_norm")
     yield from _norm(model, f"{name}.hidden_norm")
@@ -229,7 +229,7 @@ def _vocabulary_matrix(model: ModelConfig, name: str, *, tied_ends: bool) -> Par
 
 
 def _norm(model: ModelConfig, name: str) -> Iterator[ParamSpec]:
-    """List the parameters of a norm over h, wherever it stands."""
+    """List the parameters of any norm over h."""
     if model.own.norm is not None:
         yield from within(f"{name}.", model.own.norm.specs(model))
         return

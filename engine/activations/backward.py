@@ -5,14 +5,14 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward
 
 
 def run_backward(output: torch.Tensor | GradientEdge, grad: torch.Tensor) -> None:
-    """Run `torch.autograd.backward(output, grad)` without its checks in Python; the C++ engine checks the shape again.
+    """Run `torch.autograd.backward(output, grad)` without its Python checks; the C++ engine checks the shape again.
 
-    Those checks import sympy for symbolic shapes, which are not used here: half a second of a core and 34 MiB in each rank, in
-    its first step (torch 2.13).
+    Those checks import sympy for symbolic shapes, which are not used here. The import costs each rank half a second on one core and
+    34 MiB, in its first step (torch 2.13).
 
     Args:
-        output: the result of the forward, or its edge in the autograd graph.
-        grad: the gradient, of the output's shape and dtype.
+        output: the forward's result, or its edge in the autograd graph.
+        grad: gradient with the output's shape and dtype.
 
     Raises:
         RuntimeError: the gradient has another shape.

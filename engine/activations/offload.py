@@ -3,10 +3,10 @@
     device   | layer 0 | layer 1       | layer 2 ...      backward: | layer 2       | layer 1       | layer 0 |
     copies             | 0 -> host     | 1 -> host                  | host -> 1     | host -> 0     |
 
-On a GPU all copies run on one side stream. It waits for the work posted before them on the computation's stream, which waits for
-it at `let_go` and `arrived`; the host never waits. A host buffer can be reused at once, because its next copy follows the last one
-on the side stream. Device memory is freed only after the computation's stream has waited for the copy. On a CPU a copy is done when
-it is posted.
+On a GPU, all copies run on one side stream, which waits for the work posted earlier on the compute stream. The compute stream waits
+for the copies at `let_go` and `arrived`; the host never waits. A host buffer can be reused at once, because its next copy follows
+the last one on the side stream. Device memory is freed only after the compute stream has waited for the copy. On a CPU, a copy is
+done when it is posted.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,23 +21,23 @@ from triaxis.engine.device.pinned_memory import PageLock, PinnedPool, Purpose, p
 PURPOSE = Purpose("offloaded activations", "offload fewer layers (offload.num_layers)")
 
 Mark = Any
-"""The end of some copies: a `torch.cuda.Event` on a GPU, None on a CPU, where copies are done at once."""
+"""Marks the end of posted copies: a `torch.cuda.Event` on a GPU, None on a CPU, where copies are done at once."""
 
 
 class CopyLane(Protocol):
     """A way to run copies between host and device."""
 
     def post(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Mark:
-        """Copy each (destination, source) pair after all work that is posted on the computation's stream."""
+        """Copy each (destination, source) pair after all work that is already posted on the compute stream."""
         ...
 
     def wait(self, mark: Mark) -> None:
-        """Make later work of the computation wait for these copies."""
+        """Make later compute work wait for these copies."""
         ...
 
 
 class SideStream:
-    """A side stream of a GPU.
+    """A GPU's side stream.
 
     Args:
         cuda: module with streams and events; the race check passes its own (`triaxis.launch.footprint.races.streams`).
@@ -76,11 +76,11 @@ class InPlace:
 
 @dataclass(slots=True, eq=False)
 class OffloadedStorage:
-    """The elements of one storage, in order, on the device or in host memory.
+    """One storage's elements, in order, on the device or in host memory.
 
     Attributes:
-        tensor: the copy on the device; None while only the host holds them.
-        buffer: the copy in host memory; None before `send` and after `fetch`.
+        tensor: device copy; None while only the host holds the elements.
+        buffer: host copy; None before `send` and after `fetch`.
     """
 
     tensor: torch.Tensor | None
@@ -88,12 +88,12 @@ class OffloadedStorage:
 
 
 class HostMemory:
-    """Host buffers of activations, page-locked for a GPU, kept by size and reused.
+    """Host buffers for activations, kept by size and reused; on a GPU they are page-locked.
 
     Args:
-        device: device of the activations.
-        lane: way to run the copies; None: the default of the device.
-        page_lock: lock for the buffers' pages; None: the default of the device.
+        device: the activations' device.
+        lane: way to run the copies; None: the device's default.
+        page_lock: lock for the buffers' pages; None: the device's default.
 
     Attributes:
         making: context entered while a buffer is taken, for memory accounting (no step after the first allocates one).
@@ -117,13 +117,13 @@ class HostMemory:
         return self.lane.post(copies)
 
     def let_go(self, moved: Sequence[OffloadedStorage], mark: Mark) -> None:
-        """Free the device memory that `send` with this mark has read."""
+        """Free the device memory that was copied by the `send` with this mark."""
         self.lane.wait(mark)
         for each in moved:
             each.tensor = None
 
     def fetch(self, moved: Sequence[OffloadedStorage]) -> Mark:
-        """Post the copies back to the device. Use the tensors after `arrived`; the buffers are free at once."""
+        """Post the copies back to the device. Use the tensors only after `arrived`; the buffers are free at once."""
         copies = []
         for each in moved:
             assert each.buffer is not None and each.tensor is None
@@ -135,10 +135,10 @@ class HostMemory:
         return self.lane.post(copies)
 
     def arrived(self, mark: Mark) -> None:
-        """Make later work of the computation wait for the copies of `fetch` with this mark."""
+        """Make later compute work wait for the `fetch` copies with this mark."""
         self.lane.wait(mark)
 
     @property
     def num_free(self) -> int:
-        """Return the number of unused buffers."""
+        """Number of unused buffers."""
         return self.pool.num_free

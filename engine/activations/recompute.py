@@ -1,8 +1,8 @@
-"""Recomputation of activations in the backward ("activation checkpointing"; a checkpoint is a file here).
+"""Recomputation of activations in the backward ("activation checkpointing"; in this project a checkpoint is a file).
 
-`recompute(function, *tensors)` keeps only the tensors. The backward runs the whole function again, with all of its collectives
-(torch's own utility stops the replay early and skips the last one). Random state needs no replay: dropout is a hash of sample
-and position.
+`recompute(function, *tensors)` keeps only the tensors. The backward runs the whole function again, with all its collectives
+(torch's own utility stops the replay early and skips the last one). Random state needs no replay, because dropout is a hash of
+sample and position.
 
 The function may use parameters: their gradients go to main grads, never through autograd.
 """
@@ -17,7 +17,7 @@ from triaxis.engine.activations.backward import run_backward
 
 
 def recompute(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """Return `function(*tensors)`, saving only these tensors for the backward."""
+    """Compute `function(*tensors)`, saving only these tensors for the backward."""
     return _Recompute.apply(function, *tensors)
 
 
@@ -30,7 +30,7 @@ class _Recompute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # New leaves: the backward of the replay ends at them, and this node returns their gradients.
+        # New leaves: the replay's backward ends at them, and this node returns their gradients.
         inputs = [
             tensor.detach().requires_grad_(needed)
             for tensor, needed in zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
@@ -42,7 +42,7 @@ class _Recompute(torch.autograd.Function):
 
 
 def watch_replay(node: Node, watch: Callable[[Sequence[torch.Tensor], torch.Tensor], None]) -> None:
-    """Call `watch(inputs, output)` when the backward replays the function of this node; no other node is changed.
+    """Call `watch(inputs, output)` when the backward replays this node's function; no other node is changed.
 
     The output has the autograd graph that the function's forward did not record.
     """

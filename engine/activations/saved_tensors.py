@@ -1,4 +1,7 @@
-"""The policy for tensors that autograd saves: each is kept. `saving_hooks.py` recomputes some, or moves them to the host."""
+"""The default policy for tensors that autograd saves: each is kept.
+
+`saving_hooks.py` recomputes some, or moves them to host memory.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -13,7 +16,7 @@ TensorObserver = Callable[[torch.Tensor], None]
 """Called with each tensor that holds device memory for a backward."""
 
 ATTENTION = "attention"
-"""The part of `SavedTensors.recomputed_inside`: its output is saved, its inner tensors are recomputed."""
+"""The part that `SavedTensors.recomputed_inside` serves: its output is saved, its inner tensors are recomputed."""
 
 
 def unobserved(tensor: torch.Tensor) -> None:
@@ -25,7 +28,7 @@ class SavedTensors:
 
     Attributes:
         parts: names of the parts to recompute.
-        host: host memory for moved tensors; None: none is moved.
+        host: host memory for moved tensors, or None if none is moved.
         is_replay: whether the running function is being recomputed in the backward.
     """
 
@@ -46,9 +49,9 @@ class SavedTensors:
 
         Args:
             function: a layer, or several that are recomputed together.
-            x: its input.
+            x: the layer's input.
             moves: whether to move its saved tensors to the host.
-            whole: whether to recompute all of it, so that only x is saved.
+            whole: whether to recompute the whole function, so that only x is saved.
             shared: tensors that other layers save too; they are not moved.
         """
         assert not (moves or whole), "this policy keeps every tensor"
@@ -59,17 +62,17 @@ class SavedTensors:
         return output
 
     def recomputed(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return a function with the same result; if `part` is recomputed, autograd saves a recipe in place of the result."""
+        """Wrap `function`, with the same result; if `part` is recomputed, autograd saves a recipe in place of the result."""
         return function
 
     def recomputed_inside(self, part: str, function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """Return a function (tensors, *others) with the same result; if `part` is recomputed, it saves `tensors` only."""
+        """Wrap `function(tensors, *others)`, with the same result; if `part` is recomputed, only `tensors` are saved."""
         return function
 
     def makes_again(self, part: str) -> bool:
-        """Return whether the running layer recomputes `part`; False while the layer is replayed as a whole."""
+        """Test whether the running layer recomputes `part`; False while the layer is replayed as a whole."""
         return False
 
     def once(self, function: Callable[[], Result]) -> Result:
-        """Return `function()`; in the replay of a whole layer, return the forward's result."""
+        """Run `function` and return its result; the replay of a whole layer returns the forward's result instead."""
         return function()

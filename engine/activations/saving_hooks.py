@@ -1,16 +1,16 @@
 """The policy that keeps, recomputes or moves to host memory each tensor that autograd saves.
 
-    kept         the tensor
-    recomputed   a cheap function (a norm, an activation) and its inputs; it runs once in the backward for all users of its result
+    kept         the tensor.
+    recomputed   a cheap function (a norm, an activation) and its inputs; it runs once in the backward for all users of its result.
     moved        a place in host memory (`engine/activations/offload.py`): the tensor leaves while the next layer is computed,
-                 and comes back during the backward of that layer
+                 and comes back during that layer's backward.
 
 One pair of hooks decides (`torch.autograd.graph.saved_tensors_hooks`), for torch's operators and our own functions alike. The unit
-is a storage, so several views of it are one thing. The inputs of a recomputed function are saved by the same rule, so chains are
+is a storage, so several views into it count as one. A recomputed function's inputs are saved by the same rule, so chains are
 recomputed from their first kept or moved tensor.
 
-Recomputed functions must give the same bits and must not communicate. Whole layers do communicate: they go through `recompute`.
-Some results of such a layer must not be computed twice, such as the choice of experts: `once` keeps them for the replay.
+Recomputed functions must give the same bits and must not communicate. Whole layers do communicate, so they go through `recompute`.
+Some of their results must not be computed twice, such as the choice of experts: `once` keeps them for the replay.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -32,14 +32,14 @@ Function = Callable[..., torch.Tensor]
 
 
 class SavingHooks(SavedTensors):
-    """The policy of a run that recomputes, or moves to the host, some of what autograd saves.
+    """The policy for a run that recomputes some saved tensors, or moves some to the host.
 
     Args:
         parts: names of the parts to recompute.
-        host: host memory for moved tensors; None: none is moved.
-        min_bytes: smallest size of a tensor that is moved.
+        host: host memory for moved tensors, or None if none is moved.
+        min_bytes: smallest tensor size that is moved, in bytes.
         weights: function that returns this rank's weights, which are never moved; called when the first layer moves its tensors.
-        on_saved: observer of each tensor that holds device memory for a backward.
+        on_saved: observer called with each tensor that holds device memory for a backward.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class SavingHooks(SavedTensors):
         output = function(*inputs)
         if self.makes_again(part) and torch.is_grad_enabled():
             storage = output.untyped_storage()
-            # A view of an input needs no recipe: whoever saves it saves the input.
+            # A view of an input needs no recipe: saving the view saves the input.
             if all(_identity(each) != storage._cdata for each in inputs):
                 # The replay calls `forward`, since a module's hooks must not run twice.
                 maker = function.forward if isinstance(function, nn.Module) else function
@@ -149,7 +149,7 @@ class SavingHooks(SavedTensors):
             self._open = None
 
     def _pass_on(self, layer: "_Layer", y: torch.Tensor) -> None:
-        """Send the tensors that the layer moves, free those that the layer below has sent, and prepare the layer's backward."""
+        """Send the layer's moved tensors, free those that the layer below has sent, and prepare the layer's backward."""
         layer.send()
         below, self._below = self._below, layer
         if below is not None:
@@ -177,7 +177,7 @@ class SavingHooks(SavedTensors):
 
 
 def _identity(tensor: torch.Tensor) -> int:
-    """Return an identity of the tensor's storage, valid while it lives."""
+    """Identify the tensor's storage; the number is valid while the storage lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
@@ -186,7 +186,7 @@ def _unpack(packed: "torch.Tensor | _View") -> torch.Tensor:
 
 
 def _before_backward_of(y: torch.Tensor, function: Callable[[], None]) -> None:
-    """Call the function when the gradient of y is complete, before it is used."""
+    """Call the function when y's gradient is complete, before it is used."""
     assert y.grad_fn is not None, "a layer has weights"
 
     def call(grads: object) -> None:
@@ -203,9 +203,9 @@ def _begin_backward(layer: "_Layer", below: "_Layer | None") -> None:
 
 
 class _Memo:
-    """The results of a layer's `once`, in order: recorded in its forward, returned in its replay.
+    """The results of a layer's `once` calls, in order: recorded in its forward, returned in its replay.
 
-    `on_saved` is called with each result that is a tensor, or in a tuple. `has_begun` tells whether the forward has begun.
+    `on_saved` is called with each result that is a tensor, or is in a tuple. `has_begun` is True once the forward has begun.
     """
 
     def __init__(self, on_saved: Callable[[torch.Tensor], None]) -> None:
@@ -234,7 +234,7 @@ class _Memo:
 
 
 class _Source:
-    """The recipe of a tensor: a function and its inputs, run once for all users."""
+    """A tensor's recipe: a function and its inputs, run once for all users."""
 
     def __init__(self, function: Function, inputs: list[torch.Tensor], num_bytes: int) -> None:
         self.function = function
@@ -263,7 +263,7 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A saved tensor as a view of a storage that is recomputed or fetched."""
+    """A saved tensor, as a view into a storage that is recomputed or fetched."""
 
     of_what: "_Source | _Fetched"
     size: tuple[int, ...]
@@ -294,8 +294,8 @@ class _Layer:
     """The storages that one layer moves in one microbatch.
 
     Attributes:
-        host: host memory for them; None: the layer moves nothing.
-        on_saved: observer of each tensor that is fetched.
+        host: host memory for them, or None if the layer moves nothing.
+        on_saved: observer called with each tensor that is fetched.
         stays: identities of storages that are not moved.
     """
 
@@ -334,7 +334,7 @@ class _Layer:
                 self.on_saved(each.tensor)
 
     def need(self) -> None:
-        """Wait for the copies at the start of the layer's backward, and drop them: a `_Fetched` holds each one that is needed."""
+        """Wait for the copies at the start of the layer's backward, and drop them: each needed one is held by a `_Fetched`."""
         self.fetch()
         if self.host is not None and self._moved:
             self.host.arrived(self._mark)

@@ -1,7 +1,7 @@
 """The flags that all ranks sum in a step's one small all-reduce, known to the host; 0.0 or 1.0 before the sum.
 
-The all-reduced vector begins with numbers from the device: squared gradient norm, loss sum, rows that did not fit experts'
-buffers. Then come these flags, then a loss sum for each token ahead (multi-token prediction).
+The all-reduced vector begins with numbers from the device: squared gradient norm, loss sum, and rows that did not fit into the
+experts' buffers. Then come these flags, then a loss sum for each token ahead (multi-token prediction).
 `triaxis.engine.step.Engine.update` names them.
 
 The counted labels are summed before the step (`triaxis.engine.step.Engine.post_labels`), because the backward divides by them.
@@ -14,7 +14,7 @@ NUM_SUMS = 3
 
 
 class SaveFlags(NamedTuple):
-    """The state of the save under way: flags of one rank, or how many ranks raised each of them."""
+    """State of the save in progress: one rank's flags, or for each flag the number of ranks that raised it."""
 
     written: float = 0.0
     not_written: float = 0.0
@@ -23,26 +23,26 @@ class SaveFlags(NamedTuple):
 
 
 class StopFlags(NamedTuple):
-    """The requests to stop: flags of one rank, or how many ranks raised each of them (`engine/comm/stop.py`)."""
+    """Requests to stop: one rank's flags, or for each flag the number of ranks that raised it (`engine/comm/stop.py`)."""
 
     preempted: float = 0.0
     interrupted: float = 0.0
 
 
 class StepFlags(NamedTuple):
-    """The flags of one rank in a step, or their sums; `retried`: its allocator had to free memory since the step before."""
+    """One rank's flags in a step, or their sums; `retried`: its allocator has had to free memory since the previous step."""
 
     save: SaveFlags = SaveFlags()
     stop: StopFlags = StopFlags()
     retried: float = 0.0
 
     def values(self) -> tuple[float, ...]:
-        """Return the flags in the order of the vector."""
+        """List the flags in the vector's order."""
         return (*self.save, *self.stop, self.retried)
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "StepFlags":
-        """Read what `values` wrote."""
+        """Rebuild the flags from what `values` listed."""
         num_save, num_stop = len(SaveFlags._fields), len(StopFlags._fields)
         assert len(values) == num_save + num_stop + 1, f"{len(values)} flags: the traffic of a step is a constant"
         return cls(SaveFlags(*values[:num_save]), StopFlags(*values[num_save:-1]), values[-1])

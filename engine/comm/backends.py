@@ -1,14 +1,14 @@
 """The only caller of torch.distributed's communication, and what its backends do differently: gloo, NCCL and the fake one.
 
 - gloo's tensor reduce-scatter is an all-reduce inside (twice the wire bytes). On gloo the rank chunks are exchanged by
-  all-to-all and summed here in rank order, in the accumulation dtype; the order does not depend on how buckets are cut.
+  all-to-all and summed here in rank order, in the accumulation dtype. That order does not depend on how buckets are cut.
 - torch 2.13 renamed `reduce_scatter_tensor` and `all_gather_into_tensor` to `*_single`.
-- The first p2p call of an NCCL group must involve the whole group, so `connect` reduces one element beforehand.
-- NCCL opens the connection of a pair in the first group call that names it, and holds the host until the peer is in the mirrored
-  call; so `connect_ring` exchanges one element with both ring neighbours, each way.
-- gloo's sends have no query for completion, so a thread of the axis waits for them; NCCL's have one.
-- The fake backend (a footprint's) has no peer to send to, and its handles are under way for ever.
-- gloo reads host memory alone: tensors of a GPU are carried there and back (`triaxis.engine.comm.staging`).
+- The first p2p call on an NCCL group must involve the whole group, so `connect` reduces one element beforehand.
+- NCCL opens a pair's connection in the first group call that names it, and blocks the host until the peer makes the mirrored
+  call. `connect_ring` therefore exchanges one element with both ring neighbours, each way.
+- gloo's sends cannot be queried for completion, so one thread per axis waits for them. NCCL's sends can be queried.
+- The fake backend (used for a footprint) has no peer to send to, and its handles never complete.
+- gloo reads host memory only: GPU tensors are copied to the host and back (`triaxis.engine.comm.staging`).
 """
 
 from collections.abc import Callable, Sequence
@@ -41,9 +41,9 @@ class Message:
 
 
 class Pending:
-    """A call under way. It keeps its tensors alive until `wait()`, which may be called again and again.
+    """An asynchronous call. It keeps its tensors alive until `wait()`, which may be called repeatedly.
 
-    `written` is its line of the ledger, whose observers follow the call.
+    `written` is the ledger with the call's event in it; the ledger's observers follow the call.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Pending:
                 observer.under_way(posted, work)
 
     def wait(self) -> torch.Tensor:
-        """Return the result once it is there. With NCCL the current stream waits, not the host."""
+        """Wait for the call and return its result. With NCCL the current stream waits, not the host."""
         if self._work:
             if self._written is not None:
                 ledger, posted = self._written
@@ -82,12 +82,12 @@ class Pending:
 
     @property
     def completed(self) -> bool:
-        """Return whether `wait()` would return at once; never block."""
+        """Whether `wait()` would return at once; never blocks."""
         return all(work.is_completed() for work in self._work)
 
 
 class _WatchedSend:
-    """A gloo send that a thread waits for, so that its completion can be seen without blocking."""
+    """A gloo send that a thread waits for, so that its completion can be queried without blocking."""
 
     def __init__(self, watcher: ThreadPoolExecutor, work: Work) -> None:
         self._done: Future[Any] = watcher.submit(work.wait)
@@ -100,7 +100,7 @@ class _WatchedSend:
 
 
 class _TakenSend:
-    """A send of the fake backend, which counts as received at once."""
+    """A send on the fake backend, which counts as received at once."""
 
     def wait(self) -> None:
         pass
@@ -110,12 +110,12 @@ class _TakenSend:
 
 
 class Backend:
-    """The process group of one axis.
+    """One axis's process group.
 
     Args:
-        group: of more than one rank.
-        ranks: global ranks of the members, in order.
-        carrier: makes the calls of the group in place of the axis (`triaxis.engine.comm.staging`); None: the axis makes them.
+        group: process group with more than one rank.
+        ranks: the members' global ranks, in order.
+        carrier: object that makes the group's calls (`triaxis.engine.comm.staging`); None: they are made directly.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Backend:
         self._watcher: ThreadPoolExecutor | None = None
 
     def call(self, call: Callable[[Seen], Sequence[Any]], *uses: TensorUse) -> list[Work]:
-        """Make a call; `call` is given what the backend sees of a tensor, and returns a handle for each use."""
+        """Run `call` and return one handle per use. `call` receives a function that maps a tensor to the one the backend sees."""
         if self.carrier is not None:
             return self.carrier.post(call, uses)
         works = list(call(lambda tensor: tensor))
@@ -137,14 +137,14 @@ class Backend:
         return works
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> list[Work]:
-        """Post the reduction of `tensor`, in place."""
+        """Post an all-reduce on `tensor`, in place."""
         return self.call(
             lambda seen: [dist.all_reduce(seen(tensor), _REDUCE_OPS[op], group=self.group, async_op=True)],
             TensorUse([tensor], [tensor]),
         )
 
     def all_gather(self, whole: torch.Tensor, part: torch.Tensor) -> list[Work]:
-        """Post the gather of each member's `part` in `whole`."""
+        """Post an all-gather that copies each member's `part` into `whole`."""
         return self.call(
             lambda seen: [_ALL_GATHER(seen(whole), seen(part), group=self.group, async_op=True)],
             TensorUse([part], [whole]),
@@ -153,7 +153,10 @@ class Backend:
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, rows_received: Any = None, rows_sent: Any = None
     ) -> list[Work]:
-        """Post the exchange of rows of `sent` for rows of `received`; without numbers of rows, as many with each member."""
+        """Post an all-to-all that sends rows from `sent` and fills `received`.
+
+        `rows_sent` and `rows_received` count the rows per member; None splits them equally.
+        """
         rows = rows_received, rows_sent
         return self.call(
             lambda seen: [dist.all_to_all_single(seen(received), seen(sent), *rows, group=self.group, async_op=True)],
@@ -161,22 +164,22 @@ class Backend:
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, is_source: bool) -> list[Work]:
-        """Post the copy of the global rank `source`'s `tensor` to all members'."""
+        """Post a broadcast that copies the global rank `source`'s `tensor` to all members."""
         return self.call(
             lambda seen: [dist.broadcast(seen(tensor), source, group=self.group, async_op=True)],
             TensorUse([tensor]) if is_source else TensorUse((), [tensor]),
         )
 
     def connect(self, device: torch.device) -> None:
-        """Open the connections of the group's collectives."""
+        """Open the connections that the group's collectives use."""
         dist.all_reduce(torch.zeros(1, device=self._device(device)), group=self.group)
         self._synchronize(device)
 
     def connect_ring(self, device: torch.device, index: int) -> None:
-        """Open the connections of member `index` to both ring neighbours, each way, in one group call.
+        """Open member `index`'s connections to both ring neighbours, each way, in one group call.
 
-        All members call it, with no message under way. The call is mirrored: each pair opens the same connections at both ends.
-        With two members the neighbours are one peer, which is named twice, in the same order on both.
+        All members call this while no message is in flight. The calls mirror each other: each pair opens the same connections at
+        both ends. With two members, both neighbours are one peer, which is named twice, in the same order on both ends.
         """
         following, preceding = ((index + step) % len(self._ranks) for step in (1, -1))
         ends = [("send", following), ("recv", preceding), ("send", preceding), ("recv", following)]
@@ -187,7 +190,7 @@ class Backend:
                 for (kind, peer), element in zip(ends, elements.unbind(), strict=True)
             ]
         )
-        # A send of the fake backend never ends, because no peer receives it.
+        # A send on the fake backend never completes, because no peer receives it.
         for work in () if self.kind == "fake" else works:
             work.wait()
         self._synchronize(device)
@@ -195,10 +198,11 @@ class Backend:
     def reduce_scatter(
         self, full: torch.Tensor, out: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[Work], Callable[[], torch.Tensor] | None]:
-        """Post the sum of `full` over the group, cut along dim 0.
+        """Post a sum over the group that scatters `full` along dim 0.
 
         Returns:
-            The result as far as it has memory, handles, and what makes the result once these have ended; None: it is made.
+            A tensor, the handles, and a function that computes the result once the handles have completed. If the function is None,
+            the tensor receives the result itself; otherwise the tensor is a placeholder.
         """
         shape = (full.shape[0] // len(self._ranks), *full.shape[1:])
         if self.kind != "gloo":
@@ -222,7 +226,7 @@ class Backend:
         return full, works, sum_in_rank_order
 
     def exchange(self, messages: Sequence[Message]) -> list[Sequence[Work]]:
-        """Post messages as one group call and return the handles of each."""
+        """Post messages as one group call and return each message's handles."""
 
         def post_the_group(seen: Seen) -> Sequence[Any]:
             return dist.batch_isend_irecv(
@@ -234,7 +238,7 @@ class Backend:
 
         uses = [TensorUse([one.tensor]) if one.kind == "send" else TensorUse((), [one.tensor]) for one in messages]
         works = self.call(post_the_group, *uses)
-        # A backend that coalesces returns one handle for the whole group call, another returns one per message.
+        # A coalescing backend returns one handle for the whole group call; others return one per message.
         if len(works) != len(messages):
             return [works] * len(messages)
         if self.kind == "fake" and self.carrier is None:
@@ -250,7 +254,7 @@ class Backend:
         return [[work] for work in works]
 
     def close(self) -> None:
-        """End the thread that watches sends, if there is one."""
+        """Stop the thread that watches sends, if there is one."""
         if self._watcher is not None:
             self._watcher.shutdown(wait=False, cancel_futures=True)
             self._watcher = None
@@ -259,6 +263,6 @@ class Backend:
         return CPU if self.kind == "gloo" else device
 
     def _synchronize(self, device: torch.device) -> None:
-        """Wait until the device has done what was posted; other backends have, when their calls return."""
+        """Wait until the device has run the posted calls; other backends' calls have finished when they return."""
         if self.kind == "nccl":
             torch.cuda.synchronize(device)

@@ -1,9 +1,9 @@
 """The verbs of communication: every collective and every send, labelled and written down.
 
 An `Axis` is one group of ranks as one member sees it. Its verbs return a `Pending` (`triaxis.engine.comm.backends`), whose `wait()`
-gives the result; what lies between posting and waiting is overlapped. A one-rank axis is the identity and issues no op: this file
-is the only place that knows it. Each call is labelled with its purpose and written to the `Ledger`; what backends do differently is
-in `triaxis.engine.comm.backends`.
+gives the result. Whatever runs between posting and waiting overlaps the call. A one-rank axis is the identity and issues no op;
+no other file needs to know that. Each call is labelled with its purpose and written to the `Ledger`. Differences between backends
+are in `triaxis.engine.comm.backends`.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 class Axis:
     """One group of ranks, as this member sees it.
 
-    A peer is an index on the axis and no global rank, so a layer is the same code wherever its axis lies in the grid. A verb posts
-    and never waits, but for `sum_values` and `barrier`: where to wait is the caller's choice, and with it what runs meanwhile.
-    Results can go into memory that the caller has (`out`), since gradients and weights have their places in flat tensors.
+    A peer is an index on the axis, not a global rank: a layer's code does not depend on its axis's place in the grid. A verb posts
+    and never waits, except `sum_values` and `barrier`. The caller chooses where to wait, and thus what runs meanwhile. Results can
+    go into the caller's memory (`out`), because gradients and weights have fixed places in flat tensors.
 
     Attributes:
-        name: the axis ("tp", "dp", "pp_forward", ...): how the ledger labels its calls.
-        ranks: global ranks of the members, in order.
-        index: which member this rank is.
+        name: axis name ("tp", "dp", "pp_forward", ...), which labels its calls in the ledger.
+        ranks: the members' global ranks, in order.
+        index: this rank's position in `ranks`.
         size: number of members.
 
     Args:
-        group: of the ranks; None for a group of one.
-        carrier: makes the calls of the group (`triaxis.engine.comm.staging`); None: the axis does.
+        group: process group with these ranks; None for a single rank.
+        carrier: object that makes the group's calls (`triaxis.engine.comm.staging`); None: the axis makes them.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Axis:
         self._backend = None if group is None else Backend(name, group, self.ranks, carrier)
 
     def with_ledger(self, ledger: Ledger) -> "Axis":
-        """Return this axis, same process group included, with another ledger."""
+        """Copy this axis, sharing its process group, with another ledger."""
         axis = copy(self)
         axis.ledger = ledger
         return axis
 
     def connect(self, device: torch.device) -> None:
-        """Open the connections now, so that a missing peer shows at start and not in the first step."""
+        """Open the connections now, so that a missing peer shows up at start and not in the first step."""
         if self._backend is not None:
             self._backend.connect(device)
 
@@ -80,7 +80,7 @@ class Axis:
     def all_gather(self, shard: torch.Tensor, purpose: str, out: torch.Tensor | None = None) -> Pending:
         """Concatenate the members' shards [n, ...] along dim 0 to [size * n, ...].
 
-        With `out`, the result is written there; `shard` may be this member's slice of it.
+        If `out` is given, it receives the result; `shard` may be this member's slice of it.
         """
         backend = self._backend
         if backend is None:
@@ -94,8 +94,8 @@ class Axis:
     def reduce_scatter(self, full: torch.Tensor, purpose: str, out: torch.Tensor | None = None) -> Pending:
         """Sum `full` [size * n, ...] over the axis and keep this member's [n, ...] along dim 0.
 
-        With `out`, the result is written there; it may be this member's slice of `full`, which then holds the sum while
-        the other slices keep this member's own values. Sums are kept in the accumulation dtype on gloo.
+        If `out` is given, it receives the result. It may be this member's slice of `full`: that slice then holds the sum, and the
+        other slices keep this member's own values. gloo's sums are kept in the accumulation dtype.
         """
         backend = self._backend
         if backend is None:
@@ -107,7 +107,7 @@ class Axis:
         return Pending(result, work, finish, (self.ledger, posted), keep=[full])
 
     def all_to_all(self, tensor: torch.Tensor, purpose: str) -> Pending:
-        """Send block i of `tensor` [size, ...] to member i. Block i of the result, of the same shape, comes from member i."""
+        """Send block i of `tensor` [size, ...] to member i. The result has the same shape; its block i comes from member i."""
         backend = self._backend
         if backend is None:
             return Pending(tensor)
@@ -120,7 +120,7 @@ class Axis:
     def all_to_all_rows(
         self, tensor: torch.Tensor, sent: Sequence[int], received: Sequence[int], purpose: str
     ) -> Pending:
-        """Send the next `sent[i]` rows of `tensor` [sum of sent, ...] to member i, which may be none.
+        """Send the next `sent[i]` rows of `tensor` [sum(sent), ...] to each member i in turn; `sent[i]` may be 0.
 
         The result has `received[i]` rows from each member in turn; both ends must know their numbers.
         """
@@ -157,7 +157,7 @@ class Axis:
         ]
 
     def close(self) -> None:
-        """End the backend's thread, if there is one."""
+        """Stop the backend's thread, if there is one."""
         if self._backend is not None:
             self._backend.close()
 
@@ -167,5 +167,5 @@ class Axis:
         return [float(value) for value in self.all_reduce(vector, purpose).wait().tolist()]
 
     def barrier(self, device: torch.device, purpose: str) -> None:
-        """Wait until every member is here."""
+        """Wait until every member has called this."""
         self.sum_values([0.0], device, purpose)

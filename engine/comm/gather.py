@@ -1,11 +1,11 @@
-"""One row of numbers from each rank, brought to rank 0 through the groups that exist already.
+"""Gathers one row of numbers from each rank on rank 0, through groups that exist already.
 
     along tp    every rank receives the rows of its tensor-parallel group
     along pp    ranks with tp index 0 receive the rows of their pipeline, pp x tp
     along dp    ranks with tp and pp index 0 receive all rows; rank 0 is one of them
 
-What a rank receives does not depend on the number of replicas, except on those of the last line. An all-gather over the
-world would bring all rows to all ranks, and a gather by sends and receives would open a connection from rank 0 to each rank.
+A rank's traffic does not depend on the number of replicas, except for the ranks in the last line. An all-gather over the
+world would bring all rows to all ranks. A gather by sends and receives would open a connection from rank 0 to each rank.
 """
 
 from itertools import pairwise
@@ -19,18 +19,21 @@ ORDER = ("tp", "pp", "dp")
 
 
 class Gathering:
-    """Rows on their way to rank 0, each 1-D and as long on every rank. All ranks make one, and call `finish` in the same order."""
+    """Rows on their way to rank 0, each 1-D and equally long on every rank.
+
+    All ranks create one, and call `finish` in the same order.
+    """
 
     def __init__(self, topology: Topology, row: torch.Tensor, purpose: str) -> None:
         self._topology = topology
         self._purpose = purpose
         axes = [topology.axis(name) for name in ORDER]
-        # The first call is under way until `finish`; an axis of one rank has none.
+        # The first call stays in flight until `finish`; a one-rank axis makes no call.
         self._axes = [axis for axis in axes if axis.size > 1] or axes[:1]
         self._pending = self._axes[0].all_gather(row, purpose)
 
     def finish(self) -> torch.Tensor | None:
-        """Return the rows of all ranks [world size, n] in rank order, on rank 0's device; None on the other ranks."""
+        """Return all ranks' rows [world size, n] in rank order, on rank 0's device; None on the other ranks."""
         rows = self._pending.wait()
         for before, axis in pairwise(self._axes):
             if before.index:

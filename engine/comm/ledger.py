@@ -1,11 +1,11 @@
 """The ledger: what one rank called since its last reset, in order.
 
-    post   op, axis, purpose, dtype, numel of the tensor handed in, group size; of a send or receive the peer and the group call
-    wait   the same number, when the result was asked for
-    mark   a named point of the computation (attention to a gathered piece, say), so that order in the ledger proves overlap; and
-           a read of numbers by the host, which observers follow from its beginning to its end
+    post   op, axis, purpose, the input tensor's dtype and numel, group size; for a send or receive also the peer and the group call
+    wait   the same call number, written when the wait for the result returns
+    mark   a named point in the computation (attention to a gathered piece, say), so that order in the ledger proves overlap; also
+           a host read of device values, which observers follow from beginning to end
 
-A call is written down as it was made, with nothing derived from it.
+A call is recorded as it was made, with nothing derived from it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,40 +15,41 @@ from typing import Any, Literal, NamedTuple, Protocol
 Op = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_all_rows", "broadcast", "send", "recv"]
 
 REPLICA_GRADIENTS = "replica gradients"
-"""Purpose of the sum of a gradient over the ranks that hold its parameter and each saw a part
-(`triaxis.engine.layout.shard_spec`)."""
+"""Purpose of a gradient sum over the ranks that hold its parameter and each computed a part
+(`triaxis.engine.layout.shard_spec`).
+"""
 
 CROSS_ENTROPY, QK_NORM, FP8_SCALES = "cross-entropy", "qk-norm", "fp8 scale"
-"""First words of the purposes of the cross-entropy's reductions, and of those of QK-norm over all heads."""
+"""First words in the purposes of reductions: the cross-entropy's, QK-norm's over all heads, and those for fp8 scales."""
 
 KEYS_AND_VALUES, HEADS = "keys and values", "heads"
-"""First words of the purposes of context parallelism's gathers, and of the sums of their gradients; and of its exchanges."""
+"""First words in context parallelism's purposes: its gathers and their gradient sums; its exchanges."""
 
 EXPERTS = "experts"
-"""First word of the purposes of what tokens, their experts and the load of experts send."""
+"""First word in the purposes that concern experts: dispatched tokens, their chosen experts, and expert load."""
 
 LABELS = "labels"
-"""Purpose of the sum of counted labels over the world, which a step's backward divides by."""
+"""Purpose of the sum over the world's counted labels, by which a step's backward divides."""
 
 ATTENTION_MARK = "attention"
-"""Mark of an attention call over gathered keys and values."""
+"""Mark for an attention call over gathered keys and values."""
 
 HOST_READ = "host_read"
-"""Mark of a read of numbers by the host, which waits for the device."""
+"""Mark for a host read of device values, during which the host waits for the device."""
 
 NO_PEER = -1
-"""In place of the peer of a collective."""
+"""Value of `Event.peer` for a collective."""
 
 
 class Event(NamedTuple):
-    """One line of the ledger.
+    """One line in the ledger.
 
     Attributes:
-        call: numbers the posted calls of the step; marks carry -1.
-        dtype: torch's, of the tensor handed in; None for a mark.
-        numel: of the tensor handed in; of `all_to_all_rows`, of what goes to other members.
-        peer: the other member of a send or receive (an index on the axis); NO_PEER for a collective.
-        group_call: the number of the first call that was posted in the same group call; its own for a collective.
+        call: number of the call within the step; marks carry -1.
+        dtype: the input tensor's torch dtype; None for a mark.
+        numel: the input tensor's number of elements; for `all_to_all_rows`, only those that go to other members.
+        peer: the other member in a send or receive (an index on the axis); NO_PEER for a collective.
+        group_call: number of the first call in the same group call; a collective carries its own number.
     """
 
     phase: Literal["post", "wait", "mark"]
@@ -64,9 +65,9 @@ class Event(NamedTuple):
 
 
 class WaitObserver(Protocol):
-    """A follower of a rank's calls, of its waits for them, and of reads by its host.
+    """An observer that follows a rank's calls, its waits for them, and its host reads.
 
-    `handles` are the backend's (`triaxis.engine.comm.staging.Work`), and `mark` is the read's line of the ledger.
+    `handles` are the backend's (`triaxis.engine.comm.staging.Work`), and `mark` is the read's event.
     """
 
     def under_way(self, posted: Event, handles: Sequence[Any]) -> None: ...
@@ -77,7 +78,7 @@ class WaitObserver(Protocol):
 
 
 class Ledger:
-    """The calls of one rank; `observers` follow them and its waits, each in turn."""
+    """One rank's calls; each of the `observers` in turn follows them and the rank's waits."""
 
     def __init__(self, observers: Sequence[WaitObserver] = ()) -> None:
         self.observers = tuple(observers)
@@ -100,7 +101,7 @@ class Ledger:
         place: int = 0,
         numel: int | None = None,
     ) -> Event:
-        """Write down a call with a tensor; `place` is its place in its group call, `numel` another count than the tensor's."""
+        """Record a call with a tensor. `place` is its place in its group call; a given `numel` replaces the tensor's own count."""
         call = self._num_calls
         numel = tensor.numel() if numel is None else numel
         event = Event("post", call, op, axis, purpose, tensor.dtype, numel, group_size, peer, call - place)
@@ -109,13 +110,13 @@ class Ledger:
         return event
 
     def wait_ends(self, posted: Event) -> None:
-        """Write down that the rank has the result of a call."""
+        """Record that the wait for a call's result has returned."""
         self.events.append(posted._replace(phase="wait"))
         for observer in self.observers:
             observer.wait_ends()
 
     def mark(self, op: str, purpose: str) -> None:
-        """Write down a point of the computation."""
+        """Record a named point in the computation."""
         self.events.append(_mark(op, purpose))
 
     @contextmanager
@@ -131,7 +132,7 @@ class Ledger:
 
     @property
     def posted(self) -> list[Event]:
-        """Return the calls in the order of their posts."""
+        """The calls, in the order of their posts."""
         return [event for event in self.events if event.phase == "post"]
 
 

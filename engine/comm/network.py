@@ -1,7 +1,7 @@
-"""Which network interface leads to the other ranks; sockets that listen there and nowhere else.
+"""Finds the network interface that leads to the other ranks, and opens sockets that listen only there.
 
-The cluster interface of a node is the one over which it reaches MASTER_ADDR. A run of one node meets at 127.0.0.1, so all of
-it stays on the loopback.
+A node's cluster interface is the one over which it reaches MASTER_ADDR. A single-node run meets at 127.0.0.1, so all its
+traffic stays on the loopback.
 
     MASTER_ADDR ->  address to talk from   the kernel's route; no packet is sent
                 ->  interface              gloo's and NCCL's sockets (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME where unset)
@@ -23,7 +23,7 @@ GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 NCCL_VARIABLE = "NCCL_SOCKET_IFNAME"
 
 _INSIDE = ("docker", "veth", "virbr", "br-", "cni")
-"""Beginnings of the names of interfaces that lead to containers and virtual machines of this node, not to other nodes."""
+"""Name prefixes for interfaces that lead to this node's containers and virtual machines, not to other nodes."""
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
@@ -33,8 +33,8 @@ class Interface:
     """The network interface through which this node communicates.
 
     Attributes:
-        name: name such as eth0.
-        address: the interface's address that is used.
+        name: interface name, such as eth0.
+        address: the interface's IP address that the run uses.
         store_host: host name or address at which this node reaches rank 0's store.
     """
 
@@ -47,13 +47,13 @@ def cluster_interface(master_addr: str, *, several_nodes: bool, variables: Mappi
     """Find the interface over which this node reaches the other ranks.
 
     Args:
-        master_addr: where the ranks meet, a name or an address.
-        several_nodes: whether ranks run on other nodes too. Then a name that means a loopback address here means another one
-            there: many machines write their own name into /etc/hosts as 127.0.1.1. The user's choice of an interface counts,
-            then the only one there is. (A loopback address itself means that all "nodes" are this machine.)
+        master_addr: name or address at which the ranks meet.
+        several_nodes: whether ranks run on other nodes too. A name that means a loopback address here then means a different
+            machine there: many machines list their own name in /etc/hosts as 127.0.1.1. In that case the user's choice counts,
+            then the only interface there is. (A loopback address itself means that all "nodes" are this machine.)
 
     Raises:
-        TopologyError: the name does not resolve, there is no route, or several interfaces could be meant.
+        TopologyError: the name does not resolve, there is no route, or no single interface qualifies.
     """
     addresses = _addresses()
     source = _route(master_addr)
@@ -70,23 +70,23 @@ def cluster_interface(master_addr: str, *, several_nodes: bool, variables: Mappi
 
 
 def interface_variables(interface: Interface, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that gloo and NCCL need and the user has not set. (`=`: NCCL takes a bare name as a beginning.)"""
+    """Build the variables that gloo and NCCL need and the user has not set. (NCCL reads a bare name as a prefix, `=` as exact.)"""
     wanted = {GLOO_VARIABLE: interface.name, NCCL_VARIABLE: f"={interface.name}"}
     return {name: value for name, value in wanted.items() if not variables.get(name)}
 
 
 def listening_socket(interface: Interface, port: int) -> socket.socket:
-    """Open a socket that listens at this address only. The caller closes it, or the owner of its file descriptor does.
+    """Open a socket that listens at this address only. The caller closes it, or whoever owns its file descriptor does.
 
     Args:
-        port: 0: a free one.
+        port: port number; 0 picks a free one.
 
     Raises:
-        PortTakenError: another process listens there.
+        PortTakenError: the port cannot be bound, usually because another process listens there.
     """
     family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
-    # A port that the last attempt of this run left in TIME_WAIT is free.
+    # A port that this run's last attempt left in TIME_WAIT counts as free.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((interface.address, port))
@@ -101,7 +101,7 @@ def listening_socket(interface: Interface, port: int) -> socket.socket:
 
 
 def _route(host: str) -> str:
-    """Return the address from which this node talks to `host`; for an address of its own, that address."""
+    """Find the address from which this node talks to `host`; if `host` is this node's own address, that address."""
     try:
         found = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)
     except socket.gaierror as error:
@@ -127,7 +127,7 @@ def _route(host: str) -> str:
 
 
 def _addresses() -> dict[str, list[str]]:
-    """Return the IP addresses of each interface that is up."""
+    """List the IP addresses by interface, for interfaces that are up."""
     states = psutil.net_if_stats()
     return {
         name: [one.address.partition("%")[0] for one in own if one.family in _FAMILIES]
@@ -141,7 +141,7 @@ def _is_loopback(addresses: list[str]) -> bool:
 
 
 def _chosen(master_addr: str, addresses: Mapping[str, list[str]], variables: Mapping[str, str]) -> Interface:
-    """Find the interface where MASTER_ADDR is a loopback address on a node that others have to reach."""
+    """Choose the interface when MASTER_ADDR is a loopback address on a node that others have to reach."""
     named = [variables.get(name, "").removeprefix("=") for name in (GLOO_VARIABLE, NCCL_VARIABLE)]
     outward = {
         name: own

@@ -1,4 +1,4 @@
-"""Device and backend of one rank, and the check that the places of all ranks fit together.
+"""A rank's device and backend, and the check that all ranks' choices fit together.
 
 `place` follows the launcher's decision (`triaxis.engine.device.gpus`) or raises. `judge_places` runs on rank 0 before any
 group is made: one rank without its GPU ends all ranks.
@@ -29,20 +29,20 @@ from triaxis.engine.errors import TopologyError
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Device and backend of a rank."""
+    """A rank's device and backend."""
 
     device: torch.device
     backend: str
 
 
 def place(config: RuntimeConfig, local_rank: int, variables: Mapping[str, str]) -> Place:
-    """Follow the launcher's decision, or decide in the same way where no launcher of ours started this rank.
+    """Follow the launcher's decision, or decide in the same way if our launcher did not start this rank.
 
     Args:
-        local_rank: number of this rank on its node.
+        local_rank: this rank's number on its node.
 
     Raises:
-        TopologyError: this rank cannot have the device or the backend.
+        TopologyError: this rank cannot have the device or the backend, or the launcher's variables contradict the config.
     """
     device, backend = variables.get(DEVICE_VARIABLE), variables.get(BACKEND_VARIABLE)
     if device and backend:
@@ -79,9 +79,9 @@ def _lost_gpus(gpus: Gpus) -> str:
 
 
 def _gpu_of(local_rank: int, num_gpus: int, backend: str) -> torch.device:
-    """Choose the GPU of the rank's number, or the only one it sees; where gloo serves the ranks, the GPUs in turns.
+    """Choose the GPU with the rank's local number, or the only visible one; with gloo, ranks share the GPUs in turns.
 
-    SLURM shows each task its own GPU with --gpus-per-task=1; `judge_places` finds two ranks on one.
+    SLURM shows each task only its own GPU with --gpus-per-task=1. `judge_places` finds two ranks on one GPU.
     """
     if backend == NCCL and local_rank >= num_gpus > 1:
         raise TopologyError(
@@ -92,7 +92,7 @@ def _gpu_of(local_rank: int, num_gpus: int, backend: str) -> torch.device:
 
 
 def facts_of(where: Place) -> Facts:
-    """Collect what `judge_places` compares: host, device type, backend and, with NCCL, the UUID of the GPU."""
+    """Collect what `judge_places` compares: host, device type, backend and, with NCCL, the GPU's UUID."""
     facts: Facts = {"host": socket.gethostname(), "device": where.device.type, "backend": where.backend}
     if where.backend == NCCL:
         facts["uuid"] = str(torch.cuda.get_device_properties(where.device).uuid)
@@ -100,10 +100,10 @@ def facts_of(where: Place) -> Facts:
 
 
 def judge_places(every: Sequence[Facts]) -> str | None:
-    """Find what is wrong with the places of all ranks, given in rank order; see
+    """Find what is wrong with all ranks' places, given in rank order; see
     `triaxis.engine.comm.store_agreement.compare_facts`.
 
-    A rank's facts are those of `facts_of`, or `host` and `problem` where it has no place.
+    A rank contributes what `facts_of` collected, or `host` and `problem` if it has no place.
     """
     failed = {rank: str(facts["problem"]) for rank, facts in enumerate(every) if "problem" in facts}
     if failed:

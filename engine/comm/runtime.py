@@ -1,7 +1,7 @@
-"""Start and stop of one rank: device, allocator, backend, threads, the default process group.
+"""Starts and stops one rank: device, allocator, backend, threads, the default process group.
 
 `RankEnvironment` holds a launcher's environment variables (torchrun, srun). `start` turns it into a `Runtime`;
-`Runtime.close` undoes it. Nothing here is remembered in module variables.
+`Runtime.close` undoes it. No module variable holds state.
 """
 
 import os
@@ -25,21 +25,21 @@ from triaxis.engine.device.gpus import NCCL
 from triaxis.engine.errors import TopologyError
 
 FLIGHT_RECORDER_VARIABLES = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
-"""How many calls NCCL's flight recorder keeps: the name up to torch 2.9, and the one after it."""
+"""Variables that set how many calls NCCL's flight recorder keeps: the name up to torch 2.9, and the newer one."""
 FLIGHT_RECORDER_CALLS = "2000"
 
 CONNECT_AT_ONCE = ("NCCL_RUNTIME_CONNECT", "0")
-"""From NCCL 2.22, an algorithm connects at its first use, in the middle of a step; with 0, when its group starts."""
+"""Since NCCL 2.22, an algorithm connects at its first use, in the middle of a step; 0 connects it when its group starts."""
 
 _FLIGHT_RECORDERS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
-"""Functions of torch that write down what it has kept; builds without NCCL have the second alone."""
+"""torch functions that dump the flight record; builds without NCCL have only the second."""
 
 COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """The place of this process among those that were started together."""
+    """This process's place among the processes that were started together."""
 
     rank: int = 0
     world_size: int = 1
@@ -54,7 +54,7 @@ class RankEnvironment:
         """Read RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT; a lone process needs none.
 
         Raises:
-            TopologyError: some of them are set and others are missing or not numbers.
+            TopologyError: some variables are set, and others are missing or not numbers.
         """
         if "WORLD_SIZE" not in variables and "RANK" not in variables:
             return cls()
@@ -91,10 +91,10 @@ def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server
     """Open the store where ranks or launchers meet.
 
     Args:
-        interface: of this node, to the others.
-        port: of the store; for the server, 0 is a free one (then see `store.port`).
-        timeout: of its answers.
-        is_server: this process has the store, and listens at the interface's address only.
+        interface: this node's interface to the others.
+        port: the store's port; on the server, 0 picks a free one (then see `store.port`).
+        timeout: time limit for the store's answers.
+        is_server: whether this process hosts the store; it then listens at the interface's address only.
 
     Raises:
         PortTakenError: another process listens there.
@@ -102,7 +102,7 @@ def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server
     if not is_server:
         return dist.TCPStore(interface.store_host, port, is_master=False, multi_tenant=True, timeout=timeout)
     listener = listening_socket(interface, port)
-    # The store closes it, and connects to itself as well: at the address where it listens.
+    # The store closes the descriptor. It also connects to itself, at the address where it listens.
     port, descriptor = listener.getsockname()[1], listener.detach()
     return dist.TCPStore(
         interface.address, port, is_master=True, multi_tenant=True, timeout=timeout, master_listen_fd=descriptor
@@ -110,7 +110,7 @@ def open_store(interface: Interface, port: int, timeout: timedelta, *, is_server
 
 
 def write_flight_record(path: Path) -> None:
-    """Write NCCL's last calls on this rank as JSON, where this process uses NCCL and its torch keeps them."""
+    """Write NCCL's last calls on this rank as JSON, if this process uses NCCL and its torch keeps them."""
     if not dist.is_initialized() or dist.get_backend() != "nccl":
         return
     dump = next((getattr(_c10d, name) for name in _FLIGHT_RECORDERS if hasattr(_c10d, name)), None)
@@ -120,9 +120,9 @@ def write_flight_record(path: Path) -> None:
 
 
 def flight_recorder(torch_version: str, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that starts NCCL's flight recorder in a version of torch, unless the user set one.
+    """Build the variable that starts NCCL's flight recorder in this torch version, unless the user set one.
 
-    Newer versions print a warning of the older name, on every rank.
+    Newer versions print a warning about the older name, on every rank.
     """
     older, newer = FLIGHT_RECORDER_VARIABLES
     if any(variables.get(name) for name in FLIGHT_RECORDER_VARIABLES):
@@ -132,10 +132,10 @@ def flight_recorder(torch_version: str, variables: Mapping[str, str]) -> dict[st
 
 
 def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict[str, str]:
-    """Divide the node's cores between the torch.compile workers of its ranks, unless the user set their number.
+    """Divide the node's cores between its ranks' torch.compile workers, unless the user set the number.
 
-    Without it each rank starts min(32, cores) of them. A rank that has so few cores that they may be its own (srun with
-    --cpus-per-task) uses all of them.
+    By default each rank starts min(32, cores) workers. If a rank has so few cores that they may be its own (srun with
+    --cpus-per-task), it uses all of them.
     """
     if variables.get(COMPILE_THREADS):
         return {}
@@ -145,15 +145,14 @@ def compile_threads(local_world_size: int, variables: Mapping[str, str]) -> dict
 
 
 def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
-    """Take the device and join the default process group, with the backend that the launcher or `triaxis.engine.device.gpus`
-    decided.
+    """Take the device and join the default process group.
 
-    The store's keys carry the restart count, so that a restarted group never reads a dead one's addresses. Rank 0's store, and
-    the sockets of gloo and NCCL, listen on the interface that leads to MASTER_ADDR (`triaxis.engine.comm.network`); the store
-    of a torchrun that was started by hand is torch's and listens on all of them.
+    The launcher or `triaxis.engine.device.gpus` decides the backend. The store's keys carry the restart count, so a restarted group
+    never reads a dead group's addresses. Rank 0's store and the gloo and NCCL sockets listen on the interface that leads to
+    MASTER_ADDR (`triaxis.engine.comm.network`). A hand-started torchrun uses torch's store, which listens on all interfaces.
 
     Raises:
-        TopologyError: on every rank, if one of them cannot have its device, or if their nodes and devices contradict each other.
+        TopologyError: raised on every rank, if one cannot have its device, or if the nodes and devices contradict each other.
         PeerLostError: a rank does not answer within `runtime.timeout_seconds`.
     """
     os.environ.update(compile_threads(environment.local_world_size, os.environ))
@@ -174,8 +173,8 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
         if where.backend == NCCL:
             os.environ.update(flight_recorder(torch.__version__, os.environ))
             os.environ.setdefault(*CONNECT_AT_ONCE)
-        # No `device_id`: with it, torch makes every later group by splitting the default communicator, which needs all ranks
-        # to take part, and the topology's groups are made by their members alone.
+        # No `device_id`: with it, torch makes every later group by splitting the default communicator. That needs all ranks
+        # to take part, but each topology group is made by its own members alone.
         dist.init_process_group(
             where.backend,
             store=store,
@@ -187,7 +186,7 @@ def start(environment: RankEnvironment, config: RuntimeConfig) -> Runtime:
 
 
 def _meet(environment: RankEnvironment, config: RuntimeConfig) -> dist.Store:
-    """Connect to the store of this attempt; rank 0 has it, or the launcher."""
+    """Connect to this attempt's store, which rank 0 or the launcher hosts."""
     assert environment.master_port is not None, "a group of several ranks has an address"
     hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     interface = cluster_interface(
@@ -199,16 +198,16 @@ def _meet(environment: RankEnvironment, config: RuntimeConfig) -> dist.Store:
     is_server = environment.rank == 0 and not hosted_by_launcher
     timeout = timedelta(seconds=config.timeout_seconds)
     store = open_store(interface, environment.master_port, timeout, is_server=is_server)
-    # A launcher's store outlives the phases of a run, each of which it starts under a name of its own.
+    # A launcher's store outlives a run's phases; the launcher starts each phase under its own name.
     start = os.environ.get("TORCHELASTIC_RUN_ID", "none") if hosted_by_launcher else "none"
     return dist.PrefixStore(f"{start}/attempt/{environment.restart_count}", store)
 
 
 def _take(environment: RankEnvironment, config: RuntimeConfig) -> Place:
-    """Make this rank's device its current one, with the allocator set up before the first tensor.
+    """Make this rank's device current, with the allocator set up before the first tensor.
 
     Raises:
-        TopologyError: the rank cannot have it.
+        TopologyError: the rank cannot use the device.
     """
     where = place(config, environment.local_rank, os.environ)
     if where.device.type != "cuda":

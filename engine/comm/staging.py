@@ -1,16 +1,16 @@
-"""Calls of a backend that reads host memory alone, on tensors that are elsewhere: copied out, called, copied back.
+"""Runs a host-memory backend's calls on tensors that are elsewhere: copied out, called, copied back.
 
-With gloo, several ranks can share one GPU (NCCL refuses two ranks on one device), so a single card runs the true kernels, streams
-and allocator of a whole layout. A call passes three places:
+With gloo, several ranks can share one GPU (NCCL refuses two ranks on one device). A single card can then run a whole layout's
+real kernels, streams and allocator. A call passes three places:
 
-    post      the side stream waits for what the current stream has made; what is read is copied to pinned memory behind it
-    worker    a thread of the process group waits for these copies, then makes the calls, in the order in which they were posted
-    wait      the host waits for the backend; what was written is copied back on the current stream
+    post      the side stream waits for the current stream, then copies the tensors that the call reads to pinned memory
+    worker    a thread per process group waits for these copies, then makes the calls, in the order in which they were posted
+    wait      the host waits for the backend; written tensors are copied back on the current stream
 
-The order of calls is that of posts on every rank, as NCCL asks for and gloo matches them by. The worker waits for this rank's GPU
-only, never for a peer, so two process groups cannot hold each other up. Unlike with NCCL, `wait` stops the host.
+Every rank makes its calls in the order of its posts: NCCL requires that, and gloo matches calls by it. The worker waits only for
+this rank's GPU, never for a peer, so two process groups cannot block each other. Unlike with NCCL, `wait` blocks the host.
 
-On the CPU there is no stream, and the worker makes the copies itself, late, as a busy GPU would: code that changes a tensor between
+The CPU has no streams, so the worker makes the copies itself, late, as a busy GPU would. Code that changes a tensor between
 post and wait sends the wrong numbers there too. The tests use that.
 """
 
@@ -28,48 +28,48 @@ CPU = torch.device("cpu")
 PURPOSE = Purpose("messages of ranks that share a GPU", "start fewer ranks on the node")
 
 Seen = Callable[[torch.Tensor], torch.Tensor]
-"""What the backend is given in place of a tensor."""
+"""Maps a tensor to the one that the backend is given in its place."""
 
 
 class Work(Protocol):
-    """A handle of a backend."""
+    """A backend's handle."""
 
     def wait(self) -> Any: ...
     def is_completed(self) -> bool: ...
 
 
 class TensorUse(NamedTuple):
-    """The tensors of one handle of a call. One that is reduced in place is read and written."""
+    """The tensors that one handle's call reads and writes; one that is reduced in place is in both."""
 
     read: Sequence[torch.Tensor] = ()
     written: Sequence[torch.Tensor] = ()
 
 
 class Carrier(Protocol):
-    """The maker of the calls of one process group, in place of its `Axis`."""
+    """An object that makes one process group's calls, in place of its `Axis`."""
 
     def post(self, call: Callable[[Seen], Sequence[Work]], uses: Sequence[TensorUse]) -> list[Work]:
-        """Make `call`, after all calls that were posted before, and return a handle for each use."""
+        """Make `call`, after all calls that were posted before, and return one handle per use."""
         ...
 
     def close(self) -> None:
-        """Let go of threads and other resources."""
+        """Release threads and other resources."""
         ...
 
 
 class _Rooms:
-    """Host memory of one call's stand-ins; it goes back to the pool when all handles of the call are over."""
+    """Host memory for one call's stand-ins; it goes back to the pool when all the call's handles are over."""
 
     def __init__(self, pool: PinnedPool, vectors: Sequence[torch.Tensor], num_handles: int) -> None:
         self._pool = pool
         self._vectors = vectors
         self._num_open = num_handles
         self._events: list[torch.cuda.Event] = []
-        # Handles of one call may be waited for in several threads.
+        # Several threads may wait for one call's handles.
         self._guard = threading.Lock()
 
     def over(self, event: torch.cuda.Event | None) -> None:
-        """Note that one handle is over, and what it has posted on a stream is done at `event`."""
+        """Record that one handle is over; its work on the stream is done at `event`."""
         with self._guard:
             self._events += [] if event is None else [event]
             self._num_open -= 1
@@ -80,7 +80,7 @@ class _Rooms:
 
 
 class StagedWork:
-    """One handle of a call that the worker makes, or has made."""
+    """One handle for a call that the worker makes."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class StagedWork:
         self._future: torch.futures.Future[None] | None = None
 
     def wait(self) -> None:
-        """Wait for the backend, and copy back (tensor, stand-in) on the current stream. A second wait copies nothing."""
+        """Wait for the backend, then copy each stand-in to its tensor on the current stream. A second wait copies nothing."""
         self._posted.result()[self._place].wait()
         rooms, self._rooms = self._rooms, None
         if rooms is None:
@@ -111,25 +111,25 @@ class StagedWork:
             self._future.set_result(None)
 
     def get_future(self) -> "torch.futures.Future[None]":
-        """Return what completes at the end of `wait`: the tensors are not on their device before."""
+        """Return a future that completes at the end of `wait`: the tensors are not on their device before."""
         if self._future is None:
             self._future = torch.futures.Future()
         return self._future
 
     def is_completed(self) -> bool:
-        """Return whether `wait` would return at once, by an error too."""
+        """Whether `wait` would return or raise at once."""
         if not self._posted.done():
             return False
         return self._posted.exception() is not None or self._posted.result()[self._place].is_completed()
 
 
 class Staging:
-    """The copies and the worker of one process group.
+    """One process group's copies and worker.
 
     Args:
-        cuda: makes streams and events; None: torch's where the device is a GPU. A race check has its own.
-        worker: makes the calls; None: a new thread.
-        page_lock: locks the host memory of stand-ins; None: the device's.
+        cuda: source of streams and events; None: torch.cuda if the device is a GPU. A race check passes its own.
+        worker: executor that makes the calls; None: a new thread.
+        page_lock: lock for the stand-ins' host memory; None: the device's.
     """
 
     def __init__(
@@ -149,11 +149,12 @@ class Staging:
         """Make `call` on stand-ins, after all calls that were posted before.
 
         Args:
-            call: calls the backend; returns as many handles as there are uses.
-            uses: what each handle reads and writes. Before its `wait`, what is read must not change; what is written has no value.
+            call: function that calls the backend and returns as many handles as there are uses.
+            uses: tensors that each handle reads and writes. Before its `wait`, read tensors must not change, and written tensors
+                have no value.
 
         Returns:
-            A handle for each use.
+            One handle per use.
         """
         tensors = {id(tensor): tensor for use in uses for tensor in (*use.read, *use.written)}
         vectors = {key: self._pool.take(tensor.numel(), tensor.dtype) for key, tensor in tensors.items()}
@@ -177,7 +178,7 @@ class Staging:
         ]
 
     def close(self) -> None:
-        """End the worker, and unlock the host memory; what it has not called yet is never called."""
+        """Stop the worker and unlock the host memory; calls that the worker has not made yet are dropped."""
         self._worker.shutdown(wait=True, cancel_futures=True)
         self._pool.close()
 
@@ -187,12 +188,12 @@ class Staging:
         return cast(torch.cuda.Event, self._cuda.current_stream(self._device).record_event())
 
     def _lend(self, tensor: torch.Tensor) -> None:
-        """Let the owner let go of the tensor before the side stream has copied it."""
+        """Let the owner release the tensor before the side stream has copied it."""
         assert self._side is not None
         tensor.record_stream(self._side)
 
     def _copying(self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[], None]:
-        """Begin the copies (stand-in, tensor); what is returned waits for them."""
+        """Begin the copies (stand-in, tensor) and return a function that waits for them; on the CPU it makes them."""
         if self._cuda is None or self._side is None:
             return lambda: _copy(copies)
         if not copies:

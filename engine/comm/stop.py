@@ -1,17 +1,17 @@
-"""A run that is asked to stop before its last step: signals on any rank, agreed by all.
+"""Stops a run before its last step: signals on any rank, agreed by all.
 
     SIGTERM, SIGUSR1    preempted      finish the step, save, end with the requeue code: the run goes on later
     SIGHUP              the same       the terminal or the connection is gone; under nohup it stays ignored
     SIGINT              interrupted    finish the step, save, end as after Ctrl-C
     SIGINT again        -              end at once, nothing is saved
 
-A handler only remembers. What this rank was asked travels as two flags in the step's small all-reduce; every rank reads the sum
-of the same step at the same point of its loop, so all of them stop after the same step and save it together.
+A handler only sets a flag. A rank's requests travel as two flags in the step's small all-reduce. Every rank reads the same step's
+sum at the same point in its loop. All ranks therefore stop after the same step and save it together.
 
-The batches of a validation (`engine/run/validation.py`) and the tokens of the sample text carry the same flags.
+Validation batches (`engine/run/validation.py`) and the sample text's tokens carry the same flags.
 
-Before training there is nothing to save: then these signals do what they do by default and end the rank. `evaluate`, `generate` and
-`verify` never save, so there they do so at any time.
+Before training there is nothing to save, so these signals keep their default action and end the rank. `evaluate`, `generate` and
+`verify` never save, so there the signals end the rank at any time.
 """
 
 import os
@@ -25,12 +25,12 @@ from triaxis.engine.comm.agreement import StopFlags
 
 
 class Stop(Enum):
-    """The reason for which a run ends before its last step."""
+    """The reason why a run ends before its last step."""
 
     PREEMPTED = "preempted"
     INTERRUPTED = "interrupted"
     NEXT_PHASE = "next phase"
-    """Not asked for by anyone: the phase has ended, and the next one begins with ranks of its own."""
+    """Nobody requested it: the phase has ended, and the next one begins with its own ranks."""
 
 
 STOP_OF_SIGNAL = {
@@ -39,22 +39,22 @@ STOP_OF_SIGNAL = {
     signal.SIGHUP: Stop.PREEMPTED,
     signal.SIGINT: Stop.INTERRUPTED,
 }
-"""What a signal asks a rank that trains for."""
+"""The stop that each signal requests from a training rank."""
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the signals of `STOP_OF_SIGNAL` that have an effect here: under nohup, SIGHUP is ignored from the start."""
+    """List the `STOP_OF_SIGNAL` signals that have an effect here: under nohup, SIGHUP is ignored from the start."""
     return [one for one in STOP_OF_SIGNAL if one != signal.SIGHUP or signal.getsignal(one) is not signal.SIG_IGN]
 
 
 class StopRequest:
-    """The requests of one rank to stop, and the decision of all ranks.
+    """One rank's requests to stop, and all ranks' decision.
 
     Args:
-        rank: this one, for the line that reports a signal.
+        rank: this rank's number, for the line that reports a signal.
 
     Attributes:
-        agreed: why the run stops, the same on every rank; None: it goes on.
+        agreed: reason why the run stops, the same on every rank; None: it goes on.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -64,18 +64,18 @@ class StopRequest:
         self._before: dict[int, signal.Handlers | int | None] = {}
 
     def listen(self) -> None:
-        """Let signals request a stop of this rank from now on; only in the main thread (Python's rule)."""
+        """Install the signal handlers, which request a stop on this rank. Python allows this in the main thread only."""
         for number in stop_signals():
             self._before[number] = signal.signal(number, self._on_signal)  # type: ignore[assignment]
 
     def close(self) -> None:
-        """Restore what signals did before `listen`."""
+        """Restore the handlers from before `listen`."""
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before.clear()
 
     def ask(self, stop: Stop) -> None:
-        """Ask this rank; the others learn of it with the next step's agreement."""
+        """Request a stop on this rank; the others see it in the next step's agreement."""
         self._asked.add(stop)
 
     def flags(self) -> StopFlags:
@@ -83,7 +83,7 @@ class StopRequest:
         return StopFlags(float(Stop.PREEMPTED in self._asked), float(Stop.INTERRUPTED in self._asked))
 
     def decide(self, flags: Sequence[float]) -> None:
-        """Decide from the sums of `flags()` over all ranks, of the next step in order. Ctrl-C counts more than a scheduler."""
+        """Decide from all ranks' summed `flags()`, one step after another. Ctrl-C outranks a scheduler's signal."""
         preempted, interrupted = flags
         if interrupted:
             self.agreed = Stop.INTERRUPTED
@@ -93,11 +93,11 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         stop = STOP_OF_SIGNAL[signal.Signals(number)]
         if stop not in self._asked:
-            # Past Python's buffers: the handler may have come between two bytes of another print.
+            # Bypasses Python's buffers: the handler may interrupt another print between two bytes.
             name = signal.Signals(number).name
             with suppress(OSError):  # a full disk under the log; the handler must not end the step
                 os.write(2, f"rank {self._rank}: {name}: all ranks finish their step, save and stop\n".encode())
         self.ask(stop)
         if stop is Stop.INTERRUPTED:
-            # The kernel's own action for the second one, which also ends a rank that hangs in a collective.
+            # A second SIGINT gets the kernel's own action, which also ends a rank that hangs in a collective.
             signal.signal(number, signal.SIG_DFL)

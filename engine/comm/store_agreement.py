@@ -1,12 +1,12 @@
 """Facts that all ranks compare through their store before they communicate.
 
-A rank that differs would let the others wait for calls that it never makes. The store answers also where no group can be made.
+A rank that differs would make the others wait for calls that it never makes. The store works even if no group can be made.
 
     every rank     writes its facts
-    rank 0         reads those of all ranks, judges them, writes the verdict
+    rank 0         reads all ranks' facts, judges them, writes the verdict
     every rank     reads the verdict; if it is bad, waits until all have read it, and raises it
 
-These are three small messages per rank to the store; rank 0 alone reads one more for each rank.
+Each rank exchanges three small messages with the store; rank 0 alone reads one more for each rank.
 """
 
 import json
@@ -26,21 +26,21 @@ ALL_HAVE_READ = timedelta(seconds=5)
 """How long a rank waits, after a bad verdict, for the others to read it too."""
 
 RANK_0_FIRST_SECONDS = 1.0
-"""How much later than rank 0 the others raise: rank 0 prints the error, and a launcher ends all ranks with the first that ends."""
+"""How much later than rank 0 the others raise: rank 0 prints the error, and a launcher ends all ranks when the first one ends."""
 
 
 @contextmanager
 def naming_the_silent(store: dist.Store, rank: int, keys: Mapping[int, str], ranks_per_node: int = 0) -> Iterator[None]:
-    """Turn a wait for other ranks that ends with the store's timeout into an error for people; it costs no message before that.
+    """Turn a store timeout, in a wait for other ranks, into an error that names them; costs no message before that.
 
     Args:
-        store: which the block waits on.
-        rank: this one.
-        keys: by rank, the key that each rank writes before or in the block.
-        ranks_per_node: to name nodes; 0: unknown.
+        store: store that the block waits on.
+        rank: this rank.
+        keys: the key that each rank writes before or in the block, by rank.
+        ranks_per_node: node size, so that the error can name nodes; 0: unknown.
 
     Raises:
-        PeerLostError: with the ranks whose key is missing.
+        PeerLostError: names the ranks whose key is missing.
     """
     start_seconds = time.monotonic()
     try:
@@ -70,14 +70,14 @@ def compare_facts(
     """Compare the facts of all ranks; every rank calls it.
 
     Args:
-        store: which all ranks reach; its keys are used once.
-        facts: of this rank, in JSON's types.
-        judge: takes the facts in rank order and returns what is wrong with them, or None. It runs on rank 0 only.
-        ranks_per_node: to name nodes; 0: unknown.
+        store: store that all ranks reach; its keys are used once.
+        facts: this rank's facts, in JSON's types.
+        judge: function that takes the facts in rank order and returns what is wrong with them, or None. It runs on rank 0 only.
+        ranks_per_node: node size, so that an error can name nodes; 0: unknown.
 
     Raises:
-        TopologyError: on every rank, with what `judge` returned.
-        PeerLostError: as `naming_the_silent`.
+        TopologyError: raised on every rank, with the text that `judge` returned.
+        PeerLostError: a rank does not answer in time, see `naming_the_silent`.
     """
     keys = {other: f"facts/{other}" for other in range(world_size)}
     with naming_the_silent(store, rank, keys, ranks_per_node):
@@ -97,20 +97,20 @@ def compare_details(
     judge: Callable[[Facts, Facts, int], str],
     ranks_per_node: int = 0,
 ) -> None:
-    """Compare what is too long to send for every rank; every rank calls it.
+    """Compare details that are too long to send from every rank; every rank calls it.
 
-    Ranks send a digest. Where all are equal that is all; else rank 0 and the first that differs from it show their details.
+    Ranks send a digest. If all digests are equal, that is all; otherwise rank 0 and the first rank that differs send their details.
 
     Args:
-        store: which all ranks reach; its keys are used once.
-        digest: of this rank's details.
-        details: returns them, in JSON's types.
-        judge: takes rank 0's details, the other's and its rank, and returns what is wrong. It runs on rank 0 only.
-        ranks_per_node: to name nodes; 0: unknown.
+        store: store that all ranks reach; its keys are used once.
+        digest: digest of this rank's details.
+        details: function that returns the details, in JSON's types.
+        judge: function that takes rank 0's details, the other's and its rank, and returns what is wrong. It runs on rank 0 only.
+        ranks_per_node: node size, so that an error can name nodes; 0: unknown.
 
     Raises:
-        TopologyError: on every rank, with what `judge` returned.
-        PeerLostError: as `naming_the_silent`.
+        TopologyError: raised on every rank, with the text that `judge` returned.
+        PeerLostError: a rank does not answer in time, see `naming_the_silent`.
     """
     keys = {other: f"digest/{other}" for other in range(world_size)}
     with naming_the_silent(store, rank, keys, ranks_per_node):
@@ -132,11 +132,11 @@ def compare_details(
 
 
 def _raise_together(store: dist.Store, rank: int, world_size: int) -> None:
-    """Read rank 0's verdict; if it is bad, raise it when all ranks have read it."""
+    """Read rank 0's verdict; if it is bad, raise it once all ranks have read it."""
     problem = json.loads(store.get("verdict"))
     if problem is None:
         return
-    # The store goes away with rank 0 or with the launcher, which is no news by now.
+    # The store goes away with rank 0 or with the launcher; that adds nothing to the verdict.
     with suppress(RuntimeError):
         if store.add("have_read", 1) == world_size:
             store.set("all_have_read", "")
@@ -147,12 +147,12 @@ def _raise_together(store: dist.Store, rank: int, world_size: int) -> None:
 
 
 def rank_0_says(text: str, key: str) -> str:
-    """Return rank 0's text on every rank, through the store of the default group; each key is used once.
+    """Return rank 0's text on every rank, through the default group's store; each key is used once.
 
-    A process without a group is alone, and has the text.
+    A process without a group is alone, and returns its own text.
 
     Raises:
-        PeerLostError: as `naming_the_silent`.
+        PeerLostError: rank 0 does not answer in time, see `naming_the_silent`.
     """
     if not dist.is_initialized():
         return text
@@ -164,23 +164,23 @@ def rank_0_says(text: str, key: str) -> str:
 
 
 def run_store(name: str) -> dist.Store:
-    """Return the part of that name of the default group's store, which all ranks reach."""
+    """Open the section `name` in the default group's store, which all ranks reach."""
     return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
 
 def is_alone() -> bool:
-    """Return whether no other process is there: a footprint's world has one, and its store keeps nothing."""
+    """Whether this is the only process: a footprint's world has one, and its store keeps nothing."""
     return not dist.is_initialized() or dist.get_backend() == "fake"
 
 
 def compare_group_counts() -> None:
-    """Refuse process groups that only some ranks have made; every rank of the default group calls it before it makes groups.
+    """Refuse process groups that only some ranks have made; every rank in the default group calls it before it makes groups.
 
-    torch names a group after its ranks and the number of groups that this process has made so far. A rank that has made another
-    number would wait for the others under another name, until the timeout.
+    torch names a group after its ranks and the number of groups that this process has made so far. A rank with a different number
+    would wait for the others under a different name, until the timeout.
 
     Raises:
-        TopologyError: on every rank, with the ranks that differ.
+        TopologyError: raised on every rank, naming the ranks that differ.
     """
     if is_alone():
         return
@@ -191,7 +191,7 @@ def compare_group_counts() -> None:
 
 
 def judge_group_counts(every: Sequence[Facts]) -> str | None:
-    """Find ranks with another number of process groups (`num_groups`, torch's default group included)."""
+    """Find ranks with a different number of process groups (`num_groups`, torch's default group included)."""
     counts = grouped(every, lambda facts: str(facts["num_groups"]))
     if len(counts) == 1:
         return None

@@ -1,4 +1,4 @@
-"""Texts of ranks over an axis, as bytes in tensors: no pickle is involved."""
+"""Exchanges texts over an axis as bytes in tensors: no pickle is involved."""
 
 import torch
 
@@ -6,18 +6,18 @@ from triaxis.engine.comm.collectives import Axis
 from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 
 TEXT_BYTES = 4096
-"""The most that `gather_text` carries per member unless told, and `announce` in all: a path, or some lines of an error."""
+"""Default limit per member for `gather_text`, and fixed length for `announce`, in bytes: a path, or some lines of an error."""
 
 
 def gather_text(
     axis: Axis, text: str, device: torch.device, purpose: str, most_bytes: int | None = TEXT_BYTES
 ) -> list[str]:
-    """Gather every member's text, in rank order: reasons of errors, say.
+    """Gather every member's text, in rank order: reasons for errors, say.
 
-    The members agree on the longest text first, so that a round in which all texts are empty costs one number per member.
+    The members agree on the longest text first, so a round in which all texts are empty costs one number per member.
 
     Args:
-        most_bytes: longer texts are cut to this many bytes of UTF-8; None: to none.
+        most_bytes: limit in UTF-8 bytes, to which longer texts are cut; None: no limit.
     """
     content = text.encode()[:most_bytes]
     length = torch.tensor([len(content)], dtype=AGREEMENT_DTYPE, device=device)
@@ -32,7 +32,7 @@ def gather_text(
 def announce(axis: Axis, text: str, device: torch.device, purpose: str) -> str:
     """Return the first member's text on every member; the others' texts are ignored.
 
-    A text that is longer than `TEXT_BYTES` of UTF-8 is cut.
+    A text that is longer than `TEXT_BYTES` in UTF-8 is cut.
     """
     content = text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
     return _text(axis.broadcast(_bytes_to(content, device), 0, purpose).wait().cpu().numpy().tobytes())
@@ -44,5 +44,5 @@ def _bytes_to(content: bytes, device: torch.device) -> torch.Tensor:
 
 
 def _text(content: bytes) -> str:
-    """Decode what was padded with zeros."""
+    """Decode zero-padded bytes."""
     return content.rstrip(b"\0").decode(errors="ignore")

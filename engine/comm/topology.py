@@ -1,6 +1,6 @@
 """This rank's place in the grid, and its live groups.
 
-A `Topology` is built from a `RankGrid` and an initialised default process group; nothing else holds groups, and two
+A `Topology` is built from a `RankGrid` and an initialised default process group. Nothing else holds groups, and two
 topologies can live in one process. Axes by name:
 
     tp            the peers that share each matrix
@@ -16,10 +16,10 @@ topologies can live in one process. Axes by name:
     expert_dp     gradients of experts are summed here
     world         all ranks
 
-Groups with the same ranks share one process group, except the two pipeline directions. Where gloo serves a GPU, each process
-group has its staging (`triaxis.engine.comm.staging`).
+Groups with the same ranks share one process group, except the two pipeline directions. If gloo serves a GPU, each process
+group has its own staging (`triaxis.engine.comm.staging`).
 
-All connections that a step uses are opened here, so that no call of a step holds the host while it connects.
+All connections that a step uses are opened here, so that no call in a step blocks the host to connect.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,17 +47,17 @@ from triaxis.engine.layout.rank_grid import RankGrid
 
 
 def group_options(axes: Sequence[str], timeout: timedelta | None) -> Any:
-    """Return NCCL's options of a group that some axes share; None where another backend is used, which has none of these."""
+    """Build NCCL's options for a group that some axes share; None on other backends, which have no such options."""
     if dist.get_backend() != "nccl":
         return None
-    # Builds of torch without NCCL lack it.
+    # torch builds without NCCL lack this class.
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
     return nccl_options(stream_use(axes), timeout, ProcessGroupNCCL.Options)
 
 
 def nccl_options(use: StreamUse, timeout: timedelta | None, make: Any) -> Any:
-    """Fill in an options object of torch's NCCL backend, which `make` builds; the timeout is a field of it too."""
+    """Fill in an options object for torch's NCCL backend, which `make` builds; it holds the timeout too."""
     options = make(is_high_priority_stream=use.is_urgent)
     if use.max_ctas is not None:
         options.config.max_ctas = use.max_ctas
@@ -67,26 +67,26 @@ def nccl_options(use: StreamUse, timeout: timedelta | None, make: Any) -> Any:
 
 
 class Topology:
-    """The groups of one rank.
+    """One rank's groups.
 
-    A caller asks for an axis by name; which ranks it joins follows from the grid and the model (`axis_groups`). All ranks walk the
-    axes in one order, because making a group and opening its connections need its members at the same point. An axis of one rank
-    exists, and does nothing. One that has no meaning for this rank is absent: a wrong use fails at the look-up, where a group of
-    one would leave a sum out in silence.
+    A caller asks for an axis by name; the grid and the model decide which ranks it joins (`axis_groups`). All ranks walk the axes
+    in one order, because a group's members must create it and open its connections at the same point. A one-rank axis exists and
+    does nothing. An axis that has no meaning for this rank is absent, so a wrong use fails at the look-up. A one-rank group in its
+    place would silently leave a sum out.
 
     Args:
-        grid: all ranks of the layout.
-        kv_heads: key/value heads of the model; with fewer than tp ranks, replicas share a `kv_replicas` axis.
-        has_experts: the model has layers with experts.
-        staged: carry tensors through host memory; None: where the default group is gloo's and this rank is on a GPU.
-        timeout: after which a call of any of the groups fails; None: torch's own for the backend.
-        carrier: makes the carrier of a process group, from the name of its first axis and the ledger; a race check has its own.
+        grid: all ranks in the layout.
+        kv_heads: the model's number of key/value heads; if it is below tp, replicas share a `kv_replicas` axis.
+        has_experts: whether the model has layers with experts.
+        staged: whether tensors are carried through host memory; None: if the default group is gloo's and this rank is on a GPU.
+        timeout: time limit for a call on any group; None: torch's own for the backend.
+        carrier: factory for a process group's carrier, given its first axis's name and the ledger; a race check passes its own.
 
     Attributes:
-        staged: whether it does.
+        staged: whether tensors are carried through host memory.
 
     Raises:
-        TopologyError: the default process group has another size than the grid.
+        TopologyError: the default process group and the grid differ in size.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Topology:
     def _add(
         self, name: str, ranks: tuple[int, ...], channel: str, sharers: Sequence[str], timeout: timedelta | None
     ) -> None:
-        """Create this rank's group of the axis, which all `sharers` use; every rank walks the axes in the same order."""
+        """Create this rank's group for the axis, which all `sharers` use; every rank walks the axes in the same order."""
         group, carrier = None, None
         if len(ranks) > 1:
             key = (ranks, channel)
@@ -150,7 +150,7 @@ class Topology:
                 assert isinstance(created, dist.ProcessGroup)
                 self._groups[key] = created
             group = self._groups[key]
-            # One for all axes of a process group: its calls have one order.
+            # One for all axes on a process group, because its calls have one order.
             if self._make_carrier is not None and group not in self._carriers:
                 self._carriers[group] = self._make_carrier(name, self.ledger)
             carrier = self._carriers.get(group)
@@ -161,7 +161,11 @@ class Topology:
             self._axes[name].connect_ring(self.device)
 
     def axis(self, name: str) -> Axis:
-        """Return the axis of this name; raise TopologyError where this rank has none."""
+        """Return the axis `name`.
+
+        Raises:
+            TopologyError: this rank has no such axis.
+        """
         axis = self.optional_axis(name)
         if axis is None:
             raise TopologyError(
@@ -172,13 +176,20 @@ class Topology:
         return axis
 
     def optional_axis(self, name: str) -> Axis | None:
-        """Return the axis of this name, or None where this rank has none; raise TopologyError where no layout has it."""
+        """Return the axis `name`, or None if this rank has none.
+
+        Raises:
+            TopologyError: no layout has such an axis.
+        """
         if name not in AXIS_NAMES:
             raise TopologyError(f"there is no axis {name!r} in any layout; the axes are {', '.join(AXIS_NAMES)}.")
         return self._axes.get(name)
 
     def observed(self, observers: Sequence[WaitObserver]) -> "Topology":
-        """Return the same place and groups with a ledger of its own, whose waits `observers` follow; this one closes the groups."""
+        """Copy this topology with its own ledger, whose waits `observers` follow.
+
+        The copy shares the groups; only the original closes them.
+        """
         topology = copy(self)
         topology.ledger = Ledger(observers)
         topology._axes = {name: axis.with_ledger(topology.ledger) for name, axis in self._axes.items()}
@@ -186,7 +197,7 @@ class Topology:
         return topology
 
     def close(self) -> None:
-        """Destroy the groups of this topology (not torch's default group)."""
+        """Destroy this topology's groups (not torch's default group)."""
         for axis in self._axes.values():
             axis.close()
         for carrier in self._carriers.values():

@@ -14,7 +14,7 @@ from triaxis.engine.config.section import LAYOUT, OnResume, Problem, Rule, Secti
 
 
 class RecomputeConfig(Section):
-    """Recomputation of activations in the backward, which saves their memory."""
+    """Activation recomputation in the backward, which saves memory."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
@@ -46,27 +46,27 @@ class RecomputeConfig(Section):
 
     @property
     def is_resolved(self) -> bool:
-        """Return whether no choice is `auto` any more (`triaxis.models.predict.rank_memory.resolve_recompute`)."""
+        """Whether every `auto` has been resolved (`triaxis.models.predict.rank_memory.resolve_recompute`)."""
         return "auto" not in (self.granularity, self.gathered_inputs, self.gathered_kv)
 
     @property
     def is_any(self) -> bool:
-        """Return whether anything is recomputed."""
+        """Whether anything is recomputed."""
         return self.granularity != "none" or self.head_tokens is not None
 
     @property
     def parts(self) -> frozenset[str]:
-        """Return the parts recomputed in each layer that is not recomputed whole."""
+        """Parts recomputed in each layer that is not recomputed whole."""
         default = ["attention"] if self.granularity == "selective" else []
         return frozenset(default if self.modules is None else self.modules)
 
     @property
     def parts_made_again(self) -> frozenset[str]:
-        """Return `parts`, and `activation` where `mlp` is one: its input exists in the backward, so its output need not be kept."""
+        """`parts`, plus `activation` if `mlp` is among them: its input exists in the backward, so its output need not be kept."""
         return self.parts | ({"activation"} if "mlp" in self.parts else set())
 
     def __str__(self) -> str:
-        """Return the choice in the words of the configuration; "none" where nothing is recomputed."""
+        """Format the choice as the configuration spells it; "none" if nothing is recomputed."""
         words: list[str] = []
         if self.granularity != "none":
             words.append(self.granularity)
@@ -91,7 +91,7 @@ class OffloadConfig(Section):
 
 
 class KernelsConfig(Section):
-    """The implementation of each operation. `auto` takes the fastest that runs on the device; the banner names it."""
+    """The implementation for each operation. `auto` takes the fastest that runs on the device; the banner names it."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
@@ -164,7 +164,7 @@ def _layers_of_the_largest_chunk(subject: Subject) -> int:
 
 
 def recompute_has_its_fields(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem where `modules` or `memory_gb` has no effect or is missing."""
+    """Yield a problem if `modules` or `memory_gb` has no effect or is missing."""
     recompute = subject.config.recompute
     is_for_layers = recompute.granularity == "selective" or (
         recompute.granularity == "full" and recompute.method == "block"
@@ -206,7 +206,7 @@ def recompute_has_its_fields(subject: Subject) -> Iterator[Problem]:
 
 
 def _decides_what_is_gathered(subject: Subject) -> bool:
-    """Return whether memory decides about something that is gathered."""
+    """Whether available memory decides if gathered tensors are kept."""
     config = subject.config
     return (config.recompute.gathered_inputs == "auto" and config.parallel.cuts_sequence) or (
         config.recompute.gathered_kv == "auto"
@@ -235,7 +235,7 @@ def recomputed_parts_exist(subject: Subject) -> Iterator[Problem]:
             "would save nothing",
             {"kernels.attention": ["sdpa"], "recompute.modules": [[*(config.recompute.modules or []), "attention"]]},
         )
-    # Latents are gathered before what is made again, keys and values are made from them within it.
+    # Latents are gathered before the recomputed part, which computes keys and values from them.
     starts_from_kept = gathers_keys(config) and config.kernels.attention != "explicit" and model.mla is None
     if "attention" in parts and starts_from_kept:
         without_attention = [name for name in config.recompute.modules or [] if name != "attention"]
@@ -286,7 +286,7 @@ def offload_is_of_layers(subject: Subject) -> Iterator[Problem]:
 
 
 def apex_has_the_form(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each choice that apex's kernel of AdamW in fp32 does not have."""
+    """Yield a problem for each choice that apex's fp32 AdamW kernel does not support."""
     precision, name = subject.config.precision, subject.config.optimizer.name
     if subject.config.kernels.optimizer != "apex":
         return

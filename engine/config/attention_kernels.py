@@ -1,4 +1,4 @@
-"""One record per choice of `kernels.attention`: what it has, where, and when `auto` takes it."""
+"""One record per `kernels.attention` choice: what it supports, on which device, and when `auto` takes it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ AttentionKernelName = Literal["sdpa", "flash", "cudnn", "efficient", "varlen", "
 PLAIN_ALONE: frozenset[str] = frozenset()
 WITHOUT_CAP = frozenset({"windows", "documents", "sinks", "parts"})
 ALL = WITHOUT_CAP | {"softcap"}
-"""Fields of `triaxis.engine.config.attention_kinds.AttentionPattern`."""
+"""Field names from `triaxis.engine.config.attention_kinds.AttentionPattern`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Auto:
-    """The facts on which `auto` takes a choice before those of later rows.
+    """The conditions under which `auto` takes a choice, ahead of later rows.
 
     Attributes:
-        is_half: the run's dtype has 16 bits.
-        capability: the lowest compute capability of a GPU; None: a CPU or any GPU.
-        capabilities: the only ones; empty: all.
-        torch: the lowest version (major, minor).
-        above_cudnn: cuDNN is newer than this version, in torch's form.
-        in_deterministic_mode: torch has it there too.
-        for_plain: also where causal attention alone is asked.
+        is_half: the run's dtype must have 16 bits.
+        capability: lowest GPU compute capability; None: a CPU or any GPU.
+        capabilities: the only compute capabilities allowed; empty: all.
+        torch: lowest torch version (major, minor).
+        above_cudnn: cuDNN version, in torch's form, that the installed one must exceed.
+        in_deterministic_mode: True if torch supports it in deterministic mode too.
+        for_plain: True if `auto` takes it for plain causal attention too.
     """
 
     is_half: bool = False
@@ -38,16 +38,16 @@ class Auto:
 
 @dataclass(frozen=True, slots=True)
 class AttentionKernel:
-    """The abilities of a choice, and where it is found.
+    """A choice's abilities, and where its implementation is found.
 
     Attributes:
-        has: the fields of a pattern that it computes, by type of device.
-        made_by: "module:name" of what makes its `Kernel` (`engine/kernels/masked_attention.py`) from a mask, a scale and a cap of
-            the logits; "": it has none. It is imported when it is called, since this room is below.
-        made_for: type of the device for which that is made; "": for any, and torch refuses it where it does not run.
-        backend: name of torch's backend for causal attention alone; "": torch chooses; None: that is done by its own kernel too.
-        has_value_size: takes values of another size than queries and keys; for others they are padded with zeros.
-        auto: when `auto` takes it; None: never.
+        has: pattern fields that it computes, by device type.
+        made_by: "module:name" of the factory that builds its `Kernel` (`engine/kernels/masked_attention.py`) from a mask, a scale
+            and a logit cap; "": it has none. It is imported on the first call, since `engine/config` is a lower layer.
+        made_for: device type that the `Kernel` is built for; "": any, and torch refuses it on devices where it does not run.
+        backend: torch backend for plain causal attention; "": torch chooses; None: its own kernel computes that too.
+        has_value_size: True if values may differ in size from queries and keys; otherwise values are padded with zeros.
+        auto: conditions under which `auto` takes it; None: never.
     """
 
     has: Mapping[str, frozenset[str]]
@@ -58,7 +58,7 @@ class AttentionKernel:
     auto: Auto | None = None
 
     def lacks(self, asked: frozenset[str]) -> str:
-        """Return what is asked and it has on no device, as "no documents, sinks"; "": nothing."""
+        """Name the asked fields that it supports on no device, as "no documents, sinks"; "": none are lacking."""
         lacked = sorted(asked.difference(*self.has.values()))
         return f"no {', '.join(_WORDS.get(name, name) for name in lacked)}" if lacked else ""
 
@@ -75,7 +75,7 @@ ATTENTION_KERNELS: Mapping[str, AttentionKernel] = MappingProxyType(
             backend="FLASH_ATTENTION",
             auto=Auto(is_half=True, capability=(8, 0), for_plain=False),
         ),
-        # Torch itself puts cuDNN's attention first on these GPUs, from these versions on, and refuses it in deterministic mode.
+        # Torch itself prefers cuDNN's attention on these GPUs, from these versions on, and refuses it in deterministic mode.
         "cudnn": AttentionKernel(
             {"cuda": PLAIN_ALONE},
             backend="CUDNN_ATTENTION",
@@ -106,8 +106,8 @@ ATTENTION_KERNELS: Mapping[str, AttentionKernel] = MappingProxyType(
         "explicit": AttentionKernel({"cpu": ALL, "cuda": ALL}, has_value_size=True),
         "efficient": AttentionKernel({"cuda": PLAIN_ALONE}, backend="EFFICIENT_ATTENTION"),
         "te": AttentionKernel({"cuda": frozenset({"windows"})}),
-        # For decoding alone, which no configuration names.
+        # Only decoding uses it; no configuration names it.
         "math": AttentionKernel({"cpu": PLAIN_ALONE, "cuda": PLAIN_ALONE}, backend="MATH", has_value_size=True),
     }
 )
-"""The records, those that `auto` takes in the order of their speed; the last of these runs anywhere."""
+"""The records by name. Those that `auto` takes are in order of speed; the last of them runs anywhere."""

@@ -1,4 +1,4 @@
-"""Kinds of layers: what differs between them, resolved into one record per layer.
+"""Layer kinds: what differs between layers, resolved into one record per layer.
 
     layers: [local*5, global]                         repeated, and cut at num_layers
     layer_kinds:
@@ -7,7 +7,7 @@
 
     ->  model.layer_kind(0) .. model.layer_kind(num_layers - 1)
 
-Readers (specs, modules, FLOPs, memory) take the record of a layer, never the fields that it came from.
+Readers (specs, modules, FLOPs, memory) take a layer's record, never the fields that it came from.
 """
 
 import math
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from triaxis.engine.config.tree import Config
 
 WITH_EXPERTS: Mapping[str, "KindFields"] = MappingProxyType({"dense": {}, "moe": {"mlp": "moe"}})
-"""The kinds of layers that a model with `model.moe` has without listing them."""
+"""Layer kinds that every model with `model.moe` has without listing them."""
 
 LONGEST_WINDOW = 2**30
-"""Keys."""
+"""Largest attention window, in keys."""
 
 LONGEST_PATTERN = 10_000
-"""Layers that `model.layers` may list."""
+"""Maximum number of layers that `model.layers` may list."""
 
 
 class RopeScaling(Section):
-    """A change of RoPE's frequencies for contexts longer than those of pretraining.
+    """A change to RoPE's frequencies for contexts longer than in pretraining.
 
-    Names and defaults are those of Hugging Face's `rope_scaling` (transformers, modeling_rope_utils.py).
+    Names and defaults follow Hugging Face's `rope_scaling` (transformers, modeling_rope_utils.py).
     """
 
     type: Literal["linear", "llama3", "yarn", "longrope"] = Field(description="rule by which frequencies change")
@@ -69,7 +69,7 @@ class RopeScaling(Section):
 
     @property
     def rotation_factor(self) -> float:
-        """Return the factor on cosines and sines: that of YaRN (2309.00071, section 3.4) and LongRoPE (2402.13753), else 1."""
+        """Factor on cosines and sines, from YaRN (2309.00071, section 3.4) or LongRoPE (2402.13753); else 1."""
         if self.type not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -87,7 +87,7 @@ class RopeScaling(Section):
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The fields of one type of scaling."""
+    """The fields that one scaling type uses."""
 
     required: tuple[str, ...]
     optional: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ _SCALINGS: Mapping[str, _Fields] = {
 
 
 def _given(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """Return the fields that are given, as JSON."""
+    """Dump the given fields as JSON."""
     return None if scaling is None else scaling.model_dump(mode="json", exclude_defaults=True)
 
 
@@ -117,7 +117,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 class KindFields(TypedDict, total=False):
-    """The fields of a kind that differ from the model's own. A field that is absent is the model's."""
+    """The fields in which a kind differs from the model. An absent field has the model's value."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)  # type: ignore[misc]
 
@@ -135,13 +135,13 @@ _OF_ROPE = ("rope_base", "rope_scaling", "rotary_share")
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """The frequencies of RoPE; layers with an equal record share one table.
+    """RoPE's frequencies; layers with an equal record share one table.
 
     Attributes:
-        dim: elements of a head that rotate, the first ones.
+        dim: leading elements of a head that rotate.
         base: theta.
-        scaling: change of the frequencies; None: none.
-        is_long: samples are longer than in pretraining, which longrope distinguishes.
+        scaling: change to the frequencies; None: none.
+        is_long: True if samples are longer than in pretraining, which longrope distinguishes.
     """
 
     dim: int
@@ -152,15 +152,15 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """One layer, where layers may differ.
+    """One layer's properties, as far as layers may differ.
 
     Attributes:
-        name: in `model.layer_kinds`; "" where the model has no kinds.
-        window: keys that a query sees, its own among them; None: all before it.
-        rotary: of queries and keys; None: they do not rotate.
+        name: key in `model.layer_kinds`; "" if the model has no kinds.
+        window: number of keys that a query sees, including its own; None: all up to its own.
+        rotary: rotation applied to queries and keys; None: they do not rotate.
         sinks: whether each head has a logit without a value.
         has_experts: whether its MLP is a mixture of experts (`model.moe`).
-        is_mtp: whether it is a layer of multi-token prediction (`model.mtp`), with a projection before it and the head behind.
+        is_mtp: whether it is a multi-token prediction layer (`model.mtp`), with a projection before it and the head after it.
     """
 
     name: str
@@ -173,11 +173,11 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPattern:
-    """Properties that some layer of a run asks of an attention kernel, besides causal attention.
+    """What a run's layers need from an attention kernel, besides causal attention.
 
     Attributes:
-        windows, documents, sinks, softcap: of the model and the data.
-        parts: queries are a part of the keys' positions (context parallelism).
+        windows, documents, sinks, softcap: model and data features that the kernel must support.
+        parts: True if queries cover only part of the keys' positions (context parallelism).
     """
 
     windows: bool = False
@@ -188,12 +188,12 @@ class AttentionPattern:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether nothing is asked."""
+        """Whether nothing is asked."""
         return not self.asked
 
     @property
     def asked(self) -> frozenset[str]:
-        """Return the names of the properties that are asked."""
+        """Names of the properties that are asked."""
         return frozenset(each.name for each in fields(self) if getattr(self, each.name))
 
 
@@ -202,7 +202,7 @@ PLAIN = AttentionPattern()
 
 
 def attention_pattern(config: "Config") -> AttentionPattern:
-    """Return what the attention of a run needs. A window as long as the samples is none."""
+    """Collect what a run's attention needs. A window as long as the samples does not count as one."""
     model = config.model
     kinds = set(model.kinds)
     return AttentionPattern(
@@ -215,7 +215,7 @@ def attention_pattern(config: "Config") -> AttentionPattern:
 
 
 def layer_kinds(model: "ModelConfig") -> tuple[LayerKind, ...]:
-    """Return the record of each layer, in order. Names that rules refuse count as the model's own fields."""
+    """Resolve each layer's record, in order. Names that rules refuse resolve to the model's own fields."""
     names = _names(model)
     by_name = {name: _resolved(model, name) for name in dict.fromkeys(names)}
     period = tuple(by_name[name] for name in names)
@@ -224,19 +224,19 @@ def layer_kinds(model: "ModelConfig") -> tuple[LayerKind, ...]:
 
 
 def layer_kind(model: "ModelConfig", layer: int) -> LayerKind:
-    """Return one of these records."""
+    """Resolve a single layer's record."""
     names, is_mtp = _names(model), layer >= model.num_layers
     kind = _resolved(model, names[min(layer, model.num_layers - 1) % len(names)])
     return replace(kind, is_mtp=True) if is_mtp else kind
 
 
 def known_kinds(model: "ModelConfig") -> Mapping[str, KindFields]:
-    """Return the kinds that `model.layers` may name: those of `model.layer_kinds`, and two more where there are experts."""
+    """Kinds that `model.layers` may name: those in `model.layer_kinds`, and two more if there are experts."""
     return {**model.layer_kinds, **(WITH_EXPERTS if model.moe is not None else {})}
 
 
 def _names(model: "ModelConfig") -> list[str]:
-    """Return the names of the kinds in one period of the layers; "" where there are no kinds."""
+    """List the kind names in one period of the layers; [""] if there are no kinds."""
     return [name for name in _listed(model.layers or ()) if isinstance(name, str)] or [""]
 
 
@@ -262,7 +262,7 @@ _ENTRY = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_-]*)( *\* *(?P<times>[0-9]{1,
 
 
 def _listed(layers: tuple[str, ...] | list[str]) -> Iterator[str | Problem]:
-    """Yield the name of each layer that a pattern lists, and a problem for each entry that is none."""
+    """Yield the kind name for each layer that a pattern lists, and a problem for each invalid entry."""
     for entry in layers:
         match = _ENTRY.fullmatch(entry.strip())
         times = int(match["times"] or 1) if match else 0
@@ -332,7 +332,7 @@ def layers_name_kinds(subject: Subject) -> Iterator[Problem]:
 
 
 def _scalings(model: "ModelConfig") -> Iterator[tuple[str, RopeScaling, str]]:
-    """Yield (dotted name, scaling, name of the kind) of each scaling that is given."""
+    """Yield (dotted name, scaling, kind name) for each given scaling."""
     if model.rope_scaling is not None:
         yield "model.rope_scaling", model.rope_scaling, ""
     for name, kind in model.layer_kinds.items():
@@ -375,7 +375,7 @@ def scalings_have_their_fields(subject: Subject) -> Iterator[Problem]:
 
 def rotation_fits_heads(subject: Subject) -> Iterator[Problem]:
     model = subject.config.model
-    # `rope_pairs` and `sizes_of_mla` report what is odd.
+    # `rope_pairs` and `sizes_of_mla` report odd sizes.
     if not model.heads_have_a_size or (model.position_kind.is_rotary and model.head_size % 2 and model.mla is None):
         return
     for kind in dict.fromkeys(model.kinds):
@@ -475,11 +475,11 @@ BEYOND_PLAIN = (
     "moe",
     "mtp",
 )
-"""Fields of `model` whose values other than the default plain models of other engines cannot express."""
+"""`model` fields whose non-default values other engines' plain models cannot express."""
 
 
 def beyond_plain(model: "ModelConfig", known: Collection[str] = ()) -> list[str]:
-    """Return `field = value` of each field of BEYOND_PLAIN that has no default value and is not one of those that are `known`."""
+    """List `field = value` for each BEYOND_PLAIN field with a non-default value, except those in `known`."""
     fields = type(model).model_fields
     return [
         f"model.{name} = {getattr(model, name)}"

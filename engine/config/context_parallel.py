@@ -1,15 +1,15 @@
-"""How attention reaches the tokens of other context-parallel ranks, and in what pieces.
+"""How attention reaches other context-parallel ranks' tokens, and in what pieces.
 
     all_gather   each rank's queries attend to the gathered keys and values of the row (2407.21783, section 3.3.2)
     ulysses      an all-to-all gives each rank whole rows of some heads, another one brings the output back (2309.14509, section 3)
 
-With latent attention (`engine/config/mla.py`) all_gather gathers the latent and the rotated key of each token, all at once, and
-each rank makes the keys and values of whole rows from them. That is 2 t (kv_lora_rank + dr) / d in the units above.
+A layer's bytes on the wire, forward and backward, in units of w b s d (c - 1) / (c t), with a query and g key/value heads:
 
-Bytes on the wire of a layer, forward and backward, in units of w b s d (c - 1) / (c t), with a query and g key/value heads:
-
-    all_gather   2 g + 2 g + 2 g      of which 1 / pieces are exposed: the rest hides behind the attention of other pieces
+    all_gather   2 g + 2 g + 2 g      1 / pieces of it is exposed: the rest overlaps with other pieces' attention
     ulysses      4 (a + g) / c        all exposed
+
+With latent attention (`engine/config/mla.py`), all_gather gathers each token's latent and rotated key, all at once. Each rank
+computes whole rows' keys and values from them. That is 2 t (kv_lora_rank + dr) / d in the units above.
 """
 
 from fractions import Fraction
@@ -21,30 +21,30 @@ if TYPE_CHECKING:
 Method = Literal["all_gather", "ulysses"]
 
 MOST_PIECES = 4
-"""Pieces in which keys and values are gathered, where there are as many key/value heads."""
+"""Maximum number of pieces in which keys and values are gathered; each needs a key/value head."""
 
 
 def heads_of_pieces(num_kv_heads: int) -> list[int]:
-    """Return the key/value heads of each piece of a rank that has so many; the first ones have one more where they are uneven."""
+    """Split a rank's key/value heads into pieces, and list each piece's head count; uneven splits give the first ones one more."""
     num_pieces = min(num_kv_heads, MOST_PIECES)
     each, more = divmod(num_kv_heads, num_pieces)
     return [each + (piece < more) for piece in range(num_pieces)]
 
 
 def local_kv_heads(config: "Config") -> int:
-    """Return the key/value heads of a tensor-parallel rank; with fewer heads than ranks each has one."""
+    """Count a tensor-parallel rank's key/value heads; with fewer heads than ranks, each rank has one."""
     return max(1, config.model.kv_heads // config.parallel.tp)
 
 
 def exposed_share(num_kv_heads: int) -> Fraction:
-    """Return the share of gathered bytes that no attention of another piece hides: those of the largest piece."""
+    """Share of gathered bytes that other pieces' attention cannot hide: the largest piece's share."""
     return Fraction(heads_of_pieces(num_kv_heads)[0], num_kv_heads)
 
 
 def method_of(config: "Config") -> Method:
-    """Return the method of a checked configuration; `auto` exposes the fewest bytes, and gathers latents where there are some.
+    """Choose a checked config's method; `auto` exposes the fewest bytes, and gathers latents if there are any.
 
-    Attention in plain operators gathers at once, so nothing of it is hidden, and it keeps what it gathered.
+    Attention in plain operators gathers at once, so none of its transfer is hidden, and it keeps the gathered tensors.
     """
     asked = config.parallel.cp_method
     if asked != "auto":
@@ -59,12 +59,12 @@ def method_of(config: "Config") -> Method:
 
 
 def gathers_keys(config: "Config") -> bool:
-    """Return whether queries of a part of a row attend to gathered keys and values."""
+    """Whether a rank's queries, part of a row, attend to gathered keys and values."""
     return config.parallel.cp > 1 and method_of(config) == "all_gather"
 
 
 def method_line(config: "Config") -> str:
-    """Return a line about the method of a configuration with cp above 1, and what of its bytes is exposed."""
+    """Describe the method in one line, with its exposed share of bytes, for a config with cp above 1."""
     kv_heads, is_explicit = local_kv_heads(config), config.kernels.attention == "explicit"
     if not gathers_keys(config):
         cp, heads = config.parallel.cp, config.model.num_attention_heads // config.parallel.tp

@@ -1,4 +1,4 @@
-"""Whole numbers in the forms that people write: 8e12, 8T, 20B, 500M, 10k.
+"""Whole numbers as people write them: 8e12, 8T, 20B, 500M, 10k.
 
     10k  ->  10_000      1.5B  ->  1_500_000_000      8e12  ->  8_000_000_000_000      1.5  ->  refused
 
@@ -16,31 +16,31 @@ SUFFIXES = {"k": 10**3, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 """Multipliers by suffix."""
 
 LIMIT = 10**18
-"""Limit of every counter, below the end of 64-bit integers."""
+"""Upper limit for every counter, within 64-bit integers."""
 
 _WRITTEN = re.compile(r"(?P<number>[0-9][0-9_]*(\.[0-9]+)?([eE]\+?[0-9]{1,2})?)(?P<suffix>[kKMBT]?)")
 
 
 def has_bool(value: object) -> bool:
-    """Return whether a value is a yes or no, or a list with one."""
+    """Whether a value is a bool, or a list that contains one."""
     return isinstance(value, bool) or (isinstance(value, list | tuple) and any(map(has_bool, value)))
 
 
 def no_bool(value: object) -> object:
-    """Return a value of a field that is no section's; refuse a yes or no, which would count as 1 or 0."""
+    """Pass a value through, but refuse a bool, which would count as 1 or 0; for fields outside a `Section`."""
     if has_bool(value):
         raise ValueError("a yes or no where a number belongs")
     return value
 
 
 def count(value: object) -> object:
-    """Return the integer that `value` is written for; a value that is neither text nor number is returned unchanged.
+    """Parse `value` into an integer; a value that is neither text nor number is returned unchanged.
 
     Args:
-        value: a value from YAML, which reads `8e12` and `8T` as text, and `8.0e+12` as a float.
+        value: YAML value; YAML reads `8e12` and `8T` as text, and `8.0e+12` as a float.
 
     Raises:
-        ValueError: it is a yes or no, or the number is not whole, too large, or has an unknown suffix.
+        ValueError: it is a bool, or the number is not whole, too large, or has an unknown suffix.
     """
     no_bool(value)
     if isinstance(value, int) or (isinstance(value, float) and isfinite(value)):

@@ -15,7 +15,7 @@ PositionOrigin = Literal["sample", "document"]
 
 
 class DataConfig(Section):
-    """The source of tokens."""
+    """The token source."""
 
     train: Annotated[Sources, MEANT] = Field(
         default_factory=list,
@@ -30,7 +30,7 @@ class DataConfig(Section):
     cache_dir: Annotated[LocalPath | None, LAYOUT] = Field(
         None, description="folder of index caches; null: next to each corpus"
     )
-    # A path. Its content is compared with the checkpoint separately (`engine/checkpoint/resume.py`).
+    # Only a path: its content is compared with the checkpoint separately (`engine/checkpoint/resume.py`).
     tokenizer: Annotated[TokenizerName | None, LAYOUT] = Field(
         None, description="`bytes` or a path (docs/data.md); null: what the corpora record, else bytes"
     )
@@ -56,13 +56,13 @@ class DataConfig(Section):
 
     @property
     def tokenizer_name(self) -> str:
-        """Return the tokenizer of a run whose configuration was resolved (`triaxis.engine.data.run_tokenizer`)."""
+        """The run's tokenizer, once the configuration is resolved (`triaxis.engine.data.run_tokenizer`)."""
         assert self.tokenizer is not None, "it is named before the first text"
         return self.tokenizer
 
 
 def reads_documents(data: DataConfig) -> bool:
-    """Return whether a run depends on where documents end."""
+    """Whether a run depends on where documents end."""
     return data.attention == "within" or data.positions == "document" or not data.count_document_starts
 
 

@@ -1,7 +1,7 @@
-"""Today's names of what earlier versions have written.
+"""Translation from earlier versions' names to today's.
 
 config.yaml of format_version 1, manifest.json, events of a run      translated when they are read
-a file without format_version, section.key=value                     typed by a user: refused, with today's name
+a file without format_version, section.key=value                     typed by a user; refused, with today's name
 """
 
 from collections.abc import Mapping
@@ -16,14 +16,14 @@ RENAMED: Mapping[str, str] = {
     "train.eval_interval": "eval.interval",
     "train.eval_steps": "eval.steps",
 }
-"""Earlier names, dotted, and today's."""
+"""Today's dotted names by earlier ones."""
 
 SOURCES = ("data.train", "data.valid")
-"""Lists of corpora, which were pairs of weight and path."""
+"""Corpus lists, whose entries used to be (weight, path) pairs."""
 
 
 def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as JSON in today's names; what is of today stays as it is.
+    """Rename a JSON configuration's earlier names to today's; current names stay as they are.
 
     Args:
         tree: sections, or values by dotted name as events record them.
@@ -43,7 +43,7 @@ def translated(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_sources(tree: Any) -> Any:
-    """Return sections, or fields by dotted name, with their corpora as they are written today."""
+    """Rewrite the corpora in sections, or in fields by dotted name, into today's form."""
     new = dict(tree) if isinstance(tree, dict) else {}
     for name in SOURCES:
         place, key = _place(new, name)
@@ -53,7 +53,7 @@ def _with_sources(tree: Any) -> Any:
 
 
 def _place(tree: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
-    """Return the mapping that a name would be in, and its key there."""
+    """Find the mapping that a name would be in, and its key there."""
     section, dot, key = dotted.partition(".")
     if not dot or dotted in tree:
         return tree, dotted
@@ -62,7 +62,7 @@ def _place(tree: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
 
 
 def _source(entry: Any) -> Any:
-    """Return a pair of weight and path as the entry that it is today."""
+    """Convert a (weight, path) pair into today's entry; leave any other entry unchanged."""
     match entry:
         case [float() | int() as weight, str() as path]:
             return Source(path=path, weight=weight).model_dump()

@@ -1,8 +1,9 @@
-"""What a module of the user's may give in place of ours, as typed protocols.
+"""Typed protocols for the parts that a user's module may provide in place of the built-in ones.
 
-The module assigns an `Extension` to the name `extension`. A part is one class for two things: `specs` lists its parameters, without
-a rank and without torch, and an instance computes. `LayerPart` and `NormPart` say how, docs/extending.md goes through an example.
-Whatever reads a model reads the specs of its parts with ours: predictions, initial values, checkpoints, groups, `triaxis verify`.
+The module assigns an `Extension` to the name `extension`. A part is one class with two jobs: its `specs` lists the parameters,
+without a rank and without torch, and an instance computes. `LayerPart` and `NormPart` define the interface; docs/extending.md walks
+through an example. All readers see these specs with the built-in ones: predictions, initial values, checkpoints, groups,
+`triaxis verify`.
 """
 
 import re
@@ -15,26 +16,26 @@ from triaxis.engine.config.optimizer_kinds import EMA, KIND_PATTERN, MASTER
 from triaxis.engine.layout.rank_grid import ParallelSizes
 from triaxis.engine.layout.shard_spec import ParamSpec
 
-if TYPE_CHECKING:  # the model's section has this one
+if TYPE_CHECKING:  # engine/config/model.py imports this module
     from triaxis.engine.config.model import ModelConfig
     from triaxis.engine.config.training import OptimizerConfig
     from triaxis.engine.config.tree import Config
 
 Weigh = Callable[[Any, Any, Any], Any]
-"""`LossPart`'s `weights`."""
+"""Type of a `LossPart`'s `weights`."""
 
 OWN_CORPUS = "extension:"
-"""Beginning of the paths of corpora that an extension gives."""
+"""Prefix of corpus paths that an extension opens."""
 
 NOT_MOMENTS = ("start", "gradient", MASTER, EMA, "parameter")
-"""Names that a moment cannot have: other tensors of a parameter in checkpoints or in `triaxis verify`, in the order of a step."""
+"""Names that a moment cannot have: a parameter's other tensors in checkpoints or `triaxis verify`, in a step's order."""
 
 
 class LayerPart(Protocol):
-    """The attention, the MLP or all of a layer: a subclass of `torch.nn.Module`.
+    """A layer's attention, its MLP or the whole layer, as a `torch.nn.Module` subclass.
 
-    `context` is `triaxis.models.gpt.context.BuildContext`, `name` the part's (`layers.3.mlp`). Hidden states x are [s/t, b, h] with
-    sequence parallelism, else [s, b, h]. The calls of each part, of which each may subclass ours:
+    `context` is `triaxis.models.gpt.context.BuildContext`, `name` the part's name (`layers.3.mlp`). Hidden states x are [s/t, b, h]
+    with sequence parallelism, else [s, b, h]. Each part has these signatures and may subclass the built-in class.
 
         mlp         __init__(context, name)          forward(x) -> x's shape            triaxis.models.gpt.mlp.MLP
         attention   __init__(context, name, kind)    forward(x, positions, keys)        triaxis.models.gpt.attention.Attention
@@ -65,7 +66,7 @@ class LayerPart(Protocol):
 
 
 class NormPart(Protocol):
-    """The norm over h of every branch and before the head: `__init__(context, name)`, and forward(x [.., h]) -> [.., h].
+    """The norm over h, used on every branch and before the head: `__init__(context, name)`, forward(x [.., h]) -> [.., h].
 
     class Centred(nn.Module):
         @staticmethod
@@ -89,7 +90,7 @@ class NormPart(Protocol):
 
 
 class LossPart(Protocol):
-    """The loss of each token, on the last stage: a subclass of `triaxis.models.gpt.own_loss.LogitLosses`.
+    """Each token's loss, on the last stage: a subclass of `triaxis.models.gpt.own_loss.LogitLosses`.
 
     `logits` is `triaxis.engine.head.vocabulary.VocabularyLogits`: its sums run over the whole vocabulary, which is cut over tp.
     With label smoothing:
@@ -99,9 +100,9 @@ class LossPart(Protocol):
                 mean = logits.sum(logits.columns) / logits.vocab_size
                 return logits.log_sum_exp() - 0.9 * logits.at(labels) - 0.1 * mean
 
-    A static method `weights(tokens, labels, counted)`, int64 and bool [b, s] on the CPU, may return weights of at least 0 in place
-    of the ones and zeros of `counted`. The trained loss is the sum of weight x loss over the global batch, divided by the sum of
-    the weights, which is known before the forward.
+    An optional static method `weights(tokens, labels, counted)`, with int64 and bool [b, s] on the CPU, returns nonnegative
+    weights that replace the ones and zeros in `counted`. The trained loss is sum(weight x loss) / sum(weight) over the global
+    batch. The weight sum is known before the forward.
     """
 
     def __call__(self, context: Any) -> Any:
@@ -109,7 +110,7 @@ class LossPart(Protocol):
 
 
 class Schedule(Protocol):
-    """The learning rate of a step, after the warm-up of `optimizer.warmup_steps`: a function of tokens alone.
+    """A step's learning rate after the `optimizer.warmup_steps` warm-up, as a function of tokens alone.
 
         def one_cycle(consumed_tokens, step_tokens, optimizer, num_tokens):
             place = consumed_tokens / num_tokens                              # of the run
@@ -120,7 +121,7 @@ class Schedule(Protocol):
         def range_test(consumed_tokens, step_tokens, optimizer, num_tokens):  # from min_lr to lr, the same factor in every step
             return optimizer.min_lr * (optimizer.lr / optimizer.min_lr) ** (consumed_tokens / (num_tokens - step_tokens))
 
-    Arguments and result are those of `triaxis.engine.optimizer.lr.learning_rate`.
+    Arguments and result are as in `triaxis.engine.optimizer.lr.learning_rate`.
     """
 
     def __call__(
@@ -129,7 +130,7 @@ class Schedule(Protocol):
 
 
 class UpdatePart(Protocol):
-    """The update of each element by its own gradient and state, with `optimizer.name: extension`: a class that is never built.
+    """An elementwise update from gradient and state, with `optimizer.name: extension`; the class is never instantiated.
 
         class Lion:                                                               # 2302.06675
             moments = ("exp_avg",)
@@ -145,11 +146,11 @@ class UpdatePart(Protocol):
                 mean = mean * optimizer.beta2 + grad * (1 - optimizer.beta2)
                 return master - lr * (direction + decay * master), (mean,)
 
-    Arguments are those of `triaxis.engine.optimizer.updates.Update`. A rank owns a flat part of the parameters, cut anywhere, so an
-    element may depend on no other. `step` counts from 1; a factor is the same for all elements with one learning rate.
+    Arguments are as in `triaxis.engine.optimizer.updates.Update`. A rank owns a flat part of the parameters, cut anywhere, so
+    elements must not depend on each other. `step` counts from 1; a factor is the same for all elements with one learning rate.
 
     Attributes:
-        moments: names of the state beside the master, each of the parameter's size, from zero.
+        moments: names of the state tensors besides the master; each has the parameter's size and starts at zero.
     """
 
     moments: ClassVar[tuple[str, ...]]
@@ -164,7 +165,7 @@ class UpdatePart(Protocol):
 
 
 class DocumentsPart(Protocol):
-    """The documents of a corpus, as lists of token ids by number: the same on every rank, at every call.
+    """A corpus's documents, as token id lists by number: the same on every rank, at every call.
 
     With this as `Extension(corpora={"memmap": Memmap})`, a run reads `data.train=extension:memmap:tokens.npy`:
 
@@ -184,24 +185,24 @@ class DocumentsPart(Protocol):
 
     def __len__(self) -> int: ...
     def lengths(self) -> Any:
-        """Return the number of tokens of each document, whole numbers [len]."""
+        """Count each document's tokens, whole numbers [len]."""
 
     def __getitem__(self, number: int) -> Any:
-        """Return the ids of a document, whole numbers [its length]."""
+        """Read one document's token ids, whole numbers [its length]."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnCosts:
-    """The difference between a layer with an extension's parts and ours in their place; negative where it takes less.
+    """The extra cost of a layer with an extension's parts over a built-in layer; negative if it costs less.
 
     `triaxis.launch.footprint.own_costs` measures it in one layout.
 
     Attributes:
-        kept: bytes for each of a rank's tokens (b s / c) that a layer keeps for its backward if nothing is recomputed.
-        weights: numbers that a token is multiplied with, as of GEMMs: FLOPs of a layer's forward and backward over 6.
-        sent: bytes on the wire over tp for each of a rank's tokens, forward and backward.
-        calls: of these, for each microbatch.
-        unknown: why nothing could be measured; "": it could.
+        kept: bytes that a layer keeps for its backward per token on a rank (b s / c), if nothing is recomputed.
+        weights: weights that each token is multiplied with, as in GEMMs: a layer's forward and backward FLOPs over 6.
+        sent: bytes on the wire over tp per token on a rank, forward and backward.
+        calls: number of these transfers per microbatch.
+        unknown: reason why nothing could be measured; "": it was measured.
     """
 
     kept: Fraction = Fraction(0)
@@ -225,32 +226,32 @@ class OwnCosts:
 
 
 NO_COSTS = OwnCosts()
-"""Nothing was measured, or it is as ours."""
+"""No extra cost: nothing was measured, or the cost equals the built-in layer's."""
 
 Measure = Callable[["Config", ParallelSizes], OwnCosts]
-"""Measures the costs of an extension's parts in a layout."""
+"""Function that measures what an extension's parts cost in a layout."""
 
 
 def as_ours(config: "Config", sizes: ParallelSizes) -> OwnCosts:
-    """Take parts of an extension for ours."""
+    """Assume that an extension's parts cost as much as the built-in ones."""
     return NO_COSTS
 
 
 @dataclass(frozen=True, slots=True)
 class Extension:
-    """The parts that a module of the user's gives; None: ours.
+    """The parts that a user's module provides; None: the built-in part.
 
     Attributes:
-        attention: of every layer, from a branch's input to its output.
-        mlp: of every layer without experts.
+        attention: every layer's attention, from a branch's input to its output.
+        mlp: MLP in every layer without experts.
         norm: every norm over the hidden size.
-        block: a whole layer; a subclass of our `Block` has the extension's attention and MLP.
-        loss: of each token.
-        schedule: the learning rate behind the warm-up, with `optimizer.lr_schedule: extension`.
-        update: the optimizer's rule, with `optimizer.name: extension`.
-        costs: gives the costs of its parts in a layout, where they cannot be measured.
-        meters: what make the measurements of a step, `of` of a `triaxis.engine.telemetry.meters.step_meter.StepMeter`.
-        corpora: by name, what opens the documents of `extension:NAME` in `data.train` and `data.valid`.
+        block: a whole layer; a subclass of the built-in `Block` uses the extension's attention and MLP.
+        loss: loss per token.
+        schedule: learning rate after the warm-up, with `optimizer.lr_schedule: extension`.
+        update: update rule, with `optimizer.name: extension`.
+        costs: function that gives the parts' costs in a layout, if they cannot be measured.
+        meters: builders for step measurements, each like `triaxis.engine.telemetry.meters.step_meter.StepMeter.of`.
+        corpora: openers by name, for documents that `data.train` and `data.valid` name as `extension:NAME`.
     """
 
     attention: LayerPart | None = None
@@ -288,19 +289,19 @@ class Extension:
                 )
 
     def parts(self) -> dict[str, Any]:
-        """Return the given parts by name."""
+        """Collect the given parts by name."""
         return {one.name: value for one in fields(self) if (value := getattr(self, one.name))}
 
     def with_parameters(self) -> dict[str, Any]:
-        """Return the given parts that list parameters, by name."""
+        """Collect the given parts that list parameters, by name."""
         return {name: given for name, given in self.parts().items() if name in ("attention", "mlp", "norm", "block")}
 
     @property
     def weigh(self) -> Weigh | None:
-        """Return the function that makes weights of the counted labels; None: each counts once."""
+        """Function that computes label weights; None: each counted label has weight 1."""
         weigh: Weigh | None = getattr(self.loss, "weights", None)
         return weigh
 
 
 OURS = Extension()
-"""No extension: every part is ours."""
+"""No extension: every part is built in."""

@@ -1,10 +1,10 @@
-"""The `model.extension` section: where a module of the user's is, and the rules about what it gives.
+"""The `model.extension` section: where a user's module is, and the rules about what it provides.
 
     model:
       extension: scaled_mlp.py       a file, a package's folder, or a name that Python finds; from the folder of the configuration
 
-The digest of the sources is a field of its own, in every copy of the configuration. So ranks compare it, a resume with another one
-must be accepted, and a configuration with the digest of other sources is refused.
+The sources' digest is a separate field in every copy of the configuration. So ranks compare it, a resume with another digest must
+be accepted, and a configuration whose digest does not match the sources is refused.
 """
 
 import os
@@ -22,16 +22,16 @@ from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule
 from triaxis.engine.layout.shard_spec import ParamSpec
 from triaxis.engine.storage.user_module import UserModuleError, available_source, find_sources, is_path, load
 
-if TYPE_CHECKING:  # the model's section has this one
+if TYPE_CHECKING:  # engine/config/model.py imports this module
     from triaxis.engine.config.model import ModelConfig
     from triaxis.engine.config.tree import Config
 
 NAME = "extension"
-"""The variable of the module that holds its `Extension`."""
+"""Name that a user's module assigns its `Extension` to."""
 
 
 class ExtensionConfig(Section):
-    """A module of the user's that replaces parts of the model."""
+    """A user's module that replaces parts of the model."""
 
     on_resume = MEANT
 
@@ -49,7 +49,7 @@ class ExtensionConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _read(cls, given: object) -> object:
-        """Take a source alone, and fill in the digest of sources that can be read."""
+        """Accept a bare source, and fill in the digest if the sources can be read."""
         tree = {"source": given} if isinstance(given, str) else given
         if not isinstance(tree, Mapping) or tree.get("digest") or not isinstance(tree.get("source"), str):
             return tree
@@ -58,16 +58,16 @@ class ExtensionConfig(Section):
             rule = given_by(tree["source"], tree["digest"]).update
             return {**tree, "moments": () if rule is None else rule.moments}
         except UserModuleError:
-            return tree  # `extension_problem` says why
+            return tree  # `extension_problem` reports why
 
     @property
     def lines(self) -> list[str]:
-        """Return what it gives, and what no prediction knows of that."""
+        """Lines that name the provided parts, and what predictions do not know about them."""
         return [str(self), *([str(self._costs)] if self._costs != NO_COSTS else [])]
 
     @property
     def costs(self) -> OwnCosts:
-        """Return what was measured; nothing where nothing was."""
+        """Measured costs; `NO_COSTS` if nothing was measured."""
         return self._costs
 
     def __str__(self) -> str:
@@ -75,15 +75,15 @@ class ExtensionConfig(Section):
         return f"{self.source} ({self.digest[:8]}): {given}"
 
     def read(self) -> Extension:
-        """Return what the module gives; raise UserModuleError as `given_by`."""
+        """Load the module's extension; raise UserModuleError as `given_by` does."""
         return given_by(self.source, self.digest or find_sources(self.source).digest())
 
 
 def given_by(source: str, digest: str) -> Extension:
-    """Return the extension of a module.
+    """Load a module's extension.
 
     Raises:
-        UserModuleError: it cannot be found, read or run, its sources are others, or it gives no part.
+        UserModuleError: it cannot be found, read or run, its sources do not match `digest`, or it provides no part.
     """
     given = getattr(load(source, digest), NAME, None)
     if not isinstance(given, Extension):
@@ -94,7 +94,7 @@ def given_by(source: str, digest: str) -> Extension:
 
 
 def _name(given: Any) -> str:
-    """Return the name of a given part, or the names of several."""
+    """Name a given part, or several."""
     if isinstance(given, Sequence):
         return " ".join(getattr(each, "__qualname__", type(each).__name__) for each in given)
     return " ".join(given) if isinstance(given, Mapping) else str(given.__name__)
@@ -105,7 +105,7 @@ def _names() -> str:
 
 
 def with_costs(config: "Config", costs: OwnCosts) -> "Config":
-    """Return the configuration with measured costs, which no file has."""
+    """Attach measured costs, which are never written to a file, to the configuration."""
     if (own := config.model.extension) is None:
         return config
     measured = own.model_copy()
@@ -114,20 +114,20 @@ def with_costs(config: "Config", costs: OwnCosts) -> "Config":
 
 
 def placed(section: object, folder: Path) -> object:
-    """Return the section that a file of `folder` has, with an absolute path; of changed sources, with the copy that a run keeps."""
+    """Make the source path in a section from a file in `folder` absolute; if the sources changed, use the copy that a run keeps."""
     if isinstance(section, dict):
         source, digest = placed(section.get("source"), folder), section.get("digest")
         if isinstance(source, str) and isinstance(digest, str):
             source = available_source(source, digest, folder)
         return {**section, "source": source}
     if isinstance(section, str) and is_path(section):
-        with suppress(ValueError):  # of a path that the field refuses
+        with suppress(ValueError):  # raised for a path that the field refuses
             return os.path.normpath(folder / local_path(section))
     return section
 
 
 def extension_problem(model: "ModelConfig | None") -> str | None:
-    """Return why a model's extension cannot be read. What the model is is then unknown, so no rule can judge it."""
+    """Explain why a model's extension cannot be read; None: it can. The model is then unknown, so no rule can check it."""
     extension = getattr(model, NAME, None)
     if extension is None:
         return None
@@ -142,7 +142,7 @@ def extension_problem(model: "ModelConfig | None") -> str | None:
 
 
 def parts_list_their_parameters(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for the first parameter of each part that no layout could hold, and for one that tp cannot cut."""
+    """Yield a problem for each part's first parameter that no layout could hold, or that tp cannot cut."""
     model = subject.config.model
     if model.extension is None:
         return
@@ -162,7 +162,7 @@ def parts_list_their_parameters(subject: Subject) -> Iterator[Problem]:
 
 
 def _unfit(spec: object, names: set[str], tp: int) -> str:
-    """Return what is wrong with a parameter of a part; "": nothing."""
+    """Describe what is wrong with a part's parameter; "": nothing."""
     if not isinstance(spec, ParamSpec):
         return f"{spec!r}, which is no ParamSpec"
     if not spec.name or spec.name in names:
@@ -186,7 +186,7 @@ def _unfit(spec: object, names: set[str], tp: int) -> str:
 
 
 def loss_is_the_whole_loss(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each field that only our loss reads."""
+    """Yield a problem for each field that only the built-in loss reads."""
     config = subject.config
     if config.model.own.loss is None:
         return
@@ -200,7 +200,7 @@ def loss_is_the_whole_loss(subject: Subject) -> Iterator[Problem]:
 
 
 CHOSEN = (("schedule", "lr_schedule", "cosine"), ("update", "name", "adamw"))
-"""What an extension gives to the optimizer, the field that asks for it, and a value without it."""
+"""Extension parts for the optimizer, each with the field that selects it and a value that does not."""
 
 
 def chosen_is_given(subject: Subject) -> Iterator[Problem]:
@@ -214,7 +214,7 @@ def chosen_is_given(subject: Subject) -> Iterator[Problem]:
 
 
 def given_is_chosen(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem where a run would not use the schedule or update of its extension. Who only reads the model has neither."""
+    """Yield a problem if a run would not use its extension's schedule or update. Tools that only read the model use neither."""
     for part, field_name, _ in CHOSEN:
         key, chosen = f"optimizer.{field_name}", getattr(subject.config.optimizer, field_name)
         if chosen != "extension" and getattr(subject.config.model.own, part) is not None:
@@ -223,7 +223,7 @@ def given_is_chosen(subject: Subject) -> Iterator[Problem]:
 
 
 def corpora_are_given(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each path of a corpus that the extension does not give."""
+    """Yield a problem for each corpus path that the extension does not provide."""
     config = subject.config
     for key, sources in (("data.train", config.data.train), ("data.valid", config.data.valid or ())):
         for path in (source.path for source in sources if source.path.startswith(OWN_CORPUS)):

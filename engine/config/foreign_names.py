@@ -1,6 +1,6 @@
 """Names that users of other engines type, with ours, and features that are not built.
 
-An unknown key is refused with the name that was probably meant:
+An unknown key is refused with the name that was probably meant.
 
     tensor-model-parallel-size, model.n_embd, hf's num_key_value_heads      another name of the same field
     model.tp, hidden_size at the top level                                  a field of ours in another section
@@ -238,7 +238,7 @@ FOREIGN_NAMES = {
 """Foreign names with `_` for `-`, or dotted, and ours: a field, `field=value`, or a field with a remark."""
 
 AND_FIELD = " with "
-"""Words between a value and another field that it needs."""
+"""Separator between a value and another field that it needs."""
 
 DTYPES = {
     **dict.fromkeys(("bfloat16", "bf16-mixed", "bf16-true", "b16"), "bf16"),
@@ -247,7 +247,7 @@ DTYPES = {
     **dict.fromkeys(("fp64", "double", "f64", "f8", "64", "64-true"), "float64"),
     **dict.fromkeys(("float8", "float8_e4m3fn", "float8_e5m2", "e4m3", "e5m2", "hybrid"), "fp8"),
 }
-"""Names of dtypes in torch, numpy, transformers, Megatron and Lightning, in small letters and without the package, and ours."""
+"""Our dtype names by those in torch, numpy, transformers, Megatron and Lightning, in lower case and without the package."""
 
 FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
     "precision.dtype": {"fp8": f"bf16{AND_FIELD}precision.fp8.recipe=tensorwise"},
@@ -293,10 +293,10 @@ FOREIGN_VALUES: Mapping[str, Mapping[str, str]] = {
     "resilience.on_nonfinite": dict.fromkeys(("error", "raise", "abort"), "stop"),
     "runtime.device": {"gpu": "cuda"},
 }
-"""Values as others write them, in small letters, and ours, by field."""
+"""Our values by other engines' values in lower case, for each field."""
 
 OFF, OFF_HERE = ("false", "no", "off", "none", "null", "disabled"), ("none", "never")
-"""Words for nothing as others write them, and ours."""
+"""Words for "off" in other engines, and ours."""
 
 ALWAYS_ON = {
     "dropout_rng": "dropout masks never depend on the layout",
@@ -336,14 +336,14 @@ OF_THE_LAYOUT = {
 
 
 def our_value(field: str, value: object, choices: Sequence[str]) -> str | None:
-    """Return our spelling of a value of a field, by its meaning; None where nothing is known about it.
+    """Translate a field's value into our spelling; None if the value is unknown.
 
     Args:
-        field: its dotted name.
-        value: as it was given: `BF16`, `torch.bfloat16`, `RMSNorm`, False.
+        field: the field's dotted name.
+        value: the value as given: `BF16`, `torch.bfloat16`, `RMSNorm`, False.
         choices: the legal values.
     """
-    # `torch.bfloat16`, `np.float32` and numpy's `<f4` are names of a dtype, whatever stands before it.
+    # `torch.bfloat16`, `np.float32` and numpy's `<f4` name a dtype after a prefix, which is stripped.
     text = str(value).strip().lower()
     bare = text.rpartition(".")[2].lstrip("<>=|")
     named = FOREIGN_VALUES.get(field, {})
@@ -354,11 +354,10 @@ def our_value(field: str, value: object, choices: Sequence[str]) -> str | None:
 
 
 def our_name(dotted: str) -> str | None:
-    """Return what a name means here, if only one thing: a field, `field=value`, a field with a remark, or a name in
-    `ALWAYS_ON`; else None.
+    """Translate a name into a field, `field=value`, a field with a remark, or a name in `ALWAYS_ON`; None if none or several fit.
 
     Args:
-        dotted: a name of another engine, or of ours without its section: `tensor-model-parallel-size`, `training.seq_len`, `tp`.
+        dotted: another engine's name, or ours without its section: `tensor-model-parallel-size`, `training.seq_len`, `tp`.
     """
     *sections, last = dotted.lstrip("-").split(".")
     name = last.replace("-", "_").lower()
@@ -380,16 +379,16 @@ def _depth(field: str) -> int:
 
 
 def has_our_name(dotted: str) -> bool:
-    """Return whether a key is one of another engine, with a name here."""
+    """Whether a key is another engine's and has a name here."""
     return dotted in FOREIGN_NAMES or dotted.rpartition(".")[2] in FOREIGN_NAMES
 
 
 def unknown_key(dotted: str, origin: str | None = None) -> str:
-    """Return the problem of an unknown key: what was probably meant, and that the key would have had no effect.
+    """Describe an unknown key: what was probably meant, and that the key would have had no effect.
 
     Args:
-        dotted: its dotted name, such as `model.n_embd`.
-        origin: where it was given, if not in the file.
+        dotted: the key's dotted name, such as `model.n_embd`.
+        origin: place where it was given, if not in the file.
     """
     *sections, last = dotted.lstrip("-").split(".")
     name = last.replace("-", "_").lower()

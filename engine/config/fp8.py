@@ -17,15 +17,15 @@ Fp8RecipeName = Literal["tensorwise", "blockwise", "mxfp8"]
 Fp8Backend = Literal["te", "torch", "emulated"]
 
 BLOCKS: Mapping[Fp8RecipeName, int] = MappingProxyType({"blockwise": 128, "mxfp8": 32})
-"""Numbers along a GEMM's contraction that share a scale."""
+"""Block length along a GEMM's contraction in which numbers share a scale."""
 
 TILE = 16
-"""Sides of the matrices of a scaled GEMM are multiples of it (cuBLAS: 16 bytes); with `auto` on a CPU too, where none is needed, so
-that a configuration moves between machines."""
+"""Divisor of every matrix side in a scaled GEMM (cuBLAS: 16 bytes). With `auto` it also applies on a CPU, which does not need it,
+so that a configuration moves between machines."""
 
 
 class Fp8Config(Section):
-    """FP8 operands in the GEMMs of attention's and the MLP's linear layers; other layers have none."""
+    """FP8 operands for the GEMMs in attention's and the MLP's linear layers; other layers have none."""
 
     on_resume: ClassVar[OnResume | None] = MEANT
 
@@ -47,13 +47,13 @@ class Fp8Config(Section):
 
 
 def without_gather(tree: dict[str, Any]) -> None:
-    """Let linear layers gather in the run's dtype, in a configuration as a tree that has no sequence parallelism."""
+    """Reset `precision.fp8.gather` to bf16 in a configuration tree without sequence parallelism."""
     if tree["precision"]["fp8"] is not None and not tree["parallel"]["sequence_parallel"]:
         tree["precision"]["fp8"]["gather"] = "bf16"
 
 
 def fp8_layers(config: "Config") -> range:
-    """Return the layers whose linear layers are in FP8; those of tokens ahead (`model.mtp`) never are."""
+    """The layers whose linear layers are in FP8; multi-token prediction layers (`model.mtp`) never are."""
     fp8 = config.precision.fp8
     if fp8 is None:
         return range(0)
@@ -62,12 +62,12 @@ def fp8_layers(config: "Config") -> range:
 
 
 def fp8_line(config: "Config", backend: str) -> str:
-    """Describe the FP8 of a run: its recipe and backend, how many of the model's linear layers have it, and which have not."""
+    """Describe a run's FP8: recipe, backend, how many of the model's linear layers use it, and which do not."""
     model, fp8 = config.model, config.precision.fp8
     assert fp8 is not None, "the run has FP8"
     per_layer = [len(linears_of(config, layer)) for layer in range(model.num_layers)]
     in_fp8 = sum(per_layer[layer] for layer in fp8_layers(config))
-    # The head is one more; of latent attention one weight stays.
+    # The head is one more, and in latent attention one weight stays in the run's dtype.
     total = sum(per_layer) + (model.num_layers if model.mla is not None else 0) + 1
     first, last = fp8.bf16_layers
     ends = [
@@ -86,12 +86,12 @@ def fp8_line(config: "Config", backend: str) -> str:
 
 
 def fp8_linears(config: "Config") -> tuple[str, ...]:
-    """Return the names of the model's linear layers in FP8, as they are in the ledger."""
+    """Names of the model's linear layers in FP8, as in the ledger."""
     return tuple(f"layers.{layer}.{name}" for layer in fp8_layers(config) for name in linears_of(config, layer))
 
 
 def linears_of(config: "Config", layer: int) -> list[str]:
-    """List the products of a layer that may be in FP8: of its attention, and of an MLP or of shared experts."""
+    """List a layer's products that may be in FP8: in its attention, and in its MLP or shared experts."""
     model = config.model
     attention = ["attention.qkv"] if model.mla is None else ["attention.down", "attention.q_up"]
     up = "gate_up" if model.activation_kind.is_gated else "up"
@@ -226,7 +226,7 @@ def fp8_shares_are_of_fp8(subject: Subject) -> Iterator[Problem]:
 
 
 class _Side(NamedTuple):
-    """One side of some matrices: the field that it follows from, with its value, and the ranks that it is cut over.
+    """One matrix side: the field that it follows from, with its value, and the number of ranks that it is cut over.
 
     `is_field`: the field is the size itself.
     """
@@ -252,7 +252,7 @@ def _sides(config: "Config") -> Iterator[_Side]:
         yield _Side(
             "model.num_attention_heads", heads, heads * model.head_size, tp, f"{of_heads} that are queries", False
         )
-        # With fewer heads than ranks each has one whole.
+        # With fewer heads than ranks, each rank has one whole head.
         yield _Side(
             "model.num_kv_heads",
             kv_heads,
@@ -285,7 +285,7 @@ def _sides(config: "Config") -> Iterator[_Side]:
             False,
         )
     micro, cp = config.train.micro_batch_size, config.parallel.cp
-    # A cp rank has a part of the sequence from the front and one from the back; a block is of neighbours.
+    # A cp rank has one part from the sequence's front and one from its back; a block holds neighbouring tokens.
     parts, what = (
         (1, "tokens of a microbatch") if cp == 1 else (2 * cp, "tokens of a microbatch in one of a cp rank's two parts")
     )

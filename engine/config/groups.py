@@ -1,12 +1,12 @@
-"""Groups of parameters: `optimizer.groups` and its rules.
+"""Parameter groups: `optimizer.groups` and its rules.
 
-    groups:                                                     the first group whose pattern matches a parameter's name has it
+    groups:                                                     a parameter belongs to the first group whose pattern matches it
       - {match: "embedding.*", weight_decay: 0.0}
       - {match: "*.mlp.experts.*", lr_factor: 0.5}
       - {match: "layers.[0-3].*", freeze: true}
 
-A pattern is that of a shell (`*`, `?`, `[0-3]`), over the whole name; `triaxis config params FILE` lists names and their groups. A
-parameter of no group has the learning rate of the step, and decays by `weight_decay` where it is a matrix. A frozen parameter keeps
+Patterns are shell patterns (`*`, `?`, `[0-3]`) over the whole name; `triaxis config params FILE` lists names and their groups. A
+parameter outside all groups has the step's learning rate, and decays by `weight_decay` if it is a matrix. A frozen parameter keeps
 its value: its gradient is computed, counts in no norm and is not applied; it has no moments.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class GroupFields(TypedDict, total=False):
-    """The fields of one group. A field that is absent is the optimizer's own."""
+    """One group's fields. An absent field has the optimizer's value."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", coerce_numbers_to_str=True, allow_inf_nan=False)  # type: ignore[misc]
 
@@ -38,11 +38,11 @@ class GroupFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """The properties of a parameter's update besides the optimizer's own.
+    """Per-parameter settings for an update, on top of the optimizer's.
 
     Attributes:
-        lr_factor: of the learning rate of the step.
-        weight_decay: of the optimizer.
+        lr_factor: multiplier on the step's learning rate.
+        weight_decay: decay coefficient; 0: no decay.
     """
 
     lr_factor: float
@@ -50,12 +50,12 @@ class UpdateRule:
 
 
 def group_of(name: str, groups: Sequence[GroupFields]) -> int | None:
-    """Return the number of the first group that matches a parameter's name; None: none does."""
+    """Index of the first group that matches a parameter's name; None: none does."""
     return next((number for number, group in enumerate(groups) if fnmatchcase(name, group["match"])), None)
 
 
 def update_rule(name: str, optimizer: "OptimizerConfig", *, decays: bool) -> UpdateRule:
-    """Return the rule of a parameter; one that `decays` does so where no group says otherwise."""
+    """Build a parameter's update rule; `decays` applies unless its group sets a weight decay."""
     number = group_of(name, optimizer.groups)
     group: GroupFields = {"match": name} if number is None else optimizer.groups[number]
     decay = group.get("weight_decay", optimizer.weight_decay if decays else 0.0)
@@ -63,18 +63,18 @@ def update_rule(name: str, optimizer: "OptimizerConfig", *, decays: bool) -> Upd
 
 
 def is_frozen(name: str, optimizer: "OptimizerConfig") -> bool:
-    """Return whether a parameter keeps its value."""
+    """Whether a parameter keeps its value."""
     return is_frozen_by(name, optimizer.groups)
 
 
 def is_frozen_by(name: str, groups: Sequence[GroupFields]) -> bool:
-    """Return whether these groups keep the value of a parameter."""
+    """Whether these groups freeze a parameter."""
     number = group_of(name, groups)
     return number is not None and bool(groups[number].get("freeze"))
 
 
 def groups_change_something(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each group without a field, of a pattern that an earlier group has, or that freezes and updates."""
+    """Yield a problem for each group that has no field, repeats an earlier pattern, or both freezes and updates."""
     seen: set[str] = set()
     for number, group in enumerate(subject.config.optimizer.groups):
         pattern, key = group["match"], f"optimizer.groups.{number}.match"

@@ -1,6 +1,6 @@
-"""Records of the kinds of activation, norm and position, read by sizes, predictions and interop.
+"""Records for each kind of activation, norm and position, read by sizes, predictions and interop.
 
-The functions have the same names in `engine/kernels/activations.py` and `norms.py`; docs/extending.md is the recipe for another.
+The functions have the same names in `engine/kernels/activations.py` and `norms.py`; docs/extending.md explains how to add one.
 """
 
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ PositionName = Literal["learned", "rope", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """A nonlinearity of an MLP of inner width f. Its kernel keeps its input, and nothing else, for the backward.
+    """The nonlinearity in an MLP with inner width f. Its kernel keeps only its input for the backward.
 
     Attributes:
-        name: in `model.activation`.
+        name: value in `model.activation`.
         pointwise: function of one number; in a gated MLP it is applied to the gate.
-        is_gated: [gate | up], 2 f wide -> pointwise(gate) * up, f wide (2002.05202); otherwise f wide -> f wide.
+        is_gated: True: [gate | up], 2 f wide -> pointwise(gate) * up, f wide (2002.05202); False: f wide -> f wide.
         hugging_face: names in a config.json; an export writes the first.
-        megatron: switch of Megatron-LM; "": its default. None: Megatron-LM has no such activation.
+        megatron: Megatron-LM's switch; "": its default. None: Megatron-LM has no such activation.
     """
 
     name: ActivationName
@@ -32,7 +32,7 @@ class Activation:
 
     @property
     def num_inputs(self) -> int:
-        """Return the number of vectors [f] per token that the first projection makes: matrices [f, h] of its weight."""
+        """Number of vectors [f] per token that the first projection computes, each with one [f, h] matrix in its weight."""
         return 2 if self.is_gated else 1
 
 
@@ -41,13 +41,13 @@ class Norm:
     """A norm over the hidden size h. Its kernel keeps its input and a few numbers per token for the backward.
 
     Attributes:
-        name: in `model.norm`.
+        name: value in `model.norm`.
         parameters: vectors [h], in the order in which the kernel takes them.
         statistics: numbers per token that are kept.
-        statistics_dtype: dtype of those, the run's or the accumulation dtype.
+        statistics_dtype: dtype for `statistics`, the run's or the accumulation dtype.
         offset: number that the kernel adds to the stored weight, in the accumulation dtype; 1: the stored weight starts at 0.
-        of_heads: norm of queries and keys in a model with this norm.
-        megatron: `normalization` of Megatron-LM. None: Megatron-LM has no such norm.
+        of_heads: norm for queries and keys in a model with this norm.
+        megatron: Megatron-LM's `normalization`. None: Megatron-LM has no such norm.
     """
 
     name: NormName
@@ -64,10 +64,10 @@ class Position:
     """A way in which a token's position enters the model.
 
     Attributes:
-        name: in `model.position`.
-        has_table: one learned vector [h] per position, so samples are at most `model.seq_length` long.
-        is_rotary: queries and keys are rotated (RoPE, 2104.09864).
-        megatron: `position_embedding_type` of Megatron-LM. None: Megatron-LM has no such positions.
+        name: value in `model.position`.
+        has_table: True: one learned vector [h] per position, so samples are at most `model.seq_length` long.
+        is_rotary: True: queries and keys are rotated (RoPE, 2104.09864).
+        megatron: Megatron-LM's `position_embedding_type`. None: Megatron-LM has no such positions.
     """
 
     name: PositionName
@@ -88,7 +88,7 @@ _NORMS = (
     # torch's own kernel on the CPU returns its statistics in the input's dtype.
     Norm("layernorm", ("weight", "bias"), ("mean", "deviation"), "run", 0, "rmsnorm", "LayerNorm"),
     Norm("rmsnorm", ("weight",), ("deviation",), "accumulation", 0, "rmsnorm", "RMSNorm"),
-    # Gemma's. A weight near 1 has fewer bits left for its distance from 1 than the distance itself, so that is what is stored.
+    # Gemma's norm. A weight near 1 has few bits left for its distance from 1, so the distance itself is stored.
     Norm("rmsnorm_1p", ("weight",), ("deviation",), "accumulation", 1, "rmsnorm_1p", None),
 )
 _POSITIONS = (

@@ -61,7 +61,7 @@ class ParallelConfig(Section):
     @field_validator("layers_per_stage", mode="before")
     @classmethod
     def _is_auto_or_numbers(cls, value: object) -> object:
-        """Refuse other values in one sentence, in place of one for each form."""
+        """Refuse other values with one message, instead of one per union member."""
         if value is None or value == "auto":
             return value
         if not isinstance(value, list | tuple) or not all(
@@ -72,7 +72,7 @@ class ParallelConfig(Section):
 
     @property
     def cuts_sequence(self) -> bool:
-        """Return whether a rank holds less than the whole sequence outside of the tensor-parallel region."""
+        """Whether a rank holds less than the whole sequence outside the tensor-parallel region."""
         return self.sequence_parallel and self.tp > 1
 
 
@@ -81,17 +81,17 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zbv"]
 IS_INTERLEAVED: Mapping[str, bool] = MappingProxyType(
     {"gpipe": False, "1f1b": False, "interleaved": True, "zb_h1": False, "zbv": True}
 )
-"""The training schedules; True: of several model chunks per rank, False: of one."""
+"""The training schedules; True: several model chunks per rank, False: one."""
 
 DEFERS_WEIGHT_GRADIENTS = frozenset({"zb_h1", "zbv"})
-"""The schedules with weight gradients apart from the backward (`W` of `triaxis.engine.pipeline.actions`)."""
+"""Schedules that compute weight gradients apart from the backward (`W` in `triaxis.engine.pipeline.actions`)."""
 
 RUNS_IN_A_V = frozenset({"zbv"})
-"""The schedules whose two model chunks per rank are placed in a V (`triaxis.engine.pipeline.actions.Placement`)."""
+"""Schedules that place two model chunks per rank in a V (`triaxis.engine.pipeline.actions.Placement`)."""
 
 
 class ScheduleConfig(Section):
-    """The order of forwards and backwards on a pipeline rank."""
+    """The order in which a pipeline rank runs forwards and backwards."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
@@ -105,14 +105,14 @@ class ScheduleConfig(Section):
 
     @property
     def defers_weight_gradients(self) -> bool:
-        """Return whether weight gradients are computed apart from the backward."""
+        """Whether weight gradients are computed apart from the backward."""
         if self.file is not None:
             return self.file.text.defers_weight_gradients
         return self.name in DEFERS_WEIGHT_GRADIENTS
 
     @property
     def is_v(self) -> bool:
-        """Return whether the model's chunks are placed in a V."""
+        """Whether the model's chunks are placed in a V."""
         return self.name in RUNS_IN_A_V if self.file is None else self.file.text.is_v
 
 
@@ -159,7 +159,7 @@ def layers_are_dealt_out(subject: Subject) -> Iterator[Problem]:
 
 
 def _even_stages(num_layers: int, parallel: ParallelConfig) -> Iterator[list[int]]:
-    """Yield the layers per stage that the engine would choose, if every stage can have one."""
+    """Yield the layers per stage that the engine would choose; nothing if some stage would get none."""
     if parallel.pp * parallel.vpp <= num_layers:
         yield [len(stage.layers) for stage in partition(num_layers, parallel.pp, parallel.vpp)]
 
@@ -169,7 +169,7 @@ def schedule_matches_chunks(subject: Subject) -> Iterator[Problem]:
 
 
 def schedule_problems(name: str, vpp: int) -> Iterator[Problem]:
-    """Yield a problem where a schedule cannot run with `vpp` model chunks per rank."""
+    """Yield a problem if a schedule cannot run with `vpp` model chunks per rank."""
     is_interleaved = IS_INTERLEAVED.get(name)
     if is_interleaved is None or (vpp == 2 if name in RUNS_IN_A_V else is_interleaved == (vpp > 1)):
         return
@@ -189,7 +189,7 @@ def schedule_problems(name: str, vpp: int) -> Iterator[Problem]:
 
 
 def schedule_file_fits(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each size in which the file of a schedule is not this run's."""
+    """Yield a problem for each size in which a schedule file differs from the run."""
     config, dp = subject.config, subject.dp
     file = config.schedule.file
     if file is None:
@@ -220,7 +220,7 @@ def schedule_file_fits(subject: Subject) -> Iterator[Problem]:
             f"has {len(text.rows)} rows for its pp={text.pp}: a row per rank. Ranks without a row would leave the others waiting",
             {"schedule.file": [None]},
         )
-    # Another batch that is no whole number of microbatches is a problem of its own.
+    # A batch that is not a whole number of microbatches is reported by its own rule.
     if (
         dp is None
         or partial_batch(train, dp)
@@ -261,7 +261,7 @@ def sequence_over_cp(subject: Subject) -> Iterator[Problem]:
 
 
 def heads_over_cp(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem where ulysses has fewer key/value heads than ranks, or other than a multiple."""
+    """Yield a problem if ulysses has fewer key/value heads than ranks, or their number is not a multiple."""
     model, parallel = subject.config.model, subject.config.parallel
     kv_heads = local_kv_heads(subject.config)
     if parallel.cp_method != "ulysses" or kv_heads % parallel.cp == 0:

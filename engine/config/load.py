@@ -4,7 +4,7 @@
                         |
         unknown keys, types, rules: every problem of all three, in one ConfigError      or a Config
 
-A value of the wrong type skips only the rules that need it, so that a user mends all problems of a file at once.
+A value with the wrong type skips only the rules that need it, so a user can fix all of a file's problems at once.
 """
 
 import difflib
@@ -45,14 +45,14 @@ ENVIRONMENT = {
 """Environment variables that set a field; an empty one counts as unset."""
 
 MOST_UNKNOWN = 50
-"""Unknown keys of a section that are told one by one."""
+"""Maximum number of unknown keys per section that are reported one by one."""
 
 S = TypeVar("S", bound=Section)
 
 
 @dataclass
 class _Reading:
-    """A configuration being read: its tree, the origin of each value, and the problems so far."""
+    """A configuration being read: its tree, each value's origin, and the problems so far."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class _Reading:
         for section in sections:
             inner = at.get(section)
             if not isinstance(inner, dict):
-                # A file may leave a section empty; any other value there is reported as a wrong type.
+                # A file may leave a section empty; any other non-mapping is reported as a wrong type.
                 if inner is not None:
                     return
                 inner = at[section] = {}
@@ -85,14 +85,14 @@ def load_config(
     """Read, check and freeze a configuration: YAML < environment < dotted overrides.
 
     Args:
-        path: a YAML file, or the name of a shipped one; None: only the environment and the overrides.
+        path: a YAML file, or a shipped one's name; None: only the environment and the overrides.
         overrides: `section.key=value`, the value in YAML.
         environment: `os.environ` for the names in `ENVIRONMENT`; None: not read.
-        world_size, ranks_per_node: the cluster, where it is known, for the rules that depend on it.
+        world_size, ranks_per_node: the cluster, if known, for the rules that depend on it.
         more_rules: rules that need more than the configuration, such as `triaxis.models.predict.fit.memory_rule`.
 
     Raises:
-        ConfigError: every problem at once: the file, unknown keys, types, and every rule that can be evaluated.
+        ConfigError: lists every problem at once: the file, unknown keys, types, and every rule that can be evaluated.
     """
     reading = _Reading()
     source = "the configuration" if path is None else str(path)
@@ -106,14 +106,14 @@ def load_config(
     _check_format(reading)
     for name, field_info in Config.model_fields.items():
         if field_info.is_required():
-            reading.tree.setdefault(name, {})  # what a missing section needs is named with the rest
+            reading.tree.setdefault(name, {})  # so a missing section's required fields are reported with the rest
     _refuse_unknown_keys(reading, Config, reading.tree, "")
     try:
         config = Config.model_validate(reading.tree)
     except ValidationError as error:
         config = _valid_part(reading.tree, error)
         reading.problems += type_problems(error, reading.origins)
-        # Their fields are values of other sections, of which some have none.
+        # A phase's fields belong to other sections, and some of those are missing.
         config.__dict__.pop("phases", None)
     else:
         config = _complete_phases(reading, config)
@@ -127,10 +127,10 @@ def load_config(
 
 
 def override(sections: Mapping[str, Any], overrides: Sequence[str], source: str) -> dict[str, Any]:
-    """Return some sections of a configuration, of which others are still to be written, with dotted overrides.
+    """Apply dotted overrides to some sections of a configuration; other sections may be missing.
 
     Raises:
-        ConfigError: an override that is none, an unknown key, or a value of another type.
+        ConfigError: a malformed override, an unknown key, or a value with the wrong type.
     """
     reading = _Reading(tree={name: dict(fields) for name, fields in sections.items()})
     _apply(reading, overrides, {})
@@ -145,14 +145,14 @@ def override(sections: Mapping[str, Any], overrides: Sequence[str], source: str)
 
 
 def _place_extension(reading: _Reading, folder: Path) -> None:
-    """Make the path of an extension absolute: in the file it is relative to the file, as an override to the working directory."""
+    """Make an extension's path absolute: a file's path is relative to the file, an override's to the working directory."""
     model = reading.tree.get("model")
     if isinstance(model, dict) and "extension" in model:
         model["extension"] = placed(model["extension"], folder)
 
 
 def _complete_phases(reading: _Reading, config: Config) -> Config:
-    """Give every phase every field that one of them has, and the config those of `train.phase`, or of the first phase."""
+    """Give every phase each field that any phase has, and set the config to `train.phase`'s fields, or the first phase's."""
     if not config.phases:
         return config
     base = config.model_dump(mode="json", exclude={"phases"})
@@ -176,7 +176,7 @@ def _complete_phases(reading: _Reading, config: Config) -> Config:
 
 
 def _own_fields(reading: _Reading, base: Mapping[str, Any], entry: PhaseFields) -> dict[str, Any]:
-    """Return the fields of a phase as they are given; one that it cannot have, or of a wrong type, is a problem."""
+    """Collect a phase's fields as given; record a problem for a field that it cannot have or that has the wrong type."""
     known, fields = list(Config.dotted_names()), dict[str, Any]()
     for key, value in fields_of(entry).items():
         if why := refused_field(key, known):
@@ -231,14 +231,14 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _text_keys(value: Any) -> Any:
-    """Return the value with all keys as text: `on` or `1` are then refused by name like any unknown key."""
+    """Convert all keys to text, so that `on` or `1` is refused by name like any unknown key."""
     if isinstance(value, dict):
         return {str(key): _text_keys(inner) for key, inner in value.items()}
     return value
 
 
 def _apply(reading: _Reading, overrides: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Apply the environment, then the overrides; a field that both set to different values is a problem."""
+    """Apply the environment, then the overrides; record a problem for a field that both set to different values."""
     for variable, dotted in ENVIRONMENT.items():
         text = environment.get(variable, "")
         if text:
@@ -279,7 +279,7 @@ def _flat(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _leaf_above(dotted: str) -> str | None:
-    """Return the field that is used as a section: `parallel.tp` in `parallel.tp.x`."""
+    """Find a field that is used as a section: `parallel.tp` in `parallel.tp.x`."""
     parts = dotted.split(".")
     names = (".".join(parts[:count]) for count in range(1, len(parts)))
     return next((name for name in names if name in Config.dotted_names() and section_at(name) is None), None)
@@ -302,7 +302,7 @@ def _value(reading: _Reading, text: str, given: str) -> Any:
 
 
 def _check_format(reading: _Reading) -> None:
-    """Remove `format_version` and check it; a file without one has today's."""
+    """Remove `format_version` and check it; a file that omits it counts as the current version."""
     version = reading.tree.pop("format_version", FORMAT_VERSION)
     if not isinstance(version, int) or not 1 <= version <= FORMAT_VERSION:
         reading.problems.append(
@@ -316,7 +316,7 @@ def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[s
     unknown = [key for key in tree if key not in section.model_fields]
     for key in unknown[:MOST_UNKNOWN]:
         value, dotted = tree[key], f"{prefix}{key}"
-        # A section of another engine (`fp16:` of DeepSpeed) has keys with names here.
+        # Another engine's section (DeepSpeed's `fp16:`) may hold keys that have names here.
         inside = [f"{dotted}.{name}" for name in value] if isinstance(value, dict) else []
         for each in (dotted, *islice(filter(has_our_name, inside), MOST_UNKNOWN)):
             reading.problems.append(unknown_key(brief(each), reading.origins.get(each)))
@@ -338,11 +338,11 @@ def _refuse_unknown_keys(reading: _Reading, section: type[Section], tree: dict[s
 
 
 def as_overrides(dotted: str, text: str) -> list[str]:
-    """Return the overrides that give a field a value: as it was typed, or in our spelling; none where it takes neither.
+    """Build the overrides that set a field to a value, as typed or in our spelling; empty if the field takes neither.
 
     Args:
-        dotted: name of the field.
-        text: the value as it was typed.
+        dotted: the field's dotted name.
+        text: the value as typed.
     """
     above, _, name = dotted.rpartition(".")
     section = section_at(above) if above else Config
@@ -362,12 +362,12 @@ def as_overrides(dotted: str, text: str) -> list[str]:
 
 
 def _choices(annotation: Any) -> list[str]:
-    """Return the texts that an annotation lists, inside of unions too."""
+    """List the literal texts in an annotation, including those inside unions."""
     return [text for one in get_args(annotation) for text in ([one] if isinstance(one, str) else _choices(one))]
 
 
 def _valid_part(tree: Mapping[str, Any], error: ValidationError) -> Config:
-    """Return a config with the valid fields only: reading another field raises AttributeError."""
+    """Build a config with the valid fields only; reading any other field raises AttributeError."""
     wrong = {".".join(str(part) for part in detail["loc"][:2]) for detail in error.errors(include_url=False)}
     sections = {}
     for name in Config.model_fields:
@@ -380,7 +380,7 @@ def _valid_part(tree: Mapping[str, Any], error: ValidationError) -> Config:
 
 
 def _construct(kind: type[S], values: Mapping[str, Any], wrong: Set[str]) -> S:
-    """Return a section of valid values, without the fields in `wrong` (and without defaults for them)."""
+    """Build a section from valid values, without the fields in `wrong` (and without defaults for them)."""
     read = {}
     for name in kind.model_fields:
         if name in values and name not in wrong:
@@ -393,8 +393,8 @@ def _construct(kind: type[S], values: Mapping[str, Any], wrong: Set[str]) -> S:
 
 
 def _adapter(kind: type[Section], name: str) -> TypeAdapter[Any]:
-    """Return a validator of one field of a section."""
+    """Build a validator for one field in a section."""
     about = kind.model_fields[name]
-    # A section has its own settings (pydantic refuses others); a plain field has those of its section.
+    # A section has its own settings (pydantic refuses others); a plain field has its section's.
     settings = kind.model_config if kind.section_type(name) is None else None
     return TypeAdapter(Annotated[about.annotation, about], config=settings)  # type: ignore[arg-type]

@@ -9,17 +9,17 @@ from triaxis.engine.config.counts import Count
 from triaxis.engine.config.section import MEANT, OnResume, Problem, Rule, Section, Subject
 
 SMALLEST_SCALE = 2.0**-24
-"""The smallest number of fp16."""
+"""Smallest loss scale: the smallest positive fp16 number."""
 
 LARGEST_SCALE = 2.0**64
-"""Some 50 overflows above what fp16 holds; Megatron-LM starts at 2^32. Above 2^128, fp32 has no such number."""
+"""Largest loss scale: some 50 overflows above fp16's range; Megatron-LM starts at 2^32. fp32 cannot hold 2^128."""
 
 
 Scale = Annotated[float, Field(ge=SMALLEST_SCALE, le=LARGEST_SCALE)]
 
 
 class LossScaleConfig(Section):
-    """The factor of the loss in an fp16 run's backward; dynamic (1710.03740, section 3.2) unless `static` is given."""
+    """The factor on the loss in an fp16 run's backward; dynamic (1710.03740, section 3.2) unless `static` is given."""
 
     on_resume: ClassVar[OnResume | None] = MEANT
 
@@ -41,7 +41,7 @@ def only_fp16_has_a_scale(subject: Subject) -> Iterator[Problem]:
 
 
 def scale_is_one_of_two(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem where a static scale has fields of a dynamic one, or the dynamic one starts too low."""
+    """Yield a problem if a static scale sets dynamic fields, or a dynamic scale starts too low."""
     scale = subject.config.precision.loss_scale
     if scale is None:
         return

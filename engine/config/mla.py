@@ -4,8 +4,8 @@
     c_kv = norm(W_kva x)  [kv_lora_rank]         k_i = [rope(W_kr x) | W_kn c_kv]        the rotated part is one for all heads
                                                  v_i = W_v c_kv                          per head, dv
 
-Queries and keys have the rotated part first, as every head here that rotates in part. What is cached of a token, and what context
-parallelism gathers of it, are c_kv and the rotated key: kv_lora_rank + dr numbers, whatever the number of heads is.
+Queries and keys have the rotated part first, as in every head here that rotates in part. Caches and context parallelism store and
+gather c_kv and the rotated key: kv_lora_rank + dr numbers per token, however many heads there are.
 """
 
 import math
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from triaxis.engine.config.model import ModelConfig
 
 LARGEST_RANK = 2**24
-"""Elements of a latent or of a part of a head."""
+"""Size of a latent or a part of a head, in elements."""
 
 
 class MLAConfig(Section):
-    """Multi-head latent attention: keys and values of all heads are made from one small vector per token."""
+    """Multi-head latent attention: all heads' keys and values are computed from one small vector per token."""
 
     q_lora_rank: int | None = Field(
         None, gt=0, le=LARGEST_RANK, description="size of the queries' latent; null: queries are projected from x"
@@ -39,22 +39,22 @@ class MLAConfig(Section):
 
     @property
     def qk_head_dim(self) -> int:
-        """Return the elements of a query or a key."""
+        """Size of a query or a key, in elements."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
     def cached_size(self) -> int:
-        """Return the elements of a token from which the keys and values of all heads are made."""
+        """Elements per token that all heads' keys and values are computed from."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def latent_size(self) -> int:
-        """Return the elements of a token's down-projections."""
+        """Elements per token that the down-projections give."""
         return (self.q_lora_rank or 0) + self.cached_size
 
 
 def softmax_scale(model: "ModelConfig", kind: "LayerKind") -> float | None:
-    """Return the factor of attention's logits in a layer; None: 1 / sqrt(size of a query).
+    """Factor on a layer's attention logits; None: 1 / sqrt(query size).
 
     With latent attention, YaRN's `mscale_all_dim` m multiplies it by (0.1 m ln(factor) + 1)^2, as DeepSeek's own code does.
     """
@@ -69,7 +69,7 @@ def softmax_scale(model: "ModelConfig", kind: "LayerKind") -> float | None:
 
 
 def fields_go_with_mla(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each field of another form of attention."""
+    """Yield a problem for each field that belongs to another form of attention."""
     model = subject.config.model
     if model.mla is None:
         return
@@ -133,7 +133,7 @@ def sizes_of_mla(subject: Subject) -> Iterator[Problem]:
 
 
 def latents_over_cp(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each choice of context parallelism that latent attention does not have."""
+    """Yield a problem for each context-parallel choice that latent attention does not support."""
     model, parallel = subject.config.model, subject.config.parallel
     if model.mla is None or parallel.cp == 1:
         return

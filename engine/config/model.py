@@ -1,4 +1,4 @@
-"""The `model` section and its rules, also those with the tensor-parallel size."""
+"""The `model` section and its rules, including those that involve the tensor-parallel size."""
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
@@ -24,26 +24,26 @@ from triaxis.engine.config.mtp import MTP_RULES, MTPConfig
 from triaxis.engine.config.section import LAYOUT, MEANT, Problem, Rule, Section, Subject, divisors, multiples
 
 MOST_LAYERS = 10_000
-"""Transformer layers."""
+"""Number of transformer layers."""
 
 MOST_HEADS = 2**16
-"""Query heads, and key/value heads."""
+"""Number of query heads or key/value heads."""
 
 LARGEST_WIDTH = 2**24
-"""Elements of any hidden dimension: the residual stream, the MLP, one head."""
+"""Size in elements: the residual stream, the MLP, one head."""
 
 LONGEST_SEQUENCE = 2**30
-"""Tokens of one training sample."""
+"""Tokens per training sample."""
 
 LARGEST_VOCABULARY = 2**28
-"""Tokens of the vocabulary, and the multiple to which it is padded."""
+"""Vocabulary size in tokens, or the multiple to which it is padded."""
 
 BYTES_VOCABULARY = 257
-"""Ids of the bytes tokenizer: 256 bytes and the end of a document."""
+"""Number of ids in the bytes tokenizer: 256 bytes and the end of a document."""
 
 
 def _head_is_true(value: object) -> object:
-    """Return the value as it is written: true is a norm over each head."""
+    """Convert `head` to true, its other spelling: a norm over each head."""
     if value not in (True, False, "head", "all_heads"):
         raise ValueError("must be true, false, head or all_heads")
     return True if value == "head" else value
@@ -83,7 +83,7 @@ class ModelConfig(Section):
     position: layer_kinds.PositionName = Field(
         "rope", description="learned: a table; rope: rotated queries and keys; none: the causal mask alone"
     )
-    # Training goes on with other frequencies where a context is extended.
+    # When a context is extended, training continues with other frequencies.
     rope_base: Annotated[RopeBase, MEANT] = Field(10000.0, description="theta of RoPE (2104.09864)")
     rope_scaling: Annotated[RopeScaling | None, MEANT] = Field(
         None, description="change of RoPE's frequencies for longer contexts; null: none"
@@ -123,7 +123,7 @@ class ModelConfig(Section):
     attention_dropout: Annotated[float, MEANT] = Field(
         0.0, ge=0, lt=1, description="dropout on the attention probabilities"
     )
-    # Initial weights matter only where nothing is loaded.
+    # Initial weights matter only if nothing is loaded.
     init_std: Annotated[float, LAYOUT] = Field(
         0.02, gt=0, description="std of normal initial weights; residual projections: init_std / sqrt(2 num_layers)"
     )
@@ -143,12 +143,12 @@ class ModelConfig(Section):
 
     @property
     def own(self) -> Extension:
-        """Return the parts of the model that its extension gives."""
+        """Parts that the model's extension provides."""
         return OURS if self.extension is None else self.extension.read()
 
     @property
     def own_costs(self) -> OwnCosts:
-        """Return what a layer takes more than ours because of the extension's parts, as far as it was measured."""
+        """Measured extra cost of a layer with the extension's parts over a built-in layer."""
         return NO_COSTS if self.extension is None else self.extension.costs
 
     @property
@@ -157,19 +157,19 @@ class ModelConfig(Section):
 
     @property
     def head_size(self) -> int:
-        """Return the elements of a query or a key."""
+        """Size of a query or a key, in elements."""
         if self.mla is not None:
             return self.mla.qk_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
     def value_size(self) -> int:
-        """Return the elements of a value."""
+        """Size of a value, in elements."""
         return self.head_size if self.mla is None else self.mla.v_head_dim
 
     @property
     def heads_have_a_size(self) -> bool:
-        """Return whether the size of a head follows from the fields; else `heads_fill_hidden` has a problem."""
+        """Whether the fields determine the head size; if not, `heads_fill_hidden` yields a problem."""
         is_given = self.head_dim is not None or self.mla is not None
         return is_given or self.hidden_size % self.num_attention_heads == 0
 
@@ -199,31 +199,31 @@ class ModelConfig(Section):
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
-        """Return the record of each layer, in order; those of multi-token prediction follow the model's `num_layers`."""
+        """Each layer's record, in order; multi-token prediction layers follow the model's `num_layers`."""
         return attention_kinds.layer_kinds(self)
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """Return the record of one layer."""
+        """Look up one layer's record."""
         return attention_kinds.layer_kind(self, layer)
 
     @property
     def has_experts(self) -> bool:
-        """Return whether some layer has experts."""
+        """Whether any layer has experts."""
         return any(kind.has_experts for kind in self.kinds)
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
-        """Return the numbers of the layers with experts, in order."""
+        """Numbers of the layers with experts, in order."""
         return tuple(layer for layer, kind in enumerate(self.kinds) if kind.has_experts)
 
     @property
     def num_mtp_layers(self) -> int:
-        """Return the number of layers of multi-token prediction."""
+        """Number of multi-token prediction layers."""
         return 0 if self.mtp is None else self.mtp.num_layers
 
     @property
     def embedding_is_at_head(self) -> bool:
-        """Return whether the last stage needs the word embedding: as the head, or for tokens ahead."""
+        """Whether the last stage needs the word embedding, as the head or for tokens ahead."""
         return self.tie_embeddings or self.mtp is not None
 
     @property

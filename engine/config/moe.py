@@ -1,9 +1,9 @@
 """The `model.moe` section and its rules: layers whose MLP is a mixture of experts.
 
-    layers: [dense*3, moe*58]        `dense` and `moe` are kinds of layers that every model with this section has
+    layers: [dense*3, moe*58]        `dense` and `moe` are layer kinds that every model with this section has
     moe: {num_experts: 256, top_k: 8, ffn_hidden_size: 2048, shared_experts: 1, score: sigmoid}
 
-A token's router gives each expert a score s; the k largest count, of equal ones the expert with the lower number:
+A token's router gives each expert a score s. The k largest scores count; ties go to the expert with the lower number.
 
     softmax    s = softmax(x W^T) over all experts               2006.16668, 2401.04088
     sigmoid    s = sigmoid(x W^T)                                2412.19437, equation 15
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from triaxis.engine.config.tree import Config
 
 MOST_EXPERTS = 2**16
-"""Experts of a layer."""
+"""Number of experts in a layer."""
 
 WIDEST_EXPERT = 2**24
-"""Elements of an expert's inner width."""
+"""An expert's inner width, in elements."""
 
 DispatchName = Literal["all_gather", "all_to_all"]
 
 
 class BalanceConfig(Section):
-    """The means to keep the load of experts even. None depends on the layout or the micro batch."""
+    """Load balancing between experts. No option depends on the layout or the micro batch."""
 
     on_resume: ClassVar[OnResume | None] = MEANT
 
@@ -55,7 +55,7 @@ class BalanceConfig(Section):
 
 
 class MoEConfig(Section):
-    """The experts of the layers of kind `moe`."""
+    """The experts in layers with kind `moe`."""
 
     num_experts: int = Field(gt=1, le=MOST_EXPERTS, description="routed experts E of a layer")
     top_k: int = Field(gt=0, le=MOST_EXPERTS, description="experts k of a token")
@@ -88,28 +88,28 @@ class MoEConfig(Section):
 
     @property
     def has_bias(self) -> bool:
-        """Return whether the choice of experts has a bias."""
+        """Whether the expert choice has a bias."""
         return self.choice_bias or self.balance.bias_rate > 0
 
     @property
     def choice_is_of_scores(self) -> bool:
-        """Return whether a token's choice is its k best scores, whatever `balance.sequence_counts` says."""
+        """Whether a token's choice is its k best scores, regardless of `balance.sequence_counts`."""
         return not self.has_bias and self.groups == 1 and not self.force_balanced
 
     @property
     def counts_scores(self) -> bool:
-        """Return whether the sequence loss counts other experts than those that are chosen."""
+        """Whether the sequence loss counts experts other than the chosen ones."""
         balance = self.balance
         return balance.sequence_loss > 0 and balance.sequence_counts == "scores" and not self.choice_is_of_scores
 
     @property
     def shared_size(self) -> int:
-        """Return the width of the MLP that every token has; 0: none."""
+        """Inner width of the shared MLP, which every token passes through; 0: none."""
         return self.shared_experts * self.ffn_hidden_size
 
 
 def dispatch_of(config: "Config") -> DispatchName:
-    """Return how tokens reach the ranks of their experts; `auto`: the form with fewer bytes.
+    """Choose how tokens reach their experts' ranks; `auto` takes the form with fewer bytes.
 
     An all-gather sends each token to ep ranks, an all-to-all to at most k.
     """
@@ -120,12 +120,12 @@ def dispatch_of(config: "Config") -> DispatchName:
 
 
 def worst_rows(moe: MoEConfig, tokens: int, ep: int, etp: int) -> int:
-    """Return the most rows that the experts of one rank can get from the `tokens` of each of ep x etp ranks."""
+    """Maximum number of rows that one rank's experts can get if each of ep x etp ranks has `tokens` tokens."""
     return ep * etp * tokens * min(moe.top_k, moe.num_experts // ep)
 
 
 def buffer_rows(moe: MoEConfig, tokens: int, ep: int, etp: int) -> int:
-    """Return the rows of a rank's buffer with dispatch by all-gather."""
+    """Number of rows in a rank's buffer with dispatch by all-gather."""
     worst = worst_rows(moe, tokens, ep, etp)
     if moe.row_headroom is None:
         return worst
@@ -133,7 +133,7 @@ def buffer_rows(moe: MoEConfig, tokens: int, ep: int, etp: int) -> int:
 
 
 def local_tokens(config: "Config") -> int:
-    """Return the tokens of a microbatch that one rank routes: they are cut over cp and tp."""
+    """Number of tokens per microbatch that one rank routes; tokens are cut over cp and tp."""
     parallel, train = config.parallel, config.train
     return train.micro_batch_size * config.model.seq_length // (parallel.cp * parallel.tp)
 

@@ -4,11 +4,11 @@
     hk_i = norm_k(layer_k(W_k [norm(embedding(t_{i+k})), norm(h(k-1)_i)]))          k = 1 .. num_layers
     loss = L0 + loss_weight / num_layers x (L1 + .. )       Lk: cross-entropy of t_{i+k+1} from head(hk_i)
 
-Each layer is of the kind of the model's last one. Word embedding and head are the model's own, norms and W_k [h, 2 h] the layer's.
-The position i of a token counts for Lk where k + 1 tokens follow it in its row, all of them counted by the loss itself, and with
-`data.attention: within` all in its document. Lk is the mean over the positions of the global batch that count for it, times
-(s - k) / s, the share of a row's s positions that can: without a mask it is a sum over batch x s (2412.19437, equation 24). The
-printed loss is L0; evaluation and generation leave these layers out.
+Each layer has the kind of the model's last layer. Word embedding and head are the model's, norms and W_k [h, 2 h] the layer's own.
+Position i counts for Lk if k + 1 tokens follow it in its row and the loss counts all of them. With `data.attention: within`, they
+must also lie in its document. Lk is the mean over the global batch's positions that count for it, times (s - k) / s. That factor is
+the share of a row's s positions that can count; with no mask, Lk is a sum over batch x s (2412.19437, equation 24). The printed
+loss is L0; evaluation and generation skip these layers.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from pydantic import Field
 from triaxis.engine.config.section import MEANT, Problem, Rule, Section, Subject
 
 MOST_AHEAD = 16
-"""Layers of multi-token prediction."""
+"""Number of multi-token prediction layers."""
 
 
 class MTPConfig(Section):
-    """Multi-token prediction: layers after the last that predict tokens further ahead, in training alone."""
+    """Multi-token prediction: layers after the last one that predict tokens further ahead, in training only."""
 
     num_layers: int = Field(
         1, gt=0, le=MOST_AHEAD, description="tokens that are predicted beyond the next, a layer each"

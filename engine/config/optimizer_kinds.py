@@ -1,6 +1,6 @@
-"""The optimizers: the state of each, and the config fields that only it reads.
+"""The optimizers: each one's state, and the config fields that only it reads.
 
-An optimizer is a record here, its arithmetic in `updates.py`, and its own fields in
+An optimizer consists of a record here, its arithmetic in `updates.py`, and its own fields in
 `triaxis.engine.config.training.OptimizerConfig` (docs/extending.md, "An optimizer").
 """
 
@@ -12,25 +12,25 @@ from typing import Literal
 OptimizerName = Literal["adamw", "sgd", "extension"]
 
 StateKind = str
-"""`master`, the name of a moment, or `ema`: a kind of state that a rank keeps of its parameters and a checkpoint holds."""
+"""`master`, a moment's name, or `ema`: a kind of state that a rank keeps for its parameters and a checkpoint holds."""
 
 KIND_PATTERN = "[a-z][a-z0-9_]{0,31}"
-"""What a state kind looks like."""
+"""Regular expression for a state kind."""
 
 MASTER: StateKind = "master"
-"""The exact weights, state of every optimizer; in fp32 and float64 runs they are the parameters themselves."""
+"""The exact weights, which every optimizer has; in fp32 and float64 runs they are the parameters themselves."""
 
 EMA: StateKind = "ema"
-"""The moving average of the masters, where `optimizer.ema` asks for one, whatever the optimizer."""
+"""The masters' moving average if `optimizer.ema` asks for one, with any optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A decaying mean over the steps of a power of the gradient.
+    """A decaying mean over steps, taken over a power of the gradient.
 
     Attributes:
         decay: the `optimizer` field with its decay rate.
-        power: power of the gradient, element by element: 1 or 2.
+        power: exponent on the gradient, element by element: 1 or 2.
     """
 
     decay: str
@@ -43,9 +43,9 @@ class OptimizerKind:
 
     Attributes:
         title: name in messages.
-        moments: by name in checkpoints. Each has the size of the parameter and starts at zero.
+        moments: moments by their names in checkpoints. Each has the parameter's size and starts at zero.
         fields: the `optimizer` fields that only this one reads, with their names elsewhere, Megatron-LM's first.
-        megatron: value of Megatron-LM's `--optimizer`; None: it has none.
+        megatron: value for Megatron-LM's `--optimizer`; None: it has none.
     """
 
     title: str
@@ -55,7 +55,7 @@ class OptimizerKind:
 
     @property
     def state_kinds(self) -> tuple[StateKind, ...]:
-        """Return the master and the moments, in the order of saving."""
+        """The master and the moments, in saving order."""
         return (MASTER, *self.moments)
 
 
@@ -80,7 +80,7 @@ OPTIMIZERS: Mapping[OptimizerName, OptimizerKind] = MappingProxyType(
 
 
 def state_kinds(name: OptimizerName, own: Sequence[StateKind], *, has_ema: bool) -> tuple[StateKind, ...]:
-    """Return the state kinds of a trained parameter, in the order of saving; `own` are an extension's moments."""
+    """List a trained parameter's state kinds, in saving order; `own` are an extension's moments."""
     kinds = (MASTER, *own) if name == "extension" else OPTIMIZERS[name].state_kinds
     return (*kinds, EMA) if has_ema else kinds
 
@@ -88,4 +88,4 @@ def state_kinds(name: OptimizerName, own: Sequence[StateKind], *, has_ema: bool)
 MOMENTS: Mapping[StateKind, Moment] = MappingProxyType(
     {name: moment for kind in OPTIMIZERS.values() for name, moment in kind.moments.items()}
 )
-"""The moments of all optimizers by name, which means the same in each."""
+"""All optimizers' moments by name; a name means the same in each optimizer."""

@@ -1,4 +1,4 @@
-"""The rules of the phases of a run."""
+"""The rules for a run's phases."""
 
 from collections.abc import Iterator
 
@@ -36,7 +36,7 @@ def phases_follow_each_other(subject: Subject) -> Iterator[Problem]:
 
 
 def phases_can_change(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each field that phases cannot do with."""
+    """Yield a problem for each field that does not combine with phases."""
     config, phases = subject.config, run_phases(subject.config)
     if len(config.phases) > 1 and not config.checkpoint.saves:
         yield subject.problem(

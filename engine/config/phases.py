@@ -1,4 +1,4 @@
-"""The phases of a run: parts of its tokens, each with fields of its own.
+"""A run's phases: parts of its tokens, each with its own fields.
 
     phases:                                            a phase begins where the one before it ends; the last one ends the run
       - {name: main, until: 8T}
@@ -8,11 +8,11 @@
     step       0 ...................... end of main ...... end       `RunPhase`: where a phase begins and ends, in all three counts
     samples    0 ...................... of 4,096 .. of 131,072
 
-Reading completes the entries (`engine/config/load.py`): each then has every field that any of them names, with the value of the
-config itself where it names none. So the config of one phase holds those of all, and `at_phase` puts the fields of another one in
-place. `train.phase` names the phase whose fields a config has.
+Reading completes the entries (`engine/config/load.py`). Each then has every field that any phase names, with the config's own value
+for fields that it does not name itself. So a config in one phase holds all phases, and `at_phase` switches it to another phase's
+fields. `train.phase` names the phase whose fields a config has.
 
-A phase ends with the first step that reaches `until`, so it is whole steps. All numbers follow from the config alone.
+A phase ends with the first step that reaches `until`, so it has whole steps. All numbers follow from the config alone.
 """
 
 from collections.abc import Collection, Mapping
@@ -35,10 +35,10 @@ PHASE_FIELDS = (
     *("model.seq_length", "model.rope_base", "model.rope_scaling"),
     *("train.global_batch_size", "train.micro_batch_size"),
 )
-"""Fields that a phase may have, besides those of `PHASE_SECTIONS`."""
+"""Fields that a phase may have, besides those in `PHASE_SECTIONS`."""
 
 PHASE_SECTIONS = ("parallel", "schedule", "recompute", "offload", "kernels")
-"""Sections of which a phase may have any field: they decide where the work is done, not what is trained."""
+"""Sections from which a phase may have any field: they decide where the work is done, not what is trained."""
 
 BATCH = "train.global_batch_size"
 SEQ_LENGTH = "model.seq_length"
@@ -46,7 +46,7 @@ CORPORA = "data.train"
 
 
 class PhaseFields(TypedDict, total=False):
-    """A phase: its name, its end in consumed tokens of the run, and fields of the configuration by their dotted names."""
+    """A phase: its name, its end in the run's consumed tokens, and configuration fields by dotted name."""
 
     __pydantic_config__ = ConfigDict(extra="allow", allow_inf_nan=False)  # type: ignore[misc]
 
@@ -56,14 +56,14 @@ class PhaseFields(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class RunPhase:
-    """The place of a phase in its run; a run without phases is one phase without a name.
+    """A phase's place in its run; a run without phases is one phase without a name.
 
     Attributes:
-        number: from 0.
-        samples_per_step, tokens_per_step: of its steps.
-        first_step: steps of the run before it.
-        end_step: steps of the run by its end.
-        first_sample, first_token: consumed before it, over all phases.
+        number: index of the phase, from 0.
+        samples_per_step, tokens_per_step: samples and tokens in each of its steps.
+        first_step: number of steps in the run before it.
+        end_step: number of steps in the run up to its end.
+        first_sample, first_token: samples and tokens consumed before it, over all phases.
     """
 
     name: str
@@ -76,15 +76,15 @@ class RunPhase:
     first_token: int
 
     def samples_before(self, step: int) -> int:
-        """Return the samples that the run has consumed before step number `step` (from 0), which is in this phase or ends it."""
+        """Samples that the run has consumed before step number `step` (from 0), which is in this phase or ends it."""
         return self.first_sample + (step - self.first_step) * self.samples_per_step
 
     def tokens_before(self, step: int) -> int:
-        """Return the tokens that the run has consumed before step number `step` (from 0), which is in this phase or ends it."""
+        """Tokens that the run has consumed before step number `step` (from 0), which is in this phase or ends it."""
         return self.first_token + (step - self.first_step) * self.tokens_per_step
 
     def step_after(self, consumed_samples: int) -> int:
-        """Return the number (from 0) of the step that follows so many samples of the run."""
+        """Number (from 0) of the step that follows after the run's first `consumed_samples` samples."""
         return self.first_step + (consumed_samples - self.first_sample) // self.samples_per_step
 
     @property
@@ -94,11 +94,11 @@ class RunPhase:
 
 @dataclass(frozen=True, slots=True)
 class DataSegment:
-    """A part of a run whose samples are cut alike, from one blend.
+    """A part of a run with one sample length and one blend.
 
     Attributes:
-        train: (weight, path) of each corpus.
-        first_position: samples of the run before it.
+        train: (weight, path) for each corpus.
+        first_position: number of samples in the run before it.
     """
 
     train: tuple[tuple[float, str], ...]
@@ -107,7 +107,7 @@ class DataSegment:
 
 
 def run_phases(config: "Config") -> tuple[RunPhase, ...]:
-    """Return the phases of a run in order; empty where its length is not given, or given twice."""
+    """List a run's phases in order; empty if its length is not given, or given twice."""
     train, found = config.train, list[RunPhase]()
     lengths = [train.steps is not None, train.tokens is not None, bool(config.phases)]
     if sum(lengths) != 1:
@@ -128,39 +128,39 @@ def run_phases(config: "Config") -> tuple[RunPhase, ...]:
 
 
 def _entries(config: "Config") -> list[dict[str, Any]]:
-    """Return the phases with the fields that decide what is read, those of the config where they have none."""
+    """List the phases with the fields that decide what is read, filled in from the config where absent."""
     train = config.train
     own = {BATCH: train.global_batch_size, SEQ_LENGTH: config.model.seq_length, CORPORA: config.data.train}
     return [{**own, **entry} for entry in config.phases] or [{"name": "", "until": train.tokens, **own}]
 
 
 def current_phase(config: "Config") -> RunPhase:
-    """Return the phase whose fields a checked config has."""
+    """The phase whose fields a checked config has."""
     phases = run_phases(config)
     return next((phase for phase in phases if phase.name == config.train.phase), phases[0])
 
 
 def phase_at(config: "Config", consumed_tokens: int) -> RunPhase:
-    """Return the phase of the step that follows so many tokens of the run; behind the last step, the last phase."""
+    """The phase that the step after `consumed_tokens` tokens belongs to; after the last step, the last phase."""
     phases = run_phases(config)
     return next((phase for phase in phases if consumed_tokens < phase.end_token), phases[-1])
 
 
 def at_phase(config: "Config", name: str) -> "Config":
-    """Return the config with the fields of its phase `name` in place."""
+    """Switch the config to the fields of its phase `name`."""
     entry = next(entry for entry in config.phases if entry["name"] == name)
     return with_fields(config, {**fields_of(entry), "train.phase": name})
 
 
 def as_a_run(tree: dict[str, Any], num_steps: int) -> None:
-    """Make a configuration, as JSON, a run of so many steps of the phase that it is in, without validation."""
+    """Turn a JSON configuration into a run with `num_steps` steps in its current phase, without validation."""
     tree["phases"] = []
     tree["train"] |= {"phase": None, "steps": num_steps, "tokens": None}
     tree["eval"]["interval"] = None
 
 
 def fields_of(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the configuration that a phase has, by dotted name."""
+    """The configuration fields that a phase sets, by dotted name."""
     return {key: value for key, value in entry.items() if key not in PhaseFields.__annotations__}
 
 
@@ -176,7 +176,7 @@ def put_fields(tree: dict[str, Any], fields: Mapping[str, Any]) -> None:
 
 
 def get_field(tree: Mapping[str, Any], dotted: str) -> Any:
-    """Return the value of a dotted name in a nested mapping; None where there is none."""
+    """Look up a dotted name in a nested mapping; None if it is absent."""
     value: Any = tree
     for part in dotted.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -184,7 +184,7 @@ def get_field(tree: Mapping[str, Any], dotted: str) -> Any:
 
 
 def refused_field(key: str, known: Collection[str]) -> str | None:
-    """Return why a phase cannot have a field, as words that follow its name; None: it can."""
+    """Explain why a phase cannot have a field, in words that follow the field's name; None: it can."""
     if key in PHASE_FIELDS or (key.split(".")[0] in PHASE_SECTIONS and key in known):
         return None
     if key not in known:
@@ -196,13 +196,13 @@ def refused_field(key: str, known: Collection[str]) -> str | None:
 
 
 def data_segments(config: "Config") -> tuple[DataSegment, ...]:
-    """Return the parts of the run whose samples are cut alike, up to that of the config's phase; at least one."""
+    """List the run's data segments up to the config's phase; at least one."""
     found: list[DataSegment] = []
     for phase in run_phases(config)[: current_phase(config).number + 1]:
         entry = _entries(config)[phase.number]
         train = tuple((source.weight, source.path) for source in map(Source.model_validate, entry[CORPORA]))
         segment = DataSegment(train, int(entry[SEQ_LENGTH]), phase.first_sample)
-        # An edge that changes neither blend nor cut is none for the data: the blend goes on where it is.
+        # If neither blend nor sample length changes, the data has no boundary here: the blend continues where it is.
         if not found or replace(segment, first_position=found[-1].first_position) != found[-1]:
             found.append(segment)
     return tuple(found)
@@ -225,20 +225,20 @@ READING = (
 
 
 def reading_fields(config: "Config") -> dict[str, Any]:
-    """Return the fields of a config that decide which samples a step reads, by dotted name."""
+    """Collect the config fields that decide which samples a step reads, by dotted name."""
     tree = config.model_dump(mode="json")
     return {**{key: get_field(tree, key) for key in READING}, "phases": tree["phases"]}
 
 
 def with_fields(config: "Config", fields: Mapping[str, Any]) -> "Config":
-    """Return the config with fields set by their dotted names."""
+    """Copy the config with fields set by their dotted names."""
     tree = config.model_dump(mode="json")
     put_fields(tree, fields)
     return type(config).model_validate(tree)
 
 
 def past_differs(there: "Config", here: "Config", consumed_tokens: int) -> str | None:
-    """Return in which way two configs read different samples, or batches, in the first tokens of a run; None: in none."""
+    """Describe how two configs read different samples or batches in a run's first `consumed_tokens`; None: they agree."""
     pasts = []
     for config in (there, here):
         last = phase_at(config, max(0, consumed_tokens - 1))

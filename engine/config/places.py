@@ -12,18 +12,18 @@ _VARIABLE = re.compile(r"\$\{?\w+\}?")
 
 
 LONGEST_NAME = 128
-"""Characters of a name; a folder's may have 255 bytes."""
+"""Maximum characters in a name; a folder's name may have 255 bytes."""
 
 
 def local_path(text: str) -> str:
-    """Return a path with `~` and `$NAME` expanded.
+    """Expand `~` and `$NAME` in a path.
 
     Raises:
-        ValueError: an address of another machine, a variable that is not set, a NUL, or a text that is too long.
+        ValueError: an address on another machine, a variable that is not set, a NUL, or a text that is too long.
     """
     if "://" in text:
         raise ValueError(how_to_bring(text).strip())
-    # Of pathlib's own the text would lose its `./`, and a user that does not exist would end it.
+    # pathlib's `expanduser` would drop a leading `./`, and raise for a user that does not exist.
     expanded = os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111
     if expanded.startswith("~"):
         raise ValueError("this machine has no such user; write the path")
@@ -39,13 +39,13 @@ def local_path(text: str) -> str:
 
 
 def _local_tokenizer(text: str) -> str:
-    """Expand the path of a tokenizer, whose pattern (`ranks.tiktoken:PATTERN`) may hold any character."""
+    """Expand a tokenizer's path, whose pattern (`ranks.tiktoken:PATTERN`) may hold any character."""
     path, colon, pattern = text.partition(":")
     return local_path(text) if pattern.startswith("//") else f"{local_path(path)}{colon}{pattern}"
 
 
 def one_line(text: str) -> str:
-    """Return a name that people read in logs and tables.
+    """Check a name that people read in logs and tables.
 
     Raises:
         ValueError: it is longer than `LONGEST_NAME`, or has a newline or another character that is not printed.

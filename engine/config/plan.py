@@ -1,4 +1,4 @@
-"""Quantities of a run that follow from its configuration: batches, steps, parallel sizes and stages."""
+"""A run's quantities that follow from its configuration: batches, steps, parallel sizes and stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ if TYPE_CHECKING:  # the sections import this module
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """The batch arithmetic of a run in one of its phases.
+    """The batch arithmetic for one phase in a run.
 
     Attributes:
         global_batch_size: samples per optimizer step, over all ranks; the same number as `samples_per_step`.
-        micro_batch_size: samples per forward of one pipeline.
+        micro_batch_size: samples per forward in one pipeline.
         dp: data-parallel size.
         num_microbatches: microbatches per pipeline and step: global_batch_size / (micro_batch_size x dp).
-        samples_per_step: advance of `consumed_samples` in a step.
+        samples_per_step: amount by which `consumed_samples` grows in a step.
         tokens_per_step: labels in a step, masked ones included.
-        num_steps: optimizer steps of the whole run.
-        num_tokens: tokens of the whole run.
-        phase: steps and samples of the phase within the run; the whole run if it has no phases.
+        num_steps: optimizer steps in the whole run.
+        num_tokens: tokens in the whole run.
+        phase: the phase's steps and samples within the run; the whole run if it has no phases.
     """
 
     global_batch_size: int
@@ -60,7 +60,7 @@ class BatchPlan:
 
 
 def partial_batch(train: "TrainConfig", dp: int | None) -> str | None:
-    """Return the rule that a global batch breaks which is not whole microbatches on every pipeline; None: it is."""
+    """State the rule that a global batch breaks if it is not whole microbatches on every pipeline; None: it is."""
     per_round = train.micro_batch_size * (dp or 1)
     if train.global_batch_size % per_round == 0:
         return None
@@ -71,10 +71,10 @@ def partial_batch(train: "TrainConfig", dp: int | None) -> str | None:
 
 
 def batch_plan(config: "Config", dp: int) -> BatchPlan:
-    """Return the batch arithmetic at a data-parallel size of `dp`.
+    """Compute the batch arithmetic at data-parallel size `dp`.
 
     Raises:
-        ConfigError: the global batch is not whole microbatches on every pipeline: `dp` is not that of the checked config.
+        ConfigError: the global batch is not whole microbatches on every pipeline, since `dp` differs from the checked config's.
     """
     train, phases = config.train, run_phases(config)
     assert phases, "a checked config has one length"
@@ -94,21 +94,21 @@ def batch_plan(config: "Config", dp: int) -> BatchPlan:
 
 
 def planned_steps(config: "Config") -> int | None:
-    """Return the optimizer steps of the run; None where its length is not given, or given twice."""
+    """Number of optimizer steps in the run; None if its length is not given, or given twice."""
     phases = run_phases(config)
     return phases[-1].end_step if phases else None
 
 
 def planned_tokens(config: "Config") -> int | None:
-    """Return the tokens of the run in whole steps; None where it has no length, or two."""
+    """Number of tokens in the run, in whole steps; None if its length is not given, or given twice."""
     phases = run_phases(config)
     return phases[-1].end_token if phases else None
 
 
 def data_parallel_size(parallel: "ParallelConfig", world_size: int | None) -> int | None:
-    """Return the data-parallel size that fills `world_size` ranks exactly; None if there is none.
+    """Compute the data-parallel size that fills `world_size` ranks exactly; None if there is none.
 
-    Without a world size, return what the config gives (None if it is open).
+    If `world_size` is None, return the config's value (None if it is open).
     """
     if world_size is None:
         return parallel.dp
@@ -119,14 +119,14 @@ def data_parallel_size(parallel: "ParallelConfig", world_size: int | None) -> in
 
 
 def product_of_sizes(parallel: "ParallelConfig", dp: int | None) -> str:
-    """Return the sizes whose product is the number of ranks in words: "tp x pp x dp = 2 x 4 x 8"; cp where it is above 1."""
+    """Format the sizes whose product is the rank count: "tp x pp x dp = 2 x 4 x 8"; cp appears if it is above 1."""
     sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "dp": dp}
     given = {name: size for name, size in sizes.items() if size is not None and not (name == "cp" and size == 1)}
     return f"{' x '.join(given)} = {' x '.join(map(str, given.values()))}"
 
 
 def unfilled_world(parallel: "ParallelConfig", world_size: int) -> tuple[str, str]:
-    """Return (the product of the sizes, the broken rule) where no data-parallel size fills `world_size` ranks."""
+    """Describe why no data-parallel size fills `world_size` ranks: (product of the sizes, broken rule)."""
     product = product_of_sizes(parallel, parallel.dp)
     rule = f"must divide the world size {world_size}"
     if parallel.dp is not None:
@@ -135,7 +135,7 @@ def unfilled_world(parallel: "ParallelConfig", world_size: int) -> tuple[str, st
 
 
 def parallel_sizes(config: "Config", world_size: int | None = None) -> ParallelSizes:
-    """Return the size of every axis; `world_size` is needed where the config leaves `parallel.dp` open.
+    """Compute every axis's size; `world_size` is needed if the config leaves `parallel.dp` open.
 
     Raises:
         ConfigError: no data-parallel size fills the world, or its size is unknown.
@@ -160,13 +160,13 @@ def parallel_sizes(config: "Config", world_size: int | None = None) -> ParallelS
 
 
 def rank_grid(config: "Config", sizes: ParallelSizes, ranks_per_node: int | None = None) -> RankGrid:
-    """Return the grid of a run's ranks; `ranks_per_node` counts where the config leaves it to the launcher."""
+    """Build a run's rank grid; `ranks_per_node` applies if the config leaves it to the launcher."""
     per_node = config.runtime.ranks_per_node or ranks_per_node
     return RankGrid(sizes, per_node, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes)
 
 
 def stages_of(config: "Config", memo: dict[object, Any] | None = None) -> tuple[StageLayers, ...]:
-    """Return the layers of each pipeline stage, in stage order; `memo`: of other layouts of this model, filled and used."""
+    """List each pipeline stage's layers, in stage order; `memo` caches results across this model's layouts."""
     memo = {} if memo is None else memo
     model, parallel = config.model, config.parallel
     given = parallel.layers_per_stage
@@ -199,7 +199,7 @@ def balance_line(config: "Config") -> str:
 
 
 def work_of_cut(config: "Config", pp: int, vpp: int, counts: Sequence[int], *, is_v: bool) -> tuple[int, int]:
-    """Return the FLOPs of the busiest rank and of the largest stage, in a forward of a token with so many layers per stage."""
+    """Forward FLOPs per token on the busiest rank and in the largest stage, with `counts` layers per stage."""
     placement = Placement(pp, vpp, is_v)
     return largest_work(*_work(config), counts, [placement.rank_of(stage) for stage in range(placement.num_stages)])
 
@@ -214,17 +214,17 @@ def _ranks(config: "Config") -> list[int]:
 
 
 def placement_of(config: "Config") -> Placement:
-    """Return which pipeline rank holds which stage."""
+    """Build the map from stages to the pipeline ranks that hold them."""
     parallel = config.parallel
     return Placement(parallel.pp, parallel.vpp, config.schedule.is_v and parallel.vpp == 2)
 
 
 def part_length(config: "Config") -> int:
-    """Return the tokens of a sample that a context-parallel rank holds."""
+    """Number of tokens per sample that a context-parallel rank holds."""
     return config.model.seq_length // config.parallel.cp
 
 
 def local_seq_length(config: "Config") -> int:
-    """Return the tokens of a sample that one rank holds outside of the tensor-parallel region."""
+    """Number of tokens per sample that one rank holds outside the tensor-parallel region."""
     parallel = config.parallel
     return part_length(config) // (parallel.tp if parallel.sequence_parallel else 1)

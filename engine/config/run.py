@@ -13,19 +13,19 @@ from triaxis.engine.layout.rank_rules import MOST_RANKS
 from triaxis.engine.storage.redaction import REDACTED, why_secret, without_secrets
 
 SHORTEST_TIMEOUT = 1.0
-"""Seconds. Starting a process alone takes longer than any shorter time."""
+"""Shortest allowed timeout in seconds. Starting a process alone takes longer than any shorter time."""
 
 LONGEST_TIMEOUT = 30 * 24 * 3600.0
-"""Seconds: 30 days."""
+"""Longest allowed timeout in seconds: 30 days."""
 
 MOST_NAME_BYTES = 200
-"""Bytes of a run name. File systems allow 255, and files of the run append to the name."""
+"""Maximum bytes in a run name. File systems allow 255, and the run's files append to the name."""
 
 MOST_REMEMBERED = 10_000
-"""Steps whose losses and gradient norms are kept, and written into each checkpoint."""
+"""Maximum number of steps whose losses and gradient norms are kept, and written into each checkpoint."""
 
 
-# Users know the word `async`; as a keyword of Python it cannot be written as a field.
+# Users know the word `async`, but it is a Python keyword, so a class body cannot declare it as a field.
 _InBackground = create_model(
     "_InBackground",
     __base__=Section,
@@ -56,7 +56,7 @@ class CheckpointConfig(_InBackground):
     @field_validator("interval", mode="before")
     @classmethod
     def _is_a_count_or_never(cls, value: object) -> object:
-        """Refuse other values in one sentence, in place of one for each form."""
+        """Refuse other values with one message, instead of one per union member."""
         if value is None or value == "never":
             return value
         with suppress(ValueError):
@@ -67,22 +67,22 @@ class CheckpointConfig(_InBackground):
 
     @property
     def saves(self) -> bool:
-        """Return whether the run saves at all."""
+        """Whether the run saves at all."""
         return self.interval != "never"
 
     @property
     def every(self) -> int | None:
-        """Return the steps between saves; None where only the end is saved, or nothing."""
+        """Number of steps between saves; None if only the end is saved, or nothing."""
         return self.interval if isinstance(self.interval, int) else None
 
     @property
     def in_background(self) -> bool:
-        """Return whether saves are written while training continues: a save at the end alone has no training to hide behind."""
+        """Whether saves are written while training continues. A run that only saves at the end has no training to overlap with."""
         return bool(getattr(self, "async")) and self.every is not None
 
 
 class ResilienceConfig(Section):
-    """The policies for faults while a run trains."""
+    """Policies for faults during training."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
@@ -111,7 +111,7 @@ class ResilienceConfig(Section):
 
 
 class RuntimeConfig(Section):
-    """The device, the communication, the time limits and the name of a run."""
+    """A run's device, communication, time limits and name."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
@@ -146,7 +146,7 @@ class RuntimeConfig(Section):
 
     @property
     def hangs_after_seconds(self) -> float:
-        """Return the seconds without progress after which a rank counts as hanging."""
+        """Seconds without progress after which a rank counts as hanging."""
         return self.timeout_seconds / 2 if self.hang_seconds is None else self.hang_seconds
 
 
@@ -216,7 +216,7 @@ def name_is_a_folder(subject: Subject) -> Iterator[Problem]:
 
 
 def name_problems(name: str) -> Iterator[Problem]:
-    """Yield a problem where `name` cannot be that of a run directory in `runtime.runs_dir`."""
+    """Yield a problem if `name` cannot name a run directory in `runtime.runs_dir`."""
     if why := why_secret(name):
         yield Problem("runtime.name", REDACTED, why)
     elif not name.strip() or name in (".", "..") or "/" in name or "\0" in name:

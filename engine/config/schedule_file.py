@@ -1,6 +1,6 @@
-"""The text of a pipeline schedule: its form, and a file of it as a value of the configuration.
+"""A pipeline schedule as text: its format, and a schedule file as a configuration value.
 
-schedule=mine pp=2 vpp=1 microbatches=3 forward_only=no placement=loop        placement may be left out: loop
+schedule=mine pp=2 vpp=1 microbatches=3 forward_only=no placement=loop        placement is optional; default: loop
 rank 0: 0F0 0F1 0B0 0F2 0B1 0B2
 rank 1: 0F0 0B0 0F1 0I1 0F2 0W1 0B2
 """
@@ -18,7 +18,7 @@ from triaxis.engine.errors import ScheduleError
 from triaxis.engine.storage.state_files import read_text
 
 ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
-"""Chunk, kind and microbatch of an action."""
+"""Regular expression for an action: chunk, kind, microbatch."""
 
 PLACEMENTS = ("loop", "v")
 """Which rank holds which stage (`triaxis.engine.layout.placement`)."""
@@ -32,11 +32,11 @@ _MOST_SHOWN = 5
 
 @dataclass(frozen=True, slots=True)
 class ScheduleText:
-    """A schedule as text: the sizes of its first line, and the words of each rank's row.
+    """A schedule as text: the sizes from its first line, and the words in each rank's row.
 
     Attributes:
-        name: of the algorithm or person that made it.
-        placement: of `PLACEMENTS`.
+        name: name of the algorithm or person that made it.
+        placement: one of `PLACEMENTS`.
         rows: one tuple per rank; each word is an action such as `0F3`.
     """
 
@@ -50,21 +50,21 @@ class ScheduleText:
 
     @property
     def is_v(self) -> bool:
-        """Return whether the chunks of a rank are placed in a V."""
+        """Whether a rank's chunks are placed in a V."""
         return self.placement == "v"
 
     @property
     def defers_weight_gradients(self) -> bool:
-        """Return whether some weight gradients are computed apart from the backward."""
+        """Whether some weight gradients are computed apart from the backward."""
         return any("W" in word for row in self.rows for word in row)
 
 
 def parse_schedule(text: str) -> ScheduleText:
-    """Read the form above; empty lines and lines that begin with `#` are skipped.
+    """Parse the format above; empty lines and lines that begin with `#` are skipped.
 
     Raises:
-        ScheduleError: all lines that cannot be read. (`triaxis.engine.pipeline.validate.check` decides whether the schedule
-            makes sense.)
+        ScheduleError: lists all lines that cannot be read. (`triaxis.engine.pipeline.validate.check` decides whether the
+            schedule makes sense.)
     """
     lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
     header = _HEADER.fullmatch(lines[0]) if lines else None
@@ -110,7 +110,7 @@ def parse_schedule(text: str) -> ScheduleText:
 
 
 def not_an_action(word: str) -> str:
-    """Return the message about a word that is no action."""
+    """Word the message about a word that is not an action."""
     return (
         f"{word[:40]!r} is no action: an action is a chunk, one of F B I W and a microbatch, such as 0F3. "
         "A schedule with an unreadable action cannot be run; correct the text."
@@ -119,11 +119,11 @@ def not_an_action(word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFile:
-    """A file of a schedule, read when the configuration is; its plain form is the path.
+    """A schedule file, read together with the configuration; its plain form is the path.
 
     Attributes:
-        path: as it was given; a relative one is relative to the working directory.
-        text: its content then.
+        path: path as given; a relative one is relative to the working directory.
+        text: the file's content when it was read.
     """
 
     path: str
@@ -137,7 +137,7 @@ class ScheduleFile:
         """Read a file.
 
         Raises:
-            ValueError: it cannot be read, or is no schedule.
+            ValueError: it cannot be read, or is not a schedule.
         """
         try:
             return cls(path, parse_schedule(read_text(Path(local_path(path)))))
@@ -152,7 +152,7 @@ class ScheduleFile:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Validate a path by reading it; write the path."""
+        """Validate a path by reading the file; serialize as the path."""
         return core_schema.no_info_plain_validator_function(
             cls._of, serialization=core_schema.plain_serializer_function_ser_schema(str)
         )

@@ -1,12 +1,12 @@
-"""The base class of sections, and the form of their rules.
+"""The base class for sections, and the form that their rules take.
 
     problems(config, world_size=16, ranks_per_node=8)  ->
       ["model.num_attention_heads = 10: must be a multiple of parallel.tp = 4: a tensor-parallel rank computes whole heads, and
         they could not be dealt out evenly. Nearest legal: model.num_attention_heads = 8 or 12; parallel.tp = 5 or 2."]
 
 A section is one class in one file. Its fields have types, bounds and descriptions; a field or its section also states whether a
-resumed run may change it (`OnResume`). The rules that fields must keep with each other follow the class. A rule is a function that
-yields a `Problem` for each violation: what must hold, and what would have broken. `engine/config/tree.py` checks all rules at once.
+resumed run may change it (`OnResume`). Rules that relate fields to each other follow the class. A rule is a function that yields a
+`Problem` for each violation: what must hold, and what would have broken. `engine/config/tree.py` checks all rules at once.
 """
 
 import math
@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # the tree imports every section
     from triaxis.engine.config.tree import Config
 
 MOST_DIVIDED = 10_000
-"""Largest small divisor that is searched for; its counterpart is found with it."""
+"""Upper bound in the search for small divisors; each one also gives its larger counterpart."""
 
 Verdict = Literal["layout", "meant", "never"]
 Candidates = Mapping[str, Iterable[object]]
@@ -33,15 +33,15 @@ Advice = str | Callable[[], str]
 
 @dataclass(frozen=True, slots=True)
 class OnResume:
-    """The rule for a field that differs between a saved run and the one that continues it.
+    """The rule for a field that differs between a saved run and the run that resumes it.
 
-        layout    a matter of speed: always allowed, and printed
-        meant     another run, but a sane one: allowed where `checkpoint.accept` names it
+        layout    affects speed only; always allowed, and printed
+        meant     another run, but a sane one; allowed if `checkpoint.accept` names it
         never     the weights or the place in the data would mean something else
 
     Attributes:
-        verdict: one of the three.
-        is_layout: test of the new configuration that turns the verdict into layout; None: no test.
+        verdict: one of these three words.
+        is_layout: test on the new configuration that turns the verdict into layout; None: no test.
     """
 
     verdict: Verdict
@@ -53,7 +53,7 @@ MEANT = OnResume("meant")
 
 
 class Section(BaseModel):
-    """A part of the tree. Unknown keys are refused; values are frozen after reading."""
+    """A part of the configuration tree. Unknown keys are refused; values are frozen after reading."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
@@ -65,7 +65,7 @@ class Section(BaseModel):
     def _yes_is_no_number(cls, value: object, info: ValidationInfo) -> object:
         """Refuse a bool where none belongs: YAML reads `on` and `yes` as true, which would count as 1.
 
-        A field of words refuses it itself, with the words.
+        A field that takes words refuses it itself, and lists its words.
         """
         if get_origin(cls.model_fields[str(info.field_name)].annotation) is Literal:
             return value
@@ -77,12 +77,12 @@ class Section(BaseModel):
 
     @classmethod
     def takes_bool(cls, name: str) -> bool:
-        """Return whether a yes or no is a value of the field `name`."""
+        """Whether the field `name` takes a bool."""
         return bool in _types(cls.model_fields[name].annotation)
 
     @classmethod
     def section_type(cls, name: str) -> "type[Section] | None":
-        """Return the section class of the field `name`, or None if it holds a value."""
+        """The section class in the field `name`; None if the field holds a value."""
         annotation = cls.model_fields[name].annotation
         for kind in (annotation, *get_args(annotation)):
             if isinstance(kind, type) and issubclass(kind, Section):
@@ -91,7 +91,7 @@ class Section(BaseModel):
 
     @classmethod
     def dotted_names(cls, prefix: str = "") -> Iterator[str]:
-        """Yield the dotted name of every field and section below this one, such as `parallel.tp`."""
+        """Yield dotted names for all fields and sections below this one, such as `parallel.tp`."""
         for name in cls.model_fields:
             yield f"{prefix}{name}"
             if (inner := cls.section_type(name)) is not None:
@@ -99,7 +99,7 @@ class Section(BaseModel):
 
     @classmethod
     def is_in_bounds(cls, dotted: str, value: object) -> bool:
-        """Return whether a number is inside the bounds that the field `dotted` declares, such as `gt=0`."""
+        """Whether a number is inside the bounds that the field `dotted` declares, such as `gt=0`."""
         name, _, rest = dotted.partition(".")
         inner = cls.section_type(name)
         if rest and inner is not None:
@@ -117,7 +117,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The input of a rule: the config, and the cluster as far as it is known."""
+    """A rule's input: the config, and the cluster as far as it is known."""
 
     config: "Config"
     world_size: int | None
@@ -125,11 +125,11 @@ class Subject:
 
     @property
     def dp(self) -> int | None:
-        """Return the data-parallel size; None where it is open or does not exist."""
+        """The data-parallel size; None if it is open or does not exist."""
         return data_parallel_size(self.config.parallel, self.world_size)
 
     def problem(self, key: str, rule: str, candidates: Candidates | None = None, advice: Advice = "") -> "Problem":
-        """Return the `Problem` of a field, with the value that it has in the config."""
+        """Build a field's `Problem`, with the field's value in the config."""
         value: Any = self.config
         for name in key.split("."):
             value = getattr(value, name)
@@ -141,11 +141,11 @@ class Problem:
     """A broken rule.
 
     Attributes:
-        key: dotted name of the field.
-        value: its value.
+        key: the field's dotted name.
+        value: the field's value.
         rule: what must hold, and what would have broken.
-        candidates: values that may mend it, nearest first, by dotted name.
-        advice: further advice, or advice that no value expresses; a function where it takes long to find.
+        candidates: values that may fix it, nearest first, by dotted name.
+        advice: further advice, or advice that no value expresses; a function if it takes long to find.
     """
 
     key: str
@@ -172,14 +172,14 @@ _Section = TypeVar("_Section", bound=Section)
 
 
 def with_value(section: _Section, dotted: str, value: object) -> _Section:
-    """Return the config (or a section of it) with one field changed, such as `train.steps` or `telemetry.profile.start`."""
+    """Copy the config, or a section, with one field changed, such as `train.steps` or `telemetry.profile.start`."""
     name, _, rest = dotted.partition(".")
     changed = with_value(getattr(section, name), rest, value) if rest else value
     return section.model_copy(update={name: changed})
 
 
 def multiples(of: int, near: int) -> Iterator[int]:
-    """Yield positive multiples of `of`, nearest to `near` first, the smaller of two before the larger."""
+    """Yield positive multiples of `of`, nearest to `near` first; at equal distance the smaller comes first."""
     below, above = near // of * of, (near // of + 1) * of
     while True:
         if below > 0 and near - below <= above - near:
@@ -191,24 +191,24 @@ def multiples(of: int, near: int) -> Iterator[int]:
 
 
 def divisors(number: int, near: int) -> Iterator[int]:
-    """Yield divisors of `number`, nearest to `near` first, the smaller of two before the larger."""
-    # Bounded, so that a number with ten zeros too many is answered at once too.
+    """Yield divisors of `number`, nearest to `near` first; at equal distance the smaller comes first."""
+    # Bounded, so that a number with ten zeros too many does not take long either.
     small = [d for d in range(1, min(math.isqrt(number), MOST_DIVIDED) + 1) if number % d == 0]
     yield from sorted({*small, *(number // d for d in small)}, key=lambda d: (abs(d - near), d))
 
 
 def numbers(near: int, least: int = 1) -> Iterator[int]:
-    """Yield whole numbers from `least` on, nearest to `near` first, the smaller of two before the larger."""
+    """Yield whole numbers from `least` on, nearest to `near` first; at equal distance the smaller comes first."""
     return (number + least - 1 for number in multiples(1, near - least + 1))
 
 
 def _types(annotation: Any) -> tuple[Any, ...]:
-    """Return the annotation and, of a union, its members."""
+    """The annotation and, for a union, its members."""
     return annotation, *get_args(annotation)
 
 
 def plain(value: Any) -> str:
-    """Return a value as one types it in YAML; of a section or a corpus, what is not its default."""
+    """Format a value as one types it in YAML; defaults in a section or a corpus are left out."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The corpora of a blend.
+"""The corpora in a blend.
 
 data:
   train:
@@ -26,7 +26,7 @@ from triaxis.engine.config.places import LocalPath, Name
 
 
 class Source(BaseModel):
-    """A corpus of a blend. Its path alone stands for one with the defaults."""
+    """A corpus in a blend. A bare path stands for one with the defaults."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True, allow_inf_nan=False)
 
@@ -50,12 +50,12 @@ class Source(BaseModel):
 
     @property
     def title(self) -> str:
-        """Return its name in what is printed."""
+        """Display name."""
         return self.name or Path(self.path).name
 
 
 def _listed(value: Any) -> Any:
-    """Return a list of sources: one alone needs no list."""
+    """Wrap a single source in a list."""
     return [value] if isinstance(value, str | int | Mapping | Source) else value
 
 

@@ -1,12 +1,12 @@
-"""Work of each layer and of the head in FLOPs, from the model's sizes alone.
+"""Each layer's and the head's work in FLOPs, from the model's sizes alone.
 
-    a layer    2 per weight of its GEMMs, and GEMMs of (keys that a query sees) x heads x size of a query, and of a value
+    a layer    2 per weight in its GEMMs, and GEMMs with (keys that a query sees) x heads x size of a query, and of a value
     experts    in place of an MLP: the router, a token's k experts and the shared ones
     the head   2 h V;  the embedding is a look-up and costs nothing
-    a layer of multi-token prediction   a layer, 2 x 2 h^2 of its projection, and the head once more, all on the last stage
+    a multi-token prediction layer   a layer, 2 x 2 h^2 for its projection, and the head once more, all on the last stage
 
-Per token and of a forward; a backward has twice as much of each, so shares of work are the same. `engine/telemetry/record/flops.py`
-adds up the same terms for a step.
+These are FLOPs per token in a forward. A backward has twice as much of each, so shares of work are the same.
+`engine/telemetry/record/flops.py` adds up the same terms for a step.
 """
 
 from typing import TYPE_CHECKING
@@ -17,18 +17,18 @@ if TYPE_CHECKING:  # the sections import the plan, which imports this module
 
 
 def keys_of(length: int, window: int | None) -> float:
-    """Sum the keys that the queries of `length` consecutive tokens see, causal, with at most `window` keys each."""
+    """Sum the keys that `length` consecutive tokens' queries see, causally, with at most `window` keys each."""
     seen = length if window is None else min(length, window)
     return seen * (length - seen / 2)
 
 
 def flops_of_a_key(model: "ModelConfig") -> int:
-    """Count the FLOPs of attention for each key that a query sees: its score and its part of the weighted sum."""
+    """Count attention's FLOPs for each key that a query sees: its score and its part in the weighted sum."""
     return 2 * model.num_attention_heads * (model.head_size + model.value_size)
 
 
 def attention_weights(model: "ModelConfig") -> int:
-    """Count the weights of the GEMMs before and behind a layer's attention."""
+    """Count the weights in the GEMMs before and after a layer's attention."""
     a, d, h, mla = model.num_attention_heads, model.head_size, model.hidden_size, model.mla
     if mla is None:
         return 2 * (a + model.kv_heads) * d * h
@@ -37,7 +37,7 @@ def attention_weights(model: "ModelConfig") -> int:
 
 
 def made_from_latents(model: "ModelConfig") -> int:
-    """Count the weights by which keys and values are made from latents, which is a part of attention where that is recomputed."""
+    """Count the weights that compute keys and values from latents; recomputing attention repeats that product too."""
     mla = model.mla
     if mla is None:
         return 0
@@ -45,19 +45,19 @@ def made_from_latents(model: "ModelConfig") -> int:
 
 
 def layer_weights(model: "ModelConfig", kind: "LayerKind") -> int:
-    """Count the weights of a layer's GEMMs that a token is multiplied with: of experts, those of its own."""
+    """Count the weights in a layer's GEMMs that a token is multiplied with, including only its own experts."""
     router = 0 if model.moe is None or not kind.has_experts else model.moe.num_experts * model.hidden_size
     mlp = (model.activation_kind.num_inputs + 1) * mlp_width(model, kind) * model.hidden_size
     return attention_weights(model) + router + mlp + model.own_costs.weights
 
 
 def projection_weights(model: "ModelConfig", kind: "LayerKind") -> int:
-    """Count the weights by which a layer of multi-token prediction joins a token's embedding to what is known of those before."""
+    """Count the weights in a multi-token prediction layer's projection, which joins an embedding and a hidden state."""
     return 2 * model.hidden_size * model.hidden_size if kind.is_mtp else 0
 
 
 def mlp_width(model: "ModelConfig", kind: "LayerKind") -> int:
-    """Return the inner width of what a token goes through in place of an MLP: of its k experts and the shared ones together."""
+    """Inner width that a token passes through: the MLP's, or the sum over its k experts and the shared ones."""
     moe = model.moe
     if moe is None or not kind.has_experts:
         return model.ffn_size
@@ -65,14 +65,14 @@ def mlp_width(model: "ModelConfig", kind: "LayerKind") -> int:
 
 
 def layers_forward_flops(model: "ModelConfig") -> tuple[int, ...]:
-    """Return the FLOPs of each layer's forward per token; samples count as one document, whose lengths are not known yet."""
+    """Each layer's forward FLOPs per token; a sample counts as one document, since document lengths are not known yet."""
     return tuple(_of_layer(model, kind) for kind in model.kinds[: model.num_layers])
 
 
 def head_forward_flops(model: "ModelConfig") -> int:
-    """Return the FLOPs of the last stage's forward per token besides its own layers, padded columns included.
+    """The last stage's forward FLOPs per token besides its own layers, padded columns included.
 
-    That is the output head, and the layers of multi-token prediction, each with the head again.
+    They cover the output head, and the multi-token prediction layers, each with the head again.
     """
     head = 2 * model.hidden_size * model.padded_vocab_size
     ahead = model.kinds[model.num_layers :]

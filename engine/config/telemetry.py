@@ -17,12 +17,12 @@ SINKS: Mapping[str, str] = MappingProxyType(
         "tensorboard": "triaxis.engine.telemetry.outlets.tensorboard:TensorBoardSink",
     }
 )
-"""Sinks (`triaxis.engine.telemetry.outlets.sink`) by the field of `telemetry` that opens them, in order. They are imported
-when chosen: this room is below theirs, and a run loads only what it uses."""
+"""Sinks (`triaxis.engine.telemetry.outlets.sink`) by the `telemetry` field that opens them, in order. They are imported when
+chosen: `engine/config` is a lower layer than theirs, and a run loads only what it uses."""
 
 
 class WandbConfig(Section):
-    """Logging to Weights & Biases; offline where there is no key or no network."""
+    """Logging to Weights & Biases; offline if there is no key or no network."""
 
     project: str = Field(description="project of the run")
     entity: str | None = Field(None, description="user or team; null: the default of the key")
@@ -31,7 +31,7 @@ class WandbConfig(Section):
 
 
 class ProfileConfig(Section):
-    """A trace of some steps by torch's profiler, one file per rank in the run directory."""
+    """A torch profiler trace over some steps, one file per rank in the run directory."""
 
     start: Count = Field(gt=0, description="first traced step, counted from 1; the first steps of a run warm up")
     steps: Count = Field(2, gt=0, description="number of steps")
@@ -39,14 +39,14 @@ class ProfileConfig(Section):
 
 
 class TimelineConfig(Section):
-    """A timeline of a few steps of all ranks, in the run directory. It is cheap; `profile` shows kernels."""
+    """A timeline for all ranks over a few steps, in the run directory. It is cheap; `profile` shows kernels."""
 
     start: Count = Field(gt=0, description="first step shown, counted from 1; the first steps of a run warm up")
     steps: Count = Field(2, gt=0, description="number of steps")
 
 
 class TelemetryConfig(Section):
-    """Measurements and logs of a training run; metrics.jsonl is always written."""
+    """A training run's measurements and logs; metrics.jsonl is always written."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
@@ -122,7 +122,7 @@ def gpu_tools_have_a_gpu(subject: Subject) -> Iterator[Problem]:
 
 
 def gpu_tool_problems(telemetry: TelemetryConfig, why: str) -> Iterator[Problem]:
-    """Yield a problem for each field that is on and needs a GPU, where `why` says that there is none."""
+    """Yield a problem for each field that is on and needs a GPU; `why` explains why there is none."""
     for name in ("nvtx", "memory_history"):
         if getattr(telemetry, name):
             field = f"telemetry.{name}"

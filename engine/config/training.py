@@ -16,17 +16,17 @@ from triaxis.engine.config.plan import partial_batch, planned_steps, planned_tok
 from triaxis.engine.config.section import LAYOUT, MEANT, OnResume, Problem, Rule, Section, Subject, divisors, multiples
 
 MOST_STEPS = 2**40
-"""Optimizer steps of a run; at one step per millisecond they would take 35 years."""
+"""Maximum optimizer steps in a run; at one step per millisecond they would take 35 years."""
 
 MOST_MICROBATCHES = 2**17
-"""Microbatches per pipeline and step: a schedule lists a forward and a backward of each."""
+"""Maximum microbatches per pipeline and step: a schedule lists a forward and a backward for each."""
 
 LARGEST_BETA_IN_BF16 = 0.99
-"""A bf16 moment (8 bits) does not move within 2^-9 / (1 - beta) of its mean: here 20 %."""
+"""Largest beta for a bf16 moment. With 8 bits, it does not move within 2^-9 / (1 - beta) of its mean: here 20 %."""
 
 
 DECAYS = ("cosine", "linear")
-"""Schedules that fall from the end of the warm-up on; the others may have a cooldown."""
+"""Schedules that decay from the end of the warm-up on; the others may have a cooldown."""
 
 CONSTANT_RATE: Mapping[str, Any] = MappingProxyType(
     {
@@ -39,11 +39,11 @@ CONSTANT_RATE: Mapping[str, Any] = MappingProxyType(
         "cooldown_shape": "linear",
     }
 )
-"""Fields of `optimizer` for a run of some steps, whatever schedule another run has."""
+"""`optimizer` fields for a constant learning rate, which replace any schedule in a run with a few steps."""
 
 
 def _length_is_free(subject: Subject) -> bool:
-    """Return whether no learning rate depends on the length: then a longer run is the same run."""
+    """Whether no learning rate depends on the run's length; if so, a longer run is the same run."""
     optimizer = subject.config.optimizer
     if optimizer.lr_schedule in DECAYS:
         return optimizer.decay_steps is not None
@@ -54,7 +54,7 @@ LENGTH = OnResume("meant", is_layout=_length_is_free)
 
 
 class TrainConfig(Section):
-    """Length and batches of a run. Give `steps`, `tokens` or the phases of the run, one of them."""
+    """A run's length and batches. Give exactly one of `steps`, `tokens` and the run's phases."""
 
     steps: Annotated[Count | None, LENGTH] = Field(None, gt=0, le=MOST_STEPS, description="length in optimizer steps")
     tokens: Annotated[Count | None, LENGTH] = Field(
@@ -69,7 +69,7 @@ class TrainConfig(Section):
 
 
 class EvalConfig(Section):
-    """Validations during training."""
+    """Validation during training."""
 
     on_resume: ClassVar[OnResume | None] = LAYOUT
 
@@ -78,7 +78,7 @@ class EvalConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """The optimizer, with ZeRO-1 sharding. `engine/config/optimizer_kinds.py` lists the fields that only one of them reads."""
+    """The optimizer, with ZeRO-1 sharding. `engine/config/optimizer_kinds.py` lists fields that only one optimizer reads."""
 
     on_resume: ClassVar[OnResume | None] = MEANT
 
@@ -116,12 +116,12 @@ class OptimizerConfig(Section):
 
 
 class PrecisionConfig(Section):
-    """The dtypes of a run; sums that must not lose bits use at least fp32."""
+    """A run's dtypes; sums that must not lose bits use at least fp32."""
 
     dtype: Annotated[Literal["bf16", "fp16", "fp32", "float64"], MEANT] = Field(
         "bf16", description="dtype of weights and activations"
     )
-    # Both forms of the masters are exact.
+    # Both forms keep the masters exactly.
     masters: Annotated[Literal["full", "split"], LAYOUT] = Field(
         "full", description="exact weights of a bf16 run: fp32 copies (full), or 16 more bits per weight (split)"
     )
@@ -140,7 +140,7 @@ class PrecisionConfig(Section):
 
     @property
     def scaling(self) -> LossScaleConfig | None:
-        """Return the loss scale of the run; None where its dtype needs none."""
+        """The run's loss scale; None if its dtype needs none."""
         return (self.loss_scale or LossScaleConfig()) if self.dtype == "fp16" else None
 
 
@@ -232,11 +232,11 @@ def _warmup_in_tokens(subject: Subject) -> Iterator[Problem]:
 
 
 def cooldown_ends_the_run(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem for each field of a fall at the end that has no effect, or no room."""
+    """Yield a problem for each cooldown or decay field that has no effect or does not fit into the run."""
     config, optimizer = subject.config, subject.config.optimizer
     name, cooldown = optimizer.lr_schedule, optimizer.cooldown_tokens
     if name == "extension":
-        return  # it may read any field
+        return  # an extension's schedule may read any field
     if name not in DECAYS and optimizer.decay_steps is not None:
         yield subject.problem(
             "optimizer.decay_steps",

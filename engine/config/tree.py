@@ -1,19 +1,19 @@
 """The configuration: one tree of pydantic models, and every rule checked at once.
 
 A config is data and never rewritten after reading. Sections compute what follows from their own fields, such as the padded
-vocabulary; `engine/config/plan.py` computes what follows from several, such as the stages of the pipeline.
+vocabulary; `engine/config/plan.py` computes what follows from several sections, such as the pipeline stages.
 Reading is in `engine/config/load.py`; names from other engines are in `engine/config/foreign_names.py`.
 
     YAML  <  environment  <  section.key=value   ->   Config   ->   ParallelSizes, BatchPlan
 
-A broken rule becomes a message that names only legal values:
+A broken rule becomes a message that names only legal values.
 
     rule(subject)  ->  Problem(key, value, what must hold and what would break, candidate values, nearest first)
                                                                             |
        each candidate is put into the config and all rules run again:  gone, and nothing new broken  ->  it is named
 
-so a message never leads from one mistake into the next. Where one field could mend several broken rules, values that mend all of
-them come first. Values outside the bounds of the field are left out.
+So a message never leads from one mistake into the next. If one field could fix several broken rules, values that fix all of them
+come first. Values outside the field's bounds are left out.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -37,17 +37,17 @@ from triaxis.engine.config.training import TRAINING_RULES, EvalConfig, Optimizer
 from triaxis.engine.errors import ConfigError
 
 FORMAT_VERSION = 2
-"""Version of the configuration file, raised when a key changes its name or its meaning (`engine/config/earlier.py`)."""
+"""Version number for configuration files, raised when a key changes its name or its meaning (`engine/config/earlier.py`)."""
 
 NUM_NAMED = 2
-"""Legal values that a message names per field."""
+"""Number of legal values that a message names per field."""
 
 NUM_TRIED = 64
-"""Candidates tried per field."""
+"""Number of candidates tried per field."""
 
 
 class Config(Section):
-    """The whole tree."""
+    """The whole configuration tree."""
 
     model: ModelConfig
     data: DataConfig = DataConfig()
@@ -70,7 +70,7 @@ class Config(Section):
 
     @property
     def state_kinds(self) -> tuple[StateKind, ...]:
-        """Return the kinds of optimizer state of a trained parameter, the master first."""
+        """A trained parameter's kinds of optimizer state, the master first."""
         own = () if self.model.extension is None else self.model.extension.moments
         return state_kinds(self.optimizer.name, own, has_ema=self.optimizer.ema is not None)
 
@@ -91,12 +91,12 @@ RULES: tuple[Rule, ...] = (
 def problems(
     config: Config, world_size: int | None = None, ranks_per_node: int | None = None, more_rules: Sequence[Rule] = ()
 ) -> list[str]:
-    """Return every broken rule as a readable line; an empty list means a legal config, in every phase of its run.
+    """List every broken rule as a readable line; an empty list means a legal config, in all the run's phases.
 
     Args:
-        config: what to check.
-        world_size: ranks of the run; None: as in the config; rules that need an unknown number are skipped.
-        ranks_per_node: ranks on each node; None: `runtime.ranks_per_node`.
+        config: config to check.
+        world_size: number of ranks in the run; None: as in the config. Rules that need an unknown number are skipped.
+        ranks_per_node: number of ranks on each node; None: `runtime.ranks_per_node`.
         more_rules: further rules, checked last.
     """
     found = [str(problem) for problem in broken_rules(config, world_size, ranks_per_node, more_rules)]
@@ -111,7 +111,7 @@ def problems(
 def require_legal(
     config: Config, source: str, world_size: int | None, ranks_per_node: int | None, more_rules: Sequence[Rule] = ()
 ) -> None:
-    """Raise ConfigError with all `problems` of the config that was read from `source`, if there are any."""
+    """Raise ConfigError with all `problems` in the config that was read from `source`, if there are any."""
     if found := problems(config, world_size, ranks_per_node, more_rules):
         raise ConfigError(found, source)
 
@@ -119,7 +119,7 @@ def require_legal(
 def broken_rules(
     config: Config, world_size: int | None = None, ranks_per_node: int | None = None, more_rules: Sequence[Rule] = ()
 ) -> list[Problem]:
-    """Return the broken rules as records, their candidates reduced to the nearest legal ones."""
+    """List the broken rules as records, their candidates reduced to the nearest legal ones."""
     subject, rules = Subject(config, world_size, ranks_per_node), (*RULES, *more_rules)
     broken = {(rule, problem.key): problem for rule, problem in _broken(subject, rules)}
     found = []
@@ -139,7 +139,7 @@ def broken_rules(
 
 
 def broken_keys(subject: Subject, rules: Sequence[Rule]) -> set[tuple[Rule, str]]:
-    """Return the broken rules, each with its field."""
+    """Collect the broken rules, each with its field."""
     return {(rule, problem.key) for rule, problem in _broken(subject, rules)}
 
 
@@ -148,19 +148,19 @@ def _broken(subject: Subject, rules: Sequence[Rule]) -> Iterator[tuple[Rule, Pro
         try:
             yield from ((rule, problem) for problem in rule(subject))
         except AttributeError:
-            # A field of the wrong type was reported and is missing here, so rules that read it are skipped.
+            # A field with the wrong type was reported and is missing here, so rules that read it are skipped.
             if is_whole(subject.config):
                 raise
 
 
 def _mends(subject: Subject, rules: Sequence[Rule], name: str, value: object, others: Set[tuple[Rule, str]]) -> bool:
-    """Return whether the new value breaks no rule but `others`."""
+    """Whether the new value breaks no rules except `others`."""
     changed = replace(subject, config=with_value(subject.config, name, value))
     return all((rule, problem.key) in others for rule, problem in _broken(changed, rules))
 
 
 def is_whole(config: Config) -> bool:
-    """Return whether every field has a value: fields of a wrong type have none."""
+    """Whether every field has a value; fields with a wrong type have none."""
     values = [getattr(config, name, None) for name in Config.model_fields]
     return all(
         value is not None
@@ -170,13 +170,13 @@ def is_whole(config: Config) -> bool:
 
 
 def resume_verdict(config: Config, key: str) -> Verdict:
-    """Return the verdict on a resume under `config` that changes the field `key`, such as `telemetry.nvtx`."""
+    """Judge a resume under `config` that changes the field `key`, such as `telemetry.nvtx`."""
     found = on_resume(key)
     return "layout" if found.is_layout is not None and found.is_layout(Subject(config, None, None)) else found.verdict
 
 
 def on_resume(key: str) -> OnResume:
-    """Return the rule of a field: its own, else that of the nearest section around it, else the value may never change."""
+    """Look up a field's rule: its own, or else the nearest enclosing section's; if none is set, the value may never change."""
     found = OnResume("never")
     section: type[Section] | None = Config
     for name in key.split("."):

@@ -1,4 +1,4 @@
-"""Values of a wrong type, and missing fields, in our words."""
+"""Messages for values with a wrong type and for missing fields."""
 
 import difflib
 from collections import defaultdict
@@ -17,7 +17,7 @@ from triaxis.engine.errors import shown
 from triaxis.engine.storage.state_files import read_text
 
 EXAMPLE = "gpt_tiny"
-"""Shipped configuration whose values stand in a block to paste."""
+"""Shipped configuration that supplies the values in a block to paste."""
 
 _TYPES = {
     "int": "a whole number",
@@ -30,16 +30,16 @@ _TYPES = {
     "model": "keys with values",
     "finite": "a finite number",
 }
-"""What a field takes, by the first part of the name of pydantic's finding."""
+"""What a field takes, by the first part of pydantic's error type."""
 
 
 def type_problems(error: ValidationError, origins: Mapping[str, str], *, lacking: bool = True) -> Iterator[str]:
-    """Yield pydantic's findings in our words: field, value, rule, legal values; with `lacking`, fields without a value too.
+    """Yield pydantic's findings as our messages, with field, value, rule and legal values.
 
     Args:
-        error: of the whole tree.
-        origins: where a field's value was given, by dotted name, if not in the file.
-        lacking: tell of fields without a value too.
+        error: error from validating the whole tree.
+        origins: place where a field's value was given, by dotted name, if not in the file.
+        lacking: True to report fields without a value too.
     """
     missing: dict[str, list[str]] = defaultdict(list)
     for detail in error.errors(include_url=False):
@@ -58,7 +58,7 @@ def type_problems(error: ValidationError, origins: Mapping[str, str], *, lacking
                 names = choices.replace(" or ", ", ").split(", ")
                 field = ".".join(part for part in detail["loc"] if isinstance(part, str))
                 meant = our_value(field, detail["input"], names)
-                # A yes or no is spelled like a word of another meaning.
+                # A bool's text could match a word with another meaning.
                 typed = "" if isinstance(detail["input"], bool) else str(detail["input"])
                 near = [meant] if meant else difflib.get_close_matches(typed, names, n=1, cutoff=0.4)
                 hint = f" Did you mean {near[0]}?" if near else ""
@@ -92,7 +92,7 @@ def type_problems(error: ValidationError, origins: Mapping[str, str], *, lacking
 
 
 def _lacks(section: str, names: Sequence[str]) -> str:
-    """Return the problem of all fields that a section, or an entry of a list, lacks."""
+    """Describe all fields that a section or a list entry lacks, in one message."""
     if len(names) == 1:
         dotted = f"{section}.{names[0]}"
         return f"{dotted} is missing: {section} needs it{meaning(dotted.split('.'))}. Add it to the file."
@@ -107,7 +107,7 @@ def _lacks(section: str, names: Sequence[str]) -> str:
 
 
 def section_at(dotted: str) -> type[Section] | None:
-    """Return the section of this name, or None if it is a field or nothing."""
+    """Find the section with this name; None if it is a field or does not exist."""
     section: type[Section] | None = Config
     for part in dotted.split("."):
         if section is None or part not in section.model_fields:
@@ -117,7 +117,7 @@ def section_at(dotted: str) -> type[Section] | None:
 
 
 def needed_keys(dotted: str) -> str:
-    """Return how a section that may be absent is given and left out, as one types it; nothing for one that every run has."""
+    """Show how to type and how to leave out an optional section; "" for a section that every run has."""
     section = section_at(dotted)
     if section is None or "." not in dotted:
         return ""
@@ -130,7 +130,7 @@ def needed_keys(dotted: str) -> str:
 
 
 def meaning(loc: Sequence[int | str]) -> str:
-    """Return the description of the field at `loc` in brackets, for a message."""
+    """The description of the field at `loc`, in brackets, for a message."""
     section: type[Section] | None = Config
     description = None
     for part in loc:

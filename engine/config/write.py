@@ -1,4 +1,4 @@
-"""A configuration as YAML that `load_config` reads back to an equal one."""
+"""Writing a configuration as YAML that `load_config` reads back to an equal one."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,11 +13,11 @@ COMMENT_COLUMN = 36
 
 
 def to_yaml(config: Config, *, describe: bool = False) -> str:
-    """Return the resolved tree as YAML that `load_config` reads back to an equal one.
+    """Write the resolved tree as YAML that `load_config` reads back to an equal one.
 
     Args:
-        config: what to write.
-        describe: add the meaning of each field as a comment, and replace secrets of the environment by `[redacted]`.
+        config: config to write.
+        describe: True to add each field's meaning as a comment, and to replace secrets from the environment by `[redacted]`.
     """
     text = "\n".join([f"format_version: {FORMAT_VERSION}", *_lines(config, "", describe)]) + "\n"
     return without_secrets(text) if describe else text
@@ -42,7 +42,7 @@ def _lines(section: Section, indent: str, describe: bool) -> Iterator[str]:
 
 
 def _phase_lines(phases: Sequence[Mapping[str, Any]], comment: str | None) -> Iterator[str]:
-    """Yield the lines of the phases, one for each."""
+    """Yield one line per phase."""
     if not phases:
         yield from commented_lines("phases", [], comment, "")
         return
@@ -55,7 +55,7 @@ def _phase_lines(phases: Sequence[Mapping[str, Any]], comment: str | None) -> It
 
 
 def commented_lines(name: str, value: object, comment: str | None, indent: str) -> Iterator[str]:
-    """Yield the YAML lines of a field with plain data as its value; the comment follows the first one."""
+    """Yield a field's YAML lines, with plain data as its value; the comment follows the first line."""
     text = yaml.dump({name: value}, Dumper=_ShortLists, allow_unicode=True, width=10_000, sort_keys=False)
     first, *rest = text.splitlines()
     first = f"{indent}{first}"
@@ -64,7 +64,7 @@ def commented_lines(name: str, value: object, comment: str | None, indent: str) 
 
 
 def in_yaml(text: str) -> str:
-    """Return a text as a value of YAML, quoted where it would mean something else."""
+    """Format a text as a YAML value, quoted if it would mean something else."""
     return yaml.safe_dump([text], default_flow_style=True, allow_unicode=True, width=10_000).strip()[1:-1]
 
 

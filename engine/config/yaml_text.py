@@ -1,10 +1,10 @@
-"""Reading of YAML from users, bounded in depth and size before any value is built.
+"""A reader for users' YAML, bounded in depth and size before any value is built.
 
 YAML 1.1 reads `0100` as 64, `1:30` as 90 and `2024-01-01` as a date; people mean none of them. They are text here, as in YAML 1.2,
-and a field of numbers reads `0100` as 100.
+and a numeric field reads `0100` as 100.
 
-An alias repeats a whole value, and aliases of aliases multiply: ten lines can mean a billion values. A composer recurses
-at every level, so a text of brackets alone ends the process. The parser's events show both before any value exists.
+An alias repeats a whole value, and nested aliases multiply: ten lines can mean a billion values. A composer recurses at every
+level, so a text with nothing but brackets ends the process. The parser's events show both before any value exists.
 """
 
 import re
@@ -16,14 +16,14 @@ import yaml
 
 try:
     from yaml import CSafeLoader as SafeLoader
-except ImportError:  # PyYAML without libyaml: the same, ten times slower
+except ImportError:  # PyYAML without libyaml: same behaviour, ten times slower
     from yaml import SafeLoader  # type: ignore[assignment]
 
 MOST_LEVELS = 64
-"""Nested lists and mappings; a configuration has four."""
+"""Maximum depth of nested lists and mappings; a configuration has four."""
 
 MOST_VALUES = 100_000
-"""Keys and values, counted again wherever an alias repeats them."""
+"""Maximum number of keys and values, counted again wherever an alias repeats them."""
 
 
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
@@ -33,7 +33,7 @@ _BASE_8_OR_60 = re.compile(r"[-+]?0[0-9_]+|.*:.*")
 
 
 class UniqueKeysLoader(SafeLoader):
-    """A loader that refuses a key twice in one mapping: the first value would be lost silently."""
+    """A loader that refuses a repeated key in a mapping, since the first value would be lost silently."""
 
     def resolve(self, kind: type[yaml.Node], value: str, implicit: tuple[bool, bool]) -> str:
         tag = str(super().resolve(kind, value, implicit))
@@ -56,11 +56,11 @@ class UniqueKeysLoader(SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """Return the value of a YAML text.
+    """Parse a YAML text into its value.
 
     Raises:
-        yaml.YAMLError: it is no YAML, a key is given twice in one mapping, it has more levels or values than the limits
-            above, or a number of thousands of digits.
+        yaml.YAMLError: it is not YAML, a key is given twice in one mapping, it has more levels or values than the limits
+            above, or a number with thousands of digits.
     """
     _refuse_what_grows(text)
     try:
@@ -81,7 +81,7 @@ class _Extent:
 
 
 def _refuse_what_grows(text: str) -> None:
-    """Raise where levels or values exceed their limits, from the parser's events alone."""
+    """Raise if levels or values exceed their limits, from the parser's events alone."""
     anchors: dict[str, _Extent] = {}
     around: list[_Extent] = [_Extent()]
     events: Iterator[Any] = yaml.parse(text, SafeLoader)
@@ -101,7 +101,7 @@ def _refuse_what_grows(text: str) -> None:
                     problem=f"the alias *{event.anchor} lies inside of the value that it names, which would have no end",
                     problem_mark=mark,
                 )
-            # The composer refuses an unknown alias.
+            # The composer will refuse an unknown alias.
             named = anchors.get(str(event.anchor), _Extent())
             node = _Extent(None, named.values, named.levels)
         else:

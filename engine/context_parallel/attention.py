@@ -1,13 +1,13 @@
-"""Attention of a rank's part of each row to the whole row: keys and values are gathered over cp (2407.21783, section 3.3.2).
+"""Attention from a rank's queries to whole rows, with keys and values gathered over cp (2407.21783, section 3.3.2).
 
     q [b, n, s/c, d], k, v [b, n_kv, s/c, d] --all-gather k, v--> k, v [b, n_kv, s, d] --kernel--> out [b, n, s/c, d]
-    backward   gather k, v again --kernel--> grad of q, and of k, v [b, n_kv, s, d] --reduce-scatter--> [b, n_kv, s/c, d]
+    backward   gather k, v again --kernel--> grad q, grad k, v [b, n_kv, s, d] --reduce-scatter--> [b, n_kv, s/c, d]
 
-One autograd function has the gather and the attention. It saves q, the local k and v, the output and its log-sum-exp. So the
+One autograd function does both the gather and the attention. It saves q, the local k and v, the output and its log-sum-exp. So the
 kernel's forward runs once, and whole keys and values exist only while they are used.
 
-Key/value heads are handled in pieces, each with the query heads that read them. The gather of the next piece overlaps the attention
-of this one, and the sum of a piece's gradients overlaps the backward of the next:
+Key/value heads are processed in pieces, each with the query heads that read them. Attention on one piece overlaps the next piece's
+gather. In the backward, a piece's gradient sum overlaps the next piece's backward.
 
     forward    gather 0   gather 1 | attention 0     gather 2 | attention 1     ...
     backward   gather 0   gather 1 | backward 0      gather 2, sum 0 | backward 1      ...
@@ -39,7 +39,7 @@ KeysAndValues = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class HeadSlices:
-    """A slice of this rank's key/value heads, and the slice of query heads that read them."""
+    """Head slices for one piece: some of this rank's key/value heads, and the query heads that read them."""
 
     keys: slice
     queries: slice
@@ -47,12 +47,12 @@ class HeadSlices:
 
 @dataclass(frozen=True, slots=True)
 class ContextParallelRegion:
-    """The cp axis and the settings of its gathers.
+    """Context-parallel axis and its gather settings.
 
     Attributes:
         axis: ranks that share each row.
-        keeps_gathered: whether gathered keys and values are saved for the backward, which gathers them again otherwise.
-        sums_wide: whether gradients of keys and values are summed in the accumulation dtype, not in the run's dtype.
+        keeps_gathered: whether gathered keys and values are saved for the backward; otherwise it gathers them again.
+        sums_wide: whether key and value gradients are summed in the accumulation dtype rather than the run's dtype.
     """
 
     axis: Axis
@@ -61,14 +61,14 @@ class ContextParallelRegion:
 
     @classmethod
     def of(cls, parallel: ParallelConfig, recompute: RecomputeConfig, axis: Axis) -> "ContextParallelRegion":
-        """Build the region of a rank; `auto` in `recompute` is already resolved."""
+        """Build a rank's region; `auto` in `recompute` is already resolved."""
         return cls(axis, recompute.gathered_kv == "keep", parallel.cp_gradients == "accumulation")
 
     def gathers(self, packed: Sequence[torch.Tensor], part: SequencePart, purpose: str) -> Iterator[KeysAndValues]:
-        """Yield whole keys and values [b, n_j, s, d] of each piece in row order, while the gather of the next is in flight.
+        """Yield each piece's whole keys and values [b, n_j, s, d] in row order, while the next piece's gather is in flight.
 
         Args:
-            packed: this rank's part of each piece, [s/c, b, 2, n_j, d] (`pack_keys_and_values`).
+            packed: this rank's part in each piece, [s/c, b, 2, n_j, d] (`pack_keys_and_values`).
         """
         under_way: list[Pending] = []
         for shard in packed:
@@ -84,10 +84,10 @@ class ContextParallelRegion:
         return rows[:, :, 0].permute(1, 2, 0, 3), rows[:, :, 1].permute(1, 2, 0, 3)
 
     def sum_of(self, k: torch.Tensor, v: torch.Tensor, part: SequencePart, dtype: torch.dtype) -> Pending:
-        """Post the reduce-scatter of the gradients of whole keys and values [b, n_j, s, d]; `local_gradients` reads its result.
+        """Post the reduce-scatter for whole key and value gradients [b, n_j, s, d]; `local_gradients` reads its result.
 
         Args:
-            dtype: dtype of keys and values.
+            dtype: the keys' and values' dtype.
         """
         packed = torch.stack((k, v)).permute(3, 1, 0, 2, 4)
         packed = packed.to(accumulation_dtype(dtype) if self.sums_wide else dtype)
@@ -95,12 +95,12 @@ class ContextParallelRegion:
 
 
 def pack_keys_and_values(k: torch.Tensor, v: torch.Tensor, heads: slice) -> torch.Tensor:
-    """Copy some heads of k, v [b, n_kv, s/c, d] to [s/c, b, 2, n_j, d], the form that is gathered."""
+    """Copy some heads from k, v [b, n_kv, s/c, d] to [s/c, b, 2, n_j, d], the layout that is gathered."""
     return torch.stack((k[:, heads], v[:, heads])).permute(3, 1, 0, 2, 4).contiguous()
 
 
 def local_gradients(summed: Pending, dtype: torch.dtype) -> KeysAndValues:
-    """Wait for the summed gradients of this rank's keys and values, [b, n_j, s/c, d] each."""
+    """Wait for this rank's summed key and value gradients, [b, n_j, s/c, d] each."""
     mine = summed.wait().to(dtype)
     return mine[:, :, 0].permute(1, 2, 0, 3), mine[:, :, 1].permute(1, 2, 0, 3)
 
@@ -114,22 +114,22 @@ def pieces_of(num_heads: int, num_kv_heads: int) -> list[HeadSlices]:
 
 
 def reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """Permute x [s, b, ..]: element i of the flattened dims [s b] comes from element `order[i]`."""
+    """Permute x [s, b, ..]: in the flattened dims [s b], element i comes from element `order[i]`."""
     return x.flatten(0, 1).index_select(0, order).view(x.shape)
 
 
 @dataclass(kw_only=True, eq=False)
 class GatheredKeys(Mixer):
-    """The mixer that gathers keys and values inside attention, for kernels that save no probabilities."""
+    """Mixer that gathers keys and values inside attention, for kernels that save no probabilities."""
 
     region: ContextParallelRegion
 
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Attend from this rank's q [s/c, b, n, d] to all tokens; k and v [s/c, b, n_kv, d] are gathered first -> [s/c, b, n * d].
+        """Attend from this rank's q [s/c, b, n, d] to all tokens -> [s/c, b, n * d]; k and v [s/c, b, n_kv, d] are gathered first.
 
-        Attention is not recomputed here, unlike in `Mixer.mixed`: a collective must not run inside a recompute.
+        Unlike `Mixer.mixed`, this never recomputes attention, because a collective must not run inside a recompute.
         """
         kernel = masked_kernel(self.kernels.choices.attention, q.device, mask, self.scale, self.softcap)
         sinks = self.sinks_of(slice(0, q.shape[2]))
@@ -137,7 +137,7 @@ class GatheredKeys(Mixer):
 
 
 class _ContextAttention(torch.autograd.Function):
-    """The gathers, and the kernel's own forward and backward, once per piece."""
+    """Gathers, and the kernel's own forward and backward, once per piece."""
 
     @staticmethod
     def forward(
@@ -155,7 +155,7 @@ class _ContextAttention(torch.autograd.Function):
         # Allocated as [s, b, n, d], so that `tokens_first` is a view.
         out = q.new_empty(s, b, n, d).permute(1, 2, 0, 3)
         lse = q.new_empty(b, n, s, dtype=accumulation_dtype(q.dtype))
-        # Copies, since k and v may be views of a larger tensor that would stay alive with them.
+        # Copied, because k and v may be views into a larger tensor that would stay alive with them.
         kept = [pack_keys_and_values(k, v, piece.keys) for piece in pieces]
         gathers = region.gathers(tuple(kept), part, "forward")
         if region.keeps_gathered:
@@ -190,7 +190,7 @@ class _ContextAttention(torch.autograd.Function):
                 grad[:, heads], q[:, heads], *whole, out[:, heads], lse[:, heads]
             )
             sums.append(region.sum_of(whole_k, whole_v, part, q.dtype))
-            # The sum of a piece is waited for only after the backward of the next, which overlaps it.
+            # Wait for a piece's sum only after the next piece's backward, which overlaps it.
             if len(sums) == 2:
                 local.append(local_gradients(sums.pop(0), q.dtype))
         local.append(local_gradients(sums.pop(), q.dtype))

@@ -1,8 +1,8 @@
-"""The cut of a microbatch along its rows over cp, made once, on the host, after labels are shifted.
+"""Context-parallel cut along a microbatch's rows, made once on the host, after labels are shifted.
 
-    tokens, labels, loss_mask, position_ids  [b, s]  ->  [b, s/c]: the runs of this rank, row by row; tokens ahead likewise
+    tokens, labels, loss_mask, position_ids  [b, s]  ->  [b, s/c]: this rank's runs, row by row; tokens ahead likewise
 
-Every cp rank of a replica reads the same samples. A document may lie on several ranks, since masks come from positions in the row.
+All cp ranks in a replica read the same samples. A document may span several ranks, since masks come from positions in the row.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from triaxis.engine.layout.rank_grid import ParallelSizes
 
 @dataclass(frozen=True, slots=True)
 class ContextCut:
-    """The cut of one cp rank; at size 1 it leaves a microbatch unchanged.
+    """Cut for one cp rank; at size 1 it leaves a microbatch unchanged.
 
     Attributes:
-        size, index: size of the cp axis, and this rank's index on it.
-        windows: attention windows of the model's layers, which decide the work of a token. None if ranks exchange heads
-            (`engine/context_parallel/ulysses.py`): their work is equal, so each has one run of s/c tokens.
+        size, index: cp axis size, and this rank's index on it.
+        windows: the layers' attention windows, which determine a token's work. None if ranks exchange heads
+            (`engine/context_parallel/ulysses.py`): work is then equal, so each rank has one run with s/c tokens.
     """
 
     size: int
@@ -35,11 +35,11 @@ class ContextCut:
 
     @classmethod
     def of(cls, config: Config, sizes: ParallelSizes, index: int) -> "ContextCut":
-        """Build the cut of the rank at `index` of the cp axis."""
+        """Build the cut for the rank at `index` on the cp axis."""
         return cls(sizes.cp, index, windows_of(config.model) if gathers_keys(config) else None)
 
     def __call__(self, whole: MicroBatch) -> MicroBatch:
-        """Cut this rank's part out of a microbatch on the CPU."""
+        """Extract this rank's part from a microbatch on the CPU."""
         b, s = whole.tokens.shape
         rows = ((s,),) * b if whole.documents is None else whole.documents.lengths
         part = self.part(rows)
@@ -68,7 +68,11 @@ class ContextCut:
         )
 
     def part(self, rows: Sequence[Sequence[int]]) -> SequencePart | None:
-        """Describe this rank's part of rows, given as lengths of their documents, on the CPU; None if it has whole rows."""
+        """Describe this rank's part of the rows, on the CPU; None if the rank has whole rows.
+
+        Args:
+            rows: document lengths, row by row.
+        """
         if self.size == 1:
             return None
         runs = [

@@ -1,11 +1,12 @@
-"""The deal of a row's tokens to the context-parallel ranks, balanced by attention work.
+"""Distribution of a row's tokens to context-parallel ranks, balanced by attention work.
 
-A causal query sees all keys before it, so the later half of a row has most of the attention. A row of s tokens is cut into equal
-blocks, and each of c ranks gets the same number of them: s/c tokens, whatever the documents are. The heaviest block is dealt first,
-to the rank with the least work that still has room (longest processing time first, Graham 1969, with a bound on blocks per rank).
+A causal query sees all keys before it, so a row's later half has most attention work. A row with s tokens is cut into equal blocks.
+All c ranks get equally many blocks: s/c tokens each, whatever the documents are. The heaviest block is dealt first, to the least
+loaded rank that still has room. This is longest processing time first (Graham 1969), with a bound on blocks per rank.
 
-With one document and 2 c blocks, rank r gets blocks r and 2 c - 1 - r, which is exactly balanced (2407.21783, section 3.3.2). With
-several documents, whose attention ends at their boundaries, blocks have arbitrary work, so there are more and smaller blocks.
+A row with one document has 2 c blocks. Rank r gets blocks r and 2 c - 1 - r, an exact balance (2407.21783, section 3.3.2).
+Attention ends at document boundaries, so with several documents a block's work is arbitrary. Such rows are cut into more, smaller
+blocks.
 """
 
 import math
@@ -16,39 +17,39 @@ from itertools import accumulate, pairwise
 from triaxis.engine.config.model import ModelConfig
 
 BLOCKS_OF_ONE = 2
-"""Blocks per rank of a row with one document."""
+"""Blocks per rank in a row with one document."""
 
 BLOCKS_OF_SEVERAL = 8
-"""Blocks per rank of a row with several documents; fewer, but an even number, if s/c is no multiple of 8."""
+"""Blocks per rank in a row with several documents; fewer, but an even number, if s/c is no multiple of 8."""
 
 Windows = Mapping[int | None, int]
-"""Attention window in keys, None for full attention (`LayerKind.window`) -> number of layers with it."""
+"""Layer count by attention window in keys; None stands for full attention (`LayerKind.window`)."""
 
 
 def windows_of(model: ModelConfig) -> Windows:
-    """Count the layers of a model by their windows."""
+    """Count a model's layers by window."""
     return Counter(kind.window for kind in model.kinds)
 
 
 def keys_seen(length: int, window: int | None) -> int:
-    """Count the (query, key) pairs of a document's first `length` queries, each with its own key among them."""
+    """Count (query, key) pairs for a document's first `length` queries; each query also sees its own key."""
     full = length if window is None else min(length, window)
     return full * (full + 1) // 2 + (length - full) * full
 
 
 def block_length(seq_length: int, size: int, num_documents: int) -> int:
-    """Return the tokens per block of a row that `size` ranks share; `seq_length` is a multiple of 2 `size`."""
+    """Compute the tokens per block in a row that `size` ranks share; `seq_length` is a multiple of 2 `size`."""
     part = seq_length // size
     return part // (BLOCKS_OF_ONE if num_documents == 1 else math.gcd(BLOCKS_OF_SEVERAL, part))
 
 
 def block_work(documents: Sequence[int], length: int, windows: Windows) -> list[int]:
-    """Count the (query, key) pairs of each block of `length` tokens, over all layers.
+    """Count each block's (query, key) pairs, over all layers.
 
     Args:
-        documents: lengths of a row's documents.
+        documents: document lengths in the row.
         length: tokens per block.
-        windows: windows of the layers.
+        windows: layer count by window.
     """
     starts = [0, *accumulate(documents)]
     work = [0] * (starts[-1] // length)
@@ -62,7 +63,7 @@ def block_work(documents: Sequence[int], length: int, windows: Windows) -> list[
 
 
 def deal(work: Sequence[int], size: int) -> list[list[int]]:
-    """Deal blocks to `size` ranks, the same number to each; return the ascending block numbers of each rank."""
+    """Deal equally many blocks to each of `size` ranks; return each rank's block numbers, ascending."""
     each, rest = divmod(len(work), size)
     assert not rest, f"{len(work)} blocks cannot be dealt evenly to {size} ranks"
     hands: list[list[int]] = [[] for _ in range(size)]
@@ -75,19 +76,19 @@ def deal(work: Sequence[int], size: int) -> list[list[int]]:
 
 
 def runs_of_ranks(documents: Sequence[int], size: int, windows: Windows) -> list[tuple[tuple[int, int], ...]]:
-    """Return the runs [start, stop) of each of `size` ranks in a row of these documents; adjacent blocks make one run."""
+    """Compute each rank's token runs [start, stop) in a row with these documents; adjacent blocks form one run."""
     length = block_length(sum(documents), size, len(documents))
     return [_joined(hand, length) for hand in deal(block_work(documents, length, windows), size)]
 
 
 def even_runs(seq_length: int, size: int) -> list[tuple[tuple[int, int], ...]]:
-    """Return one run of seq_length / `size` tokens for each of `size` ranks, in rank order."""
+    """Give each rank one run with seq_length / `size` tokens, in rank order."""
     length = seq_length // size
     return [((rank * length, (rank + 1) * length),) for rank in range(size)]
 
 
 def rank_work(documents: Sequence[int], size: int, windows: Windows) -> list[int]:
-    """Count the (query, key) pairs of each rank in a row of these documents, over all layers."""
+    """Count each rank's (query, key) pairs in a row with these documents, over all layers."""
     length = block_length(sum(documents), size, len(documents))
     work = block_work(documents, length, windows)
     return [sum(work[block] for block in hand) for hand in deal(work, size)]

@@ -1,8 +1,8 @@
-"""The gather of whole rows over cp before attention: latents of MLA, or keys and values for the `explicit` kernel.
+"""Whole rows gathered over cp before attention: MLA latents, or keys and values for the `explicit` kernel.
 
-    rows [s/c, b, n, d] --all-gather--> [s, b, n, d]      backward: the reduce-scatter of their gradients
+    rows [s/c, b, n, d] --all-gather--> [s, b, n, d]      backward: reduce-scatter
 
-Gathered rows are saved for the backward like any other input of attention.
+Gathered rows are saved for the backward, like any other attention input.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,21 @@ from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 
 @dataclass(kw_only=True, eq=False)
 class GatheredRows(Mixer):
-    """The mixer that gathers whole rows in one collective before attention."""
+    """Mixer that gathers whole rows in one collective before attention."""
 
     region: ContextParallelRegion
 
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Attend from q [s/c, b, n, d] to the whole rows of the parts [s/c, b, n_i, d] -> [s/c, b, n * d_v]."""
+        """Gather row parts [s/c, b, n_i, d] and attend to them from q [s/c, b, n, d] -> [s/c, b, n * d_v]."""
         packed = rows[0] if len(rows) == 1 else torch.cat(tuple(rows), dim=2)
         whole = _Gather.apply(packed, mask.part, self.region)
         return self.mixed(q, whole.split([each.shape[2] for each in rows], dim=2), mask, keys)
 
 
 class _Gather(torch.autograd.Function):
-    """The all-gather of rows into row order; the backward reduce-scatters their gradients."""
+    """All-gather into row order; the backward reduce-scatters the gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, part: SequencePart, region: ContextParallelRegion) -> torch.Tensor:

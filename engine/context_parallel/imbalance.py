@@ -1,11 +1,11 @@
-"""The imbalance of attention work among the ranks that share rows.
+"""Attention-work imbalance among the ranks that share rows.
 
-Each gather waits for the slowest rank, so a microbatch takes as long as its rank with the most work:
+Each gather waits for the slowest rank, so the busiest rank determines a microbatch's time.
 
-    imbalance    largest work of a rank / mean work of a rank, each summed over the microbatches; at least 1
+    imbalance    largest work per rank / mean work per rank, each summed over microbatches; at least 1
 
-Work is the number of (query, key) pairs of a rank over all layers (`triaxis.engine.context_parallel.deal.rank_work`). Rows of one
-document are exactly balanced.
+A rank's work is its count of (query, key) pairs over all layers (`triaxis.engine.context_parallel.deal.rank_work`). Rows with a
+single document are exactly balanced.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from triaxis.engine.data.document_statistics import DocumentStatistics
 
 
 def work_of_ranks(rows: Sequence[Sequence[int]], size: int, windows: Windows) -> tuple[int, ...]:
-    """Count the (query, key) pairs of each of `size` ranks in rows, given as lengths of their documents."""
+    """Count each rank's (query, key) pairs, summed over rows that are given by their document lengths."""
     return tuple(map(sum, zip(*(rank_work(row, size, windows) for row in rows), strict=True)))
 
 
 def imbalance(microbatches: Sequence[Sequence[int]]) -> float:
-    """Compute the imbalance of microbatches, each given as the work of its ranks."""
+    """Compute the imbalance over microbatches, each given as its ranks' work."""
     return sum(map(max, microbatches)) * len(microbatches[0]) / sum(map(sum, microbatches))
 
 
 def predicted_imbalance(documents: DocumentStatistics, micro_batch_size: int, size: int, windows: Windows) -> float:
-    """Predict the imbalance from the documents of the first steps, over all replicas."""
+    """Predict the imbalance over all replicas from the first steps' documents."""
     rows = documents.rows()
     starts = range(0, len(rows), micro_batch_size)
     return imbalance([work_of_ranks(rows[start : start + micro_batch_size], size, windows) for start in starts])

@@ -1,4 +1,4 @@
-"""The choice of the mixer by which attention reaches a whole row, made once when the model is built."""
+"""Mixer selection, made once when the model is built: how attention reaches whole rows."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +13,11 @@ from triaxis.engine.context_parallel.ulysses import ExchangedHeads
 
 
 def mixing_of(config: Config, kernel: str, axis: Axis) -> Callable[..., Mixer]:
-    """Choose the constructor of a run's mixers; it takes the fields that all mixers have.
+    """Choose the constructor for a run's mixers; it takes the fields that all mixers share.
 
     Args:
-        config: configuration of the run; `auto` in `recompute` is already resolved.
-        kernel: name of the attention kernel.
+        config: the run's configuration; `auto` in `recompute` is already resolved.
+        kernel: attention kernel's name.
         axis: ranks that share rows.
     """
     if axis.size == 1:

@@ -1,10 +1,10 @@
-"""Attention of this rank's query heads to keys and values, by the mixer that is chosen when the model is built.
+"""Mixers: how this rank's query heads attend to keys and values; the model's builder chooses one.
 
-Mixer            the rank has whole rows
-GatheredKeys     the rank has parts of rows, and a kernel attends while keys and values of other ranks arrive (`attention.py`)
-GatheredRows     the rank has parts of rows, and gathers whole rows before attention (`gathered_rows.py`)
-ExchangedHeads   the rank has parts of rows, and inside attention whole rows of some heads (`ulysses.py`)
-Cached           the rank generates text token by token (`models/inference/kv_cache.py`)
+Mixer            the rank has whole rows;
+GatheredKeys     the rank has row parts; a kernel attends while other ranks' keys and values arrive (`attention.py`);
+GatheredRows     the rank has row parts, and gathers whole rows before attention (`gathered_rows.py`);
+ExchangedHeads   the rank has row parts, but inside attention whole rows for some heads (`ulysses.py`);
+Cached           the rank generates text token by token (`models/inference/kv_cache.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -21,26 +21,26 @@ from triaxis.engine.tensor_parallel.dropout import DropoutKeys, dropout
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 Made = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""A function from rows to k [b, n_kv, s_k, d] and v [b, n_kv, s_k, d_v]."""
+"""Function from rows to k [b, n_kv, s_k, d] and v [b, n_kv, s_k, d_v]."""
 
 
 def as_they_are(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values unchanged: the `made` of a layer whose rows are k and v."""
+    """Pass keys and values through unchanged: `made` for layers whose rows already are k and v."""
     return k, v
 
 
 @dataclass(kw_only=True, eq=False)
 class Mixer:
-    """Attention of a layer to whole rows on this rank.
+    """A layer's attention when this rank holds whole rows.
 
     Attributes:
-        name: name of the layer's attention, the site of its dropout.
-        kernels: kernels of the run.
-        saved: choice of saved and recomputed tensors.
+        name: attention layer's name, also the prefix for its dropout site.
+        kernels: the run's kernels.
+        saved: choice between saved and recomputed tensors.
         first_head: index of this rank's first query head in the model.
-        scale, softcap: scale and soft cap of the logits, as in `triaxis.engine.kernels.attention.attention`.
-        dropout: probability of dropping an attention probability.
-        sinks: logits of attention sinks [n], of this rank's query heads, or None.
+        scale, softcap: logit scale and soft cap, as in `triaxis.engine.kernels.attention.attention`.
+        dropout: drop probability for attention probabilities.
+        sinks: attention-sink logits [n] for this rank's query heads, or None.
         made: function from rows to keys and values.
     """
 
@@ -63,9 +63,9 @@ class Mixer:
         """Attend from q [s, b, n, d] to rows -> [s, b, n * d_v].
 
         Args:
-            q: queries of this rank's tokens.
-            rows: inputs of `made` for the same tokens, [s, b, n_i, d_i] each.
-            mask: mask of whole rows, with this rank's part of them.
+            q: queries for this rank's tokens.
+            rows: inputs to `made` for the same tokens, [s, b, n_i, d_i] each.
+            mask: whole-row mask, including this rank's part.
             keys: dropout keys, or None to drop nothing.
         """
         return self.mixed(q, rows, mask, keys)
@@ -73,7 +73,7 @@ class Mixer:
     def mixed(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None, first: int = 0
     ) -> torch.Tensor:
-        """Attend from q [s, b, n, d] to rows [s_k, b, ..]; q has n of this rank's query heads, from `first` on."""
+        """Attend from q [s, b, n, d] to rows [s_k, b, ..]; q has this rank's query heads from `first` on."""
         return self._attended(heads_first(q, *rows), self.kernels.choices.attention, mask, keys, first)
 
     def core(
@@ -81,7 +81,7 @@ class Mixer:
     ) -> torch.Tensor:
         """Attend from q [b, n, s, d] to rows [b, .., s_k, ..] -> [s, b, n * d_v]; `tensors` is (q, *rows).
 
-        Either s_k = s (causal), or s = 1 (a query at the last of s_k positions), or q is the mask's part of the rows.
+        There are three cases: s_k = s (causal); s = 1 (one query, at the last of s_k positions); q is the mask's part of the rows.
         """
         q, *rows = tensors
         return self.attend(kernel, mask, keys, first, q, *self.made(*rows))
@@ -96,7 +96,7 @@ class Mixer:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend as `core`, to given keys [b, n_kv, s_k, d] and values [b, n_kv, s_k, d_v]."""
+        """Attend as in `core`, to given keys [b, n_kv, s_k, d] and values [b, n_kv, s_k, d_v]."""
         mixed = attention(
             *(kernel, q, k, v, mask),
             # A single query sees every key; torch's causal mask would leave it only the first.
@@ -110,11 +110,11 @@ class Mixer:
         return tokens_first(mixed)
 
     def sinks_of(self, heads: slice) -> torch.Tensor | None:
-        """Return the sinks of some of this rank's query heads, tracked by autograd."""
+        """Select sinks by this rank's query heads, tracked by autograd."""
         return None if self.sinks is None else self.sinks.tracked()[heads]
 
     def _drop(self, keys: DropoutKeys | None, first: int, probabilities: torch.Tensor) -> torch.Tensor:
-        """Apply dropout to probabilities [b, n, s, s_k] of this rank's heads from `first` on."""
+        """Apply dropout to probabilities [b, n, s, s_k] for this rank's heads from `first` on."""
         if keys is None or not self.dropout:
             return probabilities
         # An element's mask depends on its head, row and column in the whole model, so it is equal in every layout.

@@ -1,10 +1,10 @@
-"""Attention of some heads to whole rows, between an all-to-all to heads and another back to tokens (2309.14509, section 3).
+"""Attention on whole rows for some heads, between an all-to-all to heads and another back to tokens (2309.14509, section 3).
 
     q [s/c, b, n, d], k, v [s/c, b, n_kv, d] --all-to-all--> q [s, b, n/c, d], k, v [s, b, n_kv/c, d]
       --attention--> [s, b, n/c, d] --all-to-all--> [s/c, b, n, d]
 
-Rank i of c has tokens [i s/c, (i + 1) s/c) of each row, and in attention heads [i n/c, (i + 1) n/c). All ranks have equal attention
-work, whatever the documents are. The backward of an all-to-all is the all-to-all of the gradient.
+Rank i out of c holds tokens [i s/c, (i + 1) s/c) in each row; inside attention it holds heads [i n/c, (i + 1) n/c). Attention work
+is equal on all ranks, whatever the documents are. An all-to-all's backward is an all-to-all on the gradient.
 """
 
 from collections.abc import Sequence
@@ -23,23 +23,23 @@ from triaxis.engine.tensor_parallel.dropout import DropoutKeys
 
 @dataclass(kw_only=True, eq=False)
 class ExchangedHeads(Mixer):
-    """The mixer that exchanges heads: ranks have some tokens of all heads outside attention, and all tokens of some inside."""
+    """Mixer that exchanges heads: a rank has some tokens for all heads outside attention, and all tokens for some heads inside."""
 
     axis: Axis
 
     def __call__(
         self, q: torch.Tensor, rows: Sequence[torch.Tensor], mask: Mask, keys: DropoutKeys | None
     ) -> torch.Tensor:
-        """Attend from q [s/c, b, n, d] to the whole rows of k, v [s/c, b, n_kv, d] -> [s/c, b, n * d]."""
+        """Attend from q [s/c, b, n, d] to whole rows, made from k, v [s/c, b, n_kv, d] -> [s/c, b, n * d]."""
         first, _ = cut(q.shape[2], self.axis.size, self.axis.index)
         mine, *whole = self.to_heads(q, *rows)
-        # Rows are whole from here to the exchange back, so mask and dropout keys use positions of whole rows.
+        # Rows are whole from here to the exchange back, so mask and dropout keys use whole-row positions.
         keys = None if keys is None else replace(keys, positions=None)
         mixed = self.mixed(mine, whole, replace(mask, part=None), keys, first)
         return self.to_tokens(mixed.unflatten(2, (mine.shape[2], -1))).flatten(2)
 
     def to_heads(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Exchange tensors [s/c, b, n_i, d] for [s, b, n_i/c, d] in one collective; the results are views of one storage."""
+        """Exchange tensors [s/c, b, n_i, d] for [s, b, n_i/c, d] in one collective; the results are views into one storage."""
         c = self.axis.size
         # [c, s/c, b, n_i/c, d]: dim 0 is the destination before the exchange, and the source, in row order, after it.
         by_rank = [each.unflatten(2, (c, -1)).permute(2, 0, 1, 3, 4) for each in tensors]
@@ -53,7 +53,7 @@ class ExchangedHeads(Mixer):
 
 
 class _AllToAll(torch.autograd.Function):
-    """The all-to-all of [c, ..]: block i goes to rank i, and block i of the result comes from rank i."""
+    """All-to-all on [c, ..]: block i goes to rank i, and the result's block i comes from rank i."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, axis: Axis, name: str) -> torch.Tensor:

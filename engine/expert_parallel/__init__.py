@@ -1,1 +1,1 @@
-"""Mixtures of experts: routing, dispatch of tokens to ranks and back, the experts' GEMMs, and load balance."""
+"""Mixture of experts: routing, token dispatch to ranks and back, expert GEMMs and load balancing."""

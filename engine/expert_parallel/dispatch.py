@@ -1,24 +1,24 @@
-"""The dispatch of tokens to the ranks of their experts, and the return of the outputs.
+"""Token dispatch to the ranks that hold their experts, and the way back for outputs.
 
-    x [T, h], weights and experts [T, k]  --dispatch-->  rows [R, h] of this rank's experts, ordered by expert
-    outputs of the rows [R, h]            --combine-->   y [T, h], the sum over each token's experts
+    x [T, h], weights and experts [T, k]  --dispatch-->  rows [R, h] for this rank's experts, ordered by expert;
+    row outputs [R, h]                    --combine-->   y [T, h], summed over each token's experts.
 
-Three forms, none of which drops a token; n ranks (ep x etp) share a set of experts:
+There are three forms, and none drops a token. A set of experts is shared by n = ep x etp ranks.
 
     GatherDispatch       every rank all-gathers all n T tokens and picks the rows of its experts; outputs are reduce-scattered.
-                         The buffer has a fixed number of rows, so the host reads no counts. Rows that overflow it are counted,
+                         The buffer has a fixed row count, so the host reads no counts. Rows that overflow it are counted,
                          and the step then fails without an update.
-    ExchangeDispatch     ranks exchange rows by all-to-all. The host reads the numbers of rows, once per layer and pass.
+    ExchangeDispatch     ranks exchange rows by all-to-all. The host reads row counts, once per layer and pass.
     ReplicatedDispatch   every rank has the same tokens (generation): each picks its experts' rows, and outputs are all-reduced.
 
-With etp > 1 each expert is cut over etp ranks: all of them get the same rows, and their outputs are partial sums.
+With etp > 1 each expert is sharded over etp ranks: all get the same rows, and their outputs are partial sums.
 
-The backward of dispatch is the communication of combine, and the other way round.
+Dispatch's backward uses combine's communication, and vice versa.
 
-    slots    slot of each row (a token has k slots): rows are gathered from tokens by it
-    places   row of each slot: a token's rows are gathered and added by it
+    slots    each row's slot (a token has k slots), by which rows are gathered from tokens;
+    places   each slot's row, by which a token's rows are gathered and added.
 
-Since both directions gather, no two threads add to one number, and a sum has the same order on every device: by slot, then by etp.
+Both directions gather, so no two threads add to one number. A sum has the same order on every device: by slot, then by etp.
 """
 
 import itertools
@@ -44,13 +44,13 @@ from triaxis.engine.numerics.precision import accumulate
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """The rows of this rank's experts.
+    """Rows for this rank's experts.
 
     Attributes:
-        rows: inputs of the experts [R, h], ordered by expert.
-        weights: weights of the rows [R], in the accumulation dtype.
+        rows: expert inputs [R, h], ordered by expert.
+        weights: row weights [R], in the accumulation dtype.
         ends: end of each local expert's rows.
-        combine: function from outputs of the rows [R, h] to outputs of this rank's tokens [T, h].
+        combine: function from row outputs [R, h] to outputs for this rank's tokens [T, h].
     """
 
     rows: torch.Tensor
@@ -60,10 +60,10 @@ class Dispatched:
 
 
 class Dispatch(Protocol):
-    """A form of dispatch.
+    """One dispatch form.
 
-    `begin` posts the collectives that need only the choice, int64 [T, k]. It returns a function of the tokens x [T, h] and the
-    weights [T, k] that dispatches them.
+    `begin` posts the collectives that need only the choice, int64 [T, k]. It returns a function that dispatches tokens x [T, h]
+    with their weights [T, k].
     """
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]: ...
@@ -71,15 +71,15 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroup:
-    """The ranks that share a set of experts.
+    """Ranks that share one set of experts.
 
     Attributes:
         axis: the `experts` axis; etp varies fastest.
-        place: place of this rank among them.
-        moe: configuration of the model's experts.
-        fusion: compilation of the sums of a token's rows.
-        on_overflow: function that is called with the number of overflowing rows, an int64 scalar on the device.
-        on_kept: function that is called with each index tensor held for a backward.
+        place: this rank's place among them.
+        moe: the model's expert configuration.
+        fusion: wrapper that compiles the sums over a token's rows.
+        on_overflow: callback for the number of overflowing rows, an int64 scalar on the device.
+        on_kept: callback for each index tensor held for a backward.
     """
 
     axis: Axis
@@ -91,7 +91,7 @@ class ExpertGroup:
 
     @property
     def num_local(self) -> int:
-        """Return the number of experts on this rank."""
+        """Number of experts on this rank."""
         return self.moe.num_experts // self.place.ep
 
     def keep(self, *indices: torch.Tensor) -> None:
@@ -101,31 +101,31 @@ class ExpertGroup:
                 self.on_kept(each)
 
     def local_numbers(self, experts: torch.Tensor) -> torch.Tensor:
-        """Map expert numbers to local numbers 0 .. num_local - 1; experts of other ranks become `num_local`."""
+        """Map expert numbers to local numbers 0 .. num_local - 1; other ranks' experts become `num_local`."""
         local = experts - self.place.ep_index * self.num_local
         return local.where((local >= 0) & (local < self.num_local), self.num_local)
 
 
 @dataclass(frozen=True, slots=True)
 class KnownRows:
-    """Counts of rows that the host knows without reading them: in a footprint, tensors have no values.
+    """Row counts that the host knows without reading tensors, as in a footprint, where tensors have no values.
 
     Attributes:
-        to_members: rows to each local expert of each member, [n][E / ep].
-        from_members: rows from each member to each of this rank's experts, [n][E / ep].
+        to_members: rows to each member, by the member's local experts, [n][E / ep].
+        from_members: rows from each member, by this rank's experts, [n][E / ep].
     """
 
     to_members: Sequence[Sequence[int]]
     from_members: Sequence[Sequence[int]]
 
     def ends(self, most: int) -> list[int]:
-        """Compute the end of each local expert's rows in a buffer of `most` rows."""
+        """Compute the end of each local expert's rows in a buffer with `most` rows."""
         of_expert = (sum(counts) for counts in zip(*self.from_members, strict=True))
         return [min(end, most) for end in itertools.accumulate(of_expert)]
 
 
 def sum_rows(rows: torch.Tensor, places: torch.Tensor, fusion: Fusion, *, has_gaps: bool = False) -> torch.Tensor:
-    """Sum m of the rows [R, h] for each of N tokens, in the order of its places: [N, h] in the rows' dtype.
+    """Sum m rows out of [R, h] for each of N tokens, in the order that `places` lists them: [N, h] in the rows' dtype.
 
     The sum is taken in the accumulation dtype.
 
@@ -146,21 +146,21 @@ def _sum_rows(rows: torch.Tensor, places: torch.Tensor, has_gaps: bool) -> torch
 def _rows_at(rows: torch.Tensor, place: torch.Tensor, has_gaps: bool) -> torch.Tensor:
     if not has_gaps:
         return rows.index_select(0, place)
-    # Unused rows are uninitialised and may hold NaN, so they are masked and not multiplied by 0.
+    # Unused rows are uninitialised and may hold NaN, so they are masked rather than multiplied by 0.
     found = rows.index_select(0, place.clamp(max=rows.shape[0] - 1))
     return found.masked_fill_((place == rows.shape[0]).unsqueeze(1), 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Picked:
-    """The rows that a rank picks among N tokens of k slots each.
+    """Rows that a rank picks among N tokens with k slots each.
 
     Attributes:
-        slots: slot of each row among the N k, int64 [R]; N k for an unused row.
-        places: row of each slot, int64 [N, k]; R for a slot without a row on this rank.
+        slots: each row's slot among the N k, int64 [R]; N k for an unused row.
+        places: each slot's row, int64 [N, k]; R for a slot without a row on this rank.
         has_gaps: whether slots may have no row on this rank.
         ends: end of each local expert's rows.
-        fusion: fusion of the group.
+        fusion: the group's fusion.
     """
 
     slots: torch.Tensor
@@ -171,8 +171,8 @@ class _Picked:
 
     @classmethod
     def of(cls, group: ExpertGroup, experts: torch.Tensor, num_rows: int) -> "_Picked":
-        """Pick up to `num_rows` rows of this rank's experts, ordered by expert, then by token."""
-        # Slots of other ranks' experts have the number `num_local`, so the sort puts them last.
+        """Pick up to `num_rows` rows for this rank's experts, ordered by expert, then by token."""
+        # Slots for other ranks' experts have the number `num_local`, so the sort puts them last.
         local = group.local_numbers(experts).flatten()
         ends = count_values(local, group.num_local + 1)[:-1].cumsum(0)
         group.on_overflow((ends[-1] - num_rows).clamp(min=0))
@@ -188,40 +188,40 @@ class _Picked:
         return cls(slots, places.view_as(experts), has_gaps, of_local, group.fusion)
 
     def rows_of(self, values: torch.Tensor) -> torch.Tensor:
-        """Gather rows [R, h] from tokens [N, h]; unused rows get the values of the last token."""
+        """Gather rows [R, h] from tokens [N, h]; unused rows get the last token's values."""
         num_tokens, k = self.places.shape
         return values.index_select(0, (self.slots // k).clamp(max=num_tokens - 1))
 
     def weights_of(self, weights: torch.Tensor) -> torch.Tensor:
-        """Gather weights [R] from those of slots [N, k]; unused rows get the weight of the last slot."""
+        """Gather row weights [R] from slot weights [N, k]; unused rows get the last slot's weight."""
         return weights.flatten().index_select(0, self.slots.clamp(max=weights.numel() - 1))
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sum the rows [R, h] of each token: [N, h] in the rows' dtype, summed in the accumulation dtype."""
+        """Sum each token's rows out of [R, h]: [N, h] in the rows' dtype, summed in the accumulation dtype."""
         return sum_rows(rows, self.places, self.fusion, has_gaps=self.has_gaps)
 
     def slots_from(self, values: torch.Tensor) -> torch.Tensor:
-        """Map values of rows [R] to slots [N, k]; slots without a row on this rank get 0."""
+        """Map row values [R] to slots [N, k]; slots without a row on this rank get 0."""
         of_slots = sum_rows(values.unsqueeze(1), self.places.view(-1, 1), EAGER, has_gaps=self.has_gaps)
         return of_slots.view_as(self.places)
 
 
 class GatherDispatch:
-    """The dispatch by all-gather and reduce-scatter; with `known` counts, a footprint reads no `ends`."""
+    """Dispatch by all-gather and reduce-scatter; with `known` counts, a footprint reads no `ends`."""
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
         self.known: KnownRows | None = None
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
-        """Post the all-gather of the choice."""
+        """Post the all-gather for the choice."""
         group, (num_tokens, _) = self._group, experts.shape
         gathered = group.axis.all_gather(experts, f"{EXPERTS} choice")
         num_rows = buffer_rows(group.moe, num_tokens, group.place.ep, group.place.etp)
 
         def dispatch(x: torch.Tensor, weights: torch.Tensor) -> Dispatched:
             whole = gathered.wait()
-            # `_Gather` calls `pick` while the all-gather of the tokens is in flight.
+            # `_Gather` calls `pick` while the tokens' all-gather is in flight.
             pick = partial(_Picked.of, group, whole, num_rows)
             rows, row_weights, picked = _Gather.apply(x, weights, pick, group.axis)
             group.keep(picked.slots, picked.places)
@@ -233,7 +233,7 @@ class GatherDispatch:
 
 
 class _Gather(torch.autograd.Function):
-    """The map x [T, h], weights [T, k] -> rows [R, h], weights [R], picked rows. It saves indices only."""
+    """Map x [T, h], weights [T, k] -> rows [R, h], weights [R], picked rows. It saves indices only."""
 
     @staticmethod
     def forward(
@@ -260,7 +260,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """The map from outputs of rows [R, h] to sums over each token's experts [T, h]."""
+    """Map from row outputs [R, h] to sums over each token's experts [T, h]."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, picked: _Picked, axis: Axis) -> torch.Tensor:
@@ -274,13 +274,13 @@ class _Scatter(torch.autograd.Function):
 
 
 class ReplicatedDispatch:
-    """The dispatch of tokens that every rank has, without gradients."""
+    """Dispatch without gradients, for tokens that every rank has."""
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
-        """Pick the rows of this rank's experts; nothing is posted."""
+        """Pick the rows for this rank's experts; nothing is posted."""
         group, (num_tokens, k) = self._group, experts.shape
         picked = _Picked.of(group, experts, num_tokens * min(k, group.num_local))
 
@@ -292,18 +292,18 @@ class ReplicatedDispatch:
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """An exchange of rows between the ranks of a group, as this rank sees it.
+    """Row exchange between a group's ranks, from this rank's point of view.
 
     Attributes:
-        axis: axis of the group.
-        sent, received: number of rows to and from each member.
-        slots: slot (among the T k) of each row in sending order, int64 [sum of sent].
+        axis: the group's axis.
+        sent, received: row counts to and from each member.
+        slots: each row's slot (among the T k) in sending order, int64 [sum(sent)].
         places: positions of each slot's rows in sending order, int64 [T k, etp].
-        by_expert: permutation from order of receipt to order by local expert, int64 [sum of received].
+        by_expert: permutation from receive order to local-expert order, int64 [sum(received)].
         from_expert: inverse of `by_expert`.
         ends: end of each local expert's rows.
         k: slots per token.
-        fusion: fusion of the group.
+        fusion: the group's fusion.
     """
 
     axis: Axis
@@ -319,29 +319,29 @@ class _Exchange:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """Return the token of each row in sending order, int64 [sum of sent]."""
+        """Each row's token in sending order, int64 [sum(sent)]."""
         return self.slots // self.k
 
     def there(self, values: torch.Tensor, purpose: str) -> Pending:
-        """Post values in sending order to the ranks of their experts; the result is in order of receipt."""
+        """Post values in sending order to their experts' ranks; the result is in receive order."""
         return self.axis.all_to_all_rows(values, self.sent, self.received, purpose)
 
     def back(self, values: torch.Tensor, purpose: str) -> Pending:
-        """Post values in order of receipt back to the ranks of their tokens; the result is in sending order."""
+        """Post values in receive order back to their tokens' ranks; the result is in sending order."""
         return self.axis.all_to_all_rows(values, self.received, self.sent, purpose)
 
     def sums(self, rows: torch.Tensor) -> torch.Tensor:
-        """Sum the rows [sum of sent, h], in sending order, of each token: [T, h], summed in the accumulation dtype."""
+        """Sum each token's rows, given in sending order [sum(sent), h]: [T, h], summed in the accumulation dtype."""
         return sum_rows(rows, self.places.view(-1, self.k * self.places.shape[1]), self.fusion)
 
     def slots_from(self, values: torch.Tensor) -> torch.Tensor:
-        """Map values of rows in sending order to slots [T, k], summed over the etp ranks of an expert."""
+        """Map row values in sending order to slots [T, k], summed over an expert's etp ranks."""
         return sum_rows(values.unsqueeze(1), self.places, EAGER).view(-1, self.k)
 
     def combine(self, out: torch.Tensor) -> torch.Tensor:
-        """Map outputs of rows [R, h] by expert to sums over each token's experts [T, h].
+        """Map row outputs [R, h], ordered by expert, to sums over each token's experts [T, h].
 
-        Each step frees its input: these are the largest tensors of a layer, and no backward needs them.
+        Each step frees its input: these are a layer's largest tensors, and no backward needs them.
         """
         ordered = _Ordered.apply(out, self)
         del out
@@ -351,18 +351,18 @@ class _Exchange:
 
 
 class ExchangeDispatch:
-    """The dispatch by all-to-all; `known` counts replace those that the host would read."""
+    """Dispatch by all-to-all; `known` counts replace those that the host would read."""
 
     def __init__(self, group: ExpertGroup) -> None:
         self._group = group
         self.known: KnownRows | None = None
 
     def begin(self, experts: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor], Dispatched]:
-        """Post the exchange of the counts of rows."""
+        """Post the exchange of row counts."""
         group = self._group
         place, num_local = group.place, group.num_local
         counts = count_values(experts, group.moe.num_experts)
-        # [n, E / ep]: all etp ranks of an expert get the same rows.
+        # [n, E / ep]: an expert's etp ranks all get the same rows.
         to_members = counts.view(place.ep, num_local).repeat_interleave(place.etp, dim=0)
         posted = group.axis.all_to_all(to_members, f"{EXPERTS} counts")
 
@@ -385,18 +385,18 @@ class ExchangeDispatch:
         return dispatch
 
     def _plan(self, experts: torch.Tensor, known: KnownRows, from_members: torch.Tensor) -> _Exchange:
-        """Order the rows; `from_members` [n, E / ep] has the received counts on the device.
+        """Plan the row order; `from_members` [n, E / ep] holds the received counts on the device.
 
-        Index tensors are computed from it on the device, since a copy of the host's counts would make the host wait again.
+        Index tensors are computed there, since copying the host's counts would make the host wait again.
         """
         group = self._group
         sent, received = ([sum(row) for row in rows] for rows in (known.to_members, known.from_members))
         slots = experts.flatten().argsort(stable=True)  # by expert, so also by ep rank
         if group.place.etp > 1:
-            # The rows of an ep rank are repeated for each of its etp members, which are neighbours on the axis.
+            # An ep rank's rows are repeated for each of its etp members, which are neighbours on the axis.
             parts = slots.split(sent[:: group.place.etp])
             slots = torch.cat([part for part in parts for _ in range(group.place.etp)])
-        # Received rows are ordered by member, then by local expert; a stable sort of their expert numbers orders them by expert.
+        # Received rows are ordered by member, then by local expert; a stable sort on expert numbers orders them by expert.
         numbers = torch.arange(group.num_local, device=experts.device).repeat(len(from_members))
         repeats = from_members.flatten()
         by_expert = numbers.repeat_interleave(repeats, output_size=sum(received)).argsort(stable=True)
@@ -406,7 +406,7 @@ class ExchangeDispatch:
             sent=sent,
             received=received,
             slots=slots,
-            # A slot stands etp times in `slots`; the stable sort lists these positions in the order of the etp ranks.
+            # A slot occurs etp times in `slots`; the stable sort lists its positions in etp-rank order.
             places=slots.argsort(stable=True).view(-1, group.place.etp),
             by_expert=by_expert,
             from_expert=by_expert.argsort(),
@@ -417,7 +417,7 @@ class ExchangeDispatch:
 
 
 class _There(torch.autograd.Function):
-    """The map x [T, h], weights [T, k] -> rows [R, h], weights [R], by expert. It saves indices only."""
+    """Map x [T, h], weights [T, k] -> rows [R, h], weights [R], by expert. It saves indices only."""
 
     @staticmethod
     def forward(
@@ -445,7 +445,7 @@ class _There(torch.autograd.Function):
 
 
 class _Ordered(torch.autograd.Function):
-    """The permutation of rows [R, h] from order by expert to order of receipt."""
+    """Permutation that takes rows [R, h] from expert order to receive order."""
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
@@ -458,7 +458,7 @@ class _Ordered(torch.autograd.Function):
 
 
 class _Returned(torch.autograd.Function):
-    """The return of rows to the ranks of their tokens: [R, h] in order of receipt -> [sum of sent, h] in sending order."""
+    """Way back for rows to their tokens' ranks: [R, h] in receive order -> [sum(sent), h] in sending order."""
 
     @staticmethod
     def forward(ctx: Any, ordered: torch.Tensor, exchange: _Exchange) -> torch.Tensor:
@@ -471,7 +471,7 @@ class _Returned(torch.autograd.Function):
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of each token's rows: [sum of sent, h] in sending order -> [T, h]."""
+    """Sum over each token's rows: [sum(sent), h] in sending order -> [T, h]."""
 
     @staticmethod
     def forward(ctx: Any, returned: torch.Tensor, exchange: _Exchange) -> torch.Tensor:

@@ -1,13 +1,13 @@
-"""The two projections of a rank's experts, over rows of tokens ordered by expert.
+"""Both projections in a rank's experts, over token rows ordered by expert.
 
     rows   | expert 0 ..  | expert 1 .. |  | expert 3 ..  | unused |         ends = [e0, e1, e1, e3], cumulative
     up     inner = rows W_up[e]^T        [R, f or 2 f]
     down   out = (g act) W_down[e]^T     [R, h], where g is the row's routing weight
 
-The weight multiplies the input of the second projection: it is narrower than the output, and the output need not be saved for the
-weight's gradient.
+The routing weight multiplies the second projection's input, which is narrower than the output. So the output need not be saved for
+the routing weight's gradient.
 
-The GEMMs are those of `engine/kernels/grouped_gemm.py`. No result depends on unused rows.
+`engine/kernels/grouped_gemm.py` has the GEMMs. No result depends on unused rows.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 @dataclass(frozen=True, slots=True)
 class ExpertContext:
-    """The queue of weight gradients and the kernels of a chunk's projections."""
+    """Weight-gradient queue and kernels for a chunk's projections."""
 
     queue: WeightGradQueue
     fusion: Fusion
@@ -35,7 +35,7 @@ class ExpertContext:
 
 
 class ExpertLinear(nn.Module):
-    """One projection of all local experts; its weight is [experts, .., in], with the output dims in the middle."""
+    """One projection for all local experts; its weight is [experts, .., in], with the output dims in the middle."""
 
     def __init__(self, weight: ShardedParameter, work: ExpertContext, name: str) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class ExpertLinear(nn.Module):
 
 
 class ExpertUp(ExpertLinear):
-    """The first projection of the experts."""
+    """The experts' first projection."""
 
     def forward(self, rows: torch.Tensor, ends: Ends) -> torch.Tensor:
         """Map rows [R, h] to [R, f], or to [R, 2 f] for a gated activation."""
@@ -105,7 +105,7 @@ class _Up(torch.autograd.Function):
 
 
 class ExpertDown(ExpertLinear):
-    """The second projection of the experts, of rows times their routing weights."""
+    """The experts' second projection, applied to rows times their routing weights."""
 
     def forward(self, activated: torch.Tensor, weights: torch.Tensor, ends: Ends) -> torch.Tensor:
         """Map activated rows [R, f], and weights [R] in the accumulation dtype, to [R, h]."""
@@ -134,16 +134,16 @@ class _Down(torch.autograd.Function):
 
 
 def _weighted(activated: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    # The product is computed in the dtype of the weights, the wider one.
+    # The product is computed in the weights' dtype, the wider one.
     return (activated * weights.unsqueeze(-1)).to(activated.dtype)
 
 
 def _weighted_backward(
     activated: torch.Tensor, weights: torch.Tensor, grad: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the gradients of the activated rows [R, f] and of the weights [R].
+    """Compute gradients for the activated rows [R, f] and for the weights [R].
 
-    If it is not compiled, the second is finished before the first begins, so only one wide tensor exists at a time.
+    When not compiled, it finishes the second gradient before it begins the first, so only one wide tensor exists at a time.
     """
     of_weights = grad.to(weights.dtype, copy=True).mul_(activated).sum(-1)
     return _weighted(grad, weights), of_weights

@@ -1,4 +1,4 @@
-"""What a model chunk's MoE layers share: routing rule, kind of dispatch and load counts; built once per rank."""
+"""State that a model chunk's MoE layers share, built once per rank: routing rule, dispatch form and load counts."""
 
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,7 @@ from triaxis.engine.kernels.fusion import EAGER, Fusion
 
 @dataclass(frozen=True, slots=True)
 class ExpertRegion:
-    """The routing, dispatch and load of a rank's MoE layers.
+    """Routing, dispatch and load for a rank's MoE layers.
 
     Attributes:
         cuts_tokens: whether tensor-parallel ranks route different tokens; false in decoding, where all have the same.
@@ -40,7 +40,7 @@ class ExpertRegion:
         fusion: Fusion,
         on_kept: TensorObserver = unobserved,
     ) -> "ExpertRegion | None":
-        """Build the region of a rank, or None if the model has no experts; `fusion` and `on_kept` go to `ExpertGroup`."""
+        """Build a rank's region, or None if the model has no experts; `fusion` and `on_kept` go to `ExpertGroup`."""
         moe = config.model.moe
         if moe is None:
             return None
@@ -55,5 +55,5 @@ class ExpertRegion:
         return cls(router, group, dispatch, load, topology.sizes.tp > 1)
 
     def for_decoding(self) -> "ExpertRegion":
-        """Return the region for a forward in which all ranks have the same tokens."""
+        """Derive the region for a forward in which all ranks have the same tokens."""
         return replace(self, dispatch=ReplicatedDispatch(replace(self.group, fusion=EAGER)), cuts_tokens=False)

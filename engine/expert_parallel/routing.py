@@ -1,22 +1,22 @@
-"""The choice of k experts for each token, and the weights of their outputs.
+"""Routing: k experts chosen for each token, and weights for their outputs.
 
     logits = x W^T [T, E]      scores s = softmax(logits) or sigmoid(logits)      all in the accumulation dtype
     choice                     the k largest s + bias, on a tie the lower expert; with groups, only within the best groups
-    weights g                  s of the chosen experts, with `normalize` divided by their sum, times `scaling`
+    weights g                  the chosen experts' s; with `normalize`, divided by their sum; times `scaling`.
 
-The bias affects only the choice, so it has no gradient (2408.15664). Two losses add to the gradient of the logits and not to the
-reported loss. They cover all tokens of the global batch, even those that the loss mask excludes, since all are routed:
+The bias affects only the choice, so it has no gradient (2408.15664). Two losses add to the logits' gradient but not to the reported
+loss. They cover every token in the global batch, since tokens that the loss mask excludes are routed too.
 
-    z loss            z sum over tokens of log(sum of exp(logits))^2                                       2202.08906, equation 5
-    sequence loss     a sum over samples of S sum_i f_i P_i, f_i = E / (k S) x tokens that i counts,       2412.19437, equations
-                      P_i = 1 / S sum over its tokens of s_i / sum(s)                                      17 to 20
+    z loss            z sum_tokens log(sum(exp(logits)))^2                                                 2202.08906, equation 5
+    sequence loss     a sum_samples S sum_i f_i P_i, f_i = E / (k S) x tokens that i counts,               2412.19437, equations
+                      P_i = 1 / S sum_tokens s_i / sum(s)                                                  17 to 20
 
-Expert i counts the tokens for which s_i is among the k largest s. Bias and groups are left out, since they move the choice and not
-the router's preference. With `balance.sequence_counts` = choices, i counts the tokens that chose it. S is the number of tokens in a
-sample. They are cut over cp x tp ranks, so f is all-reduced over them; P enters linearly and needs no reduction. With softmax, s
-sums to 1, and the sequence loss is Switch's auxiliary loss (2101.03961, equation 4) of each sample by itself.
+Expert i counts the tokens for which s_i is among the k largest s. Bias and groups are ignored here, since they move the choice but
+not the router's preference. With `balance.sequence_counts` = choices, i counts the tokens that chose it. S is the number of tokens
+in a sample. They are sharded over cp x tp ranks, so f is all-reduced over these; P enters linearly and needs no reduction. With
+softmax, s sums to 1, and the sequence loss is Switch's auxiliary loss (2101.03961, equation 4) per sample.
 
-A recomputed forward reuses the choices of the first one: scores that differ in the last bit could choose other experts.
+A recomputed forward reuses the first forward's choices, since scores that differ in the last bit could choose other experts.
 """
 
 from collections.abc import Callable
@@ -31,15 +31,15 @@ from triaxis.engine.numerics.precision import accumulate
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 SMALLEST_SUM = 1e-20
-"""Constant added to the sum of a token's chosen scores, as in the model families that normalise."""
+"""Constant added to a token's sum of chosen scores, as in the model families that normalise."""
 
 
 class Choice(NamedTuple):
-    """The experts of T tokens.
+    """Experts chosen for T tokens.
 
     Attributes:
         experts: expert numbers int64 [T, k].
-        fractions: f of each sample, [b, E] in the accumulation dtype; None if there is no sequence loss.
+        fractions: f per sample, [b, E] in the accumulation dtype; None if there is no sequence loss.
     """
 
     experts: torch.Tensor
@@ -48,14 +48,14 @@ class Choice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """The routing rule of a model's layers, for one rank.
+    """Routing rule for a model's layers, on one rank.
 
     Attributes:
-        moe: configuration of the rule.
+        moe: the rule's configuration.
         seq_length: number S of tokens in a whole sample.
-        sample: axis of the ranks that share each sample's tokens.
-        loss_scale: 1 / nominal tokens of the global batch.
-        dynamic_scale: loss scale of the backward (not 1 in fp16), a scalar on the device that each step sets.
+        sample: axis over the ranks that share each sample's tokens.
+        loss_scale: 1 / nominal tokens in the global batch.
+        dynamic_scale: loss scale for the backward (not 1 in fp16), a scalar on the device that each step sets.
     """
 
     moe: MoEConfig
@@ -69,16 +69,16 @@ class Router:
         return top_experts(scores if bias is None else scores + bias, self.moe)
 
     def in_turn(self, positions: torch.Tensor) -> torch.Tensor:
-        """Choose experts int64 [T, k] in turn by the tokens' positions int64 [T] in their samples, whatever the scores."""
+        """Choose experts int64 [T, k] round-robin by the tokens' positions int64 [T] in their samples, ignoring scores."""
         k = self.moe.top_k
         return (positions.unsqueeze(-1) * k + torch.arange(k, device=positions.device)) % self.moe.num_experts
 
     def counted(self, experts: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return the experts int64 [T, k] that the sequence loss counts for tokens that chose `experts`."""
+        """Select the experts int64 [T, k] that the sequence loss counts for tokens that chose `experts`."""
         return _largest(scores, self.moe.top_k) if self.moe.counts_scores else experts
 
     def choice(self, experts: torch.Tensor, counted: torch.Tensor, scores: torch.Tensor, samples: int) -> Choice:
-        """Build the choice of `experts` int64 [T, k]; the T tokens are [T / samples, samples], so samples vary fastest."""
+        """Build the choice from `experts` int64 [T, k]; the T tokens are [T / samples, samples], so samples vary fastest."""
         return Choice(experts, self._fractions(counted, scores, samples))
 
     def _fractions(self, experts: torch.Tensor, scores: torch.Tensor, samples: int) -> torch.Tensor | None:
@@ -111,7 +111,7 @@ class Router:
 def top_experts(scores: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
     """Choose the k experts with the largest scores [T, E] as int64 [T, k]; on a tie the lower number comes first.
 
-    With groups, only experts of the best groups are eligible. A group's score is its best expert's (2405.04434, section 2.2.2) or
+    With groups, only experts in the best groups are eligible. A group's score is its best expert's (2405.04434, section 2.2.2) or
     the sum of its best two (2412.19437, section 2.1.2).
     """
     if moe.groups > 1:
@@ -123,7 +123,7 @@ def top_experts(scores: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    # torch.topk breaks ties arbitrarily. A view of the indices would keep all of them in memory.
+    # torch.topk breaks ties arbitrarily. The slice is copied, because a view would keep all indices in memory.
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :count].contiguous()
 
 
@@ -134,7 +134,7 @@ def count_values(values: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class _Route(torch.autograd.Function):
-    """The scores, choice and weights; it saves the tokens, the router's weight, the logits and the choice."""
+    """Scores, choice and weights; it saves the tokens, the router's weight, the logits and the choice."""
 
     @staticmethod
     def forward(
@@ -191,7 +191,7 @@ def _scores(logits: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
 
 
 def _of_shares(scores: torch.Tensor, of_sample: torch.Tensor) -> torch.Tensor:
-    """Compute the gradient of scores [T, E] from that of their shares s / sum(s), [b, E]: equal for all tokens of a sample."""
+    """Compute the gradient for scores [T, E] from the one for their shares s / sum(s): [b, E], equal for a sample's tokens."""
     samples, num_experts = of_sample.shape
     total = scores.sum(-1, keepdim=True)
     grad = of_sample.expand(scores.shape[0] // samples, samples, num_experts).reshape(scores.shape)

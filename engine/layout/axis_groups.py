@@ -1,4 +1,4 @@
-"""The process groups of a layout: axes, members, and NCCL's use of a GPU."""
+"""A layout's process groups: axes, members, and NCCL's use of a GPU."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -9,16 +9,16 @@ OF_EXPERTS = ("sample", "experts", "expert_dp")
 """The axes that only models with experts have."""
 
 AXIS_NAMES = ("world", "tp", "cp", "dp", "pp", "pp_forward", "pp_backward", "ends", "kv_replicas", *OF_EXPERTS)
-"""Names that `axis_groups` may yield; those from `ends` on only in some layouts."""
+"""Names that `axis_groups` may yield; those after `ends` only in some layouts."""
 
 CONNECTED_LATER = ("pp",)
-"""Axes that their first user connects, not the start of a run; training does not use them."""
+"""Axes connected on first use rather than at the start of a run; training does not use them."""
 
 
 def axis_groups(
     grid: RankGrid, kv_heads: int | None, *, has_experts: bool = False
 ) -> Iterator[tuple[str, Sequence[tuple[int, ...]], str]]:
-    """Yield (name, groups of ranks, channel) per axis in order of creation; equal ranks and channel are one process group."""
+    """Yield (name, rank groups, channel) per axis, in creation order; equal ranks and channel are one process group."""
     yield "world", [tuple(range(grid.world_size))], ""
     yield "tp", grid.groups("tp"), ""
     yield "cp", grid.groups("cp"), ""
@@ -36,11 +36,11 @@ def axis_groups(
 
 
 class StreamUse(NamedTuple):
-    """NCCL's use of a GPU for one group.
+    """How NCCL uses a GPU for one group.
 
     Attributes:
-        is_urgent: its kernels start before earlier ones of the computation.
-        max_ctas: most thread blocks, one per SM, of a call; None: NCCL's choice.
+        is_urgent: whether its kernels start before compute kernels that were posted earlier.
+        max_ctas: largest number of thread blocks per call, one per SM; None: NCCL's choice.
     """
 
     is_urgent: bool
@@ -50,21 +50,21 @@ class StreamUse(NamedTuple):
 STREAM_USE: Mapping[str, StreamUse] = {
     # The computation waits for these, and posts them during GEMMs that would hold them up.
     "tp": StreamUse(is_urgent=True, max_ctas=None),
-    # Attention waits for keys and values, and for nothing else meanwhile.
+    # Attention waits for keys and values, and has nothing else to do meanwhile.
     "cp": StreamUse(is_urgent=True, max_ctas=None),
-    # An early receive stays on its SMs until the peer sends.
+    # An early receive occupies its SMs until the peer sends.
     "pp_forward": StreamUse(is_urgent=True, max_ctas=4),
     "pp_backward": StreamUse(is_urgent=True, max_ctas=4),
-    # A layer waits for the tokens of its experts, and for their outputs.
+    # A layer waits for its experts' tokens, and for their outputs.
     "experts": StreamUse(is_urgent=True, max_ctas=None),
     "sample": StreamUse(is_urgent=True, max_ctas=None),
-    # Buckets have the rest of a backward to arrive.
+    # Buckets may arrive any time until the backward ends.
     "dp": StreamUse(is_urgent=False, max_ctas=16),
     "expert_dp": StreamUse(is_urgent=False, max_ctas=16),
 }
-"""Use by axis; where axes share a group, the first one here wins. NCCL decides for all others. (Not measured on a GPU yet.)"""
+"""GPU use by axis; if axes share a group, the first one here wins. NCCL decides for all others. (Not measured on a GPU yet.)"""
 
 
 def stream_use(axes: Sequence[str]) -> StreamUse:
-    """Return the use of a group that some axes share."""
+    """Choose the GPU use for a group that these axes share."""
     return next((use for name, use in STREAM_USE.items() if name in axes), StreamUse(is_urgent=False, max_ctas=None))

@@ -1,11 +1,11 @@
-"""Layers per stage by their work, with the head counted as work too.
+"""Layers per stage, balanced by their work; the head counts as work too.
 
-    8 layers of work 1, a head of 2, pp 4        even      2 2 2 2 + head    the busiest rank has 4
-                                                 balanced  2 3 2 1 + head    the busiest rank has 3
+    8 layers of work 1, a head of 2, pp 4        even      2 2 2 2 + head    the busiest rank has 4.
+                                                 balanced  2 3 2 1 + head    the busiest rank has 3.
 
-The step of a pipeline takes as long as its busiest rank, so the most work of a rank counts first, then the most of a stage. Of
-cuts that are equal in both, the one with loads nearest to each other is taken. Of those it is the one that the even cut prefers:
-the last stage is the first to get a layer less, then the first, then the stages from the end.
+A pipeline step takes as long as its busiest rank. Cuts are compared by the busiest rank's work, then by the largest stage's. Ties
+go to the most even loads, then to the even cut's order. In that order, the last stage is the first to get one layer less, then the
+first stage, then the others from the end.
 """
 
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ from itertools import accumulate
 
 
 def balance(layers: Sequence[int], head: int, rank_of_stage: Sequence[int]) -> tuple[int, ...]:
-    """Return the layers of each stage, in stage order, with which the busiest rank has as little work as possible.
+    """Choose each stage's layer count, in stage order, so that the busiest rank has as little work as possible.
 
-    With one stage per rank this is exact. With several it is exact for layers of equal work; other layers count as their mean
-    there, and the even cut is taken where it is better.
+    The result is exact with one stage per rank, and for layers with equal work. Otherwise all layers count as their mean, and the
+    even cut is taken if it is better.
 
     Args:
-        layers: work of each layer, at least as many as stages.
-        head: work of the last stage besides its layers; that stage alone may get no layer, where that is better.
-        rank_of_stage: pipeline rank of each stage.
+        layers: work per layer, at least as many layers as stages.
+        head: the last stage's work besides its layers; only that stage may get no layer, if that is better.
+        rank_of_stage: each stage's pipeline rank.
     """
     num_stages = len(rank_of_stage)
     assert len(layers) >= num_stages, (len(layers), num_stages)
@@ -37,7 +37,7 @@ def balance(layers: Sequence[int], head: int, rank_of_stage: Sequence[int]) -> t
 def largest_work(
     layers: Sequence[int], head: int, counts: Sequence[int], rank_of_stage: Sequence[int]
 ) -> tuple[int, int]:
-    """Return the work of the busiest rank and of the largest stage of a cut."""
+    """Compute the largest work per rank and per stage under a cut."""
     ends = list(accumulate(counts))
     stages = [sum(layers[end - count : end]) for count, end in zip(counts, ends, strict=True)]
     stages[-1] += head
@@ -48,7 +48,7 @@ def largest_work(
 
 
 def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Return layers per stage, at most one apart."""
+    """Compute layers per stage that are at most one apart."""
     most = -(-num_layers // num_stages)
     counts = [most] * num_stages
     for stage in _first_to_lose(num_stages)[: most * num_stages - num_layers]:
@@ -57,12 +57,12 @@ def even_counts(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _first_to_lose(num_stages: int) -> list[int]:
-    """List the stages, first the one that is the first to get a layer less than others."""
+    """List the stages in the order in which they get one layer less than others."""
     return list(dict.fromkeys([num_stages - 1, 0, *range(num_stages - 2, 0, -1)]))
 
 
 def _reluctance(num_stages: int) -> list[int]:
-    """Return a number per stage: of two that could take a layer, the one with the smaller number does."""
+    """Number the stages: if two could take a layer, the one with the smaller number does."""
     numbers = [0] * num_stages
     for place, stage in enumerate(_first_to_lose(num_stages)):
         numbers[stage] = num_stages - place
@@ -99,10 +99,10 @@ def _one_stage_per_rank(
 
 
 def _fits(layers: Sequence[int], head: int, num_stages: int, least_at_head: int, most: int) -> bool:
-    """Return whether no stage needs more work than `most`: each stage but the last takes all that it can, and at least a layer."""
+    """Test whether no stage needs more work than `most`, if each but the last takes all layers that it can, and at least one."""
     at = 0
     for stage in range(num_stages - 1):
-        # The stages between this one and the last need a layer each.
+        # Each stage between this one and the last needs a layer.
         free = len(layers) - (num_stages - 2 - stage) - least_at_head
         first, work = at, 0
         while at < free and work + layers[at] <= most:
@@ -116,7 +116,7 @@ def _fits(layers: Sequence[int], head: int, num_stages: int, least_at_head: int,
 def _several_stages_per_rank(
     layers: Sequence[int], head: int, rank_of_stage: Sequence[int], least_at_head: int
 ) -> tuple[int, ...]:
-    """Give one layer after the other, each of mean work, to the rank with the least work and there to the smallest stage."""
+    """Assign layers one by one, each with mean work, to the rank with the least work and there to its smallest stage."""
     # Counted in layers x work, so that the mean is a whole number.
     num_layers, num_stages, unit = len(layers), len(rank_of_stage), sum(layers)
     counts = [1] * (num_stages - 1) + [least_at_head]

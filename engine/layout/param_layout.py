@@ -1,4 +1,4 @@
-"""The place of every parameter in the flat buffers, and its data-parallel owner.
+"""Every parameter's place in the flat buffers, and its data-parallel owner.
 
 The layout is computed first, then read by grad buffers, the optimizer and checkpoints.
 
@@ -6,12 +6,13 @@ The layout is computed first, then read by grad buffers, the optimizer and check
     bucket                       | layers.9.. | layers.8.. pad | layers.7.. | .. pad      |
     owned by dp rank 0 1 2 3     |  0  |  1  |  2  |  3  ..  |  0  |  1  |  2  |  3  ..  |
 
-Parameters are in the order in which the backward finishes them (last layer first): a bucket completes early, and its reduce-scatter
-runs under the rest of the backward. Each dp rank owns an equal, contiguous part of every bucket (ZeRO-1) with its master weights
-and moments. Padding at a bucket's end makes the parts equal; it belongs to no parameter and is never saved or counted.
+Parameters lie in the order in which the backward finishes them, last layer first. A bucket therefore completes early, and its
+reduce-scatter runs under the rest of the backward. Each dp rank owns an equal, contiguous part of every bucket (ZeRO-1) with its
+master weights and moments. Padding at a bucket's end makes the parts equal; it belongs to no parameter and is never saved or
+counted.
 
-Parameters of one buffer have the same replicas, the same further sum and the same data-parallel ranks (`BufferKey`), so an owned
-part is summed, counted and clipped as a whole, and all replicas cut it identically.
+All parameters in a buffer share a `BufferKey`: the same replicas, the same further sum and the same data-parallel ranks. An owned
+part is therefore summed, counted and clipped as a whole, and all replicas cut it identically.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,14 +23,14 @@ from triaxis.engine.layout.shard_spec import ParamRecord, ReduceAxis, ReplicaAxi
 
 @dataclass(frozen=True, slots=True)
 class BufferKey:
-    """The common properties of a buffer's parameters.
+    """Properties that all parameters in a buffer share.
 
     Attributes:
-        replicas: the axis over which other ranks hold the same parameters, or None.
-        sum_over: the axis of the second gradient sum, or None.
-        reduce_over: the axis of the first one, over whose ranks the optimizer's state is cut.
-        is_trained: they have gradients.
-        is_frozen: no update changes them, and they have neither masters nor moments.
+        replicas: axis over which other ranks hold the same parameters, or None.
+        sum_over: axis for the second gradient sum, or None.
+        reduce_over: axis for the first gradient sum; its ranks each own a part of the optimizer's state.
+        is_trained: whether they have gradients.
+        is_frozen: whether updates leave them unchanged; they have neither masters nor moments.
     """
 
     replicas: ReplicaAxis | None
@@ -40,13 +41,13 @@ class BufferKey:
 
     @classmethod
     def of(cls, record: ParamRecord) -> "BufferKey":
-        """Return the key of one parameter."""
+        """Build one parameter's key."""
         is_trained = record.spec.is_trained
         return cls(record.replicas, record.sum_over, record.reduce_over, is_trained, record.is_frozen and is_trained)
 
     @property
     def is_updated(self) -> bool:
-        """Return whether the optimizer changes them; their gradients are those that the norm and its tests read."""
+        """Whether the optimizer changes the parameters; only such gradients are read by the norm and its tests."""
         return self.is_trained and not self.is_frozen
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ class BufferKey:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter at [start, stop) of its buffer."""
+    """One parameter at [start, stop) in its buffer."""
 
     record: ParamRecord
     start: int
@@ -77,26 +78,26 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class BucketLayout:
-    """A run [start, stop) of a buffer that is reduced and gathered in one call; its length is a multiple of dp."""
+    """A buffer range [start, stop) that is reduced and gathered in one call; its length is a multiple of dp."""
 
     start: int
     stop: int
     entries: tuple[Entry, ...]
 
     def owned(self, dp: int, dp_index: int) -> tuple[int, int]:
-        """Return the part of the buffer that this data-parallel rank owns."""
+        """Compute the range (start, stop) in the buffer that this data-parallel rank owns."""
         part = (self.stop - self.start) // dp
         return self.start + dp_index * part, self.start + (dp_index + 1) * part
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The overlap of one parameter with one owned part: the unit of optimizer steps and checkpoints.
+    """The overlap between one parameter and one owned part: the unit for optimizer steps and checkpoints.
 
     Attributes:
         record: the parameter.
-        start, stop: range in the row-major local box of the parameter (padding rows excluded).
-        offset: of `start`, in the buffer.
+        start, stop: range in the parameter's row-major local box (padding rows excluded).
+        offset: buffer position that corresponds to `start`.
     """
 
     record: ParamRecord
@@ -107,14 +108,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:
-    """All parameters of one key, in buckets."""
+    """All parameters with one key, in buckets."""
 
     key: BufferKey
     numel: int
     buckets: tuple[BucketLayout, ...]
 
     def segments(self, dp: int, dp_index: int) -> Iterator[Segment]:
-        """Yield the pieces of parameters that this data-parallel rank owns, in buffer order."""
+        """Yield the parameter pieces that this data-parallel rank owns, in buffer order."""
         for bucket in self.buckets:
             owned_start, owned_stop = bucket.owned(dp, dp_index)
             for entry in bucket.entries:
@@ -129,14 +130,14 @@ def layout_parameters(
 ) -> tuple[BufferLayout, ...]:
     """Lay out one rank's parameters.
 
-    Args:
-        records: in forward order.
-        dp: size of the axis that dense gradients are reduced over.
-        bucket_numel: a bucket is closed once it holds this many elements.
-        expert_dp: size of the axis that gradients of experts are reduced over.
-        alignment: every owned part is padded to a multiple of this many elements (256 bytes of fp32).
+    The layout depends only on local shapes and keys, so all tp ranks in a stage, and all replicas, agree on it.
 
-    The layout depends only on local shapes and keys, so that all tp ranks of a stage, and all replicas, agree on it.
+    Args:
+        records: this rank's parameters, in forward order.
+        dp: size of the axis over which dense gradients are reduced.
+        bucket_numel: number of elements at which a bucket is closed.
+        expert_dp: size of the axis over which expert gradients are reduced.
+        alignment: number of elements; every owned part is padded to a multiple (64 elements are 256 bytes in fp32).
     """
     by_key: dict[BufferKey, list[list[ParamRecord]]] = {}
     for record in records:
@@ -153,7 +154,7 @@ def layout_parameters(
 
 
 def _follows(records: Sequence[ParamRecord], first: ParamRecord, second: ParamRecord) -> bool:
-    """Return whether `second` directly follows `first` in forward order: only then do they share a GEMM."""
+    """Test whether `second` directly follows `first` in forward order; only then do they share a GEMM."""
     index = next(index for index, record in enumerate(records) if record is first)
     return records[index + 1] is second
 

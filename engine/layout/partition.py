@@ -1,4 +1,4 @@
-"""The layers of each pipeline stage.
+"""The cut of a model's layers into pipeline stages.
 
     10 layers, pp 2, vpp 2        stage 0        stage 1     stage 2     stage 3
                                   embedding 0 1  2 3 4       5 6 7       8 9 head
@@ -14,13 +14,13 @@ from triaxis.engine.layout.balance import even_counts
 
 @dataclass(frozen=True, slots=True)
 class StageLayers:
-    """The contents of one stage.
+    """One stage's contents.
 
     Attributes:
-        layers: global layer numbers, consecutive; on the last stage those of multi-token prediction follow.
-        has_embedding: true of the first stage.
-        has_head: true of the last stage (final norm, output head, loss).
-        num_mtp: of the layers, how many predict tokens further ahead; the last ones.
+        layers: consecutive global layer numbers; on the last stage, layers for multi-token prediction come last.
+        has_embedding: true on the first stage.
+        has_head: true on the last stage (final norm, output head, loss).
+        num_mtp: number of layers, the last in `layers`, that predict tokens further ahead.
     """
 
     layers: range
@@ -30,7 +30,7 @@ class StageLayers:
 
     @property
     def num_own(self) -> int:
-        """Return the number of the model's layers, without those of multi-token prediction."""
+        """Number of the model's layers, not counting those for multi-token prediction."""
         return len(self.layers) - self.num_mtp
 
 
@@ -39,15 +39,15 @@ def partition(
 ) -> tuple[StageLayers, ...]:
     """Cut the layers into pp x vpp stages; every layer is in exactly one.
 
-    Without `layers_per_stage` the cut is as even as possible. Where the layers do not divide, the larger stages are in the middle,
-    since the first stage also carries the embedding and the last one the head, the heaviest part besides the layers: the last stage
-    is the first to get one layer less, then the first, then the stages from the end.
+    If `layers_per_stage` is not given, the cut is as even as possible and any larger stages are in the middle. The first stage also
+    carries the embedding, and the last one the head, the heaviest part besides the layers. So the last stage is the first to get
+    one layer less, then the first, then the others from the end.
 
     Args:
-        num_layers: layers of the model.
-        pp, vpp: pipeline ranks, chunks per rank.
-        layers_per_stage: layers of each stage in stage order; only here 0 is allowed.
-        num_mtp: layers of multi-token prediction, which the last stage has besides.
+        num_layers: number of layers in the model.
+        pp, vpp: pipeline ranks, and chunks per rank.
+        layers_per_stage: layers per stage, in stage order; only here 0 is allowed.
+        num_mtp: layers for multi-token prediction, which the last stage holds in addition.
 
     Returns:
         One entry per stage, in stage order.

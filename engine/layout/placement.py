@@ -1,18 +1,18 @@
-"""The pipeline rank of each stage."""
+"""The mapping between pipeline stages and ranks."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The rank of each stage: in a loop, stage = chunk x pp + rank, or in a V of two chunks.
+    """Stages on ranks: in a loop, stage = chunk x pp + rank, or in a V with two chunks.
 
         pp 4, vpp 2     rank    0  1  2  3                 rank    0  1  2  3
                      chunk 0    0  1  2  3              chunk 0    0  1  2  3
                      chunk 1    4  5  6  7  a loop      chunk 1    7  6  5  4  a V
 
-    In a loop the last rank of a chunk is followed by the first rank of the next. In a V chunk 1 runs back: the turn stays on the
-    last rank, and the first holds both ends. The rest of the engine calls these methods and never computes a stage itself.
+    In a loop, a chunk's last rank is followed by the next chunk's first rank. In a V, chunk 1 runs back: the turn stays on the last
+    rank, and the first rank holds both ends. The rest of the engine calls these methods and never computes a stage itself.
     """
 
     pp: int
@@ -27,21 +27,21 @@ class Placement:
         return self.pp * self.vpp
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """Return the stage number of a rank's chunk."""
+        """Compute the stage number for a rank's chunk."""
         if self.is_v and chunk == 1:
             return self.num_stages - 1 - rank
         return chunk * self.pp + rank
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """Return the stage numbers of a rank's chunks, in the order of the chunks."""
+        """List a rank's stage numbers in chunk order."""
         return tuple(self.stage_of(rank, chunk) for chunk in range(self.vpp))
 
     def rank_of(self, stage: int) -> int:
-        """Return the pp rank that holds a stage."""
+        """Find the pp rank that holds a stage."""
         if self.is_v:
             return min(stage, self.num_stages - 1 - stage)
         return stage % self.pp
 
     def chunk_of(self, stage: int) -> int:
-        """Return the chunk number of a stage on its rank."""
+        """Compute a stage's chunk number on its rank."""
         return stage // self.pp

@@ -1,24 +1,24 @@
-"""The grid of ranks: sizes, named axes, coordinates and groups, as plain lists of ranks.
+"""The rank grid: sizes, named axes, coordinates and groups, as plain lists of ranks.
 
-The world is an array of ranks with named axes, slow to fast:
+The world is an array of ranks with named axes, slow to fast.
 
     pp, dp, cp, tp          rank = ((pp_i * DP + dp_i) * CP + cp_i) * TP + tp_i
 
-so tensor-parallel peers are neighbours (one node, NVLink), data-parallel peers come next, and pipeline stages are
-farthest apart (across nodes). 16 ranks as tp=2, pp=2, dp=4, eight to a node:
+Tensor-parallel peers are neighbours. They share a node (NVLink); data-parallel peers come next, and pipeline stages are farthest
+apart (across nodes). For example, 16 ranks as tp=2, pp=2, dp=4, eight to a node:
 
     node 0   pp 0:   dp 0: [0 1]    dp 1: [2 3]    dp 2: [4 5]    dp 3: [6 7]
     node 1   pp 1:   dp 0: [8 9]    dp 1: [10 11]  dp 2: [12 13]  dp 3: [14 15]
     tp groups: 0-1, 2-3, ...    dp groups: 0-2-4-6, 1-3-5-7, 8-10-12-14, ...    pp groups: 0-8, 1-9, ...
 
-A group is spanned by the free axes while the other coordinates are fixed. Groups come in one global order, so that every rank
-creates its process groups in the same sequence.
+A group varies its own axes and fixes all other coordinates. Groups come in one global order, so every rank creates its process
+groups in the same sequence.
 
-The dp x cp x tp ranks of a stage are read a second time for experts, slow to fast (2504.14960, "parallel folding"):
+For experts, a stage's dp x cp x tp ranks have a second set of axes, slow to fast (2504.14960, "parallel folding"):
 
     edp, ep, etp        place in the stage = (edp_i * EP + ep_i) * ETP + etp_i        dp cp tp = edp ep etp
 
-ep x etp neighbours share one set of experts: each holds 1/ep of them, and 1/etp of the width of each.
+ep x etp neighbours share one set of experts: each rank holds 1/ep of the experts, and 1/etp of each one's width.
 """
 
 import math
@@ -31,17 +31,17 @@ from triaxis.engine.layout.rank_rules import partial_node, too_many_ranks, tp_ac
 from triaxis.engine.layout.shard_spec import ExpertPlace, ReduceAxis
 
 AXES = ("pp", "dp", "cp", "tp")
-"""The mesh axes, slow to fast. No other place states this order."""
+"""The mesh axes, slow to fast. This order is defined only here."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelSizes:
-    """The number of ranks of each axis, and ways to share them out.
+    """Number of ranks on each axis, and sizes derived from them.
 
     Attributes:
-        ep, etp: ranks of a stage over which experts, and the width of each, are cut; dp x cp x tp = expert_dp x ep x etp.
+        ep, etp: number of ranks in a stage over which experts, and each one's width, are cut; dp x cp x tp = expert_dp x ep x etp.
         vpp: chunks per pipeline rank.
-        is_v: places two of them in a V.
+        is_v: whether a rank's two chunks are placed in a V.
     """
 
     tp: int = 1
@@ -70,31 +70,31 @@ class ParallelSizes:
 
     @property
     def dp_cp(self) -> int:
-        """Return the ranks over which dense gradients are summed and the optimizer's state is cut."""
+        """Number of ranks over which dense gradients are summed and the optimizer's state is cut."""
         return self.dp * self.cp
 
     @property
     def expert_ranks(self) -> int:
-        """Return the ranks that share one set of experts."""
+        """Number of ranks that share one set of experts."""
         return self.ep * self.etp
 
     @property
     def expert_dp(self) -> int:
-        """Return the ranks over which the gradients of an expert are summed and its optimizer's state is cut."""
+        """Number of ranks over which an expert's gradients are summed and its optimizer state is cut."""
         return self.dp * self.cp * self.tp // self.expert_ranks
 
     def reduce_size(self, axis: ReduceAxis) -> int:
-        """Return the size of an axis of `ParamRecord.reduce_over`."""
+        """Look up the size of an axis named by `ParamRecord.reduce_over`."""
         return self.dp_cp if axis == "dp" else self.expert_dp
 
     def expert_place(self, rank: int) -> ExpertPlace:
-        """Return the place of a rank among those that share its experts."""
+        """Find a rank's place among those that share its experts."""
         ep_index, etp_index = divmod(rank % self.expert_ranks, self.etp)
         return ExpertPlace(self.ep, ep_index, self.etp, etp_index)
 
     @property
     def num_ends(self) -> int:
-        """Return the number of pipeline ranks that hold the first or the last stage."""
+        """Number of pipeline ranks that hold the first or the last stage."""
         return 1 if self.pp == 1 or self.is_v else 2
 
     def size(self, axis: str) -> int:
@@ -102,12 +102,12 @@ class ParallelSizes:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the sizes in the order of `AXES`."""
+        """Axis sizes in the order of `AXES`."""
         return tuple(self.size(axis) for axis in AXES)
 
     @property
     def product(self) -> str:
-        """Return the sizes of the axes as a product: "tp 2 x pp 2 x dp 4", with cp where it is above 1."""
+        """Axis sizes as a product: "tp 2 x pp 2 x dp 4", with cp if it is above 1."""
         context = f"cp {self.cp} x " if self.cp > 1 else ""
         return f"tp {self.tp} x {context}pp {self.pp} x dp {self.dp}{self._experts(' ')}"
 
@@ -117,7 +117,7 @@ class ParallelSizes:
         return f"tp={self.tp}{context} pp={self.pp} {chunks} dp={self.dp}{self._experts('=')}"
 
     def _experts(self, sign: str) -> str:
-        """Return how experts are cut in words; "" where they are not."""
+        """Write the expert sizes in words; "" if experts are not cut."""
         words = [f"{name}{sign}{size}" for name, size in (("ep", self.ep), ("etp", self.etp)) if size > 1]
         if not words:
             return ""
@@ -126,7 +126,7 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """The position of one rank on each axis."""
+    """One rank's position on each axis."""
 
     pp: int
     dp: int
@@ -142,11 +142,11 @@ class Coordinates:
 
 
 class RankGrid:
-    """All ranks of a layout, with their coordinates, groups and nodes.
+    """All ranks in a layout, with their coordinates, groups and nodes.
 
     Args:
         sizes: the parallel sizes.
-        ranks_per_node: ranks that share a node; the whole world if not given.
+        ranks_per_node: number of ranks that share a node; the whole world if not given.
 
     Raises:
         TopologyError: the world does not fill whole nodes, or a tensor-parallel group would cross a node boundary and
@@ -185,7 +185,7 @@ class RankGrid:
         return Coordinates(**values)
 
     def rank(self, **coordinates: int) -> int:
-        """Return the rank at these coordinates; axes that are left out are 0."""
+        """Find the rank at these coordinates; axes that are left out are 0."""
         number = 0
         for axis in AXES:
             at = coordinates.get(axis, 0)
@@ -195,10 +195,10 @@ class RankGrid:
         return number
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """Return every group that spans `axes`, as tuples of ranks in rank order, in one global order.
+        """List every group that spans `axes`, as tuples of ranks in rank order, in one global order.
 
-        `groups("tp")` are the tensor-parallel groups, `groups("dp", "cp")` those that reduce dense gradients,
-        `groups(*AXES)` is the world.
+        `groups("tp")` lists the tensor-parallel groups, `groups("dp", "cp")` those that reduce dense gradients, and `groups(*AXES)`
+        the world.
         """
         for axis in axes:
             if axis not in AXES:
@@ -208,16 +208,16 @@ class RankGrid:
         return tuple(tuple(self.rank(**where, **inner) for inner in self._walk(free)) for where in self._walk(fixed))
 
     def end_stage_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the one or two pipeline ranks with the end stages at each (dp, cp, tp): the holders of a tied embedding."""
+        """List the one or two pipeline ranks with the end stages at each (dp, cp, tp), which hold a tied embedding."""
         return tuple((group[0], group[-1])[: self.sizes.num_ends] for group in self.groups("pp"))
 
     def expert_blocks(self) -> tuple[tuple[int, ...], ...]:
-        """Return the runs of ep x etp ranks of a stage that share one set of experts, in which tokens are dispatched."""
+        """List each stage's runs of ep x etp ranks that share one set of experts and dispatch tokens to each other."""
         size = self.sizes.expert_ranks
         return tuple(tuple(range(first, first + size)) for first in range(0, self.world_size, size))
 
     def expert_replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Return the groups of ranks of a stage that hold the same part of the same experts."""
+        """List the groups in each stage whose ranks hold the same part of the same experts."""
         stage, size = self.world_size // self.sizes.pp, self.sizes.expert_ranks
         return tuple(
             tuple(range(first + place, first + stage, size))
@@ -226,9 +226,12 @@ class RankGrid:
         )
 
     def tp_blocks(self, block_size: int) -> tuple[tuple[int, ...], ...]:
-        """Return the runs of `block_size` neighbours that each tensor-parallel group is cut into.
+        """Cut each tensor-parallel group into runs of `block_size` neighbours.
 
-        With fewer key/value heads than tp ranks, the tp / kv_heads ranks of a run hold replicas of the same head.
+        With fewer key/value heads than tp ranks, the tp / kv_heads ranks in a run hold replicas of the same head.
+
+        Raises:
+            TopologyError: `block_size` does not divide tp.
         """
         if self.sizes.tp % block_size:
             raise TopologyError(

@@ -1,18 +1,18 @@
-"""Rules that a number of ranks and its nodes keep, in words for an error."""
+"""Rules for rank counts and nodes, worded for error messages."""
 
 MOST_RANKS = 2**20
-"""Largest number of ranks of a run, far above any real one; also the bound of each parallel size."""
+"""Largest number of ranks in a run, far above any real one; also the bound for each parallel size."""
 
 
 def too_many_ranks(world_size: int) -> str | None:
-    """Return the rule that too many ranks break; None: they can be listed."""
+    """State the rule that too many ranks break; None if they can be listed."""
     if world_size <= MOST_RANKS:
         return None
     return f"is {world_size:,} ranks, and at most {MOST_RANKS:,} are planned: the groups of so many would not fit in memory"
 
 
 def partial_node(world_size: int, ranks_per_node: int) -> str | None:
-    """Return the rule that a world breaks if it leaves a node partly used; None: it fills whole nodes, or fits one."""
+    """State the rule that a partly used node breaks; None if the world fills whole nodes, or fits on one."""
     if world_size <= ranks_per_node or world_size % ranks_per_node == 0:
         return None
     return (
@@ -21,7 +21,7 @@ def partial_node(world_size: int, ranks_per_node: int) -> str | None:
 
 
 def tp_across_nodes(tp: int, world_size: int, ranks_per_node: int) -> str | None:
-    """Return the rule that `tp` breaks where a group would span two nodes; None: each group is on one node."""
+    """State the rule that a tensor-parallel group across two nodes breaks; None if each group is on one node."""
     if world_size <= ranks_per_node or ranks_per_node % tp == 0:
         return None
     return (
@@ -31,7 +31,7 @@ def tp_across_nodes(tp: int, world_size: int, ranks_per_node: int) -> str | None
 
 
 def uneven_experts(stage_ranks: int, ep: int, etp: int) -> str | None:
-    """Return the rule that `ep` and `etp` break if the ranks of a stage are no whole number of sets of experts."""
+    """State the rule that `ep` and `etp` break if sets of experts do not divide a stage's ranks evenly; None if they do."""
     if stage_ranks % (ep * etp) == 0:
         return None
     return (

@@ -1,20 +1,19 @@
-"""The record of a parameter: its identity, and the part of it on one rank.
+"""The record for a parameter: its identity, and one rank's part of it.
 
 `ParamSpec` holds the model's facts: name, logical global shape, initialisation, weight decay, the dim that is cut. `ParamRecord`
-adds one rank's facts: its one box of the logical tensor, the holders of replicas of that box, and the axis over which their
-gradients must still be summed. Initialisation, buffers, the optimizer, clipping and checkpoints read the record instead of guessing
-from a tensor's shape.
+adds one rank's facts: its box in the logical tensor, who holds replicas, and the axis over which their gradients must still be
+summed. Initialisation, buffers, the optimizer, clipping and checkpoints read the record instead of guessing from a tensor's shape.
 
     logical  layers.3.attention.kv.weight  [2, kv_heads, d, h]      tp_dim = 1
     tp = 2, kv_heads = 4    rank 0 holds the box [0:2, 0:2, 0:d, 0:h]      rank 1 holds [0:2, 2:4, 0:d, 0:h]
     tp = 8, kv_heads = 4    ranks 0 and 1 both hold [0:2, 0:1, 0:d, 0:h]: replicas over "kv_replicas"
 
-Experts are cut otherwise: their number over ep, and the width of each over etp, which may differ from tp.
+Experts are cut differently: their number over ep, and each one's width over etp, which may differ from tp.
 
     logical  layers.3.mlp.experts.down.weight       [E, h, f]               ep_dim = 0, tp_dim = 2
 
-The physical tensor is the box, row-major. Only the padded vocabulary has more rows: those past the logical shape are zero, get a
-gradient of exactly zero and are never saved or counted.
+The physical tensor is the box, row-major. Only the padded vocabulary has more rows. Rows past the logical shape are zero, get a
+gradient of exactly zero, and are never saved or counted.
 """
 
 import math
@@ -23,20 +22,20 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Box = tuple[tuple[int, int], ...]
-"""(start, stop) per dim of the logical tensor."""
+"""(start, stop) for each dim of the logical tensor."""
 
 ReplicaAxis = Literal["tp", "kv_replicas", "ends"]
 """Axes over which a parameter may be replicated; "ends" is the first and the last pipeline stage."""
 
 ReduceAxis = Literal["dp", "expert_dp"]
-"""Axes over which gradients are reduced and the optimizer's state is cut: of dense parameters, and of experts."""
+"""Axes over which gradients are reduced and the optimizer's state is cut, for dense parameters and for experts."""
 
 REDUCE_AXES: tuple[ReduceAxis, ...] = get_args(ReduceAxis)
 
 
 @dataclass(frozen=True, slots=True)
 class Init:
-    """The initial value of a parameter: zeros, ones, or normal with mean 0 and this standard deviation."""
+    """A parameter's initial value: zeros, ones, or normal with mean 0 and standard deviation `std`."""
 
     kind: Literal["normal", "zeros", "ones"]
     std: float = 0.0
@@ -44,21 +43,22 @@ class Init:
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """One parameter of the model, independent of the layout.
+    """One model parameter, independent of the layout.
 
     Attributes:
-        name: unique, with the global layer number (`layers.3.mlp.down.weight`).
+        name: unique name, with the global layer number (`layers.3.mlp.down.weight`).
         shape: logical global shape.
-        init: its initial value.
+        init: initial value.
         decay: whether weight decay applies (matrices: yes; norms and biases: no).
-        tp_dim: the dim that tensor parallelism cuts; None if every tp rank holds it whole. Of experts, the dim that etp cuts.
-        padded_size: size of `tp_dim` with padding (the vocabulary), or None.
-        grad_is_partial: if each tp replica sees only a part of the gradient: `sequence` where it acts on a sequence shard
-            under sequence parallelism, `always` where it acts on this rank's heads or tokens only, else `never`.
-        tied_ends: it is on the first and the last stage (the tied embedding).
-        fused_with_previous: it shares a GEMM with the spec before it and must be adjacent in memory where both are cut alike.
-        ep_dim: the dim of experts, which expert parallelism cuts; None for all other parameters.
-        is_trained: it has gradients. Otherwise a rule of its own changes it, and it has the accumulation dtype.
+        tp_dim: dim that tensor parallelism cuts (for experts, the dim that etp cuts); None if every tp rank holds it whole.
+        padded_size: size along `tp_dim` with padding (the vocabulary), or None.
+        grad_is_partial: whether each tp replica computes only a part of the gradient. `sequence`: yes under sequence parallelism,
+            because it acts on a sequence shard. `always`: it acts only on this rank's heads or tokens. Else `never`.
+        tied_ends: whether it is on the first and the last stage (the tied embedding).
+        fused_with_previous: whether it shares a GEMM with the spec before it; if both are cut alike, they must be adjacent in
+            memory.
+        ep_dim: expert dim, which expert parallelism cuts; None for all other parameters.
+        is_trained: whether it has gradients. Otherwise a rule of its own changes it, and it has the accumulation dtype.
     """
 
     name: str
@@ -75,7 +75,7 @@ class ParamSpec:
 
     @property
     def numel(self) -> int:
-        """Return the logical elements, padding excluded."""
+        """Number of logical elements, padding excluded."""
         return math.prod(self.shape)
 
 
@@ -85,14 +85,14 @@ class ParamRecord:
 
     Attributes:
         spec: the parameter.
-        box: the part of the logical tensor held here (empty in a dim where start == stop: pure padding).
-        local_shape: shape of the physical tensor: the box, plus padding rows of the vocabulary.
-        replicas: the axis over which other ranks hold the same box, or None. `reduce_over` is not named: every parameter is
-            replicated there.
-        sum_over: the axis over which the replicas' gradients are partial sums, added after the data-parallel reduction; None where
-            each replica computes the whole gradient.
-        reduce_over: the axis over which gradients of other samples are summed.
-        is_frozen: no update changes it (`optimizer.groups`); its gradient is computed all the same.
+        box: part of the logical tensor held here (empty in a dim where start == stop: pure padding).
+        local_shape: the physical tensor's shape: the box, plus the vocabulary's padding rows.
+        replicas: axis over which other ranks hold the same box, or None. `reduce_over` is not named: every parameter is replicated
+            there.
+        sum_over: axis over which the replicas' gradients are partial sums, added after the data-parallel reduction; None if each
+            replica computes the whole gradient.
+        reduce_over: axis over which gradients from other samples are summed.
+        is_frozen: whether updates leave it unchanged (`optimizer.groups`); its gradient is computed all the same.
     """
 
     spec: ParamSpec
@@ -109,7 +109,7 @@ class ParamRecord:
 
     @property
     def numel(self) -> int:
-        """Return the physical elements on this rank, padding included."""
+        """Number of physical elements on this rank, padding included."""
         return math.prod(self.local_shape)
 
     @property
@@ -118,13 +118,13 @@ class ParamRecord:
 
     @property
     def box_numel(self) -> int:
-        """Return the logical elements on this rank; they come first in the row-major physical tensor."""
+        """Number of logical elements on this rank; they come first in the row-major physical tensor."""
         return math.prod(self.box_shape)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertPlace:
-    """The place of a rank among the ranks that share a set of experts (`RankGrid.expert_blocks`)."""
+    """A rank's place among the ranks that share a set of experts (`RankGrid.expert_blocks`)."""
 
     ep: int = 1
     ep_index: int = 0
@@ -133,7 +133,7 @@ class ExpertPlace:
 
 
 ALL_EXPERTS = ExpertPlace()
-"""The place of a rank that holds every expert whole."""
+"""Place for a rank that holds every expert whole."""
 
 
 def localize(
@@ -145,7 +145,7 @@ def localize(
     experts: ExpertPlace = ALL_EXPERTS,
     is_frozen: bool = False,
 ) -> ParamRecord:
-    """Return the part of `spec` that the tensor-parallel rank `tp_index` of `tp` holds; of experts, the rank at that place."""
+    """Build the record for tp rank `tp_index`'s part of `spec`; for experts, the part at the place `experts`."""
     box = [(0, size) for size in spec.shape]
     local_shape = list(spec.shape)
     if spec.ep_dim is not None:
@@ -178,9 +178,9 @@ def localize(
 
 
 def cut(size: int, parts: int, index: int) -> tuple[int, int]:
-    """Return the range of `size` items in part `index` of `parts`; with fewer items than parts, neighbours share one.
+    """Compute the range of items in part `index`; with fewer items than parts, neighbouring parts share one.
 
-    One of `size` and `parts` divides the other (a rule of `engine/config/model.py`).
+    One of `size` and `parts` divides the other (a rule in `engine/config/model.py`).
     """
     assert size % parts == 0 or parts % size == 0, f"{size} items cannot be cut into {parts} parts"
     if size >= parts:
@@ -191,10 +191,10 @@ def cut(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def box_runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
-    """Yield the box as contiguous runs (start, stop) of the row-major logical tensor, in the box's row-major order."""
+    """Yield the box as contiguous runs (start, stop) in the row-major logical tensor, in the box's row-major order."""
     if any(start == stop for start, stop in box):
         return
-    # The longest tail of dims that the box covers whole, plus the dim before it, is one contiguous run.
+    # The trailing dims that the box covers whole form one contiguous run together with the dim before them.
     dim = len(shape)
     while dim > 0 and box[dim - 1] == (0, shape[dim - 1]):
         dim -= 1

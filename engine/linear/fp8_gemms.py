@@ -1,15 +1,15 @@
-"""The GEMMs of a linear layer with FP8 operands (`products.py` defines the three products).
+"""A linear layer's GEMMs with FP8 operands (`products.py` defines the three products).
 
-One FP8 scale for a whole tensor follows from its largest absolute value, a maximum over all ranks that hold a part: over cp, whose
-ranks hold other tokens, and over tp if the tensor is cut. Data-parallel ranks hold other microbatches, with scales of their own. So
-the scales of a microbatch are the same in every layout. The maximum is a small all-reduce before the GEMM: once for X (a replayed
-layer remembers it), once for dY, and once a step for the weight. Scales of blocks need no all-reduce: no block is cut.
+A tensor with one FP8 scale takes it from its largest absolute value, over all ranks that hold a part. These are the cp ranks, which
+hold other tokens, and the tp ranks if the tensor is cut. Data-parallel ranks hold other microbatches, with scales of their own. A
+microbatch's scales are therefore the same in every layout. The maximum is a small all-reduce before the GEMM: once for X (a
+replayed layer reuses it), once for dY, and once a step for the weight. Block scales need no all-reduce, because no block is cut.
 
-With one scale, the forward and the weight gradient read the same FP8 numbers of X. If nothing else saves X, the layer saves these
-numbers as bytes, 1 byte each. With blocks, X and X^T are rounded differently, and X is saved in the run's dtype.
+With one scale per tensor, the forward and the weight gradient read the same FP8 values of X. If nothing else saves X, the layer
+saves these values, 1 byte each. With block scales, X and X^T are rounded differently, so X is saved in the run's dtype.
 
 Once the scale is known, rounding commutes with a gather. So with `precision.fp8.gather: fp8`, sequence parallelism rounds first and
-gathers bytes: X of column-parallel layers, dY of row-parallel ones. The price: their maximum is over tp as well.
+gathers bytes: X in column-parallel layers, dY in row-parallel ones. The price is that their maximum must cover tp as well.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ from triaxis.engine.linear.products import LinearForm, LinearGemms, LinearParts,
 from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 Scale = torch.Tensor | None
-"""The largest absolute value of a tensor with one FP8 scale; None: its blocks have scales."""
+"""Largest absolute value in a tensor with one FP8 scale; None if each block has a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,12 @@ class Fp8Form(LinearForm):
         fp8: recipe and backend.
         tp: the tp axis.
         cp: the cp axis.
-        once: memo of a function's result, from the forward to the layer's replay (`SavedTensors.once`).
+        once: function that keeps a result from the forward for the layer's replay (`SavedTensors.once`).
         makes_again: test whether the current layer recomputes a part (`SavedTensors.makes_again`).
         sends: whether sequence parallelism gathers in FP8 (`precision.fp8.gather`).
-        counts: counts of the numbers that FP8 loses; None: they are not counted.
-        alone_without: parts whose recomputation saves the layer's input too; else this layer alone saves it. None: others save it.
+        counts: counts of the values that FP8 loses; None: they are not counted.
+        alone_without: parts that also save the layer's input if they are recomputed; otherwise only this layer saves it. None:
+            others save it in any case.
     """
 
     fp8: Fp8
@@ -61,7 +62,7 @@ class Fp8Form(LinearForm):
 
     @classmethod
     def of(cls, fp8: Fp8, config: Config, topology: Topology, saved: SavedTensors) -> "Fp8Form":
-        """Build the form for a run; `saved` is the policy of the rank's chunks."""
+        """Build the form for a run; `saved` is the policy for the rank's chunks."""
         counts = None
         if config.telemetry.fp8_interval is not None:
             is_first = topology.coordinates.dp == topology.coordinates.cp == 0
@@ -82,10 +83,9 @@ _NONE_YET = object()
 
 
 class Fp8Gemms(LinearGemms):
-    """The GEMMs of one layer with FP8 operands.
+    """One layer's GEMMs with FP8 operands.
 
-    The FP8 copies of the weights, W [out, in] for the forward and W^T [in, out] for dX, are made once after each change of the
-    weights.
+    The weights' FP8 copies, W [out, in] for the forward and W^T [in, out] for dX, are computed once after each weight change.
     """
 
     def __init__(self, parts: LinearParts, form: Fp8Form) -> None:
@@ -109,14 +109,14 @@ class Fp8Gemms(LinearGemms):
             return inputs, inputs.tensor
         largest = self._input_amax(whole, is_cut=self.parts.cuts_inputs)
         if region.keeps_gathered and self.form.fp8.recipe.is_tensorwise:
-            # The gathered copy is this layer's own, whoever saves x, so the layer can keep it as bytes.
+            # The gathered copy belongs to this layer, whoever saves x, so the layer can keep it as bytes.
             whole = self._as_bytes(whole, largest, is_cut=self.parts.cuts_inputs)
         return Operand(whole, largest), region.kept(x, whole)
 
     def enter_again(self, kept: Operand, region: TensorParallelRegion, purpose: str) -> Pending:
         tensor = kept.tensor
         if self._sends(region) and not is_bytes(tensor):
-            # X was saved in the run's dtype: with the forward's scale it becomes the same bytes again.
+            # X was saved in the run's dtype; the forward's scale rounds it to the same bytes.
             tensor = _bytes_of(self.form.fp8.activation(tensor.flatten(0, -2), kept.scale), tensor.shape)
         return region.enter_again(tensor, purpose)
 
@@ -131,7 +131,7 @@ class Fp8Gemms(LinearGemms):
         return region.leave_backward(sent, purpose), Operand(sent, largest)
 
     def whole_input(self, x: torch.Tensor) -> Operand:
-        """Return X, as FP8 bytes if the layer saves nothing else of it."""
+        """Prepare X as an operand, in FP8 bytes if nothing else saves it."""
         largest = self._input_amax(x, is_cut=self.parts.cuts_inputs)
         return Operand(self._as_bytes(x, largest, is_cut=self.parts.cuts_inputs) if self._is_stored() else x, largest)
 
@@ -180,7 +180,7 @@ class Fp8Gemms(LinearGemms):
         return None
 
     def copies(self) -> list[tuple[Quantised, Quantised]]:
-        """Return W and W^T in FP8, matrix by matrix; quantise them again if the weights have changed."""
+        """Quantise W and W^T, matrix by matrix; the copies are reused until the weights change."""
         matrices, version = self.weights.complete().views, self.weights.version()
         if version != self._version:
             fp8 = self.form.fp8
@@ -191,15 +191,13 @@ class Fp8Gemms(LinearGemms):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the run's dtype."""
         return self.weights.members[0].value.dtype
 
     def _sends(self, region: TensorParallelRegion) -> bool:
-        """Return whether the region gathers in FP8."""
         return self.form.sends and region.gathers
 
     def _is_stored(self) -> bool:
-        """Return whether the layer saves X in FP8: X has one scale, and nothing else saves it."""
+        """Test whether the layer saves X in FP8: X has one scale, and nothing else saves it."""
         parts = self.form.alone_without
         is_alone = parts is not None and not any(map(self.form.makes_again, parts))
         return is_alone and self.form.fp8.recipe.is_tensorwise
@@ -208,27 +206,27 @@ class Fp8Gemms(LinearGemms):
         return self.form.once(lambda: self._largest([x], "input", over_tp=is_cut, over_cp=True))
 
     def _gradient(self, matrix: torch.Tensor, largest: Scale) -> Quantised:
-        """Return a part of dY, given in the run's dtype or as FP8 bytes, quantised for a GEMM."""
+        """Quantise part of dY for a GEMM; it is given in the run's dtype or as FP8 bytes."""
         fp8 = self.form.fp8
         if is_bytes(matrix):
             return from_bytes(matrix, fp8.recipe.gradient, largest, fp8.fusion)
         return fp8.gradient(matrix, largest)
 
     def _as_bytes(self, x: torch.Tensor, largest: Scale, *, is_cut: bool) -> torch.Tensor:
-        """Convert X [.., in] to FP8 bytes, and count the numbers that are lost."""
+        """Convert X [.., in] to FP8 bytes, and count the values that are lost."""
         matrix = x.flatten(0, -2)
         rounded = self.form.fp8.activation(matrix, largest)
         self._count_inputs(matrix, rounded, is_cut=is_cut)
         return _bytes_of(rounded, x.shape)
 
     def _count_inputs(self, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count the numbers that X [n, in] loses, if the step is counted and the layer is not replayed."""
+        """Count the values that X [n, in] loses, if the step is counted and the layer is not replayed."""
         counts = self.form.counts
         if counts is not None and counts.is_open and not counts.is_replay():
             self._count("input", matrix, rounded, is_cut=is_cut)
 
     def _count_weights(self) -> None:
-        """Count the numbers that the weights lose, once in each counted step."""
+        """Count the values that the weights lose, once per counted step."""
         counts = self.form.counts
         if counts is None or not (counts.is_open and counts.has_weights) or self._counted_step == counts.step:
             return
@@ -238,13 +236,13 @@ class Fp8Gemms(LinearGemms):
             self._count("weight", weight, copy, is_cut=is_cut)
 
     def _count(self, role: Role, matrix: torch.Tensor, rounded: Quantised, *, is_cut: bool) -> None:
-        """Count the numbers that an operand loses; an operand that every tp rank holds whole counts on the first."""
+        """Count the values that an operand loses; an operand that every tp rank holds whole counts only on the first."""
         counts = self.form.counts
         if counts is not None and counts.is_open and (is_cut or self.form.tp.index == 0):
             counts.add(self.parts.name, role, matrix, rounded)
 
     def _largest(self, parts: Sequence[torch.Tensor], what: str, *, over_tp: bool, over_cp: bool) -> Scale:
-        """Compute the largest absolute value of `parts`, over tp and cp as asked; None if blocks have scales."""
+        """Compute the largest absolute value in `parts`, over tp and cp as asked; None if blocks have scales."""
         if not self.form.fp8.recipe.is_tensorwise:
             return None
         each = [self.form.fp8.amax(part) for part in parts]
@@ -256,5 +254,5 @@ class Fp8Gemms(LinearGemms):
 
 
 def _bytes_of(rounded: Quantised, shape: torch.Size) -> torch.Tensor:
-    """Return the values of a quantised matrix [n, columns] as bytes [.., columns]."""
+    """View a quantised matrix [n, columns] as bytes [.., columns]."""
     return rounded.values.view(torch.uint8).view(shape)

@@ -1,11 +1,11 @@
-"""Numbers that FP8 loses, counted per linear layer and operand on every K-th step (`telemetry.fp8_interval`).
+"""Values that FP8 loses, counted per linear layer and operand on every K-th step (`telemetry.fp8_interval`).
 
     forward     X as the GEMM reads it, once per microbatch (not in a replay), and W once
-    backward    dY as the GEMM of the input's gradient reads it
+    backward    dY as the input-gradient GEMM reads it
     then        `triaxis.engine.telemetry.meters.fp8_shares` sums the counts over the world and reads them
 
-An operand has three counts: nonzero numbers, nonzero numbers that became zero, and numbers that were clamped. Each number counts
-once over the world: a tensor that several tp ranks hold counts on the first, weights on the first data- and context-parallel rank.
+An operand has three counts: nonzero values, nonzero values that became zero, and values that were clamped. Each value counts once
+over the world. A tensor that several tp ranks hold counts on the first, weights on the first data- and context-parallel rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,23 +20,23 @@ _FORMATS = {each.dtype: each for each in (E4M3, E5M2)}
 
 
 def count_lost(matrix: torch.Tensor, rounded: Quantised) -> torch.Tensor:
-    """Count the numbers of a matrix [rows, columns] that are not zero, became zero, and were clamped: int64 [3]."""
+    """Count the values in a matrix [rows, columns] that are not zero, became zero, and were clamped: int64 [3]."""
     (rows, columns), (down, across) = matrix.shape, rounded.inverse.shape
     size = accumulate(matrix).abs()
     is_number = size != 0
     # The mask drops the sign bit, the only bit that +0 and -0 may have.
     became_zero = is_number & (rounded.values.view(torch.uint8).bitwise_and(0x7F) == 0)
-    # Numbers up to `beyond` round to the largest number of the format; only larger ones are clamped.
+    # Values up to `beyond` round to the format's largest value; only larger ones are clamped.
     most = rounded.inverse * _FORMATS[rounded.values.dtype].beyond
     was_clamped = size.reshape(down, rows // down, across, columns // across) > most[:, None, :, None]
     return torch.stack([is_number.sum(), became_zero.sum(), was_clamped.sum()])
 
 
 class Fp8Counts:
-    """The counts of one rank in a step.
+    """One rank's counts in a step.
 
     Args:
-        linears: names of the FP8 layers of the whole model, alike on every rank.
+        linears: names of all FP8 layers in the model, the same on every rank.
         has_weights: whether this rank counts its weights; other data- or context-parallel ranks hold the same.
         is_replay: test whether a layer is being recomputed in the backward.
 
@@ -63,10 +63,10 @@ class Fp8Counts:
         self.step += 1
 
     def end(self) -> torch.Tensor:
-        """End the counted step; return this rank's counts int64 [layers, operands, 3] since `begin`."""
+        """End the counted step; return this rank's counts since `begin`, int64 [layers, operands, 3]."""
         self.is_open = False
         return self._counts
 
     def add(self, linear: str, role: Role, matrix: torch.Tensor, rounded: Quantised) -> None:
-        """Count the numbers that one operand of a layer lost when `matrix` became `rounded`."""
+        """Count the values that a layer's operand lost when `matrix` became `rounded`."""
         self._counts[self._rows[linear], ROLES.index(role)] += count_lost(matrix, rounded)

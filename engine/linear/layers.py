@@ -4,19 +4,21 @@ Shapes: s sequence, b microbatch, t tensor-parallel ranks; (s/t) only with seque
 
     column parallel   W = [W_1; ..; W_t], cut by output rows       Y_i = f(X) W_i^T                [s, b, out/t]
     row parallel      W = [W_1 | .. | W_t], cut by input columns   Y = g(sum_i X_i W_i^T + bias)   [s(/t), b, out]
-    embedding         rows of the vocabulary cut                   Y = g(sum_i rows that rank i holds)
+    embedding         vocabulary cut by rows                       Y = g(sum_i rows that rank i holds)
 
 An MLP is column parallel, a nonlinearity, row parallel: one f and one g in the forward, their conjugates in the backward.
 
-Order of the column-parallel backward, in which communication runs under the GEMMs:
-    1. post the all-gather of X (sequence parallelism keeps only the shard of X, unless `recompute.gathered_inputs` is keep)
+In the column-parallel backward, communication runs under the GEMMs, in this order:
+    1. post the all-gather of X (sequence parallelism keeps only a shard, unless `recompute.gathered_inputs` is keep).
     2. dX = dY W                       3. post f's backward on dX
     4. dW += dY^T X                    5. wait for dX
+
 If weight gradients are deferred (`WeightGradQueue`), 1 and 4 run later, and a row-parallel layer gathers dY once more for its own.
-The gradient of a bias is dY summed over tokens. The consumer of Y computes dY and can sum it in that pass (`takes_bias_total`).
+A bias gradient is dY summed over tokens. The consumer of Y computes dY and can sum it in that pass (`takes_bias_total`).
 
 Activations are made contiguous first (most are) and multiplied as matrices [s * b, in] (`products.py`). Given [s, b, in], torch
-looks at all strides, also of dims of size 1: for one sample with transposed tokens it runs s small GEMMs, each reading the weight.
+looks at all strides, even in dims with size 1. For one sample with transposed tokens it would run s small GEMMs, each reading the
+weight.
 """
 
 import math
@@ -47,15 +49,15 @@ from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 class ColumnParallelLinear(nn.Module):
     """One or several weights that read the same input, each cut by output rows.
 
-    Together they enter the region once, where layers of one weight would each gather X. Cut by output rows, a rank has its columns
-    of Y whole, so a nonlinearity or a head follows without communication. Cut by input columns, Y would be a partial sum, to be
-    reduced before a nonlinearity may read it.
+    They enter the region together and gather X once; separate layers would each gather it. Because weights are cut by output rows,
+    each rank has its columns of Y whole, and a nonlinearity or a head follows without communication. With a cut by input columns, Y
+    would be a partial sum, to be reduced before a nonlinearity may read it.
 
     Args:
         weights: parameters [.., in], in the order of the output's columns.
         biases: one per weight, or none.
         name: label in the ledger.
-        consumer_sums_biases: whether the consumer of Y calls `takes_bias_total`, once before each backward of the layer.
+        consumer_sums_biases: whether the consumer of Y calls `takes_bias_total`, once before each backward through the layer.
     """
 
     def __init__(
@@ -95,12 +97,12 @@ class ColumnParallelLinear(nn.Module):
         return _ColumnParallel.apply(x, self)
 
     def with_gelu(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return Y and its GELU; the `RowParallelLinear` that reads both computes Y's gradient (`GeluGemms`)."""
+        """Compute Y and its GELU; the `RowParallelLinear` that reads both computes Y's gradient (`GeluGemms`)."""
         return _ColumnParallel.apply(x, self, True)
 
     @property
     def takes_bias_total(self) -> AddTotal:
-        """Return the function to call with dY's sum over tokens, [rows]; None: the consumer of Y has nothing to sum."""
+        """Function to call with dY's sum over tokens, [rows]; None if the consumer of Y has nothing to sum."""
         return self.gemms.add_bias_total if self.gemms.biases_are_summed_by_consumer else None
 
 
@@ -114,7 +116,7 @@ class _ColumnParallel(torch.autograd.Function):
             return layer.gemms.forward(inputs)
         assert isinstance(layer.gemms, GeluGemms)
         inner, activated = layer.gemms.forward_gelu(inputs)
-        # Only `inner` gets a gradient: the product of the layer that reads both computes it (`RowParallelLinear.forward`).
+        # Only `inner` gets a gradient, computed by the layer that reads both (`RowParallelLinear.forward`).
         ctx.mark_non_differentiable(activated)
         return inner, activated
 
@@ -126,7 +128,7 @@ class _ColumnParallel(torch.autograd.Function):
         def gather(kept: torch.Tensor) -> Pending:
             return gemms.enter_again(Operand(kept, scale), layer.region, f"{layer.name} regather")
 
-        # tp's communicator runs calls in the order in which they are posted. X goes first, so that 4 never waits for 3.
+        # tp's communicator runs calls in the order they are posted. X goes first, so that 4 never waits for 3.
         # A deferred product gathers when it runs: until then the rank holds its shard of X, not the whole.
         gathered = None if deferring else gather(kept)  # step 1: posted, so that it runs under the product of 2
         of_output = gemms.whole_grad(Operand(grad.contiguous()))
@@ -168,7 +170,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.weights = FusedWeights([weight], in_features=math.prod(weight.record.local_shape[1:]))
-        # Y is the sum of the ranks' parts: the bias must be in one of them alone.
+        # Y is the sum over the ranks' parts, so only one rank may add the bias.
         added = None if bias is None or region.axis.index else FusedWeights([bias], in_features=None)
         self.gemms: LinearGemms = form.gemms(
             LinearParts(name, self.weights, added, queue.kernel, cuts_inputs=True, cuts_outputs=False)
@@ -179,7 +181,7 @@ class RowParallelLinear(nn.Module):
         self.name = name
 
     def forward(self, x: torch.Tensor, gelu_of: torch.Tensor | None = None) -> torch.Tensor:
-        """Map x [s, b, in on this rank] to [s(/t), b, out]; with x = GELU(`gelu_of`), `gelu_of` gets the gradient in place of x."""
+        """Map x [s, b, in on this rank] to [s(/t), b, out]; if x = GELU(`gelu_of`), `gelu_of` gets the gradient instead of x."""
         return _RowParallel.apply(x, self, gelu_of)
 
 
@@ -210,7 +212,7 @@ class _RowParallel(torch.autograd.Function):
             assert isinstance(gemms, GeluGemms)
             grad_inner = gemms.input_grad_of_gelu(of_output, gelu_of)
         if layer.queue.deferring:
-            # With sequence parallelism the queue holds this rank's shard of dY, and gathers it again when the GEMM runs.
+            # With sequence parallelism the queue keeps this rank's dY shard, and gathers it again when the GEMM runs.
             layer.queue.defer(
                 DeferredGrad(
                     kept.tensor,
@@ -225,7 +227,7 @@ class _RowParallel(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Word embedding, its rows cut over tp.
+    """Word embedding whose rows are cut over tp.
 
     A rank looks up the tokens whose rows it holds, and puts zeros for the others; g sums the parts.
     """
@@ -259,7 +261,7 @@ class _VocabParallelLookup(torch.autograd.Function):
         layer: VocabParallelEmbedding = ctx.layer
         local, held = ctx.saved_tensors
         whole = layer.region.leave_backward(grad, "embedding backward").wait()
-        # Each rank has dY whole and adds it for its own tokens; for other tokens it adds zeros to row 0.
+        # Each rank has the whole dY and adds it for its own tokens; for other tokens it adds zeros to row 0.
         contribution = accumulate(whole) * held.unsqueeze(-1)
         main_grad, is_first = layer.weight.bound_main_grad(), not layer.weight.has_grad
         # Frequent tokens occur thousands of times, so they are summed in the accumulation dtype even if main grads are narrower.

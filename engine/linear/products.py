@@ -1,12 +1,12 @@
-"""The weights of a linear layer, and its three products with them.
+"""A linear layer's weights, and its three products with them.
 
-    forward                 Y  = X W^T (+ bias)
-    gradient of the input   dX = dY W
-    gradient of the weight  dW += dY^T X
+    forward           Y  = X W^T (+ bias)
+    input gradient    dX = dY W
+    weight gradient   dW += dY^T X
 
 X [n, in] and dY [n, out] are whole if the layer has gathered them; else their columns are cut over tp. A `LinearForm`, chosen when
-the model is built, selects who computes the products: torch in the run's dtype (here), FP8 GEMMs (`fp8_gemms.py`), or Transformer
-Engine (`te_gemms.py`).
+the model is built, selects the implementation: torch in the run's dtype (here), FP8 GEMMs (`fp8_gemms.py`), or Transformer Engine
+(`te_gemms.py`).
 """
 
 from abc import abstractmethod
@@ -24,14 +24,14 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 from triaxis.engine.tensor_parallel.parameter import ShardedParameter
 
 AddProduct = Callable[..., object]
-"""A function of (main grad [rows, in], dY [n, rows], X [n, in], *, overwrite) that adds dY^T X to the main grad."""
+"""A function that takes (main grad [rows, in], dY [n, rows], X [n, in], *, overwrite) and adds dY^T X to the main grad."""
 
 
 class Operand(NamedTuple):
-    """X or dY, as the products of a layer read it.
+    """X or dY, as a layer's products read it.
 
     Attributes:
-        tensor: [.., columns] in the run's dtype, or FP8 numbers as bytes.
+        tensor: [.., columns] in the run's dtype, or FP8 values as bytes.
         scale: largest absolute value, from which one FP8 scale is computed; None: no scale, or one for each block.
     """
 
@@ -40,20 +40,20 @@ class Operand(NamedTuple):
 
 
 class FusedWeights:
-    """Weights that read one input, stacked by rows; members that are adjacent in the flat tensor are one matrix.
+    """Weights that read one input, stacked by rows; members that are adjacent in the flat tensor form one matrix.
 
-    W = [W_1; W_2; ..] with W_i [rows_i, in]. Query and key/value weights are adjacent unless the key/value heads are replicated:
-    then they are in another buffer. Members are used together: each gets its gradients when the others do.
+    W = [W_1; W_2; ..] with W_i [rows_i, in]. Query and key/value weights are adjacent unless the key/value heads are replicated,
+    which puts them in another buffer. Members are used together: each gets its gradients when the others do.
 
-    They are joined by their place in memory, so one GEMM serves all and none is copied. One stacked parameter would be the obvious
-    way, but members may differ: replicated key/value heads are cut, summed and saved in another way than the query. As separate
-    parameters they keep their names and cuts, and a layout that separates them costs one GEMM more.
+    Members that are neighbours in memory share one GEMM, and none is copied. The obvious alternative is one stacked parameter, but
+    members may differ: replicated key/value heads are cut, summed and saved differently from the query. As separate parameters they
+    keep their names and cuts. A layout that separates them costs one GEMM more.
 
-    Views of weights and main grads are made once after each binding of the members, not at each use.
+    Views into weights and main grads are built once per binding, not at each use.
 
     Attributes:
-        values: the matrices of W, as of the last `complete`.
-        all_rows: slice of all rows of W.
+        values: W's matrices, as of the last `complete`.
+        all_rows: slice over all rows in W.
     """
 
     def __init__(self, members: Sequence[ShardedParameter], in_features: int | None) -> None:
@@ -64,7 +64,7 @@ class FusedWeights:
         self.all_rows = slice(0, sum(member.record.numel for member in self.members) // (in_features or 1))
 
     def version(self) -> int | None:
-        """Return a number that changes whenever the weights do, so that copies can follow; None: the members have no bucket."""
+        """Compute a number that changes whenever the weights do, so that copies can follow; None if the members have no bucket."""
         if self.members[0].bucket is None:
             return None
         return sum(member.bucket.version for member in self.members if member.bucket is not None)
@@ -78,7 +78,7 @@ class FusedWeights:
         return self.values.now()
 
     def accumulate(self, grad: torch.Tensor, x: Any, add: AddProduct) -> None:
-        """Add a gradient to the main grads, once for each run of adjacent members, and tell their buckets.
+        """Add a gradient to the main grads, once per run of adjacent members, and count it in the members' buckets.
 
         `grad` is dY [n, out] and `x` is X [n, in], in a form that `add` reads. For biases, `grad` [out] is the gradient itself.
         """
@@ -92,11 +92,11 @@ class FusedWeights:
 
 
 class Matrices:
-    """Views of parameters' tensors as matrices of one width, memory neighbours joined; cached until a parameter is bound again.
+    """Parameter tensors viewed as matrices of one width, memory neighbours joined; cached until a parameter is bound again.
 
     Args:
         members: the parameters.
-        name: attribute of a parameter that holds the tensor (`value` or `main_grad`).
+        name: parameter attribute that holds the tensor (`value` or `main_grad`).
         width: number of columns; None: vectors.
 
     Attributes:
@@ -136,7 +136,7 @@ class Matrices:
         merged = views[:1]
         for view in views[1:]:
             last = merged[-1]
-            # Offsets, not addresses: in a footprint tensors have no memory, and must be joined in the same way.
+            # Offsets, not addresses: a footprint's tensors have no memory, but must be joined in the same way.
             is_one_storage = last.untyped_storage()._cdata == view.untyped_storage()._cdata
             if is_one_storage and last.storage_offset() + last.numel() == view.storage_offset():
                 merged[-1] = torch.as_strided(last, (last.shape[0] + view.shape[0], *last.shape[1:]), last.stride())
@@ -146,15 +146,15 @@ class Matrices:
 
 
 class LinearParts(NamedTuple):
-    """The properties of a layer from which its products are built.
+    """The layer properties from which its products are built.
 
     Attributes:
         name: the layer's name.
         weights: the weights, which read the same input.
-        biases: the biases of the same rows, added to Y; None: none.
-        kernel: kernel of the weight gradients.
+        biases: biases for the same rows, added to Y, or None.
+        kernel: kernel for the weight gradients.
         cuts_inputs, cuts_outputs: whether X, and Y, are cut over tp.
-        sums_biases: whether the products add the gradient of the biases too.
+        sums_biases: whether the products also add the bias gradients.
         consumer_may_sum: whether the consumer of Y calls `LinearGemms.add_bias_total` instead, if no product sums dY.
     """
 
@@ -169,13 +169,13 @@ class LinearParts(NamedTuple):
 
 
 class LinearGemms:
-    """The products of one layer in the run's dtype.
+    """One layer's products in the run's dtype.
 
     Args:
-        makes_totals: whether the product of the weight gradient returns the sum of dY as well.
+        makes_totals: whether the weight-gradient product returns dY's sum as well.
 
     Attributes:
-        biases_are_summed_by_consumer: whether the consumer of Y computes the gradient of the biases.
+        biases_are_summed_by_consumer: whether the consumer of Y computes the bias gradients.
     """
 
     def __init__(self, parts: LinearParts, *, makes_totals: bool = False) -> None:
@@ -188,7 +188,7 @@ class LinearGemms:
         self._add = partial(add_matmul, kernel=parts.kernel)
 
     def enter(self, x: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Operand, torch.Tensor]:
-        """Let X [s (/t), b, in] of a column-parallel layer enter the region; return X, and the tensor to save for `enter_again`."""
+        """Take a column-parallel layer's X [s (/t), b, in] into the region; return X, and the tensor to save for `enter_again`."""
         whole = region.enter(x, purpose).wait()
         return Operand(whole), region.kept(x, whole)
 
@@ -197,19 +197,19 @@ class LinearGemms:
         return region.enter_again(kept.tensor, purpose)
 
     def leave_backward(self, grad: torch.Tensor, region: TensorParallelRegion, purpose: str) -> tuple[Pending, Operand]:
-        """Post the backward of g or g' for dY [s (/t), b, out] of a row-parallel layer.
+        """Post the backward of g or g' for a row-parallel layer's dY [s (/t), b, out].
 
         Returns:
-            The tensor of dY [s, b, out], in flight, and the operand from which a deferred weight gradient restores it.
+            The tensor dY [s, b, out], in flight, and the operand from which a deferred weight gradient restores it.
         """
         return region.leave_backward(grad, purpose), Operand(grad)
 
     def whole_input(self, x: torch.Tensor) -> Operand:
-        """Return X [.., in] of a layer that gathers nothing, as `forward` reads it and the backward saves it."""
+        """Prepare a layer's X [.., in] that is not gathered, as `forward` reads it and the backward saves it."""
         return Operand(x)
 
     def whole_grad(self, grad: Operand) -> Operand:
-        """Return dY [.., out], with the scale that `input_grad` and `add_weight_grads` need."""
+        """Complete dY [.., out] with the scale that `input_grad` and `add_weight_grads` need."""
         return grad
 
     def forward(self, x: Operand) -> torch.Tensor:
@@ -225,7 +225,7 @@ class LinearGemms:
         return whole.view(*tensor.shape[:-1], whole.shape[-1])
 
     def input_grad(self, grad: Operand) -> torch.Tensor:
-        """Compute dX [.., in] = dY W from dY [.., out]: a sum over the matrices, each times its own columns of dY."""
+        """Compute dX [.., in] = dY W from dY [.., out]: a sum over the matrices, each times its own dY columns."""
         matrices, tensor = self.weights.complete().views, grad.tensor
         rows = tensor.view(-1, tensor.shape[-1])
         parts = [rows] if len(matrices) == 1 else rows.split([matrix.shape[0] for matrix in matrices], dim=-1)
@@ -241,22 +241,22 @@ class LinearGemms:
             self.add_bias_total(total_of(grad.tensor) if total is None else total)
 
     def add_bias_total(self, total: torch.Tensor) -> None:
-        """Add the sum of dY over its tokens, [out] in the accumulation dtype, to the main grads of the biases."""
+        """Add dY's sum over its tokens, [out] in the accumulation dtype, to the biases' main grads."""
         assert self.biases is not None
         self.biases.accumulate(total, None, _add_total)
 
     def add_products(self, grad: Operand, x: Operand) -> torch.Tensor | None:
-        """Add dY^T X to the main grads of the weights; return the sum of dY over the tokens [out] if `makes_totals`, else None."""
+        """Add dY^T X to the weights' main grads; return dY's sum over the tokens [out] if `makes_totals`, else None."""
         rows = grad.tensor.view(-1, grad.tensor.shape[-1])
         self.weights.accumulate(rows, x.tensor.view(-1, x.tensor.shape[-1]), self._add)
         return None
 
     def vectors(self) -> Iterable[torch.Tensor | None]:
-        """Return the bias vector [rows] of each matrix, after `complete`; an endless row of None if there are no biases."""
+        """List each matrix's bias vector [rows], after `complete`; an endless series of None if there are no biases."""
         if self.biases is None:
             return repeat(None)
         vectors, matrices = self.biases.complete(), self.weights.values
-        # Biases are joined as their weights are, unless only some members are frozen.
+        # Biases are joined like their weights, unless only some members are frozen.
         if vectors.rows == matrices.rows:
             return vectors.views
         return torch.cat(vectors.views).split([matrix.shape[0] for matrix in matrices.views])
@@ -267,7 +267,7 @@ def _add_total(main_grad: torch.Tensor, total: torch.Tensor, x: None, *, overwri
 
 
 class GeluGemms(LinearGemms):
-    """Products whose epilogues compute the GELU (its tanh form) between a layer and the next one.
+    """Products whose epilogues compute the GELU (its tanh form) between a layer and the next.
 
     first layer     inner = X W^T + bias, activated = GELU(inner)
     second layer    d inner = dY W GELU'(inner)
@@ -283,14 +283,14 @@ class GeluGemms(LinearGemms):
 
 
 class LinearForm:
-    """The form in which some layers compute their products: here in the run's dtype."""
+    """The way in which some layers compute their products: here in the run's dtype."""
 
     def alone(self, *parts: str) -> "LinearForm":
-        """Return the form for a layer that alone saves its input, unless one of these parts (`recompute.modules`) is recomputed."""
+        """Adapt the form to a layer that alone saves its input, unless one of these parts (`recompute.modules`) is recomputed."""
         return self
 
     def gemms(self, parts: LinearParts) -> LinearGemms:
-        """Build the products of a layer."""
+        """Build a layer's products."""
         return LinearGemms(parts)
 
 

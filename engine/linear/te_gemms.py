@@ -1,4 +1,4 @@
-"""The GEMMs of a linear layer by Transformer Engine, in the run's dtype."""
+"""A linear layer's GEMMs by Transformer Engine, in the run's dtype."""
 
 from dataclasses import dataclass
 
@@ -19,9 +19,9 @@ class TeForm(LinearForm):
 
 
 class TeGemms(GeluGemms):
-    """The products of one layer by Transformer Engine.
+    """One layer's products by Transformer Engine.
 
-    TE wants contiguous operands: if the matrices of a layer are not adjacent, each one's columns of dY are copied first.
+    TE needs contiguous operands: if a layer's matrices are not adjacent, each one's dY columns are copied first.
     """
 
     def __init__(self, parts: LinearParts, te: TransformerEngine) -> None:

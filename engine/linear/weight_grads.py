@@ -1,4 +1,4 @@
-"""Weight-gradient GEMMs, at once or later: zero-bubble schedules compute them apart from the gradient of the input."""
+"""Weight-gradient GEMMs, run at once or later: zero-bubble schedules separate them from the input gradient."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ from triaxis.engine.kernels.weight_grad import WeightGradKernel
 
 @dataclass(frozen=True, slots=True)
 class DeferredGrad:
-    """The weight gradient of one layer and microbatch, still to be computed.
+    """One layer's weight gradient for one microbatch, still to be computed.
 
     Attributes:
         part: one operand as this rank saved it; with sequence parallelism its shard [s/t, b, h].
-        gather: function that posts the gather of `part` to [s, b, h].
+        gather: function that posts the gather from `part` to [s, b, h].
         other: the other operand, whole.
-        add: function of the gathered operand and the other one, which adds their product to the main grads.
+        add: function that takes the gathered operand and the other one, and adds their product to the main grads.
     """
 
     part: torch.Tensor
@@ -30,11 +30,11 @@ class DeferredGrad:
 class WeightGradQueue:
     """Weight-gradient GEMMs that may run later.
 
-    While `deferring`, layers give it their work by `defer`, and `take` hands it to the executor.
+    While `deferring`, layers queue their work with `defer`, and the executor collects it with `take`.
 
     Args:
-        kernel: kernel of the GEMMs.
-        on_kept: observer of each operand that waits.
+        kernel: GEMM kernel.
+        on_kept: observer called with each operand that is kept.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class WeightGradQueue:
         self._work: list[DeferredGrad] = []
 
     def defer(self, work: DeferredGrad) -> None:
-        """Keep work for `take`."""
+        """Queue work for `take`."""
         assert self.deferring
-        # Detached: with their autograd graph the operands would hold the stage's input and its gradient.
+        # Detached, because their autograd graph would keep the stage's input and its gradient alive.
         part, other = work.part.detach(), work.other.detach()
         self._on_kept(part)
         self._on_kept(other)
         self._work.append(replace(work, part=part, other=other))
 
     def take(self) -> list[DeferredGrad]:
-        """Return the queued work in order, leaving the queue empty."""
+        """Empty the queue and return its work in order."""
         work, self._work = self._work, []
         return work
 
 
 @torch.no_grad()
 def add_deferred(work: list[DeferredGrad]) -> None:
-    """Compute the weight gradients and empty the list; each operand is gathered while the GEMM before its own runs."""
+    """Compute the weight gradients and empty the list; each operand is gathered while the previous GEMM runs."""
     gathers = [each.gather(each.part) for each in work[:1]]
     while work:
         gathers += [each.gather(each.part) for each in work[1:2]]

@@ -1,7 +1,7 @@
-"""The update of all owned runs by the kernel of apex's FusedAdam, in one launch for each update rule.
+"""Updates through apex's FusedAdam kernel: all owned runs, in one launch per update rule.
 
-If gradients have the parameters' dtype, the kernel writes the masters and the parameters. Else it writes the masters, and a second
-pass copies them to the parameters.
+If gradients have the parameters' dtype, the kernel writes the masters and the parameters. Otherwise it writes only the masters, and
+a second pass copies them to the parameters.
 """
 
 from collections import defaultdict
@@ -33,9 +33,9 @@ def update_by_apex(
 
     Args:
         trained: this rank's trained buckets.
-        runs_of: runs of each bucket, with their rules.
-        lr: learning rate of the step.
-        grad_scale, num_updates: scalars on the device; the updates are those before this one.
+        runs_of: each bucket's runs, with their rules.
+        lr: learning rate for the step.
+        grad_scale, num_updates: scalars on the device; `num_updates` counts the updates before this one.
         skip: a bool on the device.
     """
     flag, step = skip.to(torch.int32).view(1), (num_updates + 1).to(torch.int32).view(1)

@@ -1,15 +1,16 @@
 """The optimizer with its state sharded over data-parallel ranks (ZeRO-1, 1910.02054 section 5.1).
 
-Each data-parallel rank owns an equal part of every bucket (`param_layout.py`) with its master weights and moments (forms in
-`state.py`, optimizers in `engine/config/optimizer_kinds.py` and `updates.py`).
+Each data-parallel rank owns an equal part of every bucket (`param_layout.py`), with its master weights and moments. Their stored
+forms are in `state.py`, the optimizers in `engine/config/optimizer_kinds.py` and `updates.py`.
 
-A step scales the owned gradients (loss scale and clipping), and updates the masters in the accumulation dtype and their moving
-average. Then it rounds the masters to the parameters, and all-gathers the buckets. Three kernels (`kernels.optimizer`):
+A step scales the owned gradients (loss scale and clipping), then updates the masters in the accumulation dtype and their moving
+average. Afterwards it rounds the masters into the parameters and all-gathers the buckets. There are three kernels
+(`kernels.optimizer`):
 
-    torch      torch's fused operator; scaling and narrow state take passes of their own
-    compiled   `_update`, everything in one pass over a stretch of a bucket, whatever its rules (`stretches.py`); an extension's
-               rule has this form alone, and runs it operator by operator where the kernel is `torch`
-    apex       FusedAdam's, in one launch for all runs with one `UpdateRule` (`apex_update.py`)
+    torch      torch's fused operator; scaling and narrow state take passes of their own.
+    compiled   `_update`, everything in one pass over a stretch of a bucket, whatever its rules (`stretches.py`). An extension's
+               rule has only this form; if the kernel is `torch`, it runs operator by operator.
+    apex       FusedAdam's kernel, in one launch for all runs with one `UpdateRule` (`apex_update.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,13 +35,13 @@ from triaxis.engine.optimizer.stretches import Run, Stretch, stretches
 from triaxis.engine.optimizer.updates import UPDATES, Update
 
 DOT_NUMEL: Mapping[str, int] = MappingProxyType({"cpu": 2**16, "cuda": 2**30})
-"""Largest number of elements of one `torch.dot`, by device. A CPU's BLAS adds each lane one by one: in fp32, four times as many
-would be 2e-6 off. cuBLAS takes a 32-bit count; a bucket may be longer, since it holds at least one whole parameter."""
+"""Largest number of elements in one `torch.dot`, by device. A CPU's BLAS adds up each lane sequentially: in fp32, four times as
+many would be 2e-6 off. cuBLAS takes a 32-bit count; a bucket may be longer, since it holds at least one whole parameter."""
 
 
 @dataclass
 class OwnedBucket:
-    """The optimizer state of one bucket on its owner; all tensors are flat, [owned elements]."""
+    """One bucket's optimizer state on its owner; all tensors are flat, [owned elements]."""
 
     buffer: FlatBuffer
     bucket: Bucket
@@ -69,24 +70,24 @@ class OwnedBucket:
 
 
 class DistributedOptimizer:
-    """The configured optimizer, on the owned parts of the flat buffers.
+    """The configured optimizer, applied to the owned parts of the flat buffers.
 
-    Owners share buckets in equal parts, cut anywhere, because whole parameters would give them unequal work and memory. Updates are
-    element by element (`Update`), so a cut through a matrix changes no bit. One owner rounds a master and the other data-parallel
-    ranks receive its bits, so they cannot drift apart. Whether a step is left out is a bool on the device: the host posts the same
+    Buckets are cut into equal parts at any element, because whole parameters would give owners unequal work and memory. Updates are
+    element-wise (`Update`), so a cut through a matrix changes no bit. Only the owner rounds a master; the other data-parallel ranks
+    receive its bits, so they cannot drift apart. A bool on the device decides whether a step is skipped. The host posts the same
     kernels and gathers in every step, and waits for none.
 
     Args:
         buffers: parameters and main grads. The parameters must hold their initial values: masters start from them.
         config: hyperparameters.
-        precision: stored form of the state.
-        is_compiled, apex: choice of the kernel, as above; torch's if neither is given.
-        own: an extension's rule, whose only form is `_update`, compiled or not.
+        precision: stored forms for masters and moments.
+        is_compiled, apex: kernel choice, as above; torch's if neither is given.
+        own: an extension's rule, which runs only through `_update`, compiled or not.
 
     Attributes:
-        owned, trained: the owned buckets, and those of them that updates change.
+        owned, trained: all owned buckets, and the ones that updates change.
         state_kinds: the master, this optimizer's moments, and the average if there is one.
-        wide: the accumulation dtype of the parameters, in which an update is computed.
+        wide: the parameters' accumulation dtype, in which an update is computed.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class DistributedOptimizer:
         self._arithmetic: type[Update] | type[UpdatePart] = UPDATES[config.name] if own is None else own
         self._fusion = Fusion("compiled" if is_compiled else "eager")
         self._apex = apex
-        # From the buffers, not from a first bucket: a pipeline stage without layers owns none.
+        # Taken from the buffers: a pipeline stage without layers owns no bucket to take it from.
         self.wide = accumulation_dtype(buffers.dtype)
         self._num_updates = torch.zeros((), dtype=STEP_DTYPE, device=buffers.device)
         self.owned: list[OwnedBucket] = []
@@ -137,11 +138,11 @@ class DistributedOptimizer:
             self._stretches = [stretches(runs, numbers, buffers.device) for runs in self._runs]
 
     def grad_square_sum(self) -> torch.Tensor:
-        """Compute the sum of squares of the owned gradients, each model element counted once over the world (a scalar).
+        """Sum the squares of the owned gradients into a scalar; each model element counts once over the world.
 
         Only the first replica counts; padding has gradient zero.
         """
-        # Replicas hold equal gradients after `GradBuffers.finish`; counted on each, they would weigh more than cut parameters.
+        # Replicas hold equal gradients after `GradBuffers.finish`; if each copy counted, they would outweigh cut parameters.
         counted = [owned for owned in self.trained if owned.buffer.replica_index == 0]
         total = torch.zeros((), dtype=self.wide, device=self.buffers.device)
         for owned in counted:
@@ -150,13 +151,14 @@ class DistributedOptimizer:
 
     @property
     def num_updates(self) -> int:
-        """Return the number of updates in the moments; on a GPU the host waits."""
+        """Number of updates in the moments; on a GPU the host waits."""
         return int(self._num_updates)
 
     def step(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor) -> None:
-        """Update with gradients x `grad_scale`, then post the all-gathers of the new parameters.
+        """Update with gradients x `grad_scale`, then post the all-gathers for the new parameters.
 
         Args:
+            lr: learning rate, before each rule's factor.
             grad_scale: a scalar on the device.
             skip: a bool on the device; True leaves masters, moments, average and parameters unchanged.
         """
@@ -170,11 +172,11 @@ class DistributedOptimizer:
             self._update_by_torch(lr, grad_scale, skip, skip.to(STEP_DTYPE))
         # After the kernels, whose bias correction counts this update already. A skipped step is not an update.
         self._num_updates += skip.logical_not()
-        # In a skipped step too: only the device knows that it is skipped, and all ranks must post the same calls.
+        # Posted in a skipped step too: the host does not see the skip, and all ranks must post the same calls.
         self.buffers.gather()
 
     def restored(self, num_updates: int) -> None:
-        """Propagate a loaded state: gather the owned parameters, which follow the loaded masters, on every rank.
+        """Finish loading a state: gather the owned parameters, which follow the loaded masters, on every rank.
 
         Args:
             num_updates: number of updates in the loaded moments (Adam's bias correction).
@@ -185,12 +187,12 @@ class DistributedOptimizer:
 
     def _update_by_torch(self, lr: float, grad_scale: torch.Tensor, skip: torch.Tensor, skipped: torch.Tensor) -> None:
         for owned, runs in zip(self.trained, self._runs, strict=True):
-            # Wide gradients are scaled in place, so that main grads after a step are those that the update used.
+            # Wide gradients are scaled in place, so after a step the main grads are what the update used.
             grads = owned.grads if owned.grads.dtype == owned.state.wide else owned.grads.to(owned.state.wide)
             grads.mul_(grad_scale)
             # A wide kind is the stored tensor itself, updated in place; a narrow one is a wide copy that `write` stores.
             state = {kind: owned.state.read(kind) for kind in self.state_kinds}
-            # The operator takes one learning rate and one decay for all its tensors, hence a call for each rule.
+            # The operator takes one learning rate and one decay for all its tensors, so each rule needs its own call.
             for rule in dict.fromkeys(rule for _, rule in runs):
                 own = [where for where, others in runs if others == rule]
                 UPDATES[self.config.name].by_torch(
@@ -209,7 +211,7 @@ class DistributedOptimizer:
     def _update_elementwise(
         self, of_buckets: Sequence[Sequence[Stretch]], lr: float, grad_scale: torch.Tensor, skip: torch.Tensor
     ) -> None:
-        # Changing scalars stay tensors: a Python number would become part of the kernel.
+        # Scalars that change stay tensors: Python numbers would be compiled into the kernel.
         step = self._num_updates.to(AGREEMENT_DTYPE) + 1
         rows = [
             torch.stack((*self._arithmetic.factors(self.config, lr * rule.lr_factor, step), decay))
@@ -236,7 +238,7 @@ class DistributedOptimizer:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor | None:
-    """Return the factor that limits the global gradient norm to `max_norm`; None without a limit.
+    """Compute the factor that limits the global gradient norm to `max_norm`; None if there is no limit.
 
     `norm` and the factor are scalars on the device. The 1e-6 in the denominator is the field's convention
     (torch.nn.utils.clip_grad_norm_, Megatron-LM).
@@ -245,8 +247,8 @@ def clip_factor(norm: torch.Tensor, max_norm: float | None) -> torch.Tensor | No
 
 
 def add_squares(total: torch.Tensor, values: torch.Tensor) -> None:
-    """Add the sum of squares of a vector [n] of any length to `total`, a scalar of the same dtype on the same device."""
-    # A dot product stores no squares. (On a CPU vector_norm adds all elements one by one: 1e-3 off at 1.5e7 of them.)
+    """Add the sum of squares of a vector [n], however long, to `total`, a scalar with the vector's dtype and device."""
+    # A dot product stores no squares. (On a CPU, vector_norm adds elements sequentially and is 1e-3 off at 1.5e7 elements.)
     for piece in values.split(DOT_NUMEL[values.device.type]):
         total += torch.dot(piece, piece)
 
@@ -263,9 +265,9 @@ def _update(
     arithmetic: type[Update] | type[UpdatePart],
     config: OptimizerConfig,
 ) -> None:
-    """Update tensors [blocks, n] in their stored forms, in place; nothing changes if `skip`.
+    """Update tensors [blocks, n] in place, in their stored forms; nothing changes if `skip`.
 
-    `factors` has a row for each block: the factors of `Update.factors`, then the weight decay.
+    `factors` has a row for each block: the values from `Update.factors`, then the weight decay.
     """
     wide = factors.dtype
     kept = parameters if kept is None else kept
@@ -273,7 +275,7 @@ def _update(
     master, moments = read_master(parameters, kept), [moment.to(wide) for moment in kept_moments]
     grad = grads.to(wide) * grad_scale
     new, new_moments = arithmetic.elementwise(master, moments, grad, others, config, weight_decay)
-    # `where`, not a factor of zero: gradients that are not finite make new values nan, and nan x 0 is nan.
+    # `where`, not a zero factor: gradients that are not finite make new values nan, and nan x 0 is nan.
     for kept_moment, moment, new_moment in zip(kept_moments, moments, new_moments, strict=True):
         kept_moment.copy_(torch.where(skip, moment, new_moment))
     if average is not None and config.ema is not None:

@@ -1,17 +1,17 @@
-"""Flat parameters and main grads of one rank, reduced and gathered bucket by bucket while compute goes on.
+"""One rank's flat parameters and main grads, reduced and gathered bucket by bucket while compute goes on.
 
 A buffer (`param_layout.py`) has two flat tensors: parameters in the run's dtype, main grads in its accumulation dtype (or narrower,
-`precision.gradients`). Parameters that are changed by a rule of their own, such as routers' biases, are in the accumulation dtype
-and have no main grads. Gradients of frozen parameters are computed and reduced like others; nothing reads them. A step:
+`precision.gradients`). Parameters with an update rule of their own, such as router biases, are in the accumulation dtype and have
+no main grads. Frozen parameters' gradients are computed and reduced like others, but nothing reads them. A step:
 
-    start(m)          main grads are stale; each parameter expects m gradients for each of its uses, and the first overwrites
-    backward ...      each added gradient is counted (`grad_added`); the last one of a bucket posts its reduce-scatter over
-                      dp (of experts: expert_dp), which runs under the rest of the backward
-    finish()          waits for the reduce-scatters, then all-reduces owned parts that are partial sums over a further axis
-    (optimizer)       writes the owned part of the parameters
-    gather()          posts the all-gathers; `complete` waits for a bucket when the next forward needs it
+    start(m)          main grads are stale; each parameter expects m gradients per use, and the first overwrites.
+    backward ...      each added gradient is counted (`grad_added`); a bucket's last one posts its reduce-scatter over
+                      dp (experts: expert_dp), which runs under the rest of the backward.
+    finish()          waits for the reduce-scatters, then all-reduces owned parts that are partial sums over a further axis.
+    (optimizer)       writes the owned parameters.
+    gather()          posts the all-gathers; `complete` waits for a bucket when the next forward needs it.
 
-Nothing marks "the last microbatch": a bucket is ready when its count is. A count that is off at the end of the step is an error
+No flag marks the last microbatch: a bucket is ready when its count is complete. A wrong count at the end of the step is an error
 that names the parameter.
 """
 
@@ -34,16 +34,16 @@ OnGrad = Callable[[ShardedParameter], None]
 
 @dataclass
 class Bucket:
-    """A stretch of a buffer whose gradients are reduced in one call, and whose parameters are gathered in one.
+    """A buffer range whose gradients are reduced in one call, and whose parameters are gathered in one.
 
     Attributes:
-        owned: (start, stop) in the buffer of the part that this data-parallel rank owns.
-        owners: the axis whose ranks own a part each.
-        parameters, main_grads: flat tensors of the whole buffer.
-        missing: number of gradients that each parameter still expects in this step; only parameters that get gradients.
-        num_missing: sum of `missing`.
+        owned: (start, stop) in the buffer; this data-parallel rank owns that part.
+        owners: axis whose ranks own one part each.
+        parameters, main_grads: the whole buffer's flat tensors.
+        missing: number of gradients that each trained parameter still expects in this step.
+        num_missing: total over `missing`.
         reducing, gathering: the reduce-scatter and the all-gather in flight, or None.
-        version: number of gathers of the parameters.
+        version: number of parameter gathers so far.
     """
 
     layout: BucketLayout
@@ -59,21 +59,21 @@ class Bucket:
     version: int = 0
 
     def start(self, num_microbatches: int, on_grad: OnGrad | None) -> None:
-        """Begin a step: main grads are stale, and each use of a parameter will add a gradient per microbatch."""
+        """Begin a step: main grads are stale, and each use of a parameter will add one gradient per microbatch."""
         for parameter in self.missing:
             parameter.has_grad = False
             self.missing[parameter] = parameter.num_uses * num_microbatches
         self.num_missing, self.on_grad = sum(self.missing.values()), on_grad
 
     def grad_added(self, parameter: ShardedParameter) -> None:
-        """Count a gradient that one use of the parameter added in a microbatch; the bucket's last one posts its reduce-scatter."""
-        # Before the count: the last gradient posts a reduce-scatter, which writes over the owned part of the main grads.
+        """Count one gradient, from one use of the parameter in one microbatch; the bucket's last one posts its reduce-scatter."""
+        # Called before counting: the last gradient posts a reduce-scatter, which overwrites the owned main grads.
         if self.on_grad is not None:
             self.on_grad(parameter)
         missing = self.missing[parameter] - 1
         assert missing >= 0, f"{parameter.record.name}: a gradient more than microbatches x uses was added"
         self.missing[parameter] = missing
-        # Setting an attribute of an `nn.Module` runs slow Python code of torch: do it once a step, not for each gradient.
+        # Setting an `nn.Module` attribute runs slow Python code in torch, so it is set once a step, not per gradient.
         if not parameter.has_grad:
             parameter.has_grad = True
         self.num_missing -= 1
@@ -85,7 +85,7 @@ class Bucket:
             )
 
     def gather(self) -> None:
-        """Post the all-gather of the updated parameters."""
+        """Post the all-gather for the updated parameters."""
         start, stop = self.owned
         self.gathering = self.owners.all_gather(
             self.parameters[start:stop], "parameters", out=self.parameters[self.layout.start : self.layout.stop]
@@ -101,12 +101,12 @@ class Bucket:
 
 @dataclass
 class FlatBuffer:
-    """The tensors of one buffer: `parameters` and `main_grads`, both [layout.numel]; untrained, `main_grads` is empty.
+    """One buffer's tensors: `parameters` and `main_grads`, both [layout.numel]; untrained buffers have empty `main_grads`.
 
     Attributes:
-        reduce_axis: the axis whose ranks own a part of each bucket.
-        sum_axis: the axis over which reduced gradients are still partial sums; None: they are whole.
-        replica_index: this rank's number among the holders of the same parameters.
+        reduce_axis: axis whose ranks each own a part of every bucket.
+        sum_axis: axis over which reduced gradients are still partial sums; None if they are complete.
+        replica_index: this rank's index among those that hold the same parameters.
         is_updated: whether the optimizer changes the parameters: they are trained, and not frozen.
     """
 
@@ -121,20 +121,20 @@ class FlatBuffer:
 
 
 class GradBuffers:
-    """All flat buffers of one rank.
+    """All flat buffers on one rank.
 
-    A bucket joins many parameters, since a collective for each of them would be small and bound by latency. A buffer has many
-    buckets, so the first reductions run while most of the backward is still ahead. Gradients are counted, not hooked on a module's
-    end: microbatches, weights with two uses and deferred GEMMs then need no case of their own.
+    A bucket joins many parameters, because one small collective per parameter would be bound by latency. A buffer has many buckets,
+    so the first reductions run while most of the backward is still ahead. Gradients are counted, not hooked to a module's end, so
+    microbatches, weights with two uses and deferred GEMMs need no special cases.
 
     Args:
-        layouts: the frozen layout of this rank's parameters.
-        parameters: the modules' parameters by name; they are bound to views of the flat tensors.
-        reduce_axes: the axes over which gradients are reduced, by name, as far as this rank has them.
-        axes: the axes over which gradients of replicas are summed, by name, as far as this rank has them.
+        layouts: the frozen layout for this rank's parameters.
+        parameters: the modules' parameters by name; they are bound to views into the flat tensors.
+        reduce_axes: axes over which gradients are reduced, by name, as far as this rank has them.
+        axes: axes over which replicas' gradients are summed, by name, as far as this rank has them.
 
     Attributes:
-        dtype: the run's dtype, of trained parameters.
+        dtype: the run's dtype, which trained parameters have.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class GradBuffers:
         self.buffers: list[FlatBuffer] = []
         for layout in layouts:
             is_trained, owners = layout.key.is_trained, reduce_axes[layout.key.reduce_over]
-            # Untrained values are changed in small steps by a rule of their own. They have no wide master, so they are wide.
+            # Untrained values change in small steps, by a rule of their own. They have no wide master, so they are stored wide.
             stored = dtype if is_trained else accumulation_dtype(dtype)
             values = torch.zeros(layout.numel, dtype=stored, device=device)
-            # Zeros for the padding: no gradient overwrites it, and the norm reads it with the owned parts.
+            # Padding must be zero: no gradient overwrites it, and the norm reads it with the owned parts.
             main_grads = torch.zeros(layout.numel if is_trained else 0, dtype=grad_dtype, device=device)
             buffer = FlatBuffer(
                 layout=layout,
@@ -183,11 +183,11 @@ class GradBuffers:
 
     @property
     def buckets(self) -> Iterator[Bucket]:
-        """Return the buckets of all buffers."""
+        """The buckets in all buffers."""
         return (bucket for buffer in self.buffers for bucket in buffer.buckets)
 
     def start(self, num_microbatches: int, on_grad: OnGrad | None = None) -> None:
-        """Begin a step: main grads are stale, and `num_microbatches` gradients are expected per use of each parameter.
+        """Begin a step: main grads are stale, and each parameter expects `num_microbatches` gradients per use.
 
         `on_grad` is called in this step with each parameter whose gradient was added, before its bucket is reduced.
         """
@@ -195,7 +195,7 @@ class GradBuffers:
             bucket.start(num_microbatches, on_grad)
 
     def finish(self) -> None:
-        """Wait for the reductions; afterwards the owned part of each bucket holds the whole gradient."""
+        """Wait for the reductions; afterwards each bucket's owned part holds the whole gradient."""
         late = [each.record.name for bucket in self.buckets for each, missing in bucket.missing.items() if missing]
         assert not late, f"gradients are missing at the end of the step: {', '.join(late[:5])}"
         sums = []
@@ -216,18 +216,18 @@ class GradBuffers:
             pending.wait()
 
     def gather(self, *, untrained: bool = False) -> None:
-        """Post the all-gathers of the updated parameters, in the order in which the forward needs them.
+        """Post the all-gathers for updated parameters, in the order in which the forward needs them.
 
-        `untrained`: gather the others too, which are frozen or which every rank changes alike.
+        With `untrained`, the others are gathered too: those that are frozen, and those that every rank changes alike.
         """
         for buffer in self.buffers:
             if not (buffer.is_updated or untrained):
                 continue
-            # Buckets lie in the order of the backward, the last layer first.
+            # Buckets lie in backward order, the last layer first.
             for bucket in reversed(buffer.buckets):
                 bucket.gather()
 
     def wait_all(self) -> None:
-        """Complete every parameter (before it is read from outside: validation ends, a checkpoint begins)."""
+        """Complete every parameter, before something else reads it: when validation ends or a checkpoint begins."""
         for bucket in self.buckets:
             bucket.complete()

@@ -1,14 +1,14 @@
-"""The loss scale: a factor of the loss in the backward that keeps small fp16 gradients from becoming zero (1710.03740).
+"""The loss scale: a factor in the backward that keeps small fp16 gradients from becoming zero (1710.03740).
 
-    backward     d loss x scale / its divisor            on the last stage and in routers; gradients come out x scale
+    backward     d loss x scale / its divisor            on the last stage and in routers; gradients come out x scale.
     overflow     the squared gradient norm is not finite while the loss is, and the scale may still fall
-                 -> this step updates nothing; overflow number `hysteresis` and each later one halve the scale, until it doubles
-    update       gradients / scale; after `window` of them in a row the scale doubles
-    diverged     nothing changes: a smaller scale would not help
+                 -> no update in this step; overflow number `hysteresis` and each later one halve the scale, until it doubles.
+    update       gradients / scale; after `window` updates in a row the scale doubles.
+    diverged     nothing changes: a smaller scale would not help.
 
-The rule is that of Megatron-LM's DynamicGradScaler and DeepSpeed's DynamicLossScaler, and with hysteresis 1 of torch's GradScaler.
-It reads the agreed sum of squares alone, so all ranks have the same scale without a collective of its own, and the host reads
-nothing. Powers of two change no bits of gradients in range.
+The rule matches Megatron-LM's DynamicGradScaler and DeepSpeed's DynamicLossScaler; with hysteresis 1 it matches torch's GradScaler.
+It reads only the agreed sum of squares, so all ranks have the same scale without an extra collective, and the host reads nothing. A
+power of two changes no bits in gradients that stay in range.
 """
 
 from typing import NamedTuple
@@ -22,12 +22,12 @@ FACTOR = 2.0
 
 
 class ScaleState(NamedTuple):
-    """The state of a dynamic scale, on the host.
+    """A dynamic scale's state, on the host.
 
     Attributes:
-        scale: scale of the next step.
+        scale: scale for the next step.
         updates: number of updates since the last overflow or doubling.
-        hysteresis: number of further overflows that leave the scale as it is, plus one; 0: each overflow halves it.
+        hysteresis: number of overflows until the scale halves, counting the one that halves it; at 0 each overflow halves it.
     """
 
     scale: float
@@ -36,13 +36,13 @@ class ScaleState(NamedTuple):
 
 
 class LossScale:
-    """The loss scale of one run, the same on every rank.
+    """A run's loss scale, the same on every rank.
 
     Args:
-        config: configuration of the scale; None: the dtype needs none, so the scale is a static 1.
+        config: scale settings; None if the dtype needs no scale, which is then a static 1.
 
     Attributes:
-        scale: scale of the next backward, a scalar on the device in `AGREEMENT_DTYPE`.
+        scale: scale for the next backward, a scalar on the device in `AGREEMENT_DTYPE`.
         is_reported: whether the dtype needs a scale.
     """
 
@@ -57,7 +57,7 @@ class LossScale:
         self._hysteresis = torch.full((), float(config.hysteresis), dtype=AGREEMENT_DTYPE, device=device)
 
     def can_fall(self) -> torch.Tensor:
-        """Return whether the scale is above its minimum, a bool on the device; a static scale never is."""
+        """Test whether the scale is above its minimum, as a bool on the device; a static scale never is."""
         return self.scale > (self._config.minimum if self.is_dynamic else torch.inf)
 
     def update(self, overflowed: torch.Tensor, skipped: torch.Tensor) -> None:
@@ -74,13 +74,13 @@ class LossScale:
         self._updates, self._hysteresis = updates.masked_fill(doubles, 0.0), hysteresis
 
     def state(self) -> ScaleState | None:
-        """Return the state; None: the scale is static. On a GPU the host waits."""
+        """Read the state; None if the scale is static. On a GPU the host waits."""
         if not self.is_dynamic:
             return None
         return ScaleState(float(self.scale), int(self._updates), int(self._hysteresis))
 
     def restore(self, state: ScaleState | None) -> None:
-        """Restore a state, within the bounds of this run's configuration; None: start anew."""
+        """Restore a state, clamped to this run's bounds; None: start anew."""
         config = self._config
         if not self.is_dynamic:
             return

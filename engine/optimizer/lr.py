@@ -1,12 +1,12 @@
-"""The learning rate as a function of consumed tokens: a linear warm-up, and then one of several ways down.
+"""Learning-rate schedules over consumed tokens: a linear warm-up, then one of several ways down.
 
-    lr  |    /‾‾‾\\           warm-up   lr x (tokens after the step) / warm-up: the first step has a rate
-        |   /     `\\         decay     cosine, linear: from the end of the warm-up to `decay_steps`, or the end of the run
+    lr  |    /‾‾‾\\           warm-up   lr x (tokens after the step) / warm-up: the first step's rate is above 0
+        |   /     `\\         decay     cosine, linear: from the warm-up's end to `decay_steps`, or to the run's end
         |  /        `--._    inverse_sqrt   lr sqrt(warm-up / tokens before the step)
-    min | /              `-- wsd       lr until the last `cooldown_tokens` of the run, in which it falls (2405.18392)
+    min | /              `-- wsd       lr, until it falls over the run's last `cooldown_tokens` (2405.18392)
         +-+---------------+> tokens
 
-A pure function of the tokens: a resumed run, another layout, or another batch size has the same rates at the same tokens.
+The rate depends on tokens alone: a resumed run, another layout or another batch size has the same rates at the same tokens.
 """
 
 import math
@@ -26,20 +26,20 @@ SHAPES: Mapping[str, Callable[[float], float]] = MappingProxyType(
         "exponential": lambda x: 2 * 0.5**x - 1,
     }
 )
-"""The share of a fall that is left after a share x of its tokens.
+"""Share of a fall still to come once a share x of its tokens is consumed.
 
 Sources: 1608.03983 (cosine), 2405.18392 (1 - sqrt), Megatron-Core's `OptimizerParamScheduler` (exponential)."""
 
 
 def learning_rate(consumed_tokens: int, step_tokens: int, optimizer: OptimizerConfig, num_tokens: int) -> float:
-    """Compute the learning rate of one step's update.
+    """Compute the learning rate for one step's update.
 
     Args:
         consumed_tokens: tokens consumed before the step.
-        step_tokens: tokens of the step; settings in steps count so many tokens for each.
-        optimizer: `lr`, `min_lr`, and the fields of warm-up, decay and cooldown.
-        num_tokens: tokens of the whole run. A step that begins at its end, or later, has the last rate. The last step of the run
-            is just above it: with min_lr = 0 no step is wasted.
+        step_tokens: tokens per step; settings in steps count this many tokens each.
+        optimizer: `lr`, `min_lr`, and the fields for warm-up, decay and cooldown.
+        num_tokens: tokens in the whole run. A step that begins at the end or later has the final rate. The run's last step is
+            slightly above it, so with min_lr = 0 no step is wasted.
     """
     warmup = warmup_tokens(optimizer, step_tokens)
     if consumed_tokens < warmup:
@@ -51,12 +51,12 @@ def learning_rate(consumed_tokens: int, step_tokens: int, optimizer: OptimizerCo
     if optimizer.lr_schedule in DECAYS:
         return _fallen(optimizer.lr, optimizer.min_lr, fall.shape, done, length)
     rate = _undecayed(min(consumed_tokens, fall.start), optimizer, max(warmup, step_tokens))
-    # An inverse root may be below min_lr by then, and stays there.
+    # An inverse root that is already below min_lr stays there.
     return _fallen(rate, min(rate, optimizer.min_lr), fall.shape, done, length)
 
 
 def rate_of(config: Config, consumed_tokens: int, step_tokens: int, num_tokens: int) -> float:
-    """Compute the learning rate of one step of a run, by the schedule of its extension where that is asked for.
+    """Compute the learning rate for one step; after the warm-up, an extension's schedule applies if the run asks for it.
 
     Raises:
         ConfigError: the extension's rate is below 0, or not finite.
@@ -77,7 +77,7 @@ def rate_of(config: Config, consumed_tokens: int, step_tokens: int, num_tokens: 
 
 
 class Fall(NamedTuple):
-    """The fall of the rate to `min_lr`: its form in `SHAPES`, and the tokens at its start and its end."""
+    """A fall to `min_lr`: its form in `SHAPES`, and the token counts at its start and end."""
 
     shape: str
     start: int
@@ -85,7 +85,7 @@ class Fall(NamedTuple):
 
 
 def fall_of(optimizer: OptimizerConfig, step_tokens: int, num_tokens: int) -> Fall | None:
-    """Return the fall of a schedule, with the arguments of `learning_rate`; None: the rate does not fall to `min_lr`."""
+    """Find a schedule's fall, with the arguments of `learning_rate`; None if the rate does not fall to `min_lr`."""
     if optimizer.lr_schedule in DECAYS:
         end = num_tokens if optimizer.decay_steps is None else optimizer.decay_steps * step_tokens
         return Fall(optimizer.lr_schedule, warmup_tokens(optimizer, step_tokens), end)
@@ -95,19 +95,19 @@ def fall_of(optimizer: OptimizerConfig, step_tokens: int, num_tokens: int) -> Fa
 
 
 def warmup_tokens(optimizer: OptimizerConfig, step_tokens: int) -> int:
-    """Return the number of tokens in the warm-up; `warmup_steps` have `step_tokens` each."""
+    """Compute the warm-up's length in tokens; each of `warmup_steps` has `step_tokens`."""
     return optimizer.warmup_steps * step_tokens if optimizer.warmup_tokens is None else optimizer.warmup_tokens
 
 
 def _undecayed(consumed_tokens: int, optimizer: OptimizerConfig, warmup: int) -> float:
-    """Return the rate between warm-up and cooldown; an inverse root begins at `warmup`, at least one step."""
+    """Compute the rate between warm-up and cooldown; an inverse root begins at `warmup`, at least one step."""
     if optimizer.lr_schedule != "inverse_sqrt":
         return optimizer.lr
     return optimizer.lr * math.sqrt(warmup / max(consumed_tokens, warmup))
 
 
 def _fallen(rate: float, floor: float, shape: str, done: int, length: int) -> float:
-    """Return the rate when `done` of the `length` tokens of its fall to `floor` are consumed."""
+    """Compute the rate when `done` tokens are consumed in a fall to `floor` that takes `length` tokens."""
     if done <= 0 < length:
         return rate
     return floor if done >= length else floor + (rate - floor) * SHAPES[shape](done / length)

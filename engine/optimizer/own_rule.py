@@ -1,4 +1,4 @@
-"""The update rule of an extension, tried before the first step."""
+"""An extension's update rule, tried before the first step."""
 
 import torch
 
@@ -10,7 +10,11 @@ from triaxis.engine.numerics.precision import AGREEMENT_DTYPE
 
 
 def own_rule(config: Config) -> type[UpdatePart] | None:
-    """Return the extension's rule if the run asks for it; raise ConfigError as `require_elementwise`."""
+    """Return the extension's rule if the run asks for it, else None.
+
+    Raises:
+        ConfigError: `require_elementwise` rejects the rule.
+    """
     rule = config.model.own.update if config.optimizer.name == "extension" else None
     if rule is not None:
         require_elementwise(rule, config.optimizer)
@@ -21,7 +25,7 @@ def require_elementwise(rule: type[UpdatePart], config: OptimizerConfig) -> None
     """Try an extension's rule on a row of elements.
 
     Raises:
-        ConfigError: it gives something else than the new master and as many new moments of the same shape.
+        ConfigError: it returns something other than the new master and as many new moments, all with the elements' shape.
     """
     elements = torch.ones(6, dtype=AGREEMENT_DTYPE)
     moments = [torch.zeros_like(elements) for _ in rule.moments]

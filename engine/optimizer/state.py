@@ -1,19 +1,20 @@
-"""The optimizer's state of one owned part of a bucket, in its stored form.
+"""Optimizer state for one owned part of a bucket, in its stored form.
 
     kind         wide (accumulation dtype)                    narrow (bf16 runs, by choice)
-    master       the exact weights; the parameters themselves `masters: split`   the upper half of its bits is the parameter, the
-                 in fp32 and float64 runs, and if frozen                         lower half a remainder of 16 bits: exact
+    master       the exact weights; the parameters themselves `masters: split`   exact: the parameter holds the upper 16 bits,
+                 in fp32 and float64 runs, and if frozen                         a remainder the lower 16
     moments      the optimizer's moments (its record)         `moments: bf16`    rounded after each step
-    ema          the moving average of the masters            -
+    ema          the masters' moving average                  -
 
-Bytes per parameter of a bf16 run with AdamW's two moments, weight and fp32 main grad included:
-wide 2 + 4 + 12 / dp; both narrow 2 + 4 + 6 / dp; 4 / dp more with `optimizer.ema`.
+Bytes per parameter in a bf16 run with AdamW's two moments, including the weight and its fp32 main grad: wide 2 + 4 + 12 / dp; both
+narrow 2 + 4 + 6 / dp; 4 / dp more with `optimizer.ema`.
 
-A split master is its rounding to bf16, ties away from zero, and a remainder to add to these bits, -2^15 to 2^15 - 1. (A cast
-rounds ties to even, which a signed 16-bit remainder cannot undo. The two differ for one value in 2^17, by one step of bf16.)
+A split master is its rounding to bf16, ties away from zero, plus a remainder to add to these bits, from -2^15 to 2^15 - 1. (A
+cast rounds ties to even, which a signed 16-bit remainder cannot undo. The two roundings differ for one value in 2^17, by one bf16
+step.)
 
-A bf16 moment follows its average while a step changes it by more than half of the last of its 8 bits, 2^-9 of its value. It
-stops within 2^-9 / (1 - beta) of its target: 4 % of the second moment for beta2 = 0.95.
+A bf16 moment has 8 significant bits. It follows its average as long as each step changes it by more than half the last bit, 2^-9 of
+its value. It therefore stops within 2^-9 / (1 - beta) of its target: 4 % for the second moment with beta2 = 0.95.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,13 +31,13 @@ _HALF_BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """Elements of one kind of state, in their stored form.
+    """One kind of state in its stored form.
 
-    Each element depends only on the tensors at its index, so a part of them can be cut out and widened by itself.
+    Each element depends only on the tensors at its index, so any slice can be cut out and widened by itself.
 
     Attributes:
-        tensors: one tensor [n]; of split masters two, the weights and the remainders [n].
-        dtype: accumulation dtype of the widened elements.
+        tensors: one tensor [n], or two for split masters: the weights and the remainders [n].
+        dtype: accumulation dtype, which widened elements have.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -49,32 +50,32 @@ class StoredState:
         return self.over([tensor[where] for tensor in self.tensors])
 
     def over(self, tensors: Sequence[torch.Tensor]) -> "StoredState":
-        """Return this form with other tensors, such as copies."""
+        """Copy this form with other tensors, such as clones."""
         return replace(self, tensors=tuple(tensors))
 
     def widened(self) -> torch.Tensor:
-        """Return the elements [n] in the accumulation dtype; the tensor itself if it has that dtype."""
+        """Convert the elements [n] to the accumulation dtype; a tensor that already has it is returned itself."""
         if len(self.tensors) == 1:
             return self.tensors[0].to(self.dtype)
         parameters, remainders = self.tensors
         return read_master(parameters, remainders)
 
     def cpu(self) -> torch.Tensor:
-        """Return the elements [n] in the accumulation dtype and in host memory."""
+        """Convert the elements [n] to the accumulation dtype, in host memory."""
         return self.widened().cpu()
 
 
 class OptimizerState:
-    """Master, moments and average of flat `parameters` (in the run's dtype), which hold their initial values.
+    """Master, moments and average for flat `parameters` (in the run's dtype), which hold their initial values.
 
     Args:
-        parameters: a view of the flat buffer.
-        precision: stored forms of masters and moments.
-        kinds: the optimizer's kinds, the master first.
+        parameters: view into the flat buffer.
+        precision: stored forms for masters and moments.
+        kinds: the optimizer's state kinds, the master first.
         is_frozen: whether the parameters never change; they are then their own masters.
 
     Attributes:
-        wide: accumulation dtype of reads and writes.
+        wide: accumulation dtype, used for reads and writes.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class OptimizerState:
         elif precision.masters == "split" and parameters.dtype != self.wide:
             master = torch.zeros_like(parameters, dtype=torch.int16)
         else:
-            # `to` returns the view itself where the dtypes agree: then the master is the parameter.
+            # If the dtypes agree, `to` returns the view itself: the master is then the parameter.
             master = parameters.to(self.wide)
         moments = parameters.dtype if precision.moments == "bf16" else self.wide
         self._kept: dict[StateKind, torch.Tensor] = {}
@@ -103,26 +104,26 @@ class OptimizerState:
 
     @property
     def kinds(self) -> tuple[StateKind, ...]:
-        """Return the kinds of this part, the master first."""
+        """This part's state kinds, the master first."""
         return tuple(self._kept)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors besides the parameters."""
+        """The state tensors other than the parameters."""
         return [tensor for tensor in self._kept.values() if tensor is not self._parameters]
 
     def stored(self, kind: StateKind) -> StoredState:
-        """Return one kind in its stored form; the tensors are the live ones."""
+        """Wrap one kind's live tensors in their stored form."""
         kept = self._kept[kind]
         is_split = kind == "master" and kept.dtype == torch.int16
         return StoredState((self._parameters, kept) if is_split else (kept,), self.wide)
 
     def read(self, kind: StateKind) -> torch.Tensor:
-        """Return one kind in the accumulation dtype; the stored tensor itself if it has that dtype."""
+        """Read one kind in the accumulation dtype; a tensor stored in that dtype is returned itself."""
         return self.stored(kind).widened()
 
     def write(self, values: Mapping[StateKind, torch.Tensor]) -> None:
-        """Store values in the accumulation dtype; the parameters follow their masters."""
+        """Store values given in the accumulation dtype; writing the master also rounds it into the parameters."""
         for kind, value in values.items():
             kept = self._kept[kind]
             if kind == "master":
@@ -131,7 +132,7 @@ class OptimizerState:
                 kept.copy_(value)
 
     def restart_average(self) -> None:
-        """Set the moving average to the masters, as at the start of a run; do nothing if there is none."""
+        """Set the moving average, if there is one, to the masters, as at the start of a run."""
         if EMA in self._kept:
             self._kept[EMA].copy_(self.read(MASTER))
 
@@ -139,7 +140,7 @@ class OptimizerState:
         """Move the average towards the updated masters [n]: e <- e + (1 - decay) (w - e).
 
         Args:
-            decay: decay of `optimizer.ema`.
+            decay: the `optimizer.ema` decay.
             skip: a bool on the device; True changes no bit.
         """
         average = self._kept[EMA]
@@ -148,7 +149,7 @@ class OptimizerState:
         torch.where(skip, average, moved, out=average)
 
     def part(self, where: slice) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor], torch.Tensor | None]:
-        """Return stored elements: parameters, masters (None: the parameters are the masters), moments, and average (or None)."""
+        """Slice the stored parameters, masters (None: the parameters are their own), moments, and average (or None)."""
         master, average = self._kept[MASTER], self._kept.get(EMA)
         beside = None if master is self._parameters else master[where]
         moments = [kept[where] for kind, kept in self._kept.items() if kind not in (MASTER, EMA)]
@@ -156,7 +157,7 @@ class OptimizerState:
 
 
 def read_master(parameters: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Compute the exact weights from bf16 weights and the remainders `kept`; return `kept` itself if it is the master."""
+    """Compute exact weights from bf16 weights and their remainders `kept`; a `kept` that is the master is returned itself."""
     if kept.dtype != torch.int16:
         return kept
     upper = parameters.view(torch.int16).to(torch.int32)
@@ -164,9 +165,9 @@ def read_master(parameters: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
 
 
 def write_master(parameters: torch.Tensor, kept: torch.Tensor, value: torch.Tensor) -> None:
-    """Store the exact weights `value` in `kept` (split: their remainders), and their rounding in the parameters."""
+    """Store the exact weights `value` in `kept` (if split, as remainders), and their rounding in the parameters."""
     if kept.dtype == torch.int16:
-        # Half a unit of the upper half is added before the lower half is cut off, so ties go away from zero.
+        # Adding half a unit of the upper half before the lower half is cut off rounds ties away from zero.
         bits = value.view(torch.int32)
         upper = (bits + (1 << (_HALF_BITS - 1))) >> _HALF_BITS
         parameters.view(torch.int16).copy_(upper)

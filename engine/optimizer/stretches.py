@@ -1,13 +1,13 @@
-"""Neighbouring runs of elements, updated in one launch whatever their rules.
+"""Adjacent runs of elements, updated in one launch even if their rules differ.
 
-Weights decay and biases do not, so the elements of a bucket are a row of short runs, each with one `UpdateRule`:
+Weights decay and biases do not, so a bucket consists of short runs, each with one `UpdateRule`:
 
-    elements    | 0 0 0 0 0 0 | 1 | 0 0 0 0 | 1 | 0 0 0 | gap | 0 0 0 0 |        the numbers of their rules
-    launches    |                 first                 |     |  second |        one for each stretch without a gap
-    kept        [ 0 0 0 1 0 0 1 .. ]                                             a number for each block of elements
+    elements    | 0 0 0 0 0 0 | 1 | 0 0 0 0 | 1 | 0 0 0 | gap | 0 0 0 0 |        each run's rule number
+    launches    |                 first                 |     |  second |        one per stretch without a gap
+    kept        [ 0 0 0 1 0 0 1 .. ]                                             one rule number per block of elements
 
-A block is as long as all runs allow: the greatest common divisor of their lengths and 1024. In most models it is at least 64, so
-the numbers (int32) take at most a byte for 16 elements. Gaps are padding, which no update may touch.
+The block length is the greatest common divisor of 1024 and all run lengths. In most models it is at least 64, so the int32 rule
+numbers take at most one byte per 16 elements. Gaps are padding, which no update may touch.
 """
 
 import math
@@ -22,16 +22,16 @@ from triaxis.engine.config.groups import UpdateRule
 _LONGEST_BLOCK = 1024
 
 Run = tuple[slice, UpdateRule]
-"""Elements of an owned part, and the rule of their updates."""
+"""A slice of an owned part, and the rule that updates it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Neighbouring runs of one owned part.
+    """Adjacent runs in one owned part.
 
     Attributes:
-        where: slice of its elements.
-        rules: int32 [blocks], number of the rule of each block.
+        where: slice within the owned part.
+        rules: int32 [blocks], each block's rule number.
     """
 
     where: slice
@@ -39,11 +39,11 @@ class Stretch:
 
     @classmethod
     def of(cls, runs: Sequence[Run], numbers: Mapping[UpdateRule, int], device: torch.device) -> "Stretch":
-        """Join runs without gaps between them; `numbers` maps each rule to its number."""
+        """Join runs that have no gaps between them; `numbers` maps each rule to its number."""
         lengths = [where.stop - where.start for where, _ in runs]
         block = math.gcd(_LONGEST_BLOCK, *lengths)
         if block == sum(lengths) and block % 2 == 0:
-            # Two blocks instead of one: for a single block the compiler would make another kernel.
+            # Two blocks instead of one: the compiler would build a separate kernel for a single block.
             block //= 2
         rules = [
             torch.full((length // block,), numbers[rule], dtype=torch.int32, device=device)
@@ -52,12 +52,12 @@ class Stretch:
         return cls(slice(runs[0][0].start, runs[-1][0].stop), torch.cat(rules))
 
     def blocks(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return the stretch's elements [n] as [blocks, elements of a block]."""
+        """View the stretch's elements [n] as [blocks, elements per block]."""
         return elements.view(len(self.rules), -1)
 
 
 def stretches(runs: Sequence[Run], numbers: Mapping[UpdateRule, int], device: torch.device) -> list[Stretch]:
-    """Join the runs into stretches, as few as the gaps allow."""
+    """Join the runs into as few stretches as the gaps allow."""
     ends = [place for place, (one, other) in enumerate(pairwise(runs), start=1) if one[0].stop != other[0].start]
     cuts = pairwise([0, *ends, len(runs)])
     return [Stretch.of(runs[start:stop], numbers, device) for start, stop in cuts if start < stop]

@@ -1,4 +1,4 @@
-"""The arithmetic of each optimizer, in two forms: torch's fused operator, and a function for one compiled pass.
+"""Optimizer arithmetic in two forms: torch's fused operator, and a function for one compiled pass.
 
 `distributed.py` calls them on flat runs of owned elements, and does what all optimizers share.
 """
@@ -20,9 +20,9 @@ State = Mapping[StateKind, Tensors]
 
 
 class Update(Protocol):
-    """The update rule of one optimizer, element by element, so that any cut of the flat buffers gives the same bits.
+    """One optimizer's update rule, which is element-wise: any cut through the flat buffers gives the same bits.
 
-    An extension's rule (`triaxis.engine.config.extension.UpdatePart`) has the last two methods alone.
+    An extension's rule (`triaxis.engine.config.extension.UpdatePart`) has only the last two methods.
     """
 
     @staticmethod
@@ -32,17 +32,17 @@ class Update(Protocol):
         """Update masters and moments in place.
 
         Args:
-            state: runs of elements [n] by kind, all in the accumulation dtype.
-            grads: scaled gradients of the same runs.
+            state: element runs [n] by kind, all in the accumulation dtype.
+            grads: scaled gradients for the same runs.
             config: hyperparameters.
-            lr, decay: learning rate and weight decay of these runs.
+            lr, decay: learning rate and weight decay for these runs.
             updates: number of earlier updates; a scalar in `STEP_DTYPE`.
-            skipped: a scalar of that dtype; 1 leaves everything unchanged.
+            skipped: a scalar in that dtype; 1 leaves everything unchanged.
         """
 
     @staticmethod
     def factors(config: OptimizerConfig, lr: float, step: Tensor) -> list[Tensor]:
-        """Compute the factors of `elementwise`, which change with the step (from 1): float64 scalars."""
+        """Compute the factors that `elementwise` reads, as float64 scalars; they change with `step`, which counts from 1."""
 
     @staticmethod
     def elementwise(
@@ -50,7 +50,7 @@ class Update(Protocol):
     ) -> tuple[Tensor, Tensors]:
         """Compute the new masters and moments [n]; all tensors are in the accumulation dtype.
 
-        Factors and the weight decay are scalars, or one for each element.
+        Factors and the weight decay are scalars, or tensors that broadcast to the elements.
         """
 
 
@@ -82,8 +82,8 @@ class AdamW:
 
     @staticmethod
     def factors(config: OptimizerConfig, lr: float, step: Tensor) -> list[Tensor]:
-        """Return [lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), lr]."""
-        # 1 - 0.999 needs float64.
+        """Compute [lr / (1 - beta1^t), 1 / sqrt(1 - beta2^t), lr]."""
+        # In float64, which 1 - 0.999 needs.
         bias_1, bias_2 = 1 - torch.pow(config.beta1, step), 1 - torch.pow(config.beta2, step)
         return [lr / bias_1, bias_2.rsqrt(), torch.full_like(step, lr)]
 
@@ -100,13 +100,13 @@ class AdamW:
 
 
 class SGD:
-    """SGD with momentum as torch.optim.SGD has it (dampening 0, no Nesterov).
+    """SGD with momentum, as in torch.optim.SGD (dampening 0, no Nesterov).
 
-        g = gradient + weight_decay w        coupled: the decay is part of the gradient, and so of the momentum
+        g = gradient + weight_decay w        coupled: the decay is added to the gradient, and so enters the momentum
         v = momentum v + g                   from v = 0
         w = w - lr v
 
-    Megatron-LM's `--optimizer sgd` is the same class.
+    Megatron-LM's `--optimizer sgd` uses the same class.
     """
 
     @staticmethod
@@ -129,7 +129,7 @@ class SGD:
 
     @staticmethod
     def factors(config: OptimizerConfig, lr: float, step: Tensor) -> list[Tensor]:
-        """Return [lr]."""
+        """Compute [lr]."""
         return [torch.full_like(step, lr)]
 
     @staticmethod

@@ -1,11 +1,11 @@
-"""The vocabulary of a pipeline schedule: actions, the schedule; `Placement` is from below.
+"""The vocabulary of a pipeline schedule: its actions and the schedule itself, with `Placement` from the layout.
 
     1F1B, pp 2, 3 microbatches            a row per pp rank, its compute actions in order
 
         rank 0: 0F0 0F1 0B0 0F2 0B1 0B2       0F1 = chunk 0, forward, microbatch 1
-        rank 1: 0F0 0B0 0F1 0B1 0F2 0B2       chunk = this rank's number of a stage, 0 .. vpp - 1
+        rank 1: 0F0 0B0 0F1 0B1 0F2 0B2       chunk = number of a stage on its rank, 0 .. vpp - 1
 
-A schedule holds compute only. What is sent and received follows from it (`triaxis.engine.pipeline.lowering`).
+A schedule holds compute only; `triaxis.engine.pipeline.lowering` derives its sends and receives.
 """
 
 from dataclasses import dataclass
@@ -20,25 +20,25 @@ __all__ = ["Action", "Kind", "Output", "Placement", "Schedule"]
 
 
 class Kind(StrEnum):
-    """The work of a stage on a microbatch. `B` is `I` and `W` in one."""
+    """A stage's work on a microbatch. `B` is `I` and `W` in one."""
 
     F = "F"
     """Forward."""
     B = "B"
-    """Backward: gradient of the input and of the weights."""
+    """Backward: input gradient and weight gradients."""
     I = "I"  # noqa: E741
-    """Gradient of the input only; the weight gradient is deferred to a later `W`."""
+    """Input gradient only; a later `W` computes the weight gradients."""
     W = "W"
-    """The deferred gradient of the weights."""
+    """The deferred weight gradients."""
 
     @property
     def words(self) -> str:
-        """Return the kind in words for people."""
+        """The kind in words for people."""
         return {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}[self]
 
 
 class Output(NamedTuple):
-    """The result of an action that another stage takes: an activation (F), or an input gradient (B, also of an `I`)."""
+    """A result that another stage takes: an activation (F), or an input gradient (B, also after an `I`)."""
 
     stage: int
     kind: Kind
@@ -46,7 +46,7 @@ class Output(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One computation of one rank; its text is `<chunk><kind><microbatch>`, for example `0F3`."""
+    """One computation on one rank; its text is `<chunk><kind><microbatch>`, for example `0F3`."""
 
     kind: Kind
     chunk: int
@@ -57,7 +57,7 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """Read the action that `str` wrote.
+        """Read an action from the text that `str` wrote.
 
         Raises:
             ScheduleError: the text is no action.
@@ -71,10 +71,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The compute actions of every pp rank, in order.
+    """Every pp rank's compute actions, in order.
 
     Attributes:
-        name: of the algorithm that made it.
+        name: name of the algorithm, or the name in the schedule's file.
         actions: one tuple per pp rank.
     """
 
@@ -85,7 +85,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def input_of(self, stage: int, action: Action) -> Output | None:
-        """Return the output of another stage that `action` on `stage` takes; None: it takes none.
+        """Return the output that `action` on `stage` takes from another stage; None: it takes none.
 
         The last stage starts its backward from its own forward, and a `W` works on what its `I` left on the rank.
         """
@@ -97,7 +97,7 @@ class Schedule:
 
     @staticmethod
     def output_of(stage: int, action: Action) -> Output | None:
-        """Return what `action` on `stage` hands on; None: a `W` hands on nothing."""
+        """Return the output that `action` on `stage` passes to another stage; None for a `W`, which passes on nothing."""
         if action.kind is Kind.W:
             return None
         return Output(stage, Kind.F if action.kind is Kind.F else Kind.B, action.microbatch)

@@ -7,8 +7,8 @@ simulator timed. For each action:
     B   take the output's gradient (given on the last stage), run the backward, hand the input's gradient over
     I   the same, keeping the weight-gradient GEMMs for later     W   run them
 
-What is kept between F and B of a microbatch is the input and an edge into the autograd graph, not the output: once it
-is sent, its memory is free.
+Between a microbatch's F and B, the rank keeps the input and an edge into the autograd graph, but not the output. Once the
+output is sent, its memory is free.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +30,14 @@ InstructionObserver = Callable[[Instruction | None], None]
 
 
 class ChunkFunction(Protocol):
-    """A function that runs chunk number `chunk` of this rank on one microbatch; `x` is None on the first stage."""
+    """A function that runs this rank's chunk number `chunk` on one microbatch; `x` is None on the first stage."""
 
     def __call__(self, chunk: int, x: torch.Tensor | None, microbatch: Any) -> torch.Tensor: ...
 
 
 @dataclass(slots=True)
 class _Kept:
-    """The memory of a microbatch on a chunk between its forward and its backward."""
+    """The memory that a chunk keeps for a microbatch between its forward and its backward."""
 
     x: torch.Tensor | None
     edge: GradientEdge
@@ -47,17 +47,17 @@ class _Kept:
 class Executor:
     """One rank's engine for programs.
 
-    It interprets instructions, where a loop for each schedule would be the obvious way: what runs is then the very list that was
-    checked for deadlocks, and a new schedule needs no code here. What lives as long as the engine is kept here. What one run makes
-    (arrivals, graphs, deferred GEMMs) is in a `_Run` that ends with it, so training and validation share an executor. Activations
-    between stages have one shape and dtype, so a receive is posted without a message about sizes.
+    It interprets instructions instead of having a loop for each schedule. What runs is therefore the very list that was checked
+    for deadlocks, and a new schedule needs no code here. State that outlives a run is kept here. One run's state (arrivals,
+    graphs, deferred GEMMs) is in a `_Run` that ends with it, so training and validation share an executor. Activations between
+    stages have one shape and dtype, so a receive needs no message about sizes.
 
     Attributes:
         topology: this rank's place and pipeline axes.
-        queues: the weight-gradient queue of each chunk of this rank.
-        shape: of an activation between stages, [s(/t), b, h].
-        observers: called with each instruction before it runs, and with None after the last.
-        running: the instruction that runs, for reports of errors; None between two programs.
+        queues: weight-gradient queue for each chunk on this rank.
+        shape: shape of an activation between stages, [s(/t), b, h].
+        observers: functions called with each instruction before it runs, and with None after the last.
+        running: the instruction that runs, for error reports; None between two programs.
     """
 
     topology: Topology
@@ -84,10 +84,10 @@ class Executor:
         """Run the program; gradients go to the main grads.
 
         Args:
-            program: lowered for this topology's pp, with as many microbatches.
+            program: program lowered for this topology's pp, with as many microbatches.
             microbatches: one batch per microbatch; every stage gets it.
-            output_grad: the gradient of each output of the last stage, with as many elements; None: the program has no backward.
-            observers: of this run alone, after those of the executor.
+            output_grad: gradient for each of the last stage's outputs, with as many elements; None: the program has no backward.
+            observers: additional observers for this run alone, called after the executor's.
 
         Returns:
             The last stage's outputs in microbatch order, detached; empty on ranks that do not hold it.
@@ -139,7 +139,7 @@ class _Run:
                     self.weight_grads(instruction)
                 else:
                     self.backward(instruction)
-            # Not in a `finally`: after an error it still names the instruction.
+            # Not in a `finally`: after an error, `running` still names the instruction.
             self.executor.running = None
             for observe in observers:
                 observe(None)
@@ -152,7 +152,7 @@ class _Run:
         stage = self.placement.stage_of(self.rank, chunk)
         x, goes_back = None, not self.schedule.forward_only
         if stage > 0:
-            # [s(/t), b, h], a leaf: its gradient is what the stage before gets.
+            # [s(/t), b, h], a leaf: its gradient goes to the previous stage.
             x = self.transport.take(StageTensor("forward", stage, microbatch))
             x.requires_grad_(goes_back)
         with torch.set_grad_enabled(goes_back):
@@ -162,7 +162,7 @@ class _Run:
         if stage == self.placement.num_stages - 1:
             self.outputs[microbatch] = output.detach()
         else:
-            # Detached: the next stage has a graph of its own, also where it is on this rank.
+            # Detached: the next stage has its own graph, even if it is on this rank.
             self._hand_over("forward", stage + 1, microbatch, output.detach())
 
     def backward(self, action: Action) -> None:
@@ -171,25 +171,25 @@ class _Run:
         kept = self.kept.pop((chunk, microbatch))
         if stage == self.placement.num_stages - 1:
             assert self.output_grad is not None, "a backward needs the gradient of the outputs"
-            # The scale is float64 [1 + D]; the backward begins in the dtype and the shape of the output.
+            # The scale is float64 [1 + D]; the backward begins in the output's dtype and shape.
             output = self.outputs[microbatch]
             grad = torch.empty_like(output).copy_(self.output_grad.view_as(output))
         else:
             grad = self.transport.take(StageTensor("backward", stage, microbatch))
-        # Layers ask the queue inside of their backward. What they leave waits for the W of this microbatch, last layer first.
+        # Layers ask the queue inside their backward. Deferred GEMMs wait for this microbatch's W, last layer first.
         queue = self.executor.queues[chunk]
         queue.deferring = action.kind is Kind.I
         run_backward(kept.edge, grad)
         if action.kind is Kind.I:
             queue.deferring = False
             self.deferred[chunk, microbatch] = queue.take()
-        # After an I this is before its W: the stage before waits for dX [s(/t), b, h], and for no gradient of a weight.
+        # After an I, this comes before its W: the previous stage waits for dX [s(/t), b, h], not for weight gradients.
         if kept.x is not None:
             assert kept.x.grad is not None
             self._hand_over("backward", stage - 1, microbatch, kept.x.grad)
 
     def weight_grads(self, action: Action) -> None:
-        """Run the GEMMs that an I kept."""
+        """Run the GEMMs that an I deferred."""
         add_deferred(self.deferred.pop((action.chunk, action.microbatch)))
 
     def _hand_over(self, direction: Any, stage: int, microbatch: int, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The schedule of forwards alone, for validation and generation.
+"""The forward-only schedule, for validation and generation.
 
 pp 2, vpp 2, 4 microbatches       in a loop                            in a V
 
@@ -11,10 +11,10 @@ from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule
 
 
 def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
-    """Run forwards only, on the stages that training places.
+    """Build a schedule with forwards only, on the stages that training places.
 
-    In a loop, microbatches go in groups of pp through a rank's chunks, as in interleaved 1F1B. In a V, microbatch i starts on
-    stage s at slot 2 i + s: the stages of a rank, s and 2 p - 1 - s, never want one slot, so a rank waits only at its ends.
+    In a loop, microbatches go through a rank's chunks in groups of pp, as in interleaved 1F1B. In a V, microbatch i starts on
+    stage s at slot 2 i + s. A rank's stages, s and 2 p - 1 - s, never need the same slot, so a rank waits only at its ends.
     """
 
     def turn(rank: int, action: Action) -> tuple[int, ...]:
@@ -28,5 +28,5 @@ def forward_only(placement: Placement, num_microbatches: int) -> Schedule:
 
 
 def of_forward(sizes: ParallelSizes, num_microbatches: int) -> Schedule:
-    """Build the schedule of a validation or a generation."""
+    """Build the schedule for validation or generation."""
     return forward_only(Placement(sizes.pp, sizes.vpp, sizes.is_v), num_microbatches)

@@ -1,29 +1,28 @@
-"""From compute actions to what a rank does: sends and receives are derived, in one function.
+"""Derives each rank's sends and receives from a schedule's compute actions, in one function.
 
     0F0 0F1 0B0 ...   ->   0F0 | send F0 to rank 1 | 0F1 | send F1, receive the gradient of 0 | 0B0 ...
 
 **Channels.** Each pipeline axis has two process groups: activations go over `forward`, gradients over `backward`. A hand-over
-between two stages of one rank is local and no transfer.
+between two stages on one rank is local and no transfer.
 
-**The order.** NCCL matches the calls of a group by their order, and a call that waits for its peer holds up all behind it.
-So all ranks post the transfers of a group in ONE order. Its key is a time in the timeline of the schedule (F of cost 1, B of
-cost 2, no latency):
+**The order.** NCCL matches a group's calls by their order, and a call that waits for its peer blocks all later calls. So all
+ranks post a group's transfers in ONE order. Its key is a time in the schedule's timeline (F costs 1, B costs 2, no latency):
 
     time(transfer) = max(end of the action that produces, end of the action two before the one that consumes)
 
 The second term is the moment from which the receiver may post: before the action that precedes the consumer. So the transfer
 overlaps that action, and a rank holds at most one early receive buffer per direction (and chunk).
 
-**Late receives.** The second form of a program posts each receive right before its consumer, or before the weight-gradient
-actions that precede it. (The second term is then the end of the action before.) Every transfer is exposed, but no
-receive waits on the device during an action that could hold up the whole device. The first run after a start uses this form:
-kernels are loaded and memory is taken then, and both may wait for all work of the device.
+**Late receives.** A program's second form posts each receive right before its consumer, or before the weight-gradient
+actions that precede it. The second term is then the end of the action before. Every transfer is exposed, but no
+receive waits on the device during an action that could block the whole device. The first run after a start uses this form.
+Kernels are loaded and memory is allocated then, and both may wait for all the device's work.
 
-**Grouping.** NCCL does not define what happens when transfers of one pair are grouped at one end and separate at the other.
-A group call is therefore split until the transfers of each pair are grouped alike at both ends.
+**Grouping.** NCCL does not define what happens when a pair's transfers are grouped at one end and separate at the other.
+A group call is therefore split until each pair's transfers are grouped alike at both ends.
 
-**Why no deadlock.** A rank reaches the post of a transfer by `time` at the latest, since all actions before it end by then;
-all transfers before it in the order are done by `time`; and its consumer starts at `time` or later. So the timeline itself
+**Why no deadlock.** A rank posts a transfer by `time` at the latest, since all actions before the post end by then. All
+transfers before it in the order are done by `time`, and its consumer starts at `time` or later. So the timeline itself
 is an execution of the program under NCCL's rules. (`triaxis.engine.pipeline.validate` does not rely on this: it runs the program.)
 """
 
@@ -35,10 +34,10 @@ from triaxis.engine.pipeline.actions import Action, Kind, Schedule
 from triaxis.engine.pipeline.simulate import Costs, Interval, simulate
 
 Direction = Literal["forward", "backward"]
-"""Names the process group: activations go forward, their gradients backward."""
+"""Process group of a transfer: activations go forward, their gradients backward."""
 
 Receives = Literal["early", "late"]
-"""Before the action that precedes the consumer, or right before the consumer."""
+"""When a receive is posted: before the action that precedes its consumer, or right before its consumer."""
 
 
 class Transfer(NamedTuple):
@@ -48,7 +47,7 @@ class Transfer(NamedTuple):
         direction: the group it uses.
         source, destination: pp ranks, never the same.
         stage: the stage that receives.
-        microbatch: of the tensor.
+        microbatch: the tensor's microbatch.
     """
 
     direction: Direction
@@ -66,9 +65,9 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """One asynchronous group call on one group: all transfers in it are posted together and progress together.
+    """One asynchronous call on one group: all its transfers are posted together and progress together.
 
-    The rank that holds the post is the source or the destination of each transfer.
+    The rank that holds the post is each transfer's source or destination.
     """
 
     direction: Direction
@@ -80,13 +79,13 @@ Instruction = Post | Action
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A lowered schedule: per pp rank, posts and actions in order.
+    """A lowered schedule: posts and actions in order, per pp rank.
 
     An action first waits for the receive that feeds it. A send follows the action that produced its data; nothing
     waits for sends.
 
     Attributes:
-        receives: the moment at which they are posted.
+        receives: form of the program, early or late.
     """
 
     schedule: Schedule
@@ -96,13 +95,13 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """A transfer with its place in the common order, and the places of its two ends in their ranks' lists of actions.
+    """A transfer with its place in the common order, and its two ends' places in their ranks' lists of actions.
 
     Attributes:
-        time: see the module's docstring.
-        after_producer: the number of actions of the source that must come before the send.
-        receive_from: the number of actions of the destination before the earliest receive.
-        consumer_start: the time at which its data is needed.
+        time: key in the common order, see the module's docstring.
+        after_producer: number of the source's actions that must come before the send.
+        receive_from: number of the destination's actions before the earliest receive.
+        consumer_start: time at which its data is needed.
     """
 
     transfer: Transfer
@@ -113,7 +112,7 @@ class _Timed:
 
     @property
     def order(self) -> tuple[float, int, int]:
-        """Return the sorting key: of transfers of the same moment, the one nearer to the start of its pass goes first.
+        """The sorting key: among transfers at one moment, the one nearer to the start of its pass goes first.
 
         A rank in its warm-up then receives the next microbatch while it computes, before it sends this one.
         """
@@ -122,7 +121,7 @@ class _Timed:
 
 
 def feeding_transfer(schedule: Schedule, rank: int, action: Action) -> Transfer | None:
-    """Return the transfer that an action of a rank waits for; None: its input is made on this rank, or it has none."""
+    """Find the transfer that a rank's action waits for; None: its input is made on this rank, or it has none."""
     placement = schedule.placement
     stage = placement.stage_of(rank, action.chunk)
     source = schedule.input_of(stage, action)
@@ -136,22 +135,22 @@ def lower(schedule: Schedule, receives: Receives = "early") -> Program:
     """Derive sends and receives.
 
     Args:
-        schedule: complete compute actions of every rank.
-        receives: the moment at which they are posted; late ones are for the first run after a start.
+        schedule: every rank's complete compute actions.
+        receives: form of the program; the late one is for the first run after a start.
 
     Raises:
         ScheduleError: the actions wait for each other in a circle, or for actions that are not there.
     """
-    # Uniform costs and not measured ones: each rank lowers the schedule by itself, and all must come to one order.
+    # Uniform costs, not measured ones: each rank lowers the schedule by itself, and all must arrive at one order.
     timeline = simulate(schedule, Costs.uniform(schedule.placement.num_stages))
     mine: list[dict[Direction, list[_Timed]]] = [{"forward": [], "backward": []} for _ in schedule.actions]
     for timed in _timed_transfers(schedule, timeline.intervals, lead=1 if receives == "early" else 0):
-        # The sorted list is dealt to both ends, so the two ranks of a pair have their common transfers in one order.
+        # Both ends get the sorted list, so a pair's two ranks have their common transfers in one order.
         for rank in (timed.transfer.source, timed.transfer.destination):
             mine[rank][timed.transfer.direction].append(timed)
     placed: list[list[_Placed]] = [[] for _ in schedule.actions]
     for rank, by_direction in enumerate(mine):
-        # Apart by direction: these are two communicators, and a group call belongs to one.
+        # Separate by direction: these are two communicators, and a group call belongs to one.
         for transfers in by_direction.values():
             placed[rank] += _place(rank, transfers)
     _group_alike(placed)
@@ -169,7 +168,7 @@ def lower(schedule: Schedule, receives: Receives = "early") -> Program:
 
 
 def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]], lead: int) -> list[_Timed]:
-    """List all transfers of a schedule in the common order; receives come `lead` actions before their consumer."""
+    """List a schedule's transfers in the common order; receives come `lead` actions before their consumer."""
     stage_of = schedule.placement.stage_of
     place = {
         output: (rank, index)
@@ -186,7 +185,7 @@ def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]], lea
                 continue
             source_rank, producer = place[source]
             receive_from = max(index - lead, 0)
-            # A W hands nothing over, and its rank's last send may be met only behind this receive.
+            # A W hands nothing over, and its rank's last send may be met only after this receive.
             while lead == 0 and receive_from > 0 and row[receive_from - 1].action.kind is Kind.W:
                 receive_from -= 1
             receivable = row[receive_from - 1].end if receive_from > 0 else 0
@@ -204,29 +203,29 @@ def _timed_transfers(schedule: Schedule, rows: Sequence[Sequence[Interval]], lea
 
 @dataclass(slots=True)
 class _Placed:
-    """A group call of one rank before its action number `position`."""
+    """A rank's group call before its action number `position`."""
 
     position: int
     transfers: list[Transfer]
 
 
 def _place(rank: int, timed: Sequence[_Timed]) -> list[_Placed]:
-    """Group a rank's transfers of one direction, in their order, and place the groups between its actions."""
+    """Group a rank's transfers in one direction, in their order, and place the groups between its actions."""
     placed: list[_Placed] = []
     position = 0
     group: list[_Timed] = []
     for t in timed:
         is_send = t.transfer.source == rank
         earliest = t.after_producer if is_send else t.receive_from
-        # A group call ends as a whole, so nothing joins it that happens after the data of another member is needed.
-        # Nor does what is possible only behind further actions (`earliest`): the group would move, and delay its other members.
+        # A group call ends as a whole, so a transfer that comes after another member's data is needed does not join it.
+        # Nor does one that is possible only after further actions (`earliest`): the whole group would move and be delayed.
         joins = earliest <= position and all(
             t.time <= other.consumer_start for other in group if other.transfer.destination == rank
         )
         if group and not joins:
             placed.append(_Placed(position, [other.transfer for other in group]))
             group = []
-        # Never back: what could be posted early still follows all that comes before it in the common order.
+        # Never back: a transfer that could be posted early still follows all earlier ones in the common order.
         position = max(position, earliest)
         group.append(t)
     if group:
@@ -235,16 +234,16 @@ def _place(rank: int, timed: Sequence[_Timed]) -> list[_Placed]:
 
 
 def _group_alike(placed: list[list[_Placed]]) -> None:
-    """Split group calls, in place, until the transfers of each pair of ranks are grouped alike at both ends.
+    """Split group calls, in place, until each pair's transfers are grouped alike at both ends.
 
-    The order of transfers stays what it is, and a program whose transfers run one by one in the common order also runs with
+    The order of transfers does not change. A program whose transfers run one by one in the common order also runs with
     smaller groups.
     """
-    # A cut may leave a peer's group unlike this one, so all are compared until none is cut. Groups only shrink, so it ends.
+    # A cut may leave a peer's group unlike this one, so the loop repeats until none is cut. Groups only shrink, so it ends.
     changed = True
     while changed:
         changed = False
-        # Only a group of several transfers can differ from its peers' groups; all others have no entry.
+        # Only a group with several transfers can differ from its peers' groups; all others have no entry.
         group_of = {
             (rank, transfer): id(group)
             for rank, groups in enumerate(placed)
@@ -267,13 +266,13 @@ def _group_alike(placed: list[list[_Placed]]) -> None:
 def _first_grouped_otherwise(
     rank: int, transfers: Sequence[Transfer], group_of: Mapping[tuple[int, Transfer], int]
 ) -> int | None:
-    """Find the first transfer that its peer does not group with the one before it of the same pair; None: there is none."""
+    """Find the first transfer that its peer does not group with the pair's previous one; None: there is none."""
     last_of: dict[int, Transfer] = {}
     for place, transfer in enumerate(transfers):
         peer = transfer.source + transfer.destination - rank
         if (before := last_of.get(peer)) is not None:
             group = group_of.get((peer, before))
-            # None: the peer posts the one before by itself.
+            # None: the peer posts the previous one by itself.
             if group is None or group != group_of.get((peer, transfer)):
                 return place
         last_of[peer] = transfer

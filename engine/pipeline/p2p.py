@@ -1,7 +1,7 @@
 """Point-to-point traffic of one pipeline rank: tensors that arrive, that leave, and that stay on the rank.
 
-Two axes with the same ranks carry it: activations go over `pp_forward`, gradients of activations over `pp_backward`. Each `Post`
-is one group call. A tensor for a stage on the same rank never touches an axis.
+Two axes with the same ranks carry it: activations go over `pp_forward`, their gradients over `pp_backward`. Each `Post` is one
+group call. A tensor for a stage on the same rank never touches an axis.
 """
 
 from collections.abc import Mapping
@@ -26,14 +26,14 @@ class StageTensor:
 class Transport:
     """The tensors between stages that one rank sends and receives during one run of a program.
 
-    An action takes its input by identity, whether a peer has sent it or this rank has made it: a loop and a V are one case. Each
-    receive gets a new buffer. It stays on as the input of its stage until the backward, so a ring of fixed buffers would need a
-    copy. What is sent is held until its send has completed, and a later post lets go of it: nothing waits for a send before the
-    end of the run.
+    An action takes its input by identity, no matter whether a peer sent it or this rank made it. A loop and a V are thus one
+    case. Each receive gets a new buffer, which stays on as its stage's input until the backward. A ring of fixed buffers would
+    need a copy. A sent tensor is held until its send has completed, and a later post releases it. Nothing waits for a send
+    before the end of the run.
 
     Args:
         axes: the two pipeline axes by direction.
-        shape, dtype, device: of every activation and of its gradient.
+        shape, dtype, device: common to every activation and its gradient.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Transport:
         self._sent: list[Pending] = []
 
     def post(self, post: Post) -> None:
-        """Send and receive what the post names, as one group call."""
+        """Send and receive the post's transfers, as one group call."""
         self._sent = [pending for pending in self._sent if not pending.completed]
         axis = self._axes[post.direction]
         messages = []
@@ -76,11 +76,11 @@ class Transport:
             self._leaving[key] = tensor.contiguous()
 
     def take(self, key: StageTensor) -> torch.Tensor:
-        """Return the tensor that was handed over, once it is here."""
+        """Wait for the tensor that was handed over, and return it."""
         return self._arriving.pop(key).wait()
 
     def finish(self) -> None:
-        """Wait for the last sends; nothing may be left over."""
+        """Wait for the last sends; no tensor may be left over."""
         for pending in self._sent:
             pending.wait()
         self._sent = []

@@ -6,8 +6,8 @@ Receives are posted early, ahead of need, or late, right before their use:
     form     late   early           (retry)    late                            early
 
 The first run after a start loads kernels and allocates memory. Both may make the host wait for all work on its GPU. A receive
-that was posted early spins on that GPU until its peer sends, and the peer may wait in the same way: both are stuck. The same holds
-if the allocator runs short, frees memory and tries again (retry). Late receives cannot deadlock
+that was posted early spins on that GPU until its peer sends. The peer may wait in the same way, and then both are stuck. The
+same can happen if the allocator runs short, frees memory and tries again (retry). Late receives cannot deadlock
 (`triaxis.engine.pipeline.validate`).
 """
 
@@ -21,21 +21,21 @@ from triaxis.engine.pipeline.schedules import from_rows
 from triaxis.engine.pipeline.validate import check
 
 STEPS_AFTER_RETRY = 10
-"""Runs with late receives after the allocator has retried: memory that is short once is short again soon."""
+"""Runs with late receives after an allocator retry: memory that has run short is likely to run short again soon."""
 
 
 class Programs:
-    """Both programs of one schedule.
+    """Both programs for one schedule.
 
-    Every rank takes the same runs in the same order, and calls `receive_late` between the same two of them.
+    Every rank takes the same runs in the same order, and calls `receive_late` between the same two runs.
 
     Args:
-        schedule: complete compute actions of every rank.
+        schedule: every rank's complete compute actions.
 
     Attributes:
-        early: receives are posted before the action that precedes their consumer.
-        late: receives are posted right before their consumer.
-        facts: of the early form, which nearly all runs use.
+        early: program whose receives are posted before the action that precedes their consumer.
+        late: program whose receives are posted right before their consumer.
+        facts: facts about the early form, which nearly all runs use.
 
     Raises:
         ScheduleError: the schedule is incomplete, out of order, or one of its programs would deadlock.
@@ -49,14 +49,14 @@ class Programs:
         self._late_runs = 1
 
     def next(self) -> Program:
-        """Return the program of the next run."""
+        """Return the next run's program."""
         if not self._late_runs:
             return self.early
         self._late_runs -= 1
         return self.late
 
     def receive_late(self, num_runs: int = STEPS_AFTER_RETRY) -> None:
-        """Use the late form in the next `num_runs` runs at least."""
+        """Use the late form in at least the next `num_runs` runs."""
         self._late_runs = max(self._late_runs, num_runs)
 
     def receive_early(self) -> None:
@@ -65,17 +65,17 @@ class Programs:
 
     @property
     def is_late(self) -> bool:
-        """Return whether the next run has late receives."""
+        """Whether the next run has late receives."""
         return self._late_runs > 0
 
 
 def schedule_file_runs(subject: Subject) -> Iterator[Problem]:
-    """Yield a problem where the schedule of `schedule.file` lacks an action, has one out of order, or deadlocks in either form.
+    """Yield a problem if `schedule.file` lacks an action, has one out of order, or deadlocks in either form.
 
-    It is a rule for those who start a run or check one: it reads what no rule of `triaxis.engine.config` can.
+    Only callers that start or check a run apply this rule: it reads what no rule in `triaxis.engine.config` can.
     """
     file = subject.config.schedule.file
-    # Other rules report a file that is no training schedule, or has too few rows.
+    # Other rules report a file that is not a training schedule, or has too few rows.
     if file is None or file.text.forward_only or len(file.text.rows) != file.text.pp:
         return
     schedule = from_rows(file.text)

@@ -1,29 +1,29 @@
-"""Execution of the calls of many ranks without devices, under rules stricter than NCCL's and gloo's.
+"""Executes many ranks' calls without devices, under rules stricter than NCCL's and gloo's.
 
-A rank is a row of calls and steps. A step is a computation, or a wait, that needs some earlier calls of its rank. These rules
+A rank is a row of calls and steps. A step is a computation, or a wait, that needs some of its rank's earlier calls. These rules
 always hold:
 
-    channel      (communicator, rank): one FIFO of calls. PyTorch runs the calls of a process group on one stream, so a call
+    channel      (communicator, rank): one FIFO of calls. PyTorch runs a process group's calls on one stream, so a call
                  waits for the one before it even where their peers differ.
     rendezvous   a send completes only together with its receive. No buffering, not even of one message.
     order        no tags: the k-th send from a to b meets the k-th receive at b from a, whatever their contents.
     group call   the messages of the call at the head progress together, each with the head of its peer. The call completes
                  as a whole (a backend gives one handle for it), then the next one begins.
     collective   completes when it is the head at every member, and is the same there.
-    blocked head a call whose peer does not come holds up all behind it.
+    blocked head a call whose peer does not come blocks all later calls in its channel.
     step         begins when the calls that it needs have completed. Posting never waits.
 
 `Rules` adds what a GPU and NCCL may add in the worst case:
 
-    first use    NCCL opens a connection in the first group call that names a peer. That call holds the host until the peer's
+    first use    NCCL opens a connection in the first group call that names a peer. That call blocks the host until the peer's
                  host is in the mirrored call, and both must open the same connections (NVIDIA/nccl issue 783; pull request 2407).
-    device       a kernel that is loaded lazily, a cudaMalloc or a cudaFree may wait for all work of the device. A step then
-                 begins only when every earlier call of its rank has completed.
+    device       a kernel that is loaded lazily, a cudaMalloc or a cudaFree may wait for all work on the device. A step then
+                 begins only when every earlier call on its rank has completed.
     one queue    streams that share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) start in the order of their launch. Nothing
-                 behind a call is launched before the call has started, which is when it is the head of its channel.
+                 after a call is launched before the call has started, which is when it is the head of its channel.
 
 Each rule only takes possibilities away, and what can happen stays possible until it happens. So one execution decides for all
-speeds of ranks and links, and a program that ends under all rules together ends under each of them alone.
+speeds of ranks and links. A program that ends under all rules together ends under each of them alone.
 """
 
 from collections import deque
@@ -35,7 +35,7 @@ Place = tuple[int, int]
 """(rank, position in its row)."""
 
 Connection = tuple[Hashable, int, int]
-"""Communicator, source and destination of messages."""
+"""Communicator, source and destination for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class MessageEnd:
 
     Attributes:
         source, destination: ranks; the rank that holds the message is one of them.
-        content: must be equal at both ends.
+        content: identity that must be equal at both ends.
     """
 
     source: int
@@ -57,9 +57,9 @@ class Call:
     """One call on a communicator: a group of messages, or a collective.
 
     Attributes:
-        communicator: identifies the group of ranks and its stream.
-        messages: of a group call, in order; empty for a collective.
-        collective: what must be equal at every member; None for a group call.
+        communicator: key for the group of ranks and its stream.
+        messages: a group call's messages, in order; empty for a collective.
+        collective: identity that must be equal at every member; None for a group call.
     """
 
     communicator: Hashable
@@ -69,12 +69,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A computation or a wait of one rank.
+    """A computation or a wait on one rank.
 
     Attributes:
-        after: positions in the row of the calls that it needs.
-        needs: a fact that another step, of any rank, makes; None: none.
-        makes: a fact that is there, on all ranks, once the step has run; None: none.
+        after: positions in the row, for the calls that it needs.
+        needs: a fact that another step, on any rank, makes; None: none.
+        makes: a fact that holds on all ranks once the step has run; None: none.
     """
 
     after: tuple[int, ...] = ()
@@ -91,8 +91,8 @@ class Rules:
 
     Attributes:
         opened: the connections that are open before the first call; None: all of them, so that no first use waits.
-        steps_synchronize: a step waits for every earlier call of its rank.
-        one_queue: each call starts before anything behind it is launched.
+        steps_synchronize: whether a step waits for every earlier call on its rank.
+        one_queue: whether each call must start before anything after it is launched.
     """
 
     opened: Collection[Connection] | None = None
@@ -105,8 +105,8 @@ class Conflict:
     """Two ends of a call that differ.
 
     Attributes:
-        reason: `content`: the ends are different messages or collectives; `connections`: a first use would open other
-            connections at one end than at the other.
+        reason: `content`: the ends are different messages or collectives; `connections`: a first use would open different
+            connections at the two ends.
         first, second: places of the ends.
         ours, theirs: the two contents, or the two lists of connections.
     """
@@ -120,7 +120,7 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A call that is not met, at the head of its channel."""
+    """An unmet call at the head of its channel."""
 
     place: Place
     open: tuple[MessageEnd, ...]
@@ -132,8 +132,8 @@ class Stuck:
     """Ranks that wait for ever.
 
     Attributes:
-        stopped: places of ranks that have not come to the end of their rows.
-        heads: calls that have not completed and hold up their channels.
+        stopped: places of ranks that have not reached the end of their rows.
+        heads: calls that have not completed and block their channels.
     """
 
     stopped: tuple[Place, ...]
@@ -142,7 +142,7 @@ class Stuck:
 
 @dataclass(slots=True)
 class _Posted:
-    """A call in a channel; `open` are its messages that have not met their other end."""
+    """A call in a channel; `open` holds its messages that have not met their other end."""
 
     place: Place
     call: Call
@@ -155,12 +155,12 @@ class _Posted:
 def execute(
     rows: Mapping[int, Row], members: Mapping[Any, Sequence[int]], rules: Rules | None = None
 ) -> Conflict | Stuck | None:
-    """Run all ranks as far as they come.
+    """Run all ranks as far as they can go.
 
     Args:
-        rows: by rank.
-        members: by communicator, the ranks of `rows` that meet in its collectives; communicators of messages alone need none.
-        rules: beyond those that always hold; None: no more.
+        rows: each rank's row, by rank.
+        members: ranks that meet in a communicator's collectives, by communicator; one that carries only messages needs no entry.
+        rules: rules beyond those that always hold; None: no more.
 
     Returns:
         None when every row ended and every call completed, else the first conflict, or what was stuck in the end.
@@ -175,7 +175,7 @@ class _Execution:
         self.rules = rules
         self.position = dict.fromkeys(rows, 0)
         self.channels: dict[tuple[Hashable, int], deque[_Posted]] = {}
-        # By rank: the position of the last call that was posted, and those of calls that have not completed.
+        # By rank: the position of the last posted call, and the positions of calls that have not completed.
         self.last_posted = dict.fromkeys(rows, -1)
         self.outstanding: dict[int, set[int]] = {rank: set() for rank in rows}
         self.facts: set[Hashable] = set()
@@ -210,7 +210,7 @@ class _Execution:
             self.position[rank] = at + 1
 
     def _call(self, rank: int, at: int, call: Call) -> bool:
-        """Post a call, if it is not posted yet; return whether the rank goes on behind it."""
+        """Post a call, if it is not posted yet; return whether the rank goes on to its next item."""
         channel = self.channels.setdefault((call.communicator, rank), deque())
         if self.last_posted[rank] < at:
             if self.opened is not None and not self._connect(rank, at, call):
@@ -250,7 +250,7 @@ class _Execution:
         return [each for each in dict.fromkeys(used) if each not in self.opened]
 
     def _step(self, rank: int, step: Step) -> bool:
-        """Run a step if it can begin; return whether it has."""
+        """Run a step if it can begin; return whether it has run."""
         outstanding = self.outstanding[rank]
         if outstanding and (self.rules.steps_synchronize or any(at in outstanding for at in step.after)):
             return False
@@ -263,7 +263,7 @@ class _Execution:
         return True
 
     def _progress(self, communicator: Hashable, rank: int) -> None:
-        """Let the head of a channel meet the heads of its peers, and what follows them, as far as it goes."""
+        """Match a channel's head, and the calls after it, with its peers' heads, as far as it goes."""
         agenda = [rank]
         while agenda and self.conflict is None:
             at = agenda.pop()
@@ -276,7 +276,7 @@ class _Execution:
                 agenda += self._meet_collective(communicator, at)
 
     def _meet_messages(self, communicator: Hashable, rank: int) -> list[int]:
-        """Match the messages of a head with those of its peers' heads, by order; return the ranks whose head has completed."""
+        """Match a head's messages with those in its peers' heads, by order; return the ranks whose head has completed."""
         head = self.channels[communicator, rank][0]
         completed = []
         for message in tuple(head.open):
@@ -301,7 +301,7 @@ class _Execution:
         return completed
 
     def _meet_collective(self, communicator: Hashable, rank: int) -> list[int]:
-        """Match a collective with the heads of all members; return the ranks whose head has completed."""
+        """Match a collective with all members' heads; return the ranks whose head has completed."""
         mine = self.channels[communicator, rank][0]
         members = self.members[communicator]
         is_whole = True

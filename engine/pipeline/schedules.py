@@ -1,4 +1,4 @@
-"""The schedules: functions from sizes to the compute actions of every rank.
+"""The schedules: functions from sizes to every rank's compute actions.
 
     gpipe         FFFFBBBB        all forwards, then all backwards: m microbatches in flight
     1f1b          FFF FB FB BBB   warm-up, one forward and one backward in turn, cool-down: p - r in flight
@@ -7,9 +7,9 @@
     zbv           two chunks per rank in a V, weight gradients in the bubble: at most p microbatches of a rank's layers
     forward_only  FFFF            validation and generation
 
-A rank runs its forwards in one fixed order and its backwards in another; a schedule is those two orders and the number
-of forwards before the first backward (the warm-up). The schedules here are that one function with other numbers; those
-that part a backward in two are in `triaxis.engine.pipeline.zero_bubble`.
+A rank runs its forwards in one fixed order and its backwards in another. A schedule is those two orders and the number
+of forwards before the first backward (the warm-up). The schedules here are one function with different numbers; those that
+split a backward in two are in `triaxis.engine.pipeline.zero_bubble`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ def gpipe(pp: int, num_microbatches: int) -> Schedule:
 
 def one_f_one_b(pp: int, num_microbatches: int) -> Schedule:
     """Run 1F1B (PipeDream-flush, 2006.09503). In flight on rank r: min(p - r, m). Bubble: (p - 1)/m of the ideal time."""
-    # Before rank r sees its first gradient, microbatch 0 passes the p - r - 1 ranks below and one more forward runs here.
+    # Before rank r gets its first gradient, microbatch 0 passes the p - r - 1 ranks below and one more forward runs here.
     return _warm_up_then_alternate("1f1b", pp, 1, num_microbatches, lambda rank: pp - rank - 1)
 
 
@@ -42,8 +42,8 @@ def interleaved(pp: int, vpp: int, num_microbatches: int) -> Schedule:
     """Run interleaved 1F1B (2104.04473, section 2.2), for any number of microbatches.
 
     Microbatches go through a rank's chunks in groups of pp; the last group may have fewer. In flight on rank r:
-    min(m v, 2(p - r - 1) + (v - 1)p + 1) when m is a multiple of p, never more otherwise. Bubble: (p - 1)/(v m) of the
-    ideal time; with a partial last group the ranks wait for each other up to p - (m mod p) slots per chunk more.
+    min(m v, 2(p - r - 1) + (v - 1)p + 1) if m is a multiple of p; never more otherwise. Bubble: (p - 1)/(v m) of the
+    ideal time. With a partial last group, the ranks wait for each other up to p - (m mod p) slots per chunk more.
     """
     # A group has passed the first v - 1 chunks after (v - 1)p forwards; then microbatch 0 still has to go down to the
     # last rank and its gradient back up, p - r - 1 slots each way.
@@ -62,14 +62,14 @@ BUILDERS: Mapping[str, Callable[[int, int, int], Schedule]] = MappingProxyType(
         "forward_only": lambda pp, vpp, num_microbatches: forward_only(Placement(pp, vpp), num_microbatches),
     }
 )
-"""By name: the schedule of (pp, vpp, microbatches)."""
+"""Each schedule's builder by name, called with (pp, vpp, microbatches)."""
 
 
 def of_step(config: Config, sizes: ParallelSizes) -> Schedule:
-    """Build the schedule of a training step, or take that of `schedule.file`.
+    """Build a training step's schedule, or take that of `schedule.file`.
 
     Raises:
-        ScheduleError: the file is of other sizes than the step.
+        ScheduleError: the file's sizes differ from the step's.
     """
     return of_config(config, sizes.pp, sizes.vpp, batch_plan(config, sizes.dp).num_microbatches)
 
@@ -78,7 +78,7 @@ def of_config(config: Config, pp: int, vpp: int, num_microbatches: int) -> Sched
     """Build the training schedule that a configuration names, or take that of its file, for other sizes than its own.
 
     Raises:
-        ScheduleError: the file has other pp or vpp, or fewer microbatches. Of more, the first are taken.
+        ScheduleError: the file has a different pp or vpp, or fewer microbatches. If it has more, the first ones are taken.
     """
     file = config.schedule.file
     if file is None:
@@ -98,26 +98,26 @@ def of_config(config: Config, pp: int, vpp: int, num_microbatches: int) -> Sched
 
 
 def from_rows(text: ScheduleText) -> Schedule:
-    """Return the schedule of a text whose words are actions."""
+    """Build a schedule from a text whose words are actions."""
     rows = tuple(tuple(Action.parse(word) for word in row) for row in text.rows)
     placement = Placement(text.pp, text.vpp, text.is_v)
     return Schedule(text.name, placement, text.num_microbatches, text.forward_only, rows)
 
 
 def title(config: Config) -> str:
-    """Return the name of a run's training schedule, with the file that it is from."""
+    """Name a run's training schedule, with the file that it is from."""
     file = config.schedule.file
     return resolve(config.schedule.name, config.parallel.vpp) if file is None else f"{file.text.name}, from {file}"
 
 
 def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
-    """Build the schedule of a given name.
+    """Build a schedule by name.
 
     Args:
-        name: a key of `BUILDERS`, or `auto` (see `resolve`).
+        name: a key in `BUILDERS`, or `auto` (see `resolve`).
         pp: pipeline ranks.
         vpp: model chunks per rank.
-        num_microbatches: microbatches per step of one pipeline.
+        num_microbatches: microbatches per step in one pipeline.
 
     Raises:
         ScheduleError: a size is below 1.
@@ -130,7 +130,7 @@ def build(name: str, pp: int, vpp: int, num_microbatches: int) -> Schedule:
 
 
 def resolve(name: str, vpp: int) -> str:
-    """Return the training schedule of a config's `schedule.name`: `auto` is 1f1b, or interleaved when vpp > 1."""
+    """Resolve a config's `schedule.name` to a training schedule: `auto` is 1f1b, or interleaved when vpp > 1."""
     if name == "auto":
         return "interleaved" if vpp > 1 else "1f1b"
     return name
@@ -145,7 +145,7 @@ def _require_positive(**sizes: int) -> None:
 
 
 def _order(kind: Kind, pp: int, chunks: Sequence[int], num_microbatches: int) -> list[Action]:
-    """List one pass of all microbatches: groups of pp, each whole group through all chunks in the order given.
+    """List one pass over all microbatches: groups of pp, each whole group through all chunks in the order given.
 
     The last group is whole too: up to pp - 1 microbatches in it do not exist.
     """
@@ -162,9 +162,9 @@ def _warm_up_then_alternate(
 ) -> Schedule:
     """Let rank r run `warm_up(r)` forwards, then a forward and a backward in turn, then the backwards that are left.
 
-    The order is made for whole groups of pp microbatches and the actions of those that do not exist are left out: what
-    cannot deadlock still cannot with actions taken away. (Alternating over a shorter last group does deadlock: with
-    pp 4, vpp 3 and 5 microbatches, rank 0 waits in 2F4 for rank 3, and rank 3 in 1B0 for rank 0.)
+    The order is made for whole groups of pp microbatches, and actions on microbatches that do not exist are left out. A
+    schedule that cannot deadlock still cannot after actions are removed. (Alternating over a shorter last group does deadlock.
+    With pp 4, vpp 3 and 5 microbatches, rank 0 waits in 2F4 for rank 3, and rank 3 in 1B0 for rank 0.)
     """
     _require_positive(pp=pp, vpp=vpp, microbatches=num_microbatches)
     forwards = _order(Kind.F, pp, range(vpp), num_microbatches)

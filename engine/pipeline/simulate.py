@@ -1,12 +1,12 @@
-"""Event timing of a schedule without devices.
+"""Times a schedule's events without devices.
 
     start(action) = max(end of the rank's action before it, end of the action that feeds it + transfer latency)
 
     rank 0 |F0|F1|   B0  |F2|   B1  | ...          busy
     rank 1    |F0|  B0   |F1|  B1   | ...          span = first start to last end; bubble = 1 - busy / span
 
-A transfer takes `transfer` between ranks and nothing on one rank, never holds up its sender, and never waits for
-bandwidth. With measured F, B, W and transfer times this gives the 1F1B bubbles of 2401.10241, table 5, to 4 digits.
+A transfer takes `transfer` between ranks and no time within a rank. It never blocks its sender, and never waits for
+bandwidth. With measured F, B, W and transfer times this gives the 1F1B bubbles in 2401.10241, table 5, to 4 digits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,10 +23,10 @@ class Costs:
     """Durations in any one unit of time (seconds, milliseconds, forwards); one entry per stage.
 
     Attributes:
-        forward: of F.
-        input_grad: of I.
-        weight_grad: of W. A `B` takes input_grad + weight_grad.
-        transfer: from the end of an action to the moment its output is on another rank.
+        forward: duration of F.
+        input_grad: duration of I.
+        weight_grad: duration of W. A `B` takes input_grad + weight_grad.
+        transfer: time between an action's end and its output's arrival on another rank.
     """
 
     forward: Sequence[float]
@@ -38,11 +38,11 @@ class Costs:
     def uniform(
         cls, num_stages: int, forward: float = 1, input_grad: float = 1, weight_grad: float = 1, transfer: float = 0
     ) -> "Costs":
-        """Give every stage the same costs; by default a backward of twice a forward, as for matrix products."""
+        """Give every stage the same costs; by default a backward takes twice as long as a forward, as for matrix products."""
         return cls((forward,) * num_stages, (input_grad,) * num_stages, (weight_grad,) * num_stages, transfer)
 
     def of(self, kind: Kind, stage: int) -> float:
-        """Return the duration of an action of this kind on this stage."""
+        """Look up how long an action of this kind takes on this stage."""
         if kind is Kind.F:
             return self.forward[stage]
         if kind is Kind.I:
@@ -53,7 +53,7 @@ class Costs:
 
 
 class Interval(NamedTuple):
-    """The time in which an action runs, in the unit of the costs."""
+    """An action's start and end, in the costs' unit."""
 
     action: Action
     start: float
@@ -62,35 +62,35 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedTimeline:
-    """The intervals of all actions of a schedule, a row per pp rank, in order."""
+    """The intervals of all actions in a schedule, a row per pp rank, in order."""
 
     schedule: Schedule
     intervals: tuple[tuple[Interval, ...], ...]
 
     @cached_property
     def span(self) -> float:
-        """Return the time from the first start (0) to the last end."""
+        """The time from the first start (0) to the last end."""
         return max(row[-1].end for row in self.intervals)
 
     def busy(self, rank: int) -> float:
-        """Return the time in which the rank computes."""
+        """Sum the time in which the rank computes."""
         return sum(interval.end - interval.start for interval in self.intervals[rank])
 
     def bubble_fraction(self, rank: int) -> float:
-        """Return the part of the span in which the rank waits: (span - busy) / span (2401.10241, section 5.1)."""
+        """Compute the part of the span in which the rank waits: (span - busy) / span (2401.10241, section 5.1)."""
         return 1 - self.busy(rank) / self.span
 
     @property
     def largest_bubble_fraction(self) -> float:
-        """Return the bubble fraction of the rank that waits most."""
+        """The bubble fraction on the rank that waits most."""
         return max(self.bubble_fraction(rank) for rank in range(len(self.intervals)))
 
 
 def simulate(schedule: Schedule, costs: Costs) -> SimulatedTimeline:
-    """Time every action of a schedule.
+    """Time every action in a schedule.
 
     Raises:
-        ScheduleError: costs for another number of stages, or actions that wait for each other in a circle.
+        ScheduleError: costs for a different number of stages, or actions that wait for each other in a circle.
     """
     check_costs(costs, schedule.placement.num_stages)
     placement = schedule.placement
@@ -99,9 +99,9 @@ def simulate(schedule: Schedule, costs: Costs) -> SimulatedTimeline:
     rank_of = [placement.rank_of(stage) for stage in range(placement.num_stages)]
     seconds = {kind: [costs.of(kind, stage) for stage in range(placement.num_stages)] for kind in Kind}
     rows: list[list[Interval]] = [[] for _ in schedule.actions]
-    # By (stage, is a forward, microbatch), which a named tuple of the same would make slow.
+    # By (stage, is a forward, microbatch): a plain tuple, because a named one would be slow.
     produced: dict[tuple[int, bool, int], float] = {}
-    # A rank runs until it needs an output that is not produced yet, and runs on once it is.
+    # A rank runs until it needs an output that is not produced yet, and goes on once it is.
     waiting: dict[tuple[int, bool, int], int] = {}
     runnable = list(range(placement.pp))
     while runnable:
@@ -111,7 +111,7 @@ def simulate(schedule: Schedule, costs: Costs) -> SimulatedTimeline:
         for action in schedule.actions[rank][len(row) :]:
             kind, chunk, microbatch = action
             stage, is_forward = stages[chunk], kind is Kind.F
-            # As `Schedule.input_of`.
+            # The same rule as `Schedule.input_of`.
             source = stage - 1 if is_forward else stage + 1
             if 0 <= source <= last and kind is not Kind.W:
                 needed = source, is_forward, microbatch
@@ -138,10 +138,10 @@ def simulate(schedule: Schedule, costs: Costs) -> SimulatedTimeline:
 
 
 def check_costs(costs: Costs, num_stages: int) -> None:
-    """Refuse costs that are not those of `num_stages` stages.
+    """Refuse costs that do not have `num_stages` entries.
 
     Raises:
-        ScheduleError: another number of entries.
+        ScheduleError: a different number of entries.
     """
     for name in ("forward", "input_grad", "weight_grad"):
         durations = getattr(costs, name)

@@ -5,7 +5,7 @@
     rank 1: 0F0 0B0 0F1 0B1 0F2 0B2
 
 A lowered program has the group calls in brackets: `>F1@2` sends microbatch 1's activation to stage 2, `<B0@1` receives
-the gradient of stage 1's output for microbatch 0. F uses the forward group, B the backward group.
+microbatch 0's gradient for stage 1's output. F uses the forward group, B the backward group.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ _IDLE = "."
 
 
 def to_text(schedule: Schedule) -> str:
-    """Return the text form; `from_text` reads it back."""
+    """Write the text form; `from_text` reads it back."""
     return _text(schedule, [[str(action) for action in row] for row in schedule.actions])
 
 
 def program_to_text(program: Program) -> str:
-    """Return the text form of a lowered schedule, to read and diff."""
+    """Write a lowered schedule's text form, to read and diff."""
     return _text(program.schedule, [instruction_tokens(rank, row) for rank, row in enumerate(program.instructions)])
 
 
@@ -54,18 +54,18 @@ def from_text(text: str) -> Schedule:
     """Read the schedule that `to_text` wrote; empty lines and lines that begin with `#` are skipped.
 
     Raises:
-        ScheduleError: a line that cannot be read. (`check` decides whether the schedule makes sense.)
+        ScheduleError: a line cannot be read. (`check` decides whether the schedule makes sense.)
     """
     return schedules.from_rows(parse_schedule(text))
 
 
 def instruction_tokens(rank: int, instructions: Sequence[Instruction]) -> list[str]:
-    """Return one token per instruction of a rank's row."""
+    """Write one token per instruction in a rank's row."""
     return [post_token(rank, each) if isinstance(each, Post) else str(each) for each in instructions]
 
 
 def post_token(rank: int, post: Post) -> str:
-    """Return a group call as its rank sees it, such as `[>F1@2 <F2@1]`."""
+    """Write a group call from its rank's point of view, such as `[>F1@2 <F2@1]`."""
     transfers = (
         f"{'>' if t.source == rank else '<'}{'F' if t.direction == 'forward' else 'B'}{t.microbatch}@{t.stage}"
         for t in post.transfers
@@ -74,10 +74,12 @@ def post_token(rank: int, post: Post) -> str:
 
 
 def pointed_rows(rows: Sequence[Sequence[str]], marks: Mapping[tuple[int, int], str], context: int = 6) -> str:
-    """Format rows of tokens with an arrow and a note under the marked ones; long rows are cut to `context` tokens around them.
+    """Format rows of tokens with an arrow and a note under each marked token.
+
+    Long rows are cut to `context` tokens around the marks.
 
     Args:
-        marks: notes by (rank, position in its row); a position past the end points behind the row.
+        marks: notes by (rank, position in its row); a position past the end points after the row.
     """
     lines = []
     middle = min(position for _, position in marks)
@@ -100,17 +102,17 @@ def render_timeline(timeline: SimulatedTimeline, width: int | None = None) -> Te
     """Draw a timeline: a row per rank, time to the right, idle time dotted.
 
     Args:
-        width: columns of the screen; a longer picture continues below. None: one long picture.
+        width: number of screen columns; a longer picture continues below. None: one long picture.
 
     Returns:
-        Text that is readable without its colours too (`.plain`): a cell is `F3`, or `0F3` where a rank has several chunks.
+        Text that is readable without its colours too (`.plain`): a cell is `F3`, or `0F3` if ranks have several chunks.
     """
     rows = timeline.intervals
     labels = [f"rank {rank} " for rank in range(len(rows))]
     label_width = max(len(label) for label in labels)
     cell = max(len(_label(timeline, interval)) for row in rows for interval in row) + 1
     shortest = min(interval.end - interval.start for row in rows for interval in row if interval.end > interval.start)
-    # Fractions, so that equal times fall on equal columns: the shortest action has room for its label and a gap.
+    # Fractions, so that equal times fall on equal columns. The shortest action has room for its label and a gap.
     columns_per_unit = Fraction(cell) / Fraction(shortest)
     bands = [_band(timeline, row, columns_per_unit) for row in rows]
     num_columns = len(bands[0])
@@ -130,13 +132,13 @@ def render_timeline(timeline: SimulatedTimeline, width: int | None = None) -> Te
 
 
 def shade(action: Action) -> str:
-    """Return the colour of an action in pictures, as #rrggbb: a hue per kind, darker with the chunk."""
+    """Choose an action's colour in pictures, as #rrggbb: a hue per kind, darker with the chunk."""
     shades = _COLOURS[action.kind]
     return shades[action.chunk % len(shades)]
 
 
 def ink(action: Action) -> str:
-    """Return the colour of letters on `shade(action)`."""
+    """Choose the letters' colour on `shade(action)`."""
     return "white" if action.chunk % len(_COLOURS[action.kind]) >= 2 else "black"
 
 

@@ -1,12 +1,12 @@
-"""A proof that a schedule, or a lowered program, runs to its end.
+"""Proves that a schedule, or a lowered program, runs to its end.
 
 **A schedule** is complete: per stage and microbatch one F, then one B, or one I and later one W; nothing else. And it can
 be ordered: run rank by rank, no action waits for ever for the one that feeds it.
 
-**A program** moreover sends what is needed, once, after it exists, and receives it, once, before it is needed. Both ends of a
-pair group its transfers alike. And it runs to its end under the rules of `triaxis.engine.pipeline.rendezvous`, which are NCCL's and
-not gloo's: with the connections between ring neighbours open, as `Topology` leaves them, and with one hardware queue. A
-program with late receives, which runs while kernels are loaded, also runs where every step waits for the whole device.
+**A program** moreover sends each needed tensor once, after it exists, and receives it once, before it is needed. Both ends of a
+pair group its transfers alike. It also runs to its end under the rules in `triaxis.engine.pipeline.rendezvous`. These are NCCL's
+and not gloo's: with one hardware queue, and with the connections between ring neighbours open, as `Topology` leaves them. A
+program with late receives runs while kernels are loaded, so it also runs where every step waits for the whole device.
 """
 
 from collections import Counter
@@ -33,14 +33,15 @@ from triaxis.engine.pipeline.text import instruction_tokens, pointed_rows, post_
 
 @dataclass(frozen=True, slots=True)
 class ScheduleFacts:
-    """Facts about a schedule that is right; one entry per rank.
+    """Facts about a valid schedule; one entry per rank.
 
     Attributes:
-        peak_in_flight: most microbatch-chunks whose F has started and whose B (or I) has not ended; those that go back alone.
-        peak_held: most microbatch-chunks whose I has ended and whose W has not.
-        peak_early_receives: most receives of one direction and chunk that are posted while an action runs and feed a later
-            one: buffers besides those in flight. 0 for a schedule that is not lowered.
-        num_transfers: sends and receives of the rank; 0 for a schedule that is not lowered.
+        peak_in_flight: largest number of microbatch-chunks whose F has started and whose B (or I) has not ended. Forward-only
+            ones do not count.
+        peak_held: largest number of microbatch-chunks whose I has ended and whose W has not.
+        peak_early_receives: largest number of receives in one direction and chunk that are posted while an action runs and feed a
+            later one: buffers besides those in flight. 0 for a schedule that is not lowered.
+        num_transfers: the rank's sends and receives; 0 for a schedule that is not lowered.
     """
 
     peak_in_flight: tuple[int, ...]
@@ -50,10 +51,10 @@ class ScheduleFacts:
 
 
 def check(subject: Schedule | Program, opened: Collection[Connection] | None = None) -> ScheduleFacts:
-    """Prove a schedule or a program right.
+    """Prove that a schedule or a program is right.
 
     Args:
-        subject: what would run.
+        subject: the schedule or program that would run.
         opened: connections that are open before the first post; None: those that `Topology` opens.
 
     Raises:
@@ -86,7 +87,7 @@ def ring_connections(pp: int) -> set[Connection]:
 
 
 def rules_for(receives: Receives, opened: Collection[Connection]) -> Rules:
-    """Return the rules that a program must keep together: late receives also run where each step waits for the device."""
+    """Build the rules that a program must keep together: late receives also run where each step waits for the device."""
     return Rules(opened=opened, steps_synchronize=receives == "late", one_queue=True)
 
 
@@ -121,7 +122,7 @@ def _explained_rules(receives: Receives, opened: Collection[Connection]) -> list
 
 
 def _by_peer(rank: int, transfers: Sequence[Transfer]) -> list[frozenset[Transfer]]:
-    """Collect the transfers of a call that go between the same two ranks, where there are several."""
+    """Collect a call's transfers between the same two ranks, for each pair that has several."""
     peers: dict[int, list[Transfer]] = {}
     for transfer in transfers:
         peers.setdefault(transfer.source + transfer.destination - rank, []).append(transfer)
@@ -129,7 +130,7 @@ def _by_peer(rank: int, transfers: Sequence[Transfer]) -> list[frozenset[Transfe
 
 
 class _Checker:
-    """One check; the methods are called in the order of `check`."""
+    """One check; its methods are called in the order of `check`."""
 
     def __init__(self, program: Program, is_lowered: bool, opened: Collection[Connection]) -> None:
         self.schedule = program.schedule
@@ -151,7 +152,7 @@ class _Checker:
     # --- the actions -----------------------------------------------------------------------------------------------
 
     def check_actions(self) -> None:
-        """Check that every action belongs here and follows what it continues, and that none is missing."""
+        """Check that every action belongs here and follows the one it continues, and that none is missing."""
         if len(self.rows) != self.placement.pp:
             raise ScheduleError(
                 f"schedule {self.schedule.name} has {len(self.rows)} rows for pp {self.placement.pp}: a row per rank. "
@@ -227,7 +228,7 @@ class _Checker:
     # --- the transfers ---------------------------------------------------------------------------------------------
 
     def check_transfers(self) -> None:
-        """Check that every needed tensor, and no other, is sent once it exists and received before it is needed, once each."""
+        """Check that every needed tensor, and no other, is sent once after it exists and received once before it is needed."""
         needed = self._needed_transfers()
         posted: dict[tuple[int, Transfer], Place] = {}
         for rank, row in enumerate(self.rows):
@@ -249,7 +250,7 @@ class _Checker:
                     )
 
     def _needed_transfers(self) -> dict[Transfer, tuple[Place, Place]]:
-        """Return the transfers between ranks that are needed, with the places of their producer and consumer."""
+        """Find the transfers that are needed between ranks, with the places of their producer and consumer."""
         needed = {}
         for (stage, kind, microbatch), consumer in self.where.items():
             action = Action(kind, self.placement.chunk_of(stage), microbatch)
@@ -301,7 +302,7 @@ class _Checker:
 
     def check_grouping(self) -> None:
         """Check that both ends of a pair group its transfers alike; NCCL does not define what happens otherwise."""
-        # Only calls with several transfers of one pair can be grouped otherwise at the other end.
+        # Only calls with several transfers between one pair can be grouped differently at the other end.
         grouped: dict[tuple[int, frozenset[Transfer]], Place] = {}
         for rank, row in enumerate(self.rows):
             for position, each in enumerate(row):
@@ -322,7 +323,7 @@ class _Checker:
     # --- the execution ---------------------------------------------------------------------------------------------
 
     def execute(self) -> None:
-        """Run to the end under all rules that apply together; what fails is run again under fewer, to name the rule."""
+        """Run to the end under all rules that apply together; after a failure, run again under fewer rules to name the cause."""
         rows = {rank: self._row(rank) for rank in range(len(self.rows))}
         if not self.is_lowered:
             if isinstance(failure := execute(rows, {}), Stuck):

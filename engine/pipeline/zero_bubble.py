@@ -15,11 +15,11 @@ from triaxis.engine.pipeline.actions import Action, Kind, Placement, Schedule
 
 
 def zb_h1(schedule: Schedule) -> Schedule:
-    """Turn 1F1B into ZB-H1 (2401.10241, section 3 and figure 2): each backward in two, its weight gradients later.
+    """Turn 1F1B into ZB-H1 (2401.10241, section 3 and figure 2): each backward is split, its weight gradients come later.
 
-    A rank hands on the gradient of its input before it computes those of its weights, so the rank before it starts earlier, and
-    weight gradients fill the end of the step. Rank r holds those of at most r microbatches back: in flight and held together are
-    at most p, as on the first rank of 1F1B. Bubble: (p - 1)(T_F + T_B - T_W), T_B of the input gradient alone.
+    A rank hands on its input gradient before it computes its weight gradients. The previous rank thus starts earlier, and weight
+    gradients fill the end of the step. Rank r holds back the weight gradients of at most r microbatches. In flight and held
+    together are at most p, as on 1F1B's first rank. Bubble: (p - 1)(T_F + T_B - T_W), where T_B covers the input gradient alone.
     """
     rows = []
     for rank, actions in enumerate(schedule.actions):
@@ -40,11 +40,11 @@ def zb_h1(schedule: Schedule) -> Schedule:
 def zbv(pp: int, num_microbatches: int) -> Schedule:
     """Run ZBV (2401.10241, section 6): two half-stages per rank in a V, weight gradients apart and in the bubble.
 
-    A microbatch passes the turn on the last rank and comes back to the first, where its backward starts. Where F, I and W take
-    equally long, a rank waits p - 1 forwards of a half-stage: before its first forward, or behind its last action. In flight and
-    held together are at most 2 p half-stages on every rank, as much as the p microbatches of 1F1B's first rank.
+    A microbatch passes the turn on the last rank and comes back to the first, where its backward starts. If F, I and W take
+    equally long, a rank waits p - 1 half-stage forwards, before its first forward or after its last action. In flight and
+    held together are at most 2 p half-stages on every rank, as much as the p microbatches on 1F1B's first rank.
 
-    The order is made for 2 p - 1 microbatches at least, and the actions of those that do not exist are left out.
+    The order is made for at least 2 p - 1 microbatches; actions on microbatches that do not exist are left out.
     """
     most = max(2 * pp - 1, num_microbatches)
     rows = (tuple(a for a in _zbv_row(pp, rank, most) if a.microbatch < num_microbatches) for rank in range(pp))
@@ -52,7 +52,7 @@ def zbv(pp: int, num_microbatches: int) -> Schedule:
 
 
 def _zbv_row(pp: int, rank: int, num_microbatches: int) -> Iterator[Action]:
-    """Yield the actions of a rank: fill the V, then a forward and a backward of each chunk in turn, then what is left."""
+    """Yield a rank's actions: fill the V, then a forward and a backward of each chunk in turn, then the rest."""
     done: Counter[tuple[Kind, int]] = Counter()
 
     def each(chunk: int, *kinds: Kind) -> Iterator[Action]:
@@ -64,7 +64,7 @@ def _zbv_row(pp: int, rank: int, num_microbatches: int) -> Iterator[Action]:
     # Microbatch 0 takes 2 (p - rank) - 1 slots from here to the turn and back.
     for _ in range(2 * (pp - rank) - 1):
         yield from each(0, Kind.F)
-    # It takes 2 rank + 1 more to the last stage and back as a gradient: these fill with forwards of both chunks.
+    # It takes 2 rank + 1 more to the last stage and back as a gradient: forwards of both chunks fill these slots.
     for _ in range(rank):
         yield from each(1, Kind.F)
         yield from each(0, Kind.F)

@@ -1,9 +1,9 @@
-"""Dropout without state: an element is kept or dropped by a hash of its identity.
+"""Stateless dropout: a hash of an element's identity decides whether the element is dropped.
 
-    keep(element) = hash(seed, sample id, site, position of the element in the whole activation of that sample) >= p 2^32
+    keep(element) = hash(seed, sample id, site, the element's position in the sample's whole activation) >= p 2^32
 
-A mask therefore does not depend on the layout, the microbatch, the schedule, the device or earlier calls: recomputation replays it,
-a resumed run continues it, and a rank that holds a slice draws exactly its slice. The hash is in `engine/numerics/hashing.py`;
+So a mask does not depend on layout, microbatch, schedule, device or earlier calls. Recomputation replays it, a resumed run
+continues it, and a rank that holds a slice draws exactly that slice. `engine/numerics/hashing.py` defines the hash;
 `engine/kernels/dropout.py` applies it.
 """
 
@@ -20,12 +20,12 @@ from triaxis.engine.numerics.hashing import key64
 
 @dataclass(frozen=True, slots=True)
 class DropoutKeys:
-    """The inputs of the hash that one microbatch fixes.
+    """Hash inputs that are fixed for one microbatch.
 
     Attributes:
         seed: the run's seed.
-        sample_ids: consumed-sample index of each of the b samples.
-        positions: int64 [b, s/cp], the position of each token in its sample; None: 0 .. s - 1.
+        sample_ids: consumed-sample indices, one per sample, b in all.
+        positions: token positions within their samples, int64 [b, s/cp]; None means 0 .. s - 1.
     """
 
     seed: int
@@ -33,7 +33,7 @@ class DropoutKeys:
     positions: torch.Tensor | None = None
 
     def rows(self, length: int, device: torch.device) -> torch.Tensor:
-        """Return the position of each of `length` tokens in its sample: int64 [length, 1], or [length, b] if samples differ."""
+        """Build token positions within a sample for `length` rows: int64 [length, 1], or [length, b] if samples differ."""
         return torch.arange(length, device=device).unsqueeze(1) if self.positions is None else self.positions.t()
 
     def site(self, name: str) -> list[int]:
@@ -51,17 +51,17 @@ def dropout(
     fusion: Fusion = EAGER,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Zero elements with probability p and scale the rest by 1 / (1 - p); then add the residual, if there is one.
+    """Zero elements with probability p, scale the rest by 1 / (1 - p), and add the residual if there is one.
 
     Args:
         x: any float tensor.
         p: drop probability, 0 <= p < 1.
-        keys: seed and samples.
-        site: name of this dropout.
-        positions: int64, broadcastable to x: index of each element in the whole (unsharded) activation of one sample.
-        batch_dim: the dim of x that runs over samples.
-        fusion: runs the kernel.
-        residual: tensor of x's shape to add, or None.
+        keys: seed and sample ids.
+        site: the dropout site's name.
+        positions: element indices within one sample's whole (unsharded) activation, int64, broadcastable to x.
+        batch_dim: x's sample dim.
+        fusion: wrapper that runs the kernel.
+        residual: tensor to add, shaped like x, or None.
     """
     if p == 0.0:
         return x if residual is None else residual + x

@@ -1,9 +1,9 @@
-"""Activations that enter the tensor-parallel region outside of a linear layer.
+"""Activations that enter the tensor-parallel region outside a linear layer.
 
-    x [s(/t), b, n] --f--> [s, b, n]        backward: the sum over tp, on this rank's part of the sequence
+    x [s(/t), b, n] --f--> [s, b, n]        backward: sum over tp, on this rank's tokens
 
-A column-parallel layer lets its input enter in its own function, beside its GEMMs. The latents of latent attention must be whole
-earlier: context parallelism gathers them further, and decoding caches them. The layers around them use `outside_of` the region.
+Column-parallel layers do this next to their GEMMs. Latent attention (MLA) needs whole latents earlier, because context parallelism
+gathers them further and decoding caches them. The layers around the latents use `outside_of(region)`.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 
 def entered(x: torch.Tensor, region: TensorParallelRegion, name: str) -> torch.Tensor:
-    """Let x [s(/t), b, n] enter the region: [s, b, n], whole on every tp rank; `name` is its label in the ledger."""
+    """Bring x [s(/t), b, n] into the region as [s, b, n], whole on every tp rank; `name` labels it in the ledger."""
     return _Entered.apply(x, region, name)
 
 
@@ -28,18 +28,18 @@ class _Entered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        # An all-reduce is in place, and other nodes may hold this gradient; a reduce-scatter only reads it.
+        # An all-reduce works in place, and other nodes may hold this gradient, so it gets a copy; a reduce-scatter only reads.
         own = grad.contiguous() if ctx.region.sequence_parallel else grad.clone(memory_format=torch.contiguous_format)
         return ctx.region.enter_backward(own, f"{ctx.name} backward").wait(), None, None
 
 
 def outside_of(region: TensorParallelRegion) -> TensorParallelRegion:
-    """Return the region of a layer whose input does not enter: the weight is whole on all tp ranks, or the input entered before."""
+    """Derive the region for a layer whose input does not enter: its weight is whole on all tp ranks, or its input has entered."""
     return _Outside(region.axis, region.sequence_parallel, cuts_entered=region.sequence_parallel)
 
 
 class _Outside(TensorParallelRegion):
-    """The region of a layer whose input does not enter: activations stay as they are, in the forward and the backward."""
+    """Region for a layer whose input does not enter: activations stay unchanged in the forward and the backward."""
 
     @property
     def gathers(self) -> bool:

@@ -1,8 +1,8 @@
-"""Initial weights as a function of (seed, name), equal in every layout.
+"""Initial weights that depend only on (seed, name), so they are equal in every layout.
 
-The row-major logical tensor is cut into fixed blocks. Each block is drawn in fp32 on the CPU, from a generator seeded by a hash of
-(seed, name, block), then cast. A rank draws only the blocks that its box touches. (One draw of the whole tensor would not do:
-`torch.randn` is not prefix-stable and differs by dtype, stride and device.)
+The row-major logical tensor is cut into fixed blocks. Each block is drawn in fp32 on the CPU, then cast; its generator is seeded
+with hash(seed, name, block). A rank draws only the blocks that its box touches. Drawing the whole tensor at once would not work:
+`torch.randn` is not prefix-stable and differs by dtype, stride and device.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ BLOCK_NUMEL = 1 << 16
 def initialize(parameters: Iterable[ShardedParameter], seed: int) -> None:
     """Fill bound parameters with their initial values; padding rows are zero.
 
-    Parameters are drawn in parallel on torch's number of threads; each block has its own serial generator.
+    Parameters are drawn in parallel on `torch.get_num_threads()` threads; each block has its own serial generator.
     """
     with ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="initial-weights") as threads:
         for _ in threads.map(lambda parameter: _fill(parameter, seed), parameters):
@@ -37,14 +37,14 @@ def _fill(parameter: ShardedParameter, seed: int) -> None:
 
 
 def initial_box(record: ParamRecord, seed: int) -> torch.Tensor:
-    """Draw the initial values of the record's box, row-major and flat, in fp32 on the CPU."""
+    """Draw the initial values for the record's box, row-major and flat, in fp32 on the CPU."""
     values = torch.empty(record.box_numel, dtype=INIT_DTYPE)
     init = record.spec.init
     if init.kind != "normal":
         return values.fill_(1.0 if init.kind == "ones" else 0.0)
     at = 0
     block_index, block = -1, values
-    # The box is runs of consecutive elements of the logical tensor. A run may span blocks, and a block serves many short runs.
+    # The box covers runs of consecutive elements in the logical tensor. A run may span blocks, and a block may serve many runs.
     for start, stop in box_runs(record.spec.shape, record.box):
         while start < stop:
             if start // BLOCK_NUMEL != block_index:
@@ -59,7 +59,7 @@ def initial_box(record: ParamRecord, seed: int) -> torch.Tensor:
 
 
 def _draw_block(name: str, index: int, numel: int, seed: int) -> torch.Tensor:
-    """Draw the standard normals of one block; the last block of a tensor may be shorter."""
+    """Draw one block's standard normals; a tensor's last block may be shorter."""
     digest = hashlib.blake2b(f"{seed}/{name}/{index}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
     count = min(BLOCK_NUMEL, numel - index * BLOCK_NUMEL)

@@ -1,20 +1,21 @@
-"""The conjugate pairs of tensor parallelism, through which activations enter and leave a region that is cut over tp.
+"""Conjugate operator pairs f and g, through which activations enter and leave the tensor-parallel region.
 
-Without sequence parallelism (1909.08053, figure 3) activations outside the region are whole on every rank:
+If sequence parallelism is off (1909.08053, figure 3), activations outside the region are whole on every rank.
 
     f   enter: identity          backward: all-reduce
     g   leave: all-reduce        backward: identity
 
-With it (2205.05198, figure 5) they are cut along the sequence, dim 0 of [s, b, h], and each all-reduce is split in its two halves:
+If it is on (2205.05198, figure 5), they are sharded along the sequence, dim 0 of [s, b, h]. Each all-reduce splits into two halves:
 
     f'  enter: all-gather        backward: reduce-scatter
     g'  leave: reduce-scatter    backward: all-gather
 
-The weight's gradient needs the gathered input of f' again. Either this rank keeps only its own part and gathers once more in the
-backward (2205.05198, section 4.2.2), or it keeps the whole: (1 - 1/t) w b s h more bytes (w per number), one all-gather less.
+The weight gradient needs the gathered input again. By default a rank saves only its own part and repeats the all-gather in the
+backward (2205.05198, section 4.2.2). With `keeps_gathered` it saves the whole tensor. That costs (1 - 1/t) w b s h more bytes,
+w per number, and saves one all-gather.
 
-The layers call these verbs from their own autograd functions, because the backward of `enter` runs under the weight-gradient GEMM:
-post it, run the GEMM, wait for it.
+Layers call these methods from their own autograd functions, so that `enter_backward` overlaps the weight-gradient GEMM. They post
+the collective, run the GEMM, then wait.
 """
 
 from dataclasses import dataclass
@@ -27,13 +28,13 @@ from triaxis.engine.comm.collectives import Axis
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelRegion:
-    """The tp axis and the form of activations around the region.
+    """Tensor-parallel region: the tp axis, and the activations' sharding around it.
 
     Attributes:
         axis: the tp axis.
-        sequence_parallel: whether activations outside the region are cut along the sequence.
+        sequence_parallel: whether activations outside the region are sharded along the sequence.
         keeps_gathered: whether gathered inputs are saved whole for the backward.
-        cuts_entered: whether activations are still cut over tp after they entered.
+        cuts_entered: whether activations are still sharded over tp after `enter`.
     """
 
     axis: Axis
@@ -43,7 +44,7 @@ class TensorParallelRegion:
 
     @property
     def gathers(self) -> bool:
-        """Return whether `enter` gathers from other ranks."""
+        """Whether `enter` gathers from other ranks."""
         return self.sequence_parallel and self.axis.size > 1
 
     def enter(self, x: torch.Tensor, purpose: str) -> Pending:
@@ -51,7 +52,7 @@ class TensorParallelRegion:
         return self.axis.all_gather(x, purpose) if self.sequence_parallel else Pending(x)
 
     def kept(self, x: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to save for `enter_again`: the input x [s (/t), b, h], or the entered [s, b, h]."""
+        """Choose the tensor to save for `enter_again`: the input x [s (/t), b, h], or the entered tensor [s, b, h]."""
         return entered if self.keeps_gathered else x
 
     def enter_again(self, kept: torch.Tensor, purpose: str) -> Pending:
@@ -75,7 +76,7 @@ class TensorParallelRegion:
         return self.axis.all_gather(grad, purpose) if self.sequence_parallel else Pending(grad)
 
     def shard_of_sequence(self, length: int) -> slice:
-        """Return the part of a sequence of `length` that this rank holds outside the region."""
+        """Compute which part of a `length`-token sequence this rank holds outside the region."""
         if not self.sequence_parallel:
             return slice(0, length)
         part = length // self.axis.size

@@ -1,7 +1,7 @@
-"""Norms of the residual stream, to which one function may add a branch first (`engine/kernels/norms.py`).
+"""Residual-stream norms, optionally fused with the addition of a branch (`engine/kernels/norms.py`).
 
-The weights' gradients go to their main grads, as in linear layers. With sequence parallelism they are partial sums over this rank's
-part of the sequence; `GradBuffers.finish` sums them over tp.
+Weight gradients go to main grads, as in linear layers. With sequence parallelism they are partial sums over this rank's part of
+the sequence; `GradBuffers.finish` sums them over tp.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ class Norm(nn.Module):
     """A norm over the last dim.
 
     Args:
-        kernel: kernel of the norm.
+        kernel: norm kernel.
         weights: weights [h], in the kernel's order.
-        factor: factor of the branch.
+        factor: multiplier for the branch.
     """
 
     def __init__(self, kernel: NormKernel, weights: Sequence[ShardedParameter], factor: float = 1.0) -> None:
@@ -32,21 +32,21 @@ class Norm(nn.Module):
     def forward(
         self, x: torch.Tensor, branch: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Normalise x [.., h]; with a branch, return y = x + factor branch and the norm of y."""
+        """Normalise x [.., h]. Given a branch, return y = x + factor branch, and y normalised."""
         if branch is None:
             return self.kernel(x, *[weight.tracked() for weight in self.weights])
         return _AddedAndNormalised.apply(x, branch, self)
 
 
 class _AddedAndNormalised(torch.autograd.Function):
-    """The sum and its norm. Saves y and the norm's statistics, as the norm alone would."""
+    """Sum and norm in one function. It saves y and the norm's statistics, as the norm alone would."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, branch: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
         weights = [weight.weight() for weight in norm.weights]
         y, normalised, *statistics = norm.kernel.add_and_norm(x, branch, norm.factor, norm.kernel.eps, *weights)
         ctx.norm, ctx.weights = norm, weights
-        # Detached: a saved output would become a new view of y here, and another one in the backward.
+        # Detached, because a saved output would become a new view of y here and another one in the backward.
         ctx.save_for_backward(y.detach(), *statistics)
         return y, normalised
 

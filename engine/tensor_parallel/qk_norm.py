@@ -1,10 +1,10 @@
-"""RMSNorm over all query heads, and over all key heads, of tokens whose heads are cut over tp (OLMo 2, 2501.00656).
+"""RMSNorm across all query heads, and across all key heads, when heads are sharded over tp (OLMo 2, 2501.00656).
 
-    y = x g / sqrt(S / n + eps)      S: squares of all n elements of a token's queries (or keys)
+    y = x g / sqrt(S / n + eps)      S: sum of squares over a token's n query (or key) elements
 
-S is summed over tp by one all-reduce of [s, b, 2] for queries and keys together; the backward has one for its gradient. The rest
-is local to a rank's heads, so it can be recomputed without communication. If a key head has replicas, each counts 1/replicas of its
-squares: then the gradients of the replicas add up to the head's.
+One all-reduce of [s, b, 2] sums S over tp, for queries and keys together. The backward has another for the gradient. Everything
+else is local to a rank's heads, so recomputing it needs no communication. Each replica of a key head contributes 1/replicas of its
+squares, so the replicas' gradients add up to the head's.
 """
 
 from typing import Any
@@ -18,23 +18,23 @@ from triaxis.engine.numerics.precision import accumulate
 
 
 def squares(q: torch.Tensor, k: torch.Tensor, axis: Axis, replicas: int, fusion: Fusion) -> torch.Tensor:
-    """Compute the sums of squares of all query heads and of all key heads.
+    """Compute the sums of squares over all query heads and over all key heads.
 
     Args:
-        q: [s, b, heads / t, d], this rank's queries.
-        k: [s, b, kv_heads / t, d], this rank's keys, at least one head.
+        q: this rank's queries, [s, b, heads / t, d].
+        k: this rank's keys, [s, b, kv_heads / t, d], at least one head.
         axis: the tp axis.
         replicas: number of ranks that hold each key head.
-        fusion: runs the local parts.
+        fusion: wrapper that runs the local parts.
 
     Returns:
-        [s, b, 2] in the accumulation dtype; the same on every tp rank.
+        [s, b, 2] in the accumulation dtype, equal on every tp rank.
     """
     return _Squares.apply(q, k, axis, replicas, fusion)
 
 
 class _Squares(torch.autograd.Function):
-    """S_q = sum over tp of sum(q^2), S_k = sum over tp of sum(k^2) / replicas. Saves q and k, which exist anyway."""
+    """S_q = sum_tp sum(q^2), S_k = sum_tp sum(k^2) / replicas. Saves q and k, which exist anyway."""
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, axis: Axis, replicas: int, fusion: Fusion) -> torch.Tensor:
@@ -44,7 +44,7 @@ class _Squares(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        # dS on a rank comes from its own heads, but its squares are in the S of every rank.
+        # A rank's dS comes from its own heads only, but its squares enter S on every rank.
         whole = ctx.axis.all_reduce(grad.clone(), f"{QK_NORM} backward").wait()
         grad_q, grad_k = ctx.fusion(_local_squares_backward)(*ctx.saved_tensors, whole, ctx.replicas)
         return grad_q, grad_k, None, None, None
@@ -58,7 +58,7 @@ def _local_squares(q: torch.Tensor, k: torch.Tensor, replicas: int) -> torch.Ten
 def _local_squares_backward(
     q: torch.Tensor, k: torch.Tensor, grad: torch.Tensor, replicas: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return dq = 2 q dS_q and dk = 2 k dS_k / replicas."""
+    """Compute dq = 2 q dS_q and dk = 2 k dS_k / replicas."""
     of_q, of_k = (part.unsqueeze(-1) for part in (2 * grad).split(1, dim=-1))
     return (q * of_q).to(q.dtype), (k * (of_k / replicas)).to(k.dtype)
 
@@ -66,16 +66,16 @@ def _local_squares_backward(
 def normalised(
     x: torch.Tensor, sums: torch.Tensor, weight: torch.Tensor, count: int, eps: float, offset: int, fusion: Fusion
 ) -> torch.Tensor:
-    """Normalise heads x [s, b, heads, d] by the given sums of squares.
+    """Normalise heads x [s, b, heads, d] with the given sums of squares.
 
     Args:
         x: this rank's queries or keys.
-        sums: [s, b, 1], the squares of all n elements of a token.
-        weight: [heads, d].
-        count: n.
-        eps: added to the mean square.
-        offset: added to the weight (`layer_kinds.Norm.offset`).
-        fusion: runs the forward and the backward.
+        sums: squares summed over a token's n elements, [s, b, 1].
+        weight: norm weight [heads, d].
+        count: number n of elements.
+        eps: constant added to the mean square.
+        offset: constant added to the weight (`layer_kinds.Norm.offset`).
+        fusion: wrapper that runs the forward and the backward.
     """
     return _Normalised.apply(x, sums, weight, count, eps, offset, fusion)
 
@@ -109,7 +109,7 @@ class _Normalised(torch.autograd.Function):
 def _root_and_gains(
     sums: torch.Tensor, weight: torch.Tensor, count: int, eps: float, offset: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return r [s, b, 1, 1] and g [heads, d] in the accumulation dtype."""
+    """Compute r [s, b, 1, 1] and g [heads, d] in the accumulation dtype."""
     return (sums / count + eps).rsqrt().unsqueeze(-1), accumulate(weight) + offset
 
 
@@ -123,7 +123,7 @@ def _normalise(
 def _normalise_backward(
     x: torch.Tensor, sums: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor, count: int, eps: float, offset: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return dx = dy r g, dS = -r^3 / 2n sum(dy g x), dw = sum of dy x r over the tokens."""
+    """Compute dx = dy r g, dS = -r^3 / 2n sum(dy g x), dw = sum(dy x r) over tokens."""
     r, gains = _root_and_gains(sums, weight, count, eps, offset)
     products = accumulate(x) * grad
     grad_weight = (products * r).sum((0, 1))

@@ -4,7 +4,7 @@
       --mixer--> [s, b, heads/t * d] --row--> [s(/t), b, h]
 
 With fewer key/value heads than tp ranks, each rank holds one whole head, as a replica. The layer's kind sets windows, sinks and
-rotation. The mixer (`engine/context_parallel/mixer.py`) reaches the other tokens of a row.
+rotation. The mixer (`engine/context_parallel/mixer.py`) reaches a row's other tokens.
 """
 
 import torch
@@ -21,7 +21,7 @@ from triaxis.models.gpt.qk_norm import NormalisedAndRotated
 
 
 class Attention(nn.Module):
-    """Attention whose queries, keys and values are projected from x; key/value heads may be fewer than query heads."""
+    """Attention with queries, keys and values projected from x; key/value heads may be fewer than query heads."""
 
     def __init__(self, context: BuildContext, name: str, kind: LayerKind) -> None:
         super().__init__()

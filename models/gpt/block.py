@@ -15,10 +15,10 @@ from triaxis.models.gpt.moe import MoE
 
 
 class FirstNorm:
-    """The first norm of the next layer, which the layer before computes with the addition that the norm reads.
+    """The next layer's first norm, computed by the current layer together with its last addition.
 
     Attributes:
-        norm: first norm of the next layer; None: the next layer, if there is one, normalises its input itself.
+        norm: the next layer's first norm; None: the next layer, if any, normalises its input itself.
     """
 
     def __init__(self) -> None:
@@ -30,15 +30,15 @@ class FirstNorm:
         self._normalised = normalised
 
     def take(self) -> torch.Tensor | None:
-        """Return the output that the layer before has kept, and forget it: then the caller alone holds it."""
+        """Return the output kept by the previous layer and drop the reference, so that only the caller holds it."""
         normalised, self._normalised = self._normalised, None
         return normalised
 
 
 class Block(nn.Module):
-    """One transformer layer of two branches, each post_norm(f(norm(x))) with the norms that the model has.
+    """One transformer layer with two branches, each post_norm(f(norm(x))) with the norms that the model has.
 
-    One after the other: x + attention(x), then x + mlp(x) of that. Parallel: x + attention(x) + mlp(x).
+    Sequential: y = x + attention(x), then y + mlp(y). Parallel: x + attention(x) + mlp(x).
     """
 
     def __init__(self, context: BuildContext, layer: int) -> None:
@@ -64,7 +64,7 @@ class Block(nn.Module):
         keys: DropoutKeys,
         first: FirstNorm | None = None,
     ) -> torch.Tensor:
-        """Run the layer: [s(/t), b, h] -> the same shape. `first` holds this layer's first norm of x, and receives the next's."""
+        """Run the layer: [s(/t), b, h] -> the same shape. `first` brings this layer's normalised x, and takes the next layer's."""
         first = FirstNorm() if first is None else first
         y, inputs = self._with_attention(x, positions, keys, first.take())
         if inputs is None:
@@ -81,7 +81,7 @@ class Block(nn.Module):
         keys: DropoutKeys,
         inputs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Add attention's branch to x; return the sum, and its norm if that was computed with it (the MLP's input), else None.
+        """Add attention's branch to x; return the sum and, if computed with it, the MLP's normalised input, else None.
 
         The branch's tensor goes out of scope here, so its memory is free when the MLP begins.
         """
@@ -98,7 +98,7 @@ class Block(nn.Module):
         return before, self.context.norm(f"{name}.post_norm") if model.norms_after else None
 
     def _input(self, norm: nn.Module | None) -> Callable[..., torch.Tensor]:
-        """Return the function from the residual stream to a branch's input: the norm, or the identity."""
+        """Build the function from the residual stream to a branch's input: the norm, or the identity."""
         return nn.Identity() if norm is None else self.context.saved.recomputed("norm", norm)
 
     def _added(
@@ -113,8 +113,8 @@ class Block(nn.Module):
         """Add a branch's output, normalised if the model has a norm after it, to the residual stream x.
 
         Returns:
-            The sum, and the norm `follows` of it; None if that norm runs by itself. It does with dropout, which has a function of
-            its own, and if norms are recomputed: a replay must give the forward's bits, so both are the same function.
+            The sum, and its norm by `follows`; None if that norm runs by itself. It does with dropout, which has its own function,
+            and if norms are recomputed. A replay must give the forward's bits, so both use the same function.
         """
         branch = branch if norm is None else norm(branch)
         if dropout is not None and self.training:

@@ -52,10 +52,10 @@ from triaxis.models.specs import StageContents
 
 
 class GPTChunk(nn.Module):
-    """The layers of one stage, with the embedding on the first stage and the head on the last.
+    """One stage's layers, with the embedding on the first stage and the head on the last.
 
     Args:
-        context: environment of the modules, with this stage's parameters.
+        context: build context with this stage's parameters.
         stage: the stage's layers, and whether it has the embedding and the head.
     """
 
@@ -83,28 +83,28 @@ class GPTChunk(nn.Module):
 
     @property
     def queue(self) -> WeightGradQueue:
-        """Return the queue of this chunk's weight-gradient GEMMs."""
+        """The queue for this chunk's weight-gradient GEMMs."""
         return self.context.queue
 
     @property
     def saved(self) -> SavedTensors:
-        """Return the policy for tensors that this chunk saves for its backward."""
+        """The policy for tensors that this chunk saves for its backward."""
         return self.context.saved
 
     @property
     def load(self) -> ExpertLoad | None:
-        """Return the load of the rank's experts; None: it has none."""
+        """The load on the rank's experts; None: it has none."""
         return None if self.context.experts is None else self.context.experts.load
 
     @property
     def fp8_counts(self) -> Fp8Counts | None:
-        """Return the counts of numbers that FP8 loses, one for all chunks of the rank; None: nothing asks for them."""
+        """The counts of numbers that FP8 loses, shared by the rank's chunks; None: they are not counted."""
         return self.context.fp8_counts
 
     def forward(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Return hidden states for the next stage, or on the last stage the sum of the unmasked tokens' losses (a scalar).
+        """Compute hidden states for the next stage, or on the last stage the unmasked tokens' loss sum (a scalar).
 
-        In training with multi-token prediction, the result is [1 + D]: this sum, then the weighted sums of the tokens ahead.
+        In training with multi-token prediction, the result is [1 + D]: this sum, then the weighted sums for the tokens ahead.
         """
         inputs = self._layer_inputs(batch)
         hidden = self._hidden(x, batch, inputs)
@@ -118,7 +118,7 @@ class GPTChunk(nn.Module):
         return self.saved.end_chunk(total)
 
     def logits(self, x: torch.Tensor | None, batch: MicroBatch) -> torch.Tensor:
-        """Return hidden states for the next stage, or on the last stage this rank's columns of the logits [s, b, V_padded/t]."""
+        """Compute hidden states for the next stage, or on the last stage this rank's logit columns [s, b, V_padded/t]."""
         hidden = self._hidden(x, batch, self._layer_inputs(batch))
         return hidden if self.head is None else self._logits(hidden)
 
@@ -149,9 +149,9 @@ class GPTChunk(nn.Module):
         return [cast(Block, block) for block in self.blocks]
 
     def _groups(self) -> list["_Group"]:
-        """Split the blocks into groups, in order: recomputed together, or kept.
+        """Split the blocks, in order, into groups that are recomputed together or kept.
 
-        With offloading each kept block is a group, since moved tensors are freed group by group.
+        With offloading, each kept block is its own group, since moved tensors are freed group by group.
         """
         blocks, choice = self._layers(), self.context.recompute
         num_again = 0
@@ -185,7 +185,7 @@ def _run(blocks: Sequence[Block], x: torch.Tensor, *, positions: Positions, keys
 
 
 def _run_own(blocks: Sequence[nn.Module], x: torch.Tensor, *, positions: Positions, keys: DropoutKeys) -> torch.Tensor:
-    """Run the blocks of an extension: none computes a norm of the next one, whose input it may change."""
+    """Run an extension's blocks; none computes the next one's norm, since a block may change its own input first."""
     for block in blocks:
         x = block(x, positions, keys)
     return x
@@ -200,7 +200,7 @@ def build_chunks(
 ) -> tuple[list[GPTChunk], dict[str, ShardedParameter]]:
     """Build this rank's chunks on the meta device; return them with its parameters by name, in forward order.
 
-    `stages` are the contents of this rank's chunks, in chunk order. A tied embedding with both ends on this rank is
+    `stages` lists the contents of this rank's chunks, in chunk order. A tied embedding with both ends on this rank is
     one parameter with two uses. State that `models/specs.py` does not list is refused (`models/gpt/strays.py`).
     """
     tp = topology.axis("tp")

@@ -1,4 +1,4 @@
-"""The environment that the modules of a GPT share: sizes, the tp region, dtype, kernels, parameters by name."""
+"""The environment that a GPT's modules share: sizes, the tp region, dtype, kernels, parameters by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -32,25 +32,25 @@ from triaxis.models.gpt.hidden_dropout import HiddenDropout
 from triaxis.models.gpt.own_norm import OwnNorm
 
 MOST_LISTED = 12
-"""Parameters that a message names."""
+"""Maximum number of parameters that an error message lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Environment of the modules of one model chunk.
+    """Everything that one model chunk's modules need to build themselves.
 
     Attributes:
         recompute: the recomputed parts; `auto` is already resolved.
-        num_offloaded: number of layers in each chunk whose saved tensors are moved to the host.
+        num_offloaded: layers per chunk whose saved tensors are moved to the host.
         region: the tensor-parallel region, which activations enter and leave.
-        mixing: builder of a layer's mixer from the fields that all have; it decides how attention reaches the tokens of a row.
-        experts: way of tokens to their experts; None: the model has none.
+        mixing: builder for a layer's mixer, which decides how attention reaches a row's other tokens.
+        experts: expert routing and dispatch; None: the model has no experts.
         seed: the run's seed, for dropout.
         parameters: this chunk's parameters by global name.
-        saved: policy for tensors that are saved for the backward; one for all chunks of the rank.
-        forms: forms of linear layers by layer number, for layers that do not use `form`.
-        form: form of the linear layers that are being built.
-        fp8_counts: counts of the numbers that FP8 loses; None: they are not counted.
+        saved: policy for tensors that are saved for the backward; the rank's chunks share one.
+        forms: linear-layer forms by layer number, for layers that do not use `form`.
+        form: form for the linear layers being built.
+        fp8_counts: counts of numbers that FP8 loses; None: they are not counted.
         taken: names of the parameters that modules have asked for.
     """
 
@@ -72,15 +72,15 @@ class BuildContext:
     taken: set[str] = field(default_factory=set)
 
     def of_layer(self, layer: int) -> "BuildContext":
-        """Return the environment of one layer's modules."""
+        """Return the context for one layer's modules, with that layer's form."""
         return replace(self, form=self.forms.get(layer, self.form))
 
     def form_behind_norm(self, *parts: str) -> LinearForm:
-        """Return the form of a layer that alone reads a norm's output; recomputing one of `parts` saves that output too."""
+        """Form for a linear layer that is a norm output's only reader; recomputing one of `parts` saves that output too."""
         return self.form.alone("norm", *parts) if self.model.norms_before else self.form
 
     def mixer(self, name: str, kind: LayerKind, made: Made = as_they_are) -> Mixer:
-        """Build the mixer of a layer's attention; `made` computes keys and values from what it gathers, such as latents."""
+        """Build a layer's attention mixer; `made` computes keys and values from what the mixer gathers, such as latents."""
         model, tp = self.model, self.region.axis
         return self.mixing(
             name=name,
@@ -103,16 +103,16 @@ class BuildContext:
         return Norm(NormKernel(kind.name, self.model.norm_eps, kernels.fusion), weights, self.model.residual_multiplier)
 
     def hidden_dropout(self, site: str) -> HiddenDropout | None:
-        """Build the dropout of hidden states at a site; None: the model has none."""
+        """Build the hidden-state dropout for a site; None: the model has none."""
         model = self.model
         if not model.hidden_dropout:
             return None
         return HiddenDropout(model.hidden_dropout, site, self.region, self.kernels.fusion, model.residual_multiplier)
 
     def column(self, *names: str) -> ColumnParallelLinear:
-        """Build a column-parallel layer, x [s(/t), b, h] -> [s, b, rows/t], of `NAME.weight` [rows, h] and `NAME.bias` if listed.
+        """Build a column-parallel layer, x [s(/t), b, h] -> [s, b, rows/t], from `NAME.weight` [rows, h] and `NAME.bias` if listed.
 
-        Several names are one layer, whose outputs follow each other: `fused_with_previous` in the specs of all but the first.
+        Several names make one layer with concatenated outputs: all specs but the first set `fused_with_previous`.
 
         Raises:
             ModelError: the specs lack a weight, or do not cut it by rows (`tp_dim`).
@@ -122,7 +122,7 @@ class BuildContext:
         return ColumnParallelLinear(weights, biases, self.region, self.queue, names[0], self.form)
 
     def row(self, name: str) -> RowParallelLinear:
-        """Build a row-parallel layer, x [s, b, f/t] -> [s(/t), b, h], of `NAME.weight` [h, f] and `NAME.bias` if listed.
+        """Build a row-parallel layer, x [s, b, f/t] -> [s(/t), b, h], from `NAME.weight` [h, f] and `NAME.bias` if listed.
 
         Raises:
             ModelError: the specs lack the weight, or do not cut it by columns (`tp_dim`).
@@ -143,7 +143,7 @@ class BuildContext:
         return weight
 
     def parameter(self, name: str) -> ShardedParameter:
-        """Return a parameter of the chunk, and note that a module took it.
+        """Return one of the chunk's parameters, and record that a module took it.
 
         Raises:
             ModelError: the specs do not list it.
@@ -163,11 +163,11 @@ class BuildContext:
         return self.parameter(name) if name in self.parameters else None
 
     def optional_parameters(self, *names: str) -> list[ShardedParameter]:
-        """Return those of the named parameters that the model's specs have, in order."""
+        """Return the named parameters that the model's specs list, in order."""
         return [self.parameter(name) for name in names if name in self.parameters]
 
     def require_all_taken(self) -> None:
-        """Check that modules took every parameter of the chunk: one that none takes is misspelt in a module or in the specs.
+        """Check that modules took all the chunk's parameters: a parameter left over is misspelt in a module or in the specs.
 
         Raises:
             ModelError: some were left; they would get no gradient.
@@ -182,12 +182,12 @@ class BuildContext:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """The positions of a microbatch's tokens, as the layers of a chunk read them.
+    """Token positions in a microbatch, as a chunk's layers read them.
 
     Attributes:
-        tables: table [2, s, b, 1, r] of `rope_tables` for each kind of rotation in the chunk.
-        documents: documents of the rows; None: each row is one document.
-        part: part of the rows that this rank's microbatch has; None: the rows are whole.
+        tables: `rope_tables` table [2, s, b, 1, r] for each rotation in the chunk.
+        documents: document boundaries in the rows; None: each row is one document.
+        part: sequence part that this rank's microbatch has; None: the rows are whole.
     """
 
     tables: Mapping[Rotary, torch.Tensor]
@@ -196,7 +196,7 @@ class Positions:
 
 
 class LayerInputs(NamedTuple):
-    """The inputs of a chunk's layers besides hidden states."""
+    """What a chunk's layers read besides hidden states."""
 
     positions: Positions
     keys: DropoutKeys

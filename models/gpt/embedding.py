@@ -1,6 +1,6 @@
 """The input side of a GPT: word embedding, learned positions, dropout.
 
-tokens [b, s] -> [s(/t), b, h]; with sequence parallelism each tp rank continues with its 1/t of the sequence.
+tokens [b, s] -> [s(/t), b, h]; with sequence parallelism each tp rank keeps its 1/t of the sequence.
 """
 
 import torch
@@ -13,7 +13,7 @@ from triaxis.models.gpt.context import BuildContext
 
 
 class Embedding(nn.Module):
-    """Embedding of tokens; `name` is the prefix of its dropout site."""
+    """Token embedding; `name` prefixes its dropout site."""
 
     def __init__(self, context: BuildContext, name: str = "embedding") -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Embedding(nn.Module):
         if self.multiplier != 1:
             x = x * self.multiplier
         if self.position is not None:
-            # x is this rank's part of the sequence already: each rank adds the positions of its own tokens.
+            # x is already this rank's part of the sequence, so each rank adds its own tokens' positions.
             shard = self.context.region.shard_of_sequence(tokens.shape[1])
             table = accumulate(self.position.tracked())  # so its gradient is summed over samples in the wide dtype
             x = x + table[position_ids.t()[shard].contiguous()].to(x.dtype)

@@ -1,4 +1,4 @@
-"""Dropout of hidden states, and the addition to the residual stream that follows it."""
+"""Hidden-state dropout, fused with the addition to the residual stream that follows it."""
 
 import torch
 from torch import nn
@@ -9,12 +9,12 @@ from triaxis.engine.tensor_parallel.mappings import TensorParallelRegion
 
 
 class HiddenDropout(nn.Module):
-    """Dropout of [s(/t), b, h] in training; an element's position counts through the whole [s, h] of its sample.
+    """Dropout on [s(/t), b, h] in training; an element's position counts through its sample's whole [s, h].
 
     Args:
         p: probability that an element is dropped.
-        site: name of this dropout.
-        factor: factor of x if it is added to a residual.
+        site: this dropout's name.
+        factor: multiplier on x when x is added to a residual.
     """
 
     def __init__(self, p: float, site: str, region: TensorParallelRegion, fusion: Fusion, factor: float) -> None:

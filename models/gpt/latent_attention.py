@@ -4,13 +4,13 @@
     c_q --column--> q [s, b, heads/t, dr + dn]      [c_kv | key] --f over tp--> --gather over cp--> [s, b, r_kv + dr]
     c_kv --heads--> k [s, b, heads/t, dr + dn], v [s, b, heads/t, dv] --attention--> [s, b, heads/t * dv] --row--> [s(/t), b, h]
 
-The weights down to latents are whole on every tp rank and act on its part of the sequence; then the latents enter the region.
-With sequence parallelism, w b s (r_q + r_kv + dr) bytes are gathered instead of w b s h, and no product is computed twice. These
-weights' gradients are then partial sums over the sequence, like those of norms. Without it each rank computes all latents, and
-gradients are whole.
+Every tp rank holds the whole down-projection weights and applies them to its part of the sequence; then the latents enter the
+region. With sequence parallelism, gathers move w b s (r_q + r_kv + dr) bytes instead of w b s h; no product is computed twice.
+The gradients are then partial sums over the sequence, like a norm's. If sequence parallelism is off, each rank computes all
+latents, and gradients are whole.
 
-In generation (`models/inference/kv_cache.py`), the cache holds [c_kv | key] of each token, and a query attends to the latents
-themselves. The keys' half of W_kvb is multiplied into the query, the values' half into the result, so cached tokens are never
+In generation (`models/inference/kv_cache.py`), the cache holds each token's [c_kv | key], and a query attends to the latents
+themselves. The keys' half of W_kvb is multiplied into the query, the values' half into the result. Cached tokens are thus never
 expanded into keys and values.
 """
 
@@ -35,7 +35,7 @@ from triaxis.models.gpt.context import BuildContext, Positions
 
 @dataclass(frozen=True, slots=True)
 class LatentKeys:
-    """Keys and values of this rank's `num_heads` heads, computed from one latent per token.
+    """Keys and values for this rank's `num_heads` heads, computed from one latent per token.
 
     Attributes:
         weight: parameter W_kvb.
@@ -66,7 +66,7 @@ class LatentAttention(nn.Module):
         assert context.model.mla is not None
         self.mla = context.model.mla
         outside = outside_of(context.region)
-        # Without q_a the queries are projected from x as well, so `down` is not the only reader of the norm's output.
+        # If there is no q_a, queries are projected from x as well, so `down` is not the norm output's only reader.
         has_latent = self.mla.q_lora_rank is not None
         form = context.form_behind_norm() if has_latent else context.form
         self.down = ColumnParallelLinear(
@@ -110,12 +110,12 @@ class LatentAttention(nn.Module):
         return self.proj(mixed)  # [s(/t), b, h]
 
     def _latents(self, x: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the input of the queries' projection, and [c_kv | key] [s(/t), b, r_kv + dr], from x [s(/t), b, h]."""
+        """Compute the query projection's input, and [c_kv | key] [s(/t), b, r_kv + dr], from x [s(/t), b, h]."""
         mla, region, again = self.mla, self.context.region, self.context.saved.recomputed
         q_size = mla.q_lora_rank or 0
         q, kv, key = self.down(x).split((q_size, mla.kv_lora_rank, mla.qk_rope_head_dim), dim=-1)
         q = x if self.q_norm is None else again("norm", partial(self._normalise, norm=self.q_norm))(q)
-        # The key is rotated before it enters the region: it needs the tables of this rank's part of the sequence.
+        # The key is rotated before it enters the region, so it needs the tables for this rank's part of the sequence.
         if rope is not None:
             whole = x.shape[0] * (region.axis.size if region.sequence_parallel else 1)
             rope = rope[:, region.shard_of_sequence(whole)]
@@ -126,5 +126,5 @@ class LatentAttention(nn.Module):
         return self.norm_kernel(x, norm.tracked())
 
     def _rotate(self, x: torch.Tensor, rope: torch.Tensor | None) -> torch.Tensor:
-        """Rotate the first dr elements of x [s, b, n, d]; return x itself if the layer rotates nothing."""
+        """Rotate the first dr elements in x [s, b, n, d]; return x itself if the layer rotates nothing."""
         return x if rope is None else apply_rope(x, rope, self.context.kernels.fusion)

@@ -12,12 +12,12 @@ from triaxis.models.gpt.context import BuildContext
 
 
 def logit_options(model: ModelConfig) -> LogitOptions:
-    """Return the model's divisor, softcap and z-loss factor."""
+    """Collect the model's logit divisor, softcap and z-loss factor."""
     return LogitOptions(model.logit_divisor, model.logit_softcap, model.z_loss)
 
 
 class TokenLosses(nn.Module):
-    """The head and the cross-entropy of each token, from this rank's columns of the logits."""
+    """The head and each token's cross-entropy, from this rank's logit columns."""
 
     def __init__(self, context: BuildContext) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class TokenLosses(nn.Module):
         self.options = logit_options(context.model)
 
     def forward(self, x: torch.Tensor, head: ColumnParallelLinear, labels: torch.Tensor) -> torch.Tensor:
-        """Return the token losses [s, b], equal on all tp ranks. x is the head's input, [s(/t), b, h]; labels are int64 [b, s]."""
+        """Compute token losses [s, b], equal on all tp ranks, from the head's input x [s(/t), b, h] and int64 labels [b, s]."""
         context, targets = self.context, labels.t()
         vocab_size, fusion = context.model.vocab_size, context.kernels.fusion
         at_a_time = context.recompute.head_tokens

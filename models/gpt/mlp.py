@@ -10,7 +10,7 @@ from triaxis.models.gpt.context import BuildContext
 
 
 class MLP(nn.Module):
-    """The MLP of a layer, or its shared experts; `shares_input`: another module saves x for the backward."""
+    """A layer's MLP or shared experts; with `shares_input`, another module saves x for the backward."""
 
     def __init__(self, context: BuildContext, name: str, *, shares_input: bool = False) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class MLP(nn.Module):
         self.inner = context.saved.recomputed("mlp", self.up)
         activation = ActivationKernel(context.model.activation, context.kernels.fusion, self.up.takes_bias_total)
         self.activated = context.saved.recomputed("activation", activation)
-        # The GEMMs compute the GELU unless it is recomputed (by the same function), or sums the gradient of the bias.
+        # The GEMMs compute the GELU unless it is recomputed (by the same function) or sums the bias gradient.
         is_made_again = {"mlp", "activation"} & set(context.saved.parts)
         self.gemms_make_gelu = (
             isinstance(self.up.gemms, GeluGemms)

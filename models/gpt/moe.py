@@ -1,9 +1,9 @@
-"""A mixture of experts in place of an MLP.
+"""A mixture of experts that replaces a layer's MLP.
 
     x [s(/t), b, h] --tokens of this rank--> [T, h] --router--> k experts each --dispatch--> rows [R, h] of this rank's experts
       --up, activation, down--> [R, h] --combine--> [T, h] ----> [s(/t), b, h], plus the shared experts' MLP of x
 
-Each of a stage's dp x cp x tp ranks routes tokens of its own: without sequence parallelism, x is cut over tp here, and y gathered.
+Each of a stage's dp x cp x tp ranks routes its own tokens. If sequence parallelism is off, x is cut over tp here, and y gathered.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ from triaxis.models.specs import up_name
 
 
 class MoE(nn.Module):
-    """The experts of one layer, or this rank's part of them."""
+    """One layer's experts, or this rank's share."""
 
     def __init__(self, context: BuildContext, name: str, layer: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class MoE(nn.Module):
         self.bias = context.optional_parameter(f"{name}.router.bias")
         kernel = context.kernels.choices.experts
         assert kernel is not None
-        # The number of rows differs from call to call.
+        # The row count differs from call to call.
         self.activation = ActivationKernel(context.model.activation, context.kernels.fusion, lengths="rows")
         work = ExpertContext(context.queue, context.kernels.fusion, kernel)
         up = up_name(context.model)
@@ -49,13 +49,13 @@ class MoE(nn.Module):
             self.experts.load.balance(layer, self.bias)
 
     def forward(self, x: torch.Tensor, keys: DropoutKeys) -> torch.Tensor:
-        """Map [s(/t), b, h] to the same shape; `keys` has the positions of the tokens in their samples."""
+        """Map [s(/t), b, h] to the same shape; `keys` has each token's position in its sample."""
         region, saved = self.context.region, self.context.saved
         is_cut = self.experts.cuts_tokens and not region.sequence_parallel
         local = _Part.apply(x, region, f"{self.name} tokens") if is_cut else x
         tokens = local.flatten(0, 1)
         choose = partial(self._choose, keys, x.shape)
-        # A replayed layer takes the forward's choice from `once`: another choice would exchange other rows.
+        # A replayed layer takes the forward's choice from `once`; a different choice would exchange different rows.
         weights, experts = self.experts.router.weights(
             tokens, self.router, lambda scores: saved.once(partial(choose, scores))
         )
@@ -83,7 +83,7 @@ class MoE(nn.Module):
         return self.experts.router.choice(experts, self.counted(keys, shape, scores, experts), scores, shape[1])
 
     def chosen(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
-        """Choose the experts int64 [T, k] of this rank's tokens by scores [T, E]; `shape` is that of the layer's input."""
+        """Choose experts int64 [T, k] for this rank's tokens by scores [T, E]; `shape` is the layer input's shape."""
         router = self.experts.router
         if router.moe.force_balanced:
             return router.in_turn(self.positions(keys, shape, scores))
@@ -92,11 +92,11 @@ class MoE(nn.Module):
     def counted(
         self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor, experts: torch.Tensor
     ) -> torch.Tensor:
-        """Return the experts int64 [T, k] that the sequence loss counts; `experts` are the chosen ones."""
+        """Experts int64 [T, k] that the sequence loss counts; `experts` are the chosen ones."""
         return self.experts.router.counted(experts, scores)
 
     def positions(self, keys: DropoutKeys, shape: torch.Size, scores: torch.Tensor) -> torch.Tensor:
-        """Return the positions of this rank's tokens [T] in their samples."""
+        """Compute the positions [T] that this rank's tokens have in their samples."""
         region, samples = self.context.region, shape[1]
         length = shape[0] * (region.axis.size if region.sequence_parallel else 1)
         part = replace(region, sequence_parallel=self.experts.cuts_tokens).shard_of_sequence(length)

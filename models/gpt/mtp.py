@@ -1,11 +1,11 @@
-"""A layer of multi-token prediction (2412.19437, section 2.2; `engine/config/mtp.py` has the formulas), on the last stage.
+"""A multi-token prediction layer (2412.19437, section 2.2; `engine/config/mtp.py` has the formulas), on the last stage.
 
     tokens ahead [b, s] --word embedding--> [s(/t), b, h] --norm--.
     hidden before [s(/t), b, h] -----------------------------norm--+--> [s(/t), b, 2 h] --projection--> layer --> norm --> head
 
-The projection is whole on every tp rank and acts on its part of the sequence. With sequence parallelism no product is computed
-twice, and its gradient is a partial sum over the sequence, like those of norms. Without it each rank computes all of it, and the
-gradient is whole.
+Every tp rank holds the whole projection and applies it to its part of the sequence. With sequence parallelism no product is
+computed twice, and the gradient is a partial sum over the sequence, like a norm's. If sequence parallelism is off, each rank
+computes the whole product, and the gradient is whole.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from triaxis.models.gpt.losses import TokenLosses
 
 
 class RowsAhead(Protocol):
-    """The rows of a microbatch as the layers read them: int64 and bool, [b, s] or [D, b, s]."""
+    """A microbatch's rows as the layers read them: int64 and bool, [b, s] or [D, b, s]."""
 
     labels: torch.Tensor
     position_ids: torch.Tensor
@@ -34,12 +34,12 @@ class RowsAhead(Protocol):
 
 
 class TokensAhead(nn.Module):
-    """The layers of multi-token prediction; each reads the hidden states of the one before it.
+    """The multi-token prediction layers; each reads the previous layer's hidden states.
 
     Args:
-        context: environment of the modules.
+        context: build context.
         layers: layer numbers.
-        first_place: place of the first layer in the chunk; places decide which layers are recomputed and offloaded.
+        first_place: the first layer's place in the chunk; places decide which layers are recomputed and offloaded.
     """
 
     def __init__(self, context: BuildContext, layers: Sequence[int], first_place: int) -> None:
@@ -52,7 +52,7 @@ class TokensAhead(nn.Module):
     def forward(
         self, hidden: torch.Tensor, head: ColumnParallelLinear, batch: RowsAhead, inputs: LayerInputs
     ) -> list[torch.Tensor]:
-        """Return the weighted loss sum of each token ahead (scalars), from the input of the head [s(/t), b, h]."""
+        """Compute the weighted loss sum for each token ahead (scalars), from the head's input [s(/t), b, h]."""
         assert batch.ahead is not None and batch.mask_ahead is not None
         saved, choice = self.context.saved, self.context.recompute
         shared, tokens, sums = inputs.positions.tables.values(), batch.labels, []
@@ -74,8 +74,8 @@ class TokenAhead(nn.Module):
     """A layer that predicts one token further ahead than the layer before it.
 
     Args:
-        context: environment of the modules.
-        layer: layer number, after those of the model's own layers.
+        context: build context.
+        layer: layer number, counted on from the model's own layers.
     """
 
     def __init__(self, context: BuildContext, layer: int) -> None:
@@ -99,7 +99,7 @@ class TokenAhead(nn.Module):
     def inputs(
         self, hidden: torch.Tensor, tokens: torch.Tensor, position_ids: torch.Tensor, keys: DropoutKeys
     ) -> torch.Tensor:
-        """Join the embeddings of tokens ahead int64 [b, s] and the hidden states before [s(/t), b, h] -> [2 s(/t), b, h]."""
+        """Embed the tokens ahead, int64 [b, s], and concatenate hidden states [s(/t), b, h] -> [2 s(/t), b, h]."""
         return torch.cat((self.embedding(tokens, position_ids, keys), hidden))
 
     def forward(self, inputs: torch.Tensor, positions: Positions, keys: DropoutKeys) -> torch.Tensor:

@@ -1,15 +1,15 @@
-"""A norm of an extension, called as ours are."""
+"""A wrapper that gives an extension's norm the built-in norms' call signature."""
 
 import torch
 from torch import nn
 
 
 class OwnNorm(nn.Module):
-    """A norm over the last dim, to whose input `factor` times a branch may be added first.
+    """A norm over the last dim that can first add `factor` times a branch to its input.
 
     Args:
-        norm: x [.., h] -> [.., h].
-        factor: of the branch.
+        norm: module x [.., h] -> [.., h].
+        factor: multiplier on the branch.
     """
 
     def __init__(self, norm: nn.Module, factor: float) -> None:
@@ -19,7 +19,7 @@ class OwnNorm(nn.Module):
     def forward(
         self, x: torch.Tensor, branch: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of x [.., h], or y = x + factor branch and the norm of y."""
+        """Compute norm(x) for x [.., h], or y = x + factor * branch and norm(y)."""
         if branch is None:
             normalised: torch.Tensor = self.norm(x)
             return normalised

@@ -13,11 +13,11 @@ from triaxis.engine.tensor_parallel.qk_norm import normalised, squares
 from triaxis.models.gpt.context import BuildContext
 
 Split = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-"""Splits x by the tables of a rotation (`triaxis.engine.kernels.qkv.SplitQkv`)."""
+"""A split of x into q, k and v that can rotate with given tables (`triaxis.engine.kernels.qkv.SplitQkv`)."""
 
 
 class NormalisedAndRotated(nn.Module):
-    """The split of queries, keys and values, and the norms and the rotation of the first two."""
+    """The split into queries, keys and values, with norms and rotation on queries and keys."""
 
     def __init__(self, context: BuildContext, name: str, split: Split) -> None:
         super().__init__()
@@ -29,12 +29,12 @@ class NormalisedAndRotated(nn.Module):
 
     @classmethod
     def of(cls, context: BuildContext, name: str, split: Split) -> Split:
-        """Return the split itself if nothing is normalised or recomputed, since it can rotate; else build this module."""
+        """Build this module, or return the split itself if nothing is normalised or recomputed, since it can rotate."""
         is_rotation = not context.model.qk_norm and "rope" not in context.saved.parts
         return split if is_rotation else cls(context, name, split)
 
     def forward(self, x: torch.Tensor, tables: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return q [s, b, heads, d], k and v [s, b, kv_heads, d]; q and k are normalised and rotated as the model asks."""
+        """Split x into q [s, b, heads, d], k and v [s, b, kv_heads, d]; normalise and rotate q and k as the model asks."""
         q, k, v = self.split(x, tables=None)
         over_all = self.context.model.qk_norm == "all_heads"
         q, k = self._all(q, k, tables) if over_all else self._each(q, k, tables)
@@ -47,7 +47,7 @@ class NormalisedAndRotated(nn.Module):
         return q, again("rope", lambda k: self._normalise_and_rotate(k, self.k_norm, rope))(k)
 
     def _all(self, q: torch.Tensor, k: torch.Tensor, rope: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise over all heads of a token, and rotate. The all-reduce of the squares is not recomputed."""
+        """Normalise over all of a token's heads, and rotate. The all-reduce over the squares is not recomputed."""
         context, model = self.context, self.context.model
         replicas = max(1, context.region.axis.size // model.kv_heads)
         sums = squares(q, k, context.region.axis, replicas, context.kernels.fusion)

@@ -1,4 +1,4 @@
-"""The parameters of one pipeline stage, as this rank holds them."""
+"""One pipeline stage's parameters, as this rank holds them."""
 
 from collections.abc import Mapping
 
@@ -21,7 +21,7 @@ def stage_parameters(
     stage: StageContents,
     held: dict[str, ShardedParameter],
 ) -> Mapping[str, ShardedParameter]:
-    """Collect the stage's parameters by name; add new ones to `held`, and another use to those held already."""
+    """Collect the stage's parameters by name. New ones are added to `held`; ones already held get another use."""
     parameters = {}
     for spec in stage_specs(config.model, stage):
         if spec.name not in held:
@@ -41,7 +41,7 @@ def stage_parameters(
 
 
 def _num_uses(model: ModelConfig, stage: StageContents, name: str) -> int:
-    """Count the layers of a stage that use a parameter; multi-token prediction uses the head and the word embedding too."""
+    """Count the stage's layers that use a parameter; multi-token prediction uses the head and the word embedding too."""
     heads = stage.has_head + stage.num_mtp
     if name == "head.weight":
         return heads

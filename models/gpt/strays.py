@@ -1,16 +1,16 @@
-"""The refusal of strays: state of a chunk that `models/specs.py` does not list.
+"""A check that refuses strays: chunk state that `models/specs.py` does not list.
 
-No checkpoint has a stray, no rank adds its gradient to the others', and `triaxis verify` does not compare it. Each rank would train
-a model of its own, and no number would show it. A chunk is looked at twice:
+Checkpoints omit a stray, ranks do not add up its gradients, and `triaxis verify` does not compare it. Each rank would train its own
+model, and no number would show it. A chunk is checked twice:
 
     when it is built                   parameters and persistent buffers of its modules, also of modules in lists, tuples and dicts
     in its first forward and backward  leaves of the autograd graph, since a closure or an object may hold tensors too
 
-The second look ends before the first update and removes itself, so later steps do not pay for it. A recomputed function records no
-graph in the forward, so its first replay is looked at.
+The second check ends before the first update and removes itself, so later steps do not pay for it. A recomputed function records no
+graph in the forward, so its first replay is checked.
 
-Not seen are tensors without a gradient that no module holds as a buffer, since they may be constants. Nor are a closure's tensors
-in layers that no gradient reaches, or in a run without a backward.
+The checks miss tensors without a gradient that no module holds as a buffer, since they may be constants. They also miss a closure's
+tensors in layers that no gradient reaches, or in a run without a backward.
 """
 
 import re
@@ -34,12 +34,12 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def refuse_strays(chunk: nn.Module, model: ModelConfig, layers: range, held: Mapping[str, ShardedParameter]) -> None:
-    """Check the tensors that a chunk's modules hold now, and those that its first forward with a graph trains.
+    """Check the tensors that a chunk's modules hold now, and the tensors that its first forward with a graph trains.
 
     Args:
         chunk: module called with a tensor or None, and a microbatch.
         model, layers: the chunk's model and layers, for messages.
-        held: this rank's parameters by name. Those of later chunks may be added until the first forward.
+        held: this rank's parameters by name. Later chunks may add theirs until the first forward.
 
     Raises:
         ModelError: here, in the first forward or in the first backward.
@@ -48,7 +48,7 @@ def refuse_strays(chunk: nn.Module, model: ModelConfig, layers: range, held: Map
     listed, strays = _identities(held), {}
     for place, state in _state(chunk, _Place(type(chunk)), set()):
         if id(state) not in listed:
-            # Layers are alike: one entry stands for all.
+            # Layers are alike, so one entry stands for all.
             strays[place.name] = _entry(
                 sizes,
                 f"{place.path or 'chunk'}, {place.owner.__name__}.{place.attribute}",
@@ -77,9 +77,9 @@ class _Place:
     """A place in a chunk.
 
     Attributes:
-        owner: class of the innermost module of `models` on the way to the place.
-        path: path of that module, with a star for the number of a layer.
-        attribute: path of the place within that module.
+        owner: class of the innermost `models` module on the way to the place.
+        path: path to that module, with a star in place of the layer number.
+        attribute: path to the place within that module.
     """
 
     owner: type
@@ -100,7 +100,7 @@ class _Place:
 
 
 def _state(module: nn.Module, place: _Place, seen: set[int]) -> Iterator[tuple[_Place, torch.Tensor]]:
-    """Yield the parameters and persistent buffers of a module, and of the modules that it holds in any way."""
+    """Yield a module's parameters and persistent buffers, including those in modules that it holds in any way."""
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -129,7 +129,7 @@ def _look_at_graph(
     listed: frozenset[int],
     describe: Callable[[str, torch.Tensor], str],
 ) -> None:
-    """Refuse leaves of the output's graph that are neither inputs nor `listed`; look at replayed functions in the same way."""
+    """Refuse leaves in the output's graph that are neither inputs nor `listed`; check replayed functions in the same way."""
     legal = listed | {id(each) for each in inputs}
     look: Callable[[Sequence[object], torch.Tensor], None] = partial(_look_at_graph, listed=listed, describe=describe)
     strays = []
@@ -143,7 +143,7 @@ def _look_at_graph(
 
 
 def _edges(output: torch.Tensor) -> Iterator[tuple[str, Node]]:
-    """Yield each node of the output's graph once, after the name of an operation that reads its result."""
+    """Yield each node in the output's graph once, preceded by the name of an operation that reads its result."""
     waiting = [] if output.grad_fn is None else [("", output.grad_fn)]
     seen = {node for _, node in waiting}
     while waiting:
@@ -156,13 +156,13 @@ def _edges(output: torch.Tensor) -> Iterator[tuple[str, Node]]:
 
 
 def _leaf(node: Node) -> torch.Tensor | None:
-    """Return the tensor whose gradient autograd would store at this node; None: it stores none."""
+    """The tensor whose gradient autograd would store at this node; None: it stores none."""
     accumulates: Any = node
     return accumulates.variable if type(node).__name__ == "AccumulateGrad" else None
 
 
 def _file_of(owner: type) -> str:
-    """Return the file of a class, of an extension by its whole path."""
+    """Path to the file that defines a class, relative to the package; an extension's file has its full path."""
     if owner.__module__.startswith(PRIVATE):
         return str(sys.modules[owner.__module__].__file__)
     return f"{owner.__module__.removeprefix('triaxis.').replace('.', '/')}.py"
